@@ -1,0 +1,103 @@
+"""Trains the demo model's byte-level BPE tokenizer and writes it in the Transformers layout.
+
+Owns the vocabulary size, the special tokens, the split pattern and the chat template. Its rule:
+``decode(encode(text)) == text`` for any text, because the base alphabet is all 256 bytes.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    trainers,
+)
+from tokenizers.processors import TemplateProcessing
+
+VOCABULARY_SIZE = 4096
+MAX_POSITION_EMBEDDINGS = 8192
+
+BOS = "<|bos|>"
+EOS = "<|eos|>"
+PAD = "<|pad|>"
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
+SPECIAL_TOKENS = (BOS, EOS, PAD, IM_START, IM_END)  # their ids are their places here
+
+# One alternative per kind of piece. Line breaks and the indentation that follows are one piece,
+# so a new line of Python at any depth costs one token.
+SPLIT_PATTERN = "|".join(
+    (
+        r"(?:\r?\n)+[ \t]*",  # line breaks and the next line's indentation
+        r"[ .(@]?[\p{L}_]+",  # a word or identifier, with the mark that introduces it
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}_]+",  # operators and brackets, with the space before them
+        r"[ \t]+(?=\S)",
+        r"\s+",
+    )
+)
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('Unknown role: ' + message['role']) }}"
+    "{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Train a tokenizer of exactly ``VOCABULARY_SIZE`` entries on ``texts``."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts, _trainer())
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A {BOS} $B",
+        special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+    )
+    return tokenizer
+
+
+def _trainer() -> trainers.BpeTrainer:
+    return trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``directory``."""
+    tokenizer.save(str(directory / "tokenizer.json"))
+    text = json.dumps(tokenizer_config(tokenizer), indent=2) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def tokenizer_config(tokenizer: Tokenizer) -> dict[str, object]:
+    """The configuration that ``transformers.AutoTokenizer`` reads next to ``tokenizer.json``."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "additional_special_tokens": [IM_START, IM_END],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MAX_POSITION_EMBEDDINGS,
+        "chat_template": CHAT_TEMPLATE,
+    }

@@ -1,0 +1,85 @@
+"""Block keys: the chained identity of a block of tokens in the whole cluster.
+
+A key commits to the model's fingerprint, the tenant's salt and every token up to the end of its block, so equal keys
+mean equal KV. BLAKE2b and not a fast hash: tenants choose the tokens, and a collision would hand one of them
+another's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+BlockKey = NewType("BlockKey", bytes)
+
+KEY_BYTES = 16
+NO_PARENT = BlockKey(bytes(KEY_BYTES))
+"""On the wire, the parent of a chain's first block."""
+
+TOKEN_DTYPE = np.dtype("<u4")
+
+
+def root_key(fingerprint: str, cache_salt: str = "") -> BlockKey:
+    """The parent of every first block; differs wherever the model or the salt does."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"moonserve-root")
+    for part in (fingerprint, cache_salt):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(4, "little"))
+        digest.update(encoded)
+    return BlockKey(digest.digest())
+
+
+def block_keys(
+    root: BlockKey, token_ids: Sequence[int] | npt.NDArray[np.uint32], block_size: int
+) -> list[BlockKey]:
+    """Keys of the full blocks of `token_ids`; a trailing partial block has none."""
+    packed = memoryview(pack_tokens(token_ids))
+    stride = block_size * TOKEN_DTYPE.itemsize
+    keys: list[BlockKey] = []
+    parent = root
+    for start in range(0, len(packed) - stride + 1, stride):
+        parent = child_key(parent, packed[start : start + stride])
+        keys.append(parent)
+    return keys
+
+
+def child_key(parent: BlockKey, packed_tokens: bytes | memoryview) -> BlockKey:
+    """The key of the block that holds `packed_tokens` (one full block, as `pack_tokens` makes it) after `parent`."""
+    digest = hashlib.blake2b(parent, digest_size=KEY_BYTES, person=b"moonserve-block")
+    digest.update(packed_tokens)
+    return BlockKey(digest.digest())
+
+
+def pack_tokens(token_ids: Sequence[int] | npt.NDArray[np.uint32]) -> bytes:
+    """Token ids as little-endian uint32, the form in which they travel."""
+    return np.asarray(token_ids, dtype=TOKEN_DTYPE).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The inverse of `pack_tokens`. Raises ValueError when the length is not a multiple of 4."""
+    tokens: list[int] = np.frombuffer(packed, dtype=TOKEN_DTYPE).tolist()
+    return tokens
+
+
+def pack_keys(keys: Sequence[BlockKey]) -> bytes:
+    """Keys back to back, the form in which they travel."""
+    return b"".join(keys)
+
+
+def unpack_keys(packed: bytes) -> list[BlockKey]:
+    """The inverse of `pack_keys`. Raises ValueError when the length is not a multiple of a key's."""
+    if len(packed) % KEY_BYTES:
+        raise ValueError(
+            f"{len(packed)} bytes are not a whole number of {KEY_BYTES}-byte block keys"
+        )
+    return list(iter_keys(packed))
+
+
+def iter_keys(packed: bytes) -> Iterator[BlockKey]:
+    """The keys in `packed`, whose length is a multiple of a key's."""
+    for start in range(0, len(packed), KEY_BYTES):
+        yield BlockKey(packed[start : start + KEY_BYTES])

@@ -1,0 +1,72 @@
+"""Shape of the paged KV cache, and where each piece of a block lies.
+
+A *piece* is one block's K or V in one layer: `[block_size, num_kv_heads, head_dim]`, contiguous, tokens outermost, so
+that the first n tokens of a piece are its first n·token_bytes bytes.
+
+A worker's pool is layer-major: for each layer all K pieces, then all V pieces, so that a kernel sees one tensor
+`[num_blocks, block_size, num_kv_heads, head_dim]`. A stored object is block-major: the block's pieces back to back in
+the order K0 V0 K1 V1 …, which is also the order in which a block's checksum is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import astuple, dataclass
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """KV geometry of one rank of one model; equal on both ends of every transfer."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"KV dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        if min(self.num_layers, self.block_size, self.num_kv_heads, self.head_dim) < 1:
+            raise ValueError(f"every dimension of a KV layout is at least 1: {self}")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K (or V) in one layer."""
+        return self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.block_size * self.token_bytes
+
+    @property
+    def pieces_per_block(self) -> int:
+        return 2 * self.num_layers
+
+    @property
+    def block_bytes(self) -> int:
+        return self.pieces_per_block * self.piece_bytes
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens, the last one possibly partial."""
+        return -(-num_tokens // self.block_size)
+
+    def pool_bytes(self, num_blocks: int) -> int:
+        """Bytes of a pool of `num_blocks` blocks."""
+        return num_blocks * self.block_bytes
+
+    def pool_offset(self, num_blocks: int, piece: int, block_id: int) -> int:
+        """Byte offset of piece `piece` (2·layer for K, 2·layer + 1 for V) of a block in a pool of `num_blocks`."""
+        return (piece * num_blocks + block_id) * self.piece_bytes
+
+    def object_offset(self, piece: int) -> int:
+        """Byte offset of piece `piece` within a stored object."""
+        return piece * self.piece_bytes
+
+
+def fingerprint(weights_digest: str, layout: KvLayout) -> str:
+    """Identity of everything that determines a block's bytes. Workers pair only when theirs are equal."""
+    text = "|".join(("moonserve-kv-1", weights_digest, *map(str, astuple(layout))))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,250 @@
+"""gRPC plumbing: servers that authenticate and translate errors, channels that are shared and time-bounded.
+
+Rules: every call has a deadline; every call carries the cluster token in its metadata; a `MoonserveError` raised by a
+handler arrives at the caller as the same class. Anything else a handler raises is logged with its traceback and
+arrives as the base class, without details of the inside.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from protocol.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Incompatible,
+    InvalidRequest,
+    MoonserveError,
+    NoWorker,
+    Overloaded,
+    PeerLost,
+    StaleLease,
+    Unauthenticated,
+    error_classes,
+)
+from protocol.pb import common_pb2
+
+log = logging.getLogger(__name__)
+
+TOKEN_HEADER = "x-moonserve-token"
+FAILURE_HEADER = "x-moonserve-failure-bin"
+
+# One message must hold a prompt of a million tokens.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A silent peer is noticed without traffic; see gRPC's keepalive guide.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
+    # Two servers on one port would each see half of the calls.
+    ("grpc.so_reuseport", 0),
+    # Reconnect to a restarted peer at once rather than after gRPC's default of up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Cluster addresses are direct; an HTTP proxy in the environment is not for them.
+    ("grpc.enable_http_proxy", 0),
+]
+
+_STATUS_OF: list[tuple[type[MoonserveError], grpc.StatusCode]] = [
+    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (NoWorker, grpc.StatusCode.UNAVAILABLE),
+    (StaleLease, grpc.StatusCode.FAILED_PRECONDITION),
+    (Incompatible, grpc.StatusCode.FAILED_PRECONDITION),
+    (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (Cancelled, grpc.StatusCode.CANCELLED),
+]
+
+Reply = TypeVar("Reply")
+
+
+def failure_to_wire(error: BaseException) -> common_pb2.Failure:
+    """`error` as other processes may see it."""
+    if not isinstance(error, MoonserveError):
+        return common_pb2.Failure(code=MoonserveError.code, message="internal error")
+    return common_pb2.Failure(
+        code=error.code,
+        message=error.message,
+        ids=error.ids,
+        retry_after_s=error.retry_after_s or 0.0,
+    )
+
+
+def failure_from_wire(failure: common_pb2.Failure) -> MoonserveError:
+    """The error that `failure_to_wire` described; an unknown code becomes the base class."""
+    cls = error_classes().get(failure.code, MoonserveError)
+    if issubclass(cls, Overloaded):
+        return cls(failure.message, retry_after_s=failure.retry_after_s, **failure.ids)
+    return cls(failure.message, **failure.ids)
+
+
+class RpcServer:
+    """A gRPC server of one process."""
+
+    def __init__(self, cluster_token: str) -> None:
+        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[_Gatekeeper(cluster_token)])
+
+    @property
+    def grpc(self) -> grpc.aio.Server:
+        """For the generated `add_…Servicer_to_server` functions; call them before `start`."""
+        return self._server
+
+    async def start(self, host: str, port: int) -> str:
+        """Listens and returns `host:port`, with the port chosen by the system when `port` is 0.
+
+        Raises OSError when the port is taken.
+        """
+        try:
+            bound = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise OSError(
+                f"cannot listen on {host}:{port}: port in use or not permitted"
+            ) from error
+        await self._server.start()
+        return f"{host}:{bound}"
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls and ends running ones after `grace_s`."""
+        await self._server.stop(grace_s)
+
+
+class _Gatekeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's stubs leave it untyped
+    """Checks the cluster token and translates what handlers raise."""
+
+    def __init__(self, cluster_token: str) -> None:
+        self._token = cluster_token.encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(details)
+        if handler is None:
+            return handler
+        presented = dict(details.invocation_metadata or ()).get(TOKEN_HEADER, "")
+        allowed = hmac.compare_digest(str(presented).encode(), self._token)
+        if handler.unary_unary:
+            return handler._replace(unary_unary=_guard_unary(handler.unary_unary, allowed))
+        return handler._replace(unary_stream=_guard_stream(handler.unary_stream, allowed))
+
+
+def _guard_unary(behavior: Callable[..., Awaitable[Any]], allowed: bool) -> Callable[..., Any]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            if not allowed:
+                raise Unauthenticated("wrong or missing cluster token")
+            return await behavior(request, context)
+        except Exception as error:
+            await _abort(context, error)
+
+    return guarded
+
+
+def _guard_stream(behavior: Callable[..., AsyncIterator[Any]], allowed: bool) -> Callable[..., Any]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            if not allowed:
+                raise Unauthenticated("wrong or missing cluster token")
+            async for message in behavior(request, context):
+                yield message
+        except Exception as error:
+            await _abort(context, error)
+
+    return guarded
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, MoonserveError):
+        log.error("handler failed", exc_info=error)
+    failure = failure_to_wire(error)
+    await context.abort(
+        _status_of(error),
+        failure.message,
+        trailing_metadata=((FAILURE_HEADER, failure.SerializeToString()),),
+    )
+
+
+def _status_of(error: Exception) -> grpc.StatusCode:
+    for cls, status in _STATUS_OF:
+        if isinstance(error, cls):
+            return status
+    return grpc.StatusCode.INTERNAL
+
+
+class Channels:
+    """Channels to the other processes, one per address, opened on first use and closed together."""
+
+    def __init__(self, cluster_token: str) -> None:
+        self._metadata = ((TOKEN_HEADER, cluster_token),)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def to(self, address: str) -> grpc.aio.Channel:
+        """The channel to `host:port`, for a generated stub's constructor."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+            self._channels[address] = channel
+        return channel
+
+    async def call(
+        self,
+        method: Callable[..., Awaitable[Reply]],
+        request: Any,
+        *,
+        timeout_s: float,
+        wait_for_ready: bool = False,
+    ) -> Reply:
+        """A unary call. Raises the MoonserveError that the handler raised, or PeerLost."""
+        try:
+            return await method(
+                request,
+                timeout=timeout_s,
+                metadata=self._metadata,
+                wait_for_ready=wait_for_ready,
+            )
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from error
+
+    async def stream(
+        self, method: Callable[..., AsyncIterator[Reply]], request: Any
+    ) -> AsyncIterator[Reply]:
+        """A server stream without a time limit; it ends with PeerLost when the peer does (keepalive)."""
+        try:
+            async for message in method(request, metadata=self._metadata):
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from error
+
+    async def forget(self, address: str) -> None:
+        """Closes the channel to a peer that is gone."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            await channel.close()
+
+    async def close(self) -> None:
+        addresses: Sequence[str] = list(self._channels)
+        for address in addresses:
+            await self.forget(address)
+
+
+def translate(error: grpc.aio.AioRpcError) -> MoonserveError:
+    """The error that the peer raised, or PeerLost where the call never reached its handler."""
+    for key, value in error.trailing_metadata() or ():
+        if key == FAILURE_HEADER and isinstance(value, bytes):
+            return failure_from_wire(common_pb2.Failure.FromString(value))
+    return PeerLost(f"{error.code().name.lower()}: {error.details()}")
