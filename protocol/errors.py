@@ -31,6 +31,7 @@ class InvalidRequest(MoonserveError):
     """The caller's fault; repeating it cannot help. `param` names the offending parameter where there is one."""
 
     code = "invalid_request"
+    param: str | None = None
 
     def __init__(self, message: str, *, param: str | None = None, **ids: str) -> None:
         super().__init__(message, **ids)
@@ -47,6 +48,8 @@ class Overloaded(MoonserveError):
     """Nothing is broken, there is only too much to do. Carries when to come back and what was predicted."""
 
     code = "overloaded"
+    predicted_ttft_s: float | None = None
+    predicted_tbt_s: float | None = None
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -85,9 +85,10 @@ def failure_to_wire(error: BaseException) -> common_pb2.Failure:
 def failure_from_wire(failure: common_pb2.Failure) -> MoonserveError:
     """The error that `failure_to_wire` described; an unknown code becomes the base class."""
     cls = error_classes().get(failure.code, MoonserveError)
-    if issubclass(cls, Overloaded):
-        return cls(failure.message, retry_after_s=failure.retry_after_s, **failure.ids)
-    return cls(failure.message, **failure.ids)
+    error = cls.__new__(cls)
+    MoonserveError.__init__(error, failure.message, **failure.ids)
+    error.retry_after_s = failure.retry_after_s or None
+    return error
 
 
 class RpcServer:
@@ -120,7 +121,7 @@ class RpcServer:
         await self._server.stop(grace_s)
 
 
-class _Gatekeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's stubs leave it untyped
+class _Gatekeeper(grpc.aio.ServerInterceptor[Any, Any]):
     """Checks the cluster token and translates what handlers raise."""
 
     def __init__(self, cluster_token: str) -> None:
@@ -128,12 +129,12 @@ class _Gatekeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's s
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Any:
         handler = await continuation(details)
-        if handler is None:
-            return handler
+        if handler is None:  # no such method: gRPC answers UNIMPLEMENTED
+            return None
         presented = dict(details.invocation_metadata or ()).get(TOKEN_HEADER, "")
         allowed = hmac.compare_digest(str(presented).encode(), self._token)
         if handler.unary_unary:
@@ -234,7 +235,7 @@ class Channels:
         """Closes the channel to a peer that is gone."""
         channel = self._channels.pop(address, None)
         if channel is not None:
-            await channel.close()
+            await channel.close(None)
 
     async def close(self) -> None:
         addresses: Sequence[str] = list(self._channels)
@@ -244,7 +245,8 @@ class Channels:
 
 def translate(error: grpc.aio.AioRpcError) -> MoonserveError:
     """The error that the peer raised, or PeerLost where the call never reached its handler."""
-    for key, value in error.trailing_metadata() or ():
+    trailing: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
+    for key, value in trailing:
         if key == FAILURE_HEADER and isinstance(value, bytes):
             return failure_from_wire(common_pb2.Failure.FromString(value))
     return PeerLost(f"{error.code().name.lower()}: {error.details()}")

@@ -32,11 +32,11 @@ _FINISH = {
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 
 
-def role_to_wire(role: Role) -> common_pb2.Role:
+def role_to_wire(role: Role) -> common_pb2.Role.ValueType:
     return _ROLES[role]
 
 
-def role_from_wire(message: common_pb2.Role) -> Role:
+def role_from_wire(message: common_pb2.Role.ValueType) -> Role:
     """Raises KeyError for an unspecified role."""
     return _ROLES_BACK[message]
 

@@ -1,0 +1,309 @@
+"""Configuration: frozen dataclasses whose fields are the flags, environment variables and TOML keys.
+
+A field `max_model_len` is `--max-model-len` on the command line, `MOONSERVE_MAX_MODEL_LEN` in the environment and
+`max_model_len` (or `max-model-len`) in the TOML file that `--config` names, in falling precedence; then its default.
+A field that is itself such a dataclass contributes its own fields to the same flat space. Built once, at the entry
+point; nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from protocol.errors import ConfigError
+
+T = TypeVar("T")
+
+ENV_PREFIX = "MOONSERVE_"
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off"}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+class HelpRequested(Exception):
+    """`--help` was given; the message is the text to print."""
+
+
+def option(
+    default: Any = MISSING,
+    *,
+    help: str,
+    choices: tuple[str, ...] = (),
+    secret: bool = False,
+    unit: str = "",
+) -> Any:
+    """A dataclass field that is an option. Required when it has no default.
+
+    `secret`: only from the environment or the TOML file, never a flag, since process lists show flags.
+    `unit="bytes"`: accepts `512MiB` besides plain numbers.
+    """
+    metadata = {"help": help, "choices": choices, "secret": secret, "unit": unit}
+    if default is MISSING:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One leaf field of a configuration class, as users name it."""
+
+    name: str
+    type: Any  # the bare type, without `| None`
+    default: Any  # MISSING when required
+    help: str
+    choices: tuple[str, ...]
+    secret: bool
+    unit: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def negated_flag(self) -> str:
+        """`--enable-x` is undone by `--no-enable-x`."""
+        return "--no-" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+
+def options_of(cls: type) -> Iterator[Option]:
+    """The options of a configuration class, nested ones in place."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind = _bare_type(hints[field.name])
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            yield from options_of(kind)
+        else:
+            yield _option_of(field, kind)
+
+
+def load(cls: type[T], argv: Sequence[str], *, prog: str, environ: Mapping[str, str]) -> T:
+    """Builds `cls` from flags, environment, TOML file and defaults.
+
+    Raises ConfigError (one line that says what to do) and HelpRequested.
+    """
+    options = {option.name: option for option in options_of(cls)}
+    flags, config_file = _parse_flags(argv, options, prog)
+    texts: dict[str, Any] = {}
+    if config_file is not None:
+        texts.update(_read_toml(Path(config_file), options))
+    texts.update(
+        {name: environ[option.env] for name, option in options.items() if option.env in environ}
+    )
+    texts.update(flags)
+    values = {name: _convert(options[name], value) for name, value in texts.items()}
+    missing = [o.flag for o in options.values() if o.default is MISSING and o.name not in values]
+    if missing:
+        raise ConfigError(f"{prog}: {', '.join(missing)} must be given; see {prog} --help")
+    return _build(cls, values)
+
+
+def effective(config: object) -> dict[str, Any]:
+    """The configuration as a flat dict, secrets masked, for printing at start."""
+    shown: dict[str, Any] = {}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]  # any config dataclass
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            shown.update(effective(value))
+        else:
+            shown[field.name] = "***" if field.metadata.get("secret") and value else value
+    return shown
+
+
+def to_flags(config: object) -> list[str]:
+    """Flags that make `load` build this configuration again; secrets are left to the environment."""
+    flags: list[str] = []
+    for option in options_of(type(config)):
+        value = _value_of(config, option.name)
+        if option.secret or value is None or value == option.default:
+            continue
+        if option.type is bool:
+            flags.append(option.flag if value else option.negated_flag)
+        elif isinstance(value, tuple):
+            flags += [option.flag, ",".join(map(str, value))]
+        else:
+            flags += [option.flag, str(value)]
+    return flags
+
+
+def parse_bytes(text: str) -> int:
+    """`4096`, `512MiB`, `4GB` → bytes. Raises ValueError."""
+    stripped = text.strip()
+    digits = stripped.rstrip("BbIiKkMmGgTt ")
+    unit = stripped[len(digits) :].strip().upper()
+    if unit not in _UNITS:
+        raise ValueError(f"{text!r} is not a size such as 512MiB or 4GB")
+    return int(float(digits) * _UNITS[unit])
+
+
+def _value_of(config: object, name: str) -> Any:
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]  # any config dataclass
+        value = getattr(config, field.name)
+        if field.name == name:
+            return value
+        if dataclasses.is_dataclass(value) and any(o.name == name for o in options_of(type(value))):
+            return _value_of(value, name)
+    raise KeyError(name)
+
+
+def _bare_type(hint: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return hint
+
+
+def _option_of(field: dataclasses.Field[Any], kind: Any) -> Option:
+    return Option(
+        name=field.name,
+        type=kind,
+        default=field.default,
+        help=field.metadata["help"],
+        choices=field.metadata["choices"],
+        secret=field.metadata["secret"],
+        unit=field.metadata["unit"],
+    )
+
+
+def _parse_flags(
+    argv: Sequence[str], options: Mapping[str, Option], prog: str
+) -> tuple[dict[str, str | bool], str | None]:
+    found: dict[str, str | bool] = {}
+    config_file: str | None = None
+    by_flag = {o.flag: o for o in options.values() if not o.secret}
+    negated = {o.negated_flag: o for o in by_flag.values() if o.type is bool}
+    remaining = iter(argv)
+    for argument in remaining:
+        flag, equals, inline = argument.partition("=")
+        if flag in ("-h", "--help"):
+            raise HelpRequested(help_text(prog, options.values()))
+        if flag == "--config":
+            config_file = inline if equals else _next_value(remaining, flag, prog)
+        elif flag in negated:
+            found[negated[flag].name] = False
+        elif flag in by_flag:
+            option = by_flag[flag]
+            if option.type is bool and not equals:
+                found[option.name] = True
+            else:
+                found[option.name] = inline if equals else _next_value(remaining, flag, prog)
+        else:
+            raise ConfigError(
+                f"{prog}: unknown argument {argument!r}{_nearest(flag, [*by_flag, *negated])}"
+            )
+    return found, config_file
+
+
+def _next_value(remaining: Iterator[str], flag: str, prog: str) -> str:
+    value = next(remaining, None)
+    if value is None:
+        raise ConfigError(f"{prog}: {flag} needs a value")
+    return value
+
+
+def _read_toml(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in options:
+            raise ConfigError(f"{path}: unknown key {key!r}{_nearest(name, list(options))}")
+        values[name] = value
+    return values
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _convert(option: Option, value: Any) -> Any:
+    try:
+        converted = _convert_type(option, value)
+    except ValueError as error:
+        raise ConfigError(f"{option.flag}: {value!r} is not valid: {error}") from error
+    if option.choices and converted not in option.choices:
+        raise ConfigError(f"{option.flag} is one of {', '.join(option.choices)}, not {value!r}")
+    return converted
+
+
+def _convert_type(option: Option, value: Any) -> Any:
+    if option.unit == "bytes" and isinstance(value, str):
+        return parse_bytes(value)
+    if option.type is bool:
+        return value if isinstance(value, bool) else _parse_bool(str(value))
+    if typing.get_origin(option.type) is tuple:
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(str(part).strip() for part in parts if str(part).strip())
+    return option.type(value)
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() in _TRUE | _FALSE:
+        return text.lower() in _TRUE
+    raise ValueError("expected true or false")
+
+
+def _build(cls: type[T], values: Mapping[str, Any]) -> T:
+    hints = typing.get_type_hints(cls)
+    arguments: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # any config dataclass
+        kind = _bare_type(hints[field.name])
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            arguments[field.name] = _build(kind, values)
+        elif field.name in values:
+            arguments[field.name] = values[field.name]
+    return cls(**arguments)
+
+
+def help_text(prog: str, options: typing.Iterable[Option], description: str = "") -> str:
+    """What `--help` prints."""
+    lines = [f"usage: {prog} [--config FILE.toml] [options]", ""]
+    if description:
+        lines += [description, ""]
+    for option in options:
+        names = option.env if option.secret else option.flag
+        if option.type is bool and not option.secret:
+            names += f", {option.negated_flag}"
+        lines.append(f"  {names}")
+        lines.append(f"      {option.help}{_default_note(option)}")
+    return "\n".join(lines)
+
+
+def _default_note(option: Option) -> str:
+    notes = []
+    if option.choices:
+        notes.append("one of " + ", ".join(option.choices))
+    if option.default is MISSING:
+        notes.append("required")
+    elif option.default not in (None, "", ()):
+        notes.append(f"default {option.default}")
+    if option.secret:
+        notes.append("environment or TOML only")
+    return f" ({'; '.join(notes)})" if notes else ""

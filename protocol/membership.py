@@ -1,0 +1,181 @@
+"""How an instance belongs to the cluster: it registers with the conductor, keeps saying that it lives, and tells which
+blocks it can serve.
+
+Block events are numbered within an epoch. Whoever misses some (a restarted conductor, a lost message) asks for a
+snapshot, so the conductor's index is soft state that is always rebuilt from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from protocol.errors import Incompatible, MoonserveError, StaleLease, Unauthenticated
+from protocol.keys import NO_PARENT, BlockKey, pack_keys
+from protocol.pb import conductor_pb2, conductor_pb2_grpc
+from protocol.rpc import Channels
+
+log = logging.getLogger(__name__)
+
+# Waiting a little after the first change gathers the changes of one engine step into one message.
+GATHER_S = 0.02
+RETRY_S = 0.5
+CALL_TIMEOUT_S = 5.0
+# Bounds one message to about 2 MiB.
+MAX_EVENTS = 50_000
+
+
+class BlockLog:
+    """The blocks an instance can serve, and the changes that the conductor has not acknowledged. Pure."""
+
+    def __init__(self) -> None:
+        self._present: dict[BlockKey, BlockKey] = {}  # key → parent, in order of arrival
+        self._pending: list[tuple[BlockKey, BlockKey | None]] = []  # parent None = removed
+        self._next_seq = 1  # number of the first pending event
+
+    def added(self, key: BlockKey, parent: BlockKey | None) -> None:
+        """`key` can be served from now on; `parent` None when its chain starts here."""
+        if key not in self._present:
+            self._present[key] = parent or NO_PARENT
+            self._pending.append((key, parent or NO_PARENT))
+
+    def removed(self, key: BlockKey) -> None:
+        if self._present.pop(key, None) is not None:
+            self._pending.append((key, None))
+
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._pending)
+
+    def changes(self) -> conductor_pb2.BlockEvents:
+        """The oldest pending changes, up to the first one that reverses the kind; `acknowledge` them when delivered.
+
+        A message lists additions and removals apart, so one that mixed both could not keep their order.
+        """
+        events = conductor_pb2.BlockEvents(first_seq=self._next_seq)
+        batch = self._leading_run()
+        added = [(key, parent) for key, parent in batch if parent is not None]
+        events.added_keys = pack_keys([key for key, _ in added])
+        events.added_parents = pack_keys([parent for _, parent in added])
+        events.removed_keys = pack_keys([key for key, parent in batch if parent is None])
+        events.next_seq = self._next_seq + len(batch)
+        return events
+
+    def _leading_run(self) -> list[tuple[BlockKey, BlockKey | None]]:
+        """Pending changes in which no key occurs twice."""
+        seen: set[BlockKey] = set()
+        for count, (key, _) in enumerate(self._pending):
+            if key in seen or count == MAX_EVENTS:
+                return self._pending[:count]
+            seen.add(key)
+        return self._pending[:]
+
+    def snapshot(self) -> conductor_pb2.BlockEvents:
+        """Everything present; acknowledging it acknowledges all pending changes too."""
+        return conductor_pb2.BlockEvents(
+            first_seq=self._next_seq,
+            added_keys=pack_keys(list(self._present)),
+            added_parents=pack_keys(list(self._present.values())),
+            snapshot=True,
+            next_seq=self._next_seq + len(self._pending),
+        )
+
+    def acknowledge(self, events: conductor_pb2.BlockEvents) -> None:
+        """`events`, made here before, arrived."""
+        del self._pending[: events.next_seq - self._next_seq]
+        self._next_seq = events.next_seq
+
+
+class Membership:
+    """Keeps one instance registered. `run` it as a held task for as long as the instance serves."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        conductor_address: str,
+        registration: conductor_pb2.RegisterRequest,
+        load: Callable[[], conductor_pb2.Load],
+        block_log: BlockLog,
+    ) -> None:
+        self.registered = asyncio.Event()
+        self.draining = False
+        self._channels = channels
+        self._stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(
+            channels.to(conductor_address)
+        )
+        self._registration = registration
+        self._load = load
+        self._block_log = block_log
+        self._changed = asyncio.Event()
+        self._interval_s = 1.0
+
+    def wake(self) -> None:
+        """Blocks or load changed: tell the conductor soon. Call it in the event loop's thread."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Registers and heartbeats until cancelled. Raises Incompatible, StaleLease or Unauthenticated when the
+        conductor refuses this instance for good."""
+        while True:
+            try:
+                await self._register()
+                await self._heartbeats()
+            except (Incompatible, StaleLease, Unauthenticated):
+                raise
+            except MoonserveError as error:
+                if self.registered.is_set():
+                    log.warning("conductor cannot be reached, trying again: %s", error)
+                self.registered.clear()
+                await asyncio.sleep(RETRY_S)
+
+    async def leave(self) -> None:
+        """Says good-bye, best effort: the lease would end the membership anyway."""
+        endpoint = self._registration.endpoint
+        request = conductor_pb2.DeregisterRequest(
+            instance_id=endpoint.instance_id, epoch=endpoint.epoch
+        )
+        try:
+            await self._channels.call(self._stub.Deregister, request, timeout_s=1.0)
+        except MoonserveError as error:
+            log.info("left without a word: %s", error)
+
+    async def _register(self) -> None:
+        reply = await self._channels.call(
+            self._stub.Register, self._registration, timeout_s=CALL_TIMEOUT_S, wait_for_ready=True
+        )
+        self._interval_s = reply.heartbeat_interval_s
+        await self._send(self._block_log.snapshot())
+        self.registered.set()
+
+    async def _heartbeats(self) -> None:
+        while self.registered.is_set():
+            await self._wait_for_change()
+            await self._send(self._block_log.changes())
+
+    async def _wait_for_change(self) -> None:
+        if self._block_log.has_changes:
+            return
+        try:
+            await asyncio.wait_for(self._changed.wait(), self._interval_s)
+        except TimeoutError:
+            return
+        await asyncio.sleep(GATHER_S)
+        self._changed.clear()
+
+    async def _send(self, events: conductor_pb2.BlockEvents) -> None:
+        endpoint = self._registration.endpoint
+        heartbeat = conductor_pb2.HeartbeatRequest(
+            instance_id=endpoint.instance_id,
+            epoch=endpoint.epoch,
+            load=self._load(),
+            events=events,
+            draining=self.draining,
+        )
+        reply = await self._channels.call(self._stub.Heartbeat, heartbeat, timeout_s=CALL_TIMEOUT_S)
+        if not reply.known:
+            self.registered.clear()
+            return
+        self._block_log.acknowledge(events)
+        if reply.resync and not events.snapshot:
+            await self._send(self._block_log.snapshot())

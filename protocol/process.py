@@ -1,0 +1,148 @@
+"""What every long-lived process has in common: start, progress, readiness, signals, end.
+
+A process says how far it is on its status pipe (`--status-fd`), one JSON object per line, to whoever started it. It
+ends on SIGTERM or SIGINT, and when its parent dies, so that no orphan survives a killed launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from protocol import logs
+from protocol.config import HelpRequested, load, option
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+C = TypeVar("C", bound="ProcessConfig")
+
+EXIT_CONFIG = 2
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessConfig:
+    """Options of every long-lived process; each service's configuration derives from it."""
+
+    instance_id: str = option(help="name of this process in the cluster, stable across restarts")
+    host: str = option("127.0.0.1", help="address to listen on and to publish to the cluster")
+    port: int = option(0, help="port to listen on; 0 lets the system choose")
+    conductor: str | None = option(None, help="host:port of the conductor")
+    cluster_token: str = option("", help="shared secret of the cluster's processes", secret=True)
+    transports: tuple[str, ...] = option(
+        ("shm", "tcp"), help="transports for KV, in order of preference"
+    )
+    log_format: str = option("human", help="form of log lines", choices=("human", "json"))
+    log_level: str = option(
+        "info", help="least severe level to log", choices=("debug", "info", "warning", "error")
+    )
+    status_fd: int | None = option(None, help="file descriptor for progress reports, set by serve")
+
+
+class Lifecycle:
+    """A process's conversation with its surroundings, handed to its service."""
+
+    def __init__(self, status_fd: int | None) -> None:
+        self.stopping = asyncio.Event()
+        self._status_fd = status_fd
+
+    def progress(self, stage: str, fraction: float | None = None) -> None:
+        """Says what takes time now; `fraction` of it is done."""
+        self._report({"stage": stage, "fraction": fraction})
+
+    def ready(self, **facts: str) -> None:
+        """Says that the process serves; `facts` such as its addresses go to the starter."""
+        log.info("ready %s", " ".join(f"{name}={value}" for name, value in facts.items()))
+        self._report({"ready": facts})
+
+    def failed(self, message: str) -> None:
+        """Says why the process cannot start."""
+        self._report({"failed": message})
+
+    def _report(self, entry: dict[str, object]) -> None:
+        if self._status_fd is None:
+            return
+        # A starter that has gone away must not take its children down by a full or broken pipe.
+        with contextlib.suppress(OSError):
+            os.write(self._status_fd, json.dumps(entry).encode() + b"\n")
+
+
+def main(
+    cls: type[C],
+    service: Callable[[C, Lifecycle], Awaitable[None]],
+    argv: Sequence[str] | None,
+    *,
+    prog: str,
+) -> int:
+    """Body of a `__main__.py`: configuration from flags, environment and TOML, then the service until it ends."""
+    try:
+        config = load(
+            cls, sys.argv[1:] if argv is None else argv, prog=prog, environ=dict(os.environ)
+        )
+    except HelpRequested as request:
+        sys.stdout.write(f"{request}\n")
+        return 0
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_CONFIG
+    return run(config, lambda lifecycle: service(config, lifecycle))
+
+
+def run(config: ProcessConfig, service: Callable[[Lifecycle], Awaitable[None]]) -> int:
+    """Runs `service` until it returns and gives the exit code.
+
+    A ConfigError is one line and exit code 2, any other error a logged traceback and 1.
+    """
+    logs.configure(config.instance_id, log_format=config.log_format, level=config.log_level)
+    die_with_parent()
+    lifecycle = Lifecycle(config.status_fd)
+    try:
+        asyncio.run(_serve(lifecycle, service))
+    except ConfigError as error:
+        lifecycle.failed(str(error))
+        sys.stderr.write(f"{config.instance_id}: {error}\n")
+        return EXIT_CONFIG
+    except Exception as error:  # the process boundary: nothing above could handle it
+        lifecycle.failed(f"{type(error).__name__}: {error}")
+        log.exception("process failed")
+        return 1
+    return 0
+
+
+async def _serve(lifecycle: Lifecycle, service: Callable[[Lifecycle], Awaitable[None]]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lifecycle.stopping.set)
+    await service(lifecycle)
+
+
+def die_with_parent() -> None:
+    """Asks Linux for a SIGTERM when the parent process ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "prctl"):
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def host_identity() -> str:
+    """Equal for processes that can share memory: the boot of this kernel and the network namespace.
+
+    Abstract Unix sockets, over which memory is shared, are private to a network namespace.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/net")
+    except OSError:
+        return socket.gethostname()
+    return f"{boot[:13]}.{namespace.strip('net:[]')}"

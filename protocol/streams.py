@@ -1,0 +1,105 @@
+"""A worker's streams to gateways: one per gateway, carrying the tokens of all its requests.
+
+Sending never blocks and never loses: while a gateway is away its events wait, and when it stays away longer than the
+grace its requests are given up (`on_lost`). A stream that breaks may lose the batch under way; the gateway sees the
+gap in a token's index and asks again, so nothing here needs acknowledgements.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from protocol.errors import MoonserveError
+from protocol.ids import GatewayId, RequestId
+from protocol.pb import worker_pb2
+from protocol.request import PrefillReport, Token
+from protocol.rpc import failure_to_wire
+from protocol.wire import prefill_report_to_wire, token_to_wire
+
+
+class _Outbox:
+    """Events for one gateway that no stream has taken yet."""
+
+    def __init__(self) -> None:
+        self.batch = worker_pb2.EventBatch()
+        self.filled = asyncio.Event()
+        self.stream: object | None = None  # identity of the stream that serves it
+        self.giving_up: asyncio.TimerHandle | None = None
+
+    def take(self) -> worker_pb2.EventBatch:
+        batch, self.batch = self.batch, worker_pb2.EventBatch()
+        self.filled.clear()
+        return batch
+
+
+class GatewayStreams:
+    """All streams of one worker. Used in the event loop's thread only."""
+
+    def __init__(self, on_lost: Callable[[GatewayId], None], grace_s: float = 5.0) -> None:
+        self._on_lost = on_lost
+        self._grace_s = grace_s
+        self._outboxes: dict[GatewayId, _Outbox] = {}
+
+    def send(
+        self,
+        gateway_id: GatewayId,
+        *,
+        tokens: Sequence[Token] = (),
+        prefills: Sequence[PrefillReport] = (),
+        failures: Sequence[tuple[RequestId, MoonserveError]] = (),
+    ) -> None:
+        """Queues events for a gateway; everything queued before its stream wakes leaves as one message."""
+        outbox = self._outbox(gateway_id)
+        outbox.batch.prefills.extend(map(prefill_report_to_wire, prefills))
+        outbox.batch.tokens.extend(map(token_to_wire, tokens))
+        outbox.batch.failures.extend(
+            worker_pb2.RequestFailed(request_id=request_id, failure=failure_to_wire(error))
+            for request_id, error in failures
+        )
+        outbox.filled.set()
+
+    async def events(self, gateway_id: GatewayId) -> AsyncIterator[worker_pb2.EventBatch]:
+        """The body of `Worker.Events`. A newer stream of the same gateway replaces an older one."""
+        outbox = self._outbox(gateway_id)
+        stream = outbox.stream = object()
+        outbox.filled.set()  # an older stream wakes up, sees its successor and ends
+        self._keep(outbox)
+        try:
+            # An empty first message tells the gateway that the stream stands.
+            yield worker_pb2.EventBatch()
+            while True:
+                await outbox.filled.wait()
+                if outbox.stream is not stream:
+                    return
+                yield outbox.take()
+        finally:
+            if outbox.stream is stream:
+                outbox.stream = None
+                self._give_up_later(gateway_id, outbox)
+
+    def close(self) -> None:
+        """Forgets all gateways without telling anyone."""
+        for outbox in self._outboxes.values():
+            self._keep(outbox)
+        self._outboxes.clear()
+
+    def _outbox(self, gateway_id: GatewayId) -> _Outbox:
+        outbox = self._outboxes.get(gateway_id)
+        if outbox is None:
+            outbox = self._outboxes[gateway_id] = _Outbox()
+            self._give_up_later(gateway_id, outbox)
+        return outbox
+
+    def _give_up_later(self, gateway_id: GatewayId, outbox: _Outbox) -> None:
+        loop = asyncio.get_running_loop()
+        outbox.giving_up = loop.call_later(self._grace_s, self._give_up, gateway_id)
+
+    def _keep(self, outbox: _Outbox) -> None:
+        if outbox.giving_up is not None:
+            outbox.giving_up.cancel()
+            outbox.giving_up = None
+
+    def _give_up(self, gateway_id: GatewayId) -> None:
+        del self._outboxes[gateway_id]
+        self._on_lost(gateway_id)
