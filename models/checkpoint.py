@@ -13,8 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from models.train_tokenizer import (
+    BOS,
+    EOS,
+    IM_END,
     MAX_POSITION_EMBEDDINGS,
-    SPECIAL_TOKENS,
+    PAD,
+    SPECIAL_IDS,
     VOCABULARY_SIZE,
 )
 
@@ -36,7 +40,6 @@ class Progress:
 
 def architecture() -> dict[str, object]:
     """The model's ``config.json``: a Llama of about 5.2 million parameters."""
-    ids = {token: place for place, token in enumerate(SPECIAL_TOKENS)}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -59,19 +62,18 @@ def architecture() -> dict[str, object]:
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": "bfloat16",
-        "bos_token_id": ids["<|bos|>"],
-        "eos_token_id": ids["<|eos|>"],
-        "pad_token_id": ids["<|pad|>"],
+        "bos_token_id": SPECIAL_IDS[BOS],
+        "eos_token_id": SPECIAL_IDS[EOS],
+        "pad_token_id": SPECIAL_IDS[PAD],
     }
 
 
 def generation_config() -> dict[str, object]:
     """``generation_config.json``: a text ends at eos, a chat answer at im_end."""
-    ids = {token: place for place, token in enumerate(SPECIAL_TOKENS)}
     return {
-        "bos_token_id": ids["<|bos|>"],
-        "eos_token_id": [ids["<|eos|>"], ids["<|im_end|>"]],
-        "pad_token_id": ids["<|pad|>"],
+        "bos_token_id": SPECIAL_IDS[BOS],
+        "eos_token_id": [SPECIAL_IDS[EOS], SPECIAL_IDS[IM_END]],
+        "pad_token_id": SPECIAL_IDS[PAD],
         "do_sample": True,
         "temperature": 0.7,
         "top_p": 0.95,
@@ -133,4 +135,5 @@ def _export_weights(state: dict[str, torch.Tensor], output: Path) -> None:
     }
     partial = output / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # safetensors creates it for its owner alone
     os.replace(partial, output / "model.safetensors")

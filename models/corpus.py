@@ -24,7 +24,7 @@ EXCLUDED_DIRECTORIES = frozenset(
     }
 )
 # Build records of one interpreter: compiler flags and install paths, not library source.
-EXCLUDED_DIRECTORY_PREFIXES = ("config-", "python")
+EXCLUDED_DIRECTORY_PREFIXES = ("config-",)
 EXCLUDED_FILE_PREFIXES = ("_sysconfigdata", "test_")
 GENERATED_TABLES = frozenset({"html/entities.py", "stringprep.py"})
 VALIDATION_PERCENT = 2
@@ -32,7 +32,7 @@ VALIDATION_PERCENT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """One file of the corpus: its POSIX path below the root, and its text with ``\\n`` line ends."""
+    """One file of the corpus: its POSIX path below the root, its text with ``\n`` line ends."""
 
     path: str
     text: str
@@ -71,7 +71,10 @@ def is_validation(path: str) -> bool:
 
 
 def read_files(root: Path) -> Iterator[SourceFile]:
-    """Yield the selected, non-empty, UTF-8 files below ``root``, sorted by POSIX path."""
+    """Yield the selected, non-empty files below ``root``, sorted by POSIX path.
+
+    Raises ``UnicodeDecodeError`` for a file that is not UTF-8: the rules should name it.
+    """
     relative = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
     for path in sorted(relative):
         if not is_selected(PurePosixPath(path)):

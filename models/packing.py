@@ -6,33 +6,17 @@ stream, so a resumed run needs only the epoch and the number of windows it has t
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from models.corpus import SourceFile
 from models.samples import Function, Message, find_functions, make_chat, make_snippet
-from models.train_tokenizer import BOS, EOS, IM_END, IM_START
+from models.train_tokenizer import BOS, EOS, IM_END, IM_START, SPECIAL_IDS
 
+Starts = np.ndarray  # int64, shape [num_windows]: places of windows in a stream
 CHAT_SHARE = 0.06  # of the file tokens
 SNIPPET_SHARE = 0.06
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecialIds:
-    """Token ids that the packing places itself."""
-
-    bos: int
-    eos: int
-    im_start: int
-    im_end: int
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "SpecialIds":
-        """Look the ids up in ``tokenizer``."""
-        names = {"bos": BOS, "eos": EOS, "im_start": IM_START, "im_end": IM_END}
-        return cls(**{field: tokenizer.token_to_id(token) for field, token in names.items()})
 
 
 class TokenSource:
@@ -40,7 +24,6 @@ class TokenSource:
 
     def __init__(self, tokenizer: Tokenizer, files: Sequence[SourceFile], seed: int) -> None:
         self._tokenizer = tokenizer
-        self._special = SpecialIds.of(tokenizer)
         self._seed = seed
         self._documents = [self._document([file.text]) for file in files]
         self._functions = list(find_functions(files))
@@ -85,18 +68,18 @@ class TokenSource:
 
     def _document(self, parts: Sequence[str]) -> list[int]:
         """Token ids of ``parts``, each tokenized by itself, between bos and eos."""
-        tokens = [self._special.bos]
+        tokens = [SPECIAL_IDS[BOS]]
         for part in parts:
             tokens += self._encode(part)
-        return [*tokens, self._special.eos]
+        return [*tokens, SPECIAL_IDS[EOS]]
 
     def _chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a chat, as the chat template renders it, then eos."""
-        tokens = [self._special.bos]
+        tokens = [SPECIAL_IDS[BOS]]
         for message in messages:
-            tokens += [self._special.im_start, *self._encode(f"{message.role}\n{message.content}")]
-            tokens += [self._special.im_end, *self._encode("\n")]
-        return [*tokens, self._special.eos]
+            tokens += [SPECIAL_IDS[IM_START], *self._encode(f"{message.role}\n{message.content}")]
+            tokens += [SPECIAL_IDS[IM_END], *self._encode("\n")]
+        return [*tokens, SPECIAL_IDS[EOS]]
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -111,8 +94,8 @@ def file_stream(tokenizer: Tokenizer, files: Sequence[SourceFile]) -> np.ndarray
     return TokenSource(tokenizer, files, seed=0).files_only()
 
 
-def window_order(num_tokens: int, sequence_length: int, seed: int, epoch: int) -> np.ndarray:
-    """Starts of the windows of one epoch, shuffled: int64, shape [num_windows].
+def window_order(num_tokens: int, sequence_length: int, seed: int, epoch: int) -> Starts:
+    """Starts of the windows of one epoch, shuffled.
 
     A window is ``sequence_length + 1`` tokens, as the last one is only a target. The first start
     is random, so the cuts differ between epochs.
@@ -123,13 +106,13 @@ def window_order(num_tokens: int, sequence_length: int, seed: int, epoch: int) -
     return generator.permutation(starts)
 
 
-def cut_windows(stream: np.ndarray, starts: np.ndarray, sequence_length: int) -> np.ndarray:
+def cut_windows(stream: np.ndarray, starts: Starts, sequence_length: int) -> np.ndarray:
     """Gather windows: int64, shape [len(starts), sequence_length + 1]."""
     offsets = np.arange(sequence_length + 1)
     return stream[starts[:, None] + offsets[None, :]].astype(np.int64)
 
 
-def validation_starts(num_tokens: int, sequence_length: int) -> list[np.ndarray]:
+def validation_starts(num_tokens: int, sequence_length: int) -> list[Starts]:
     """Starts of the whole windows of a stream, in order, in chunks of about 4,096 tokens."""
     starts = np.arange(0, num_tokens - sequence_length, sequence_length, dtype=np.int64)
     batch_size = max(1, 4096 // sequence_length)

@@ -36,3 +36,18 @@ class Schedule:
     def batch_size(self, progress: float) -> int:
         """Sequences per step; the tokens per step stay the same."""
         return self.tokens_per_step // self.sequence_length(progress)
+
+
+@dataclass(slots=True, eq=False)
+class Interval:
+    """Tells when something that recurs is due. Times are monotonic seconds."""
+
+    interval_s: float
+    last_at: float
+
+    def take(self, now: float) -> bool:
+        """Whether it is due at ``now``; if so, the interval starts anew."""
+        if now - self.last_at < self.interval_s:
+            return False
+        self.last_at = now
+        return True

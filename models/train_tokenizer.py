@@ -8,15 +8,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 VOCABULARY_SIZE = 4096
@@ -27,19 +20,18 @@ EOS = "<|eos|>"
 PAD = "<|pad|>"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
-SPECIAL_TOKENS = (BOS, EOS, PAD, IM_START, IM_END)  # their ids are their places here
+SPECIAL_TOKENS = (BOS, EOS, PAD, IM_START, IM_END)
+SPECIAL_IDS = {token: place for place, token in enumerate(SPECIAL_TOKENS)}  # the trainer's order
 
 # One alternative per kind of piece. Line breaks and the indentation that follows are one piece,
 # so a new line of Python at any depth costs one token.
-SPLIT_PATTERN = "|".join(
-    (
-        r"(?:\r?\n)+[ \t]*",  # line breaks and the next line's indentation
-        r"[ .(@]?[\p{L}_]+",  # a word or identifier, with the mark that introduces it
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}_]+",  # operators and brackets, with the space before them
-        r"[ \t]+(?=\S)",
-        r"\s+",
-    )
+SPLIT_PATTERN = (
+    r"(?:\r?\n)+[ \t]*"  # line breaks and the next line's indentation
+    r"|[ .(@]?[\p{L}_]+"  # a word or identifier, with the mark that introduces it
+    r"|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}_]+"  # operators and brackets, with the space before them
+    r"|[ \t]+(?=\S)"
+    r"|\s+"
 )
 
 CHAT_TEMPLATE = (
@@ -56,7 +48,7 @@ CHAT_TEMPLATE = (
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     """Train a tokenizer of exactly ``VOCABULARY_SIZE`` entries on ``texts``."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
@@ -68,7 +60,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer.post_processor = TemplateProcessing(
         single=f"{BOS} $A",
         pair=f"{BOS} $A {BOS} $B",
-        special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+        special_tokens=[(BOS, SPECIAL_IDS[BOS])],
     )
     return tokenizer
 
@@ -85,11 +77,11 @@ def _trainer() -> trainers.BpeTrainer:
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``directory``."""
     tokenizer.save(str(directory / "tokenizer.json"))
-    text = json.dumps(tokenizer_config(tokenizer), indent=2) + "\n"
+    text = json.dumps(tokenizer_config(), indent=2) + "\n"
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
-def tokenizer_config(tokenizer: Tokenizer) -> dict[str, object]:
+def tokenizer_config() -> dict[str, object]:
     """The configuration that ``transformers.AutoTokenizer`` reads next to ``tokenizer.json``."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

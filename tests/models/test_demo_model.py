@@ -1,0 +1,302 @@
+"""The shipped demo model is complete and consistent, and its training parts are deterministic."""
+
+import argparse
+import json
+import random
+import struct
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from models import corpus, demo_model_path, samples
+from models.schedule import Interval, Schedule
+from models.train_tokenizer import (
+    BOS,
+    EOS,
+    IM_END,
+    IM_START,
+    PAD,
+    SPECIAL_IDS,
+    VOCABULARY_SIZE,
+    train_tokenizer,
+)
+
+AWKWARD_TEXTS = (
+    "",
+    "def f(x):\n    if x:\n\t\treturn  x\n\n\n\nclass A: pass   \n",
+    "naïve — \U0001f600 \x00\x7f\r\n\r\n \t mixed\n \n",
+    "1234567 + 0x1F_FF != 1e-5  # ok?",
+    "<|not_special|> </s> <|im_start",
+)
+
+
+def read_json(name: str) -> dict[str, object]:
+    """A JSON file of the shipped model."""
+    return json.loads((demo_model_path() / name).read_text(encoding="utf-8"))
+
+
+def read_tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Data type and shape by tensor name, from the header of a safetensors file."""
+    with path.open("rb") as file:
+        (num_header_bytes,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(num_header_bytes))
+    header.pop("__metadata__", None)
+    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """The shipped tokenizer."""
+    return Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tree that has one file per selection rule."""
+    root = tmp_path_factory.mktemp("library")
+    for path in (
+        "zlast.py",
+        "alpha.py",
+        "package/__init__.py",
+        "package/module.py",
+        "package/test/module.py",
+        "package/tests/module.py",
+        "package/test_module.py",
+        "package/__pycache__/module.py",
+        "site-packages/vendor.py",
+        "encodings/cp037.py",
+        "pydoc_data/topics.py",
+        "config-3.11/python-config.py",
+        "html/entities.py",
+        "_sysconfigdata_linux.py",
+        "notes.txt",
+    ):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(f"NAME = {path!r}\n", encoding="utf-8")
+    (root / "empty.py").write_text("\n", encoding="utf-8")
+    return root
+
+
+# --- tokenizer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", AWKWARD_TEXTS)
+def test_decoding_an_encoding_gives_the_text_back(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_the_vocabulary_has_exactly_the_configured_size(tokenizer: Tokenizer) -> None:
+    assert tokenizer.get_vocab_size() == VOCABULARY_SIZE == read_json("config.json")["vocab_size"]
+
+
+def test_encoding_a_prompt_puts_bos_in_front(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("import os").ids[0] == SPECIAL_IDS[BOS]
+
+
+def test_a_line_break_with_its_indentation_is_one_token(tokenizer: Tokenizer) -> None:
+    for indentation in range(0, 17, 4):
+        text = "\n" + " " * indentation
+        assert len(tokenizer.encode(text, add_special_tokens=False).ids) == 1
+
+
+def test_python_costs_at_most_one_token_per_3_3_bytes(tokenizer: Tokenizer) -> None:
+    text = Path(argparse.__file__).read_text(encoding="utf-8")
+    num_tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
+    assert len(text.encode()) / num_tokens >= 3.3
+
+
+def test_training_a_tokenizer_twice_gives_the_same_vocabulary() -> None:
+    texts = [Path(module.__file__).read_text(encoding="utf-8") for module in (json, random)]
+    assert train_tokenizer(texts).to_str() == train_tokenizer(texts).to_str()
+
+
+# --- special tokens, configuration, weights ----------------------------------------------------
+
+
+def test_special_ids_agree_in_all_files(tokenizer: Tokenizer) -> None:
+    config, generation = read_json("config.json"), read_json("generation_config.json")
+    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_IDS}
+    assert ids == SPECIAL_IDS
+    assert config["bos_token_id"] == generation["bos_token_id"] == ids[BOS]
+    assert config["eos_token_id"] == ids[EOS]
+    assert config["pad_token_id"] == generation["pad_token_id"] == ids[PAD]
+    assert generation["eos_token_id"] == [ids[EOS], ids[IM_END]]
+
+
+def test_special_tokens_are_skipped_when_decoding(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(list(SPECIAL_IDS.values()), skip_special_tokens=True) == ""
+
+
+def test_the_weights_have_the_shapes_that_the_configuration_says() -> None:
+    config = read_json("config.json")
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    query = config["num_attention_heads"] * config["head_dim"]
+    key = config["num_key_value_heads"] * config["head_dim"]
+    expected = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        expected |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (hidden,),
+                "post_attention_layernorm": (hidden,),
+                "self_attn.q_proj": (query, hidden),
+                "self_attn.k_proj": (key, hidden),
+                "self_attn.v_proj": (key, hidden),
+                "self_attn.o_proj": (hidden, query),
+                "mlp.gate_proj": (intermediate, hidden),
+                "mlp.up_proj": (intermediate, hidden),
+                "mlp.down_proj": (hidden, intermediate),
+            }.items()
+        }
+    tensors = read_tensor_shapes(demo_model_path() / "model.safetensors")
+    assert tensors == {name: ("BF16", shape) for name, shape in expected.items()}
+
+
+def test_the_model_is_small_enough_to_ship() -> None:
+    path = demo_model_path() / "model.safetensors"
+    assert 5_000_000 <= path.stat().st_size / 2 <= 5_500_000  # two bytes per parameter
+
+
+# --- chat template -----------------------------------------------------------------------------
+
+
+def test_the_chat_template_renders_roles_and_the_generation_prompt() -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_model_path())
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Write f"},
+        {"role": "assistant", "content": "def f(): pass"},
+        {"role": "user", "content": "Again"},
+    ]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    turns = [f"{IM_START}{each['role']}\n{each['content']}{IM_END}\n" for each in messages]
+    assert rendered == f"{BOS}{''.join(turns)}{IM_START}assistant\n"
+    ids = tokenizer.encode(rendered, add_special_tokens=False)
+    assert ids.count(SPECIAL_IDS[IM_START]) == len(messages) + 1
+
+
+# --- corpus ------------------------------------------------------------------------------------
+
+
+def test_the_corpus_leaves_out_tests_tables_and_build_records(library: Path) -> None:
+    paths = [file.path for file in corpus.read_files(library)]
+    assert paths == ["alpha.py", "package/__init__.py", "package/module.py", "zlast.py"]
+
+
+def test_reading_the_corpus_twice_gives_the_same_record(library: Path) -> None:
+    first, second = (corpus.describe(corpus.load_corpus(library)) for _ in range(2))
+    assert first == second
+
+
+def test_the_split_is_by_path_and_loses_nothing(library: Path) -> None:
+    split = corpus.load_corpus(library)
+    assert all(corpus.is_validation(file.path) for file in split.validation)
+    files = sorted(split.training + split.validation, key=lambda file: file.path)
+    assert files == list(corpus.read_files(library))
+
+
+def test_about_two_percent_of_paths_are_held_out() -> None:
+    held_out = sum(corpus.is_validation(f"module_{number}.py") for number in range(10_000))
+    assert 150 <= held_out <= 250
+
+
+def test_the_digest_sees_where_a_path_ends_and_the_text_begins() -> None:
+    one = [corpus.SourceFile(path="ab", text="c")]
+    other = [corpus.SourceFile(path="a", text="bc")]
+    assert corpus.digest(one) != corpus.digest(other)
+
+
+def test_the_shipped_record_names_the_rules_in_force() -> None:
+    record = read_json("corpus.json")
+    empty = corpus.describe(corpus.Corpus(training=(), validation=()))
+    assert record["rules"] == empty["rules"]
+
+
+# --- samples -----------------------------------------------------------------------------------
+
+SOURCE = corpus.SourceFile(
+    path="module.py",
+    text=(
+        "class A:\n"
+        "    def area(self, width, height=2):\n"
+        '        """Return the area.\n'
+        "\n"
+        "        Both are in metres.\n"
+        '        """\n'
+        "        if width < 0:\n"
+        "            raise ValueError\n"
+        "\n"
+        "        return width * height\n"
+        "\n"
+        "    def tiny(self):\n"
+        "        return 1\n"
+    ),
+)
+
+
+def test_functions_are_cut_out_dedented_and_whole() -> None:
+    (function,) = samples.find_functions([SOURCE])
+    assert function.signature == "area(self, width, height=2)"
+    assert function.docstring == "Return the area.\n\nBoth are in metres."
+    assert function.source.startswith('def area(self, width, height=2):\n    """Return')
+    assert function.source.endswith("ValueError\n\n    return width * height\n")
+    assert function.bare_source == (
+        "def area(self, width, height=2):\n"
+        "    if width < 0:\n        raise ValueError\n\n    return width * height\n"
+    )
+
+
+def test_samples_depend_on_the_random_state_alone() -> None:
+    (function,) = samples.find_functions([SOURCE])
+    first, second = (
+        [samples.make_chat(function, rng) for _ in range(20)]
+        for rng in (random.Random(7), random.Random(7))
+    )
+    assert first == second
+
+
+def test_a_snippet_is_a_cut_of_the_source() -> None:
+    (function,) = samples.find_functions([SOURCE])
+    rng = random.Random(7)
+    for _ in range(50):
+        snippet = samples.make_snippet(function, rng)
+        assert snippet.prompt
+        assert snippet.prompt + snippet.continuation == function.source
+
+
+# --- schedule ----------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_floor() -> None:
+    schedule = Schedule()
+    assert schedule.learning_rate(0.0) == 0.0
+    assert schedule.learning_rate(schedule.warm_up_share) == schedule.peak_learning_rate
+    assert schedule.learning_rate(1.0) == pytest.approx(schedule.final_learning_rate)
+    decay = [schedule.learning_rate(share / 100) for share in range(2, 101)]
+    assert all(later < earlier for earlier, later in pairwise(decay))
+
+
+def test_only_the_end_of_the_run_is_long_and_every_step_has_as_many_tokens() -> None:
+    schedule = Schedule()
+    assert schedule.sequence_length(0.0) == schedule.sequence_length(0.89) == 512
+    assert schedule.sequence_length(0.91) == schedule.sequence_length(1.0) == 2048
+    for share in (0.0, 1.0):
+        assert schedule.batch_size(share) * schedule.sequence_length(share) == 4096
+
+
+def test_an_interval_is_due_once_per_period() -> None:
+    interval = Interval(interval_s=10.0, last_at=0.0)
+    assert [interval.take(now) for now in (9.9, 10.0, 10.1, 19.9, 25.0)] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
