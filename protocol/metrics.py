@@ -1,0 +1,217 @@
+"""Every metric of the cluster, defined once: server, replay report and dashboards read these names.
+
+Names that existing vLLM and Mooncake dashboards read are kept; everything else starts with `moonserve_`. Units are
+seconds and bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_MODEL_LABELS = ("model_name", "engine")
+
+# From a cached prefix on a GPU (milliseconds) to the 30 s of the Mooncake paper's TTFT objective, and beyond.
+_TTFT_BUCKETS = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+_TBT_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0,
+)  # fmt: skip
+_DURATION_BUCKETS = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+)  # fmt: skip
+_TOKEN_BUCKETS = (
+    1,
+    2,
+    5,
+    10,
+    20,
+    50,
+    100,
+    200,
+    500,
+    1_000,
+    2_000,
+    5_000,
+    10_000,
+    20_000,
+    50_000,
+    100_000,
+    200_000,
+)
+_ERROR_BUCKETS = (
+    -30.0,
+    -10.0,
+    -3.0,
+    -1.0,
+    -0.3,
+    -0.1,
+    -0.03,
+    -0.01,
+    0.0,
+    0.01,
+    0.03,
+    0.1,
+    0.3,
+    1.0,
+    3.0,
+    10.0,
+    30.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """What a gateway measures about requests, with the model's labels bound."""
+
+    running: Gauge
+    waiting: Gauge
+    prompt_tokens: Counter
+    generation_tokens: Counter
+    preemptions: Counter
+    prefix_queries: Counter
+    prefix_hits: Counter
+    ttft_s: Histogram
+    inter_token_s: Histogram
+    e2e_s: Histogram
+    queue_s: Histogram
+    prefill_s: Histogram
+    decode_s: Histogram
+    prompt_length: Histogram
+    generation_length: Histogram
+    success: Counter  # further label: finished_reason
+    kv_usage: Gauge
+    failures: Counter  # further label: code
+    retries: Counter
+    _labels: tuple[str, str]
+
+    def succeeded(self, finished_reason: str) -> None:
+        self.success.labels(*self._labels, finished_reason).inc()
+
+    def failed(self, code: str) -> None:
+        """`code`: of the protocol.errors class."""
+        self.failures.labels(*self._labels, code).inc()
+
+
+def request_metrics(registry: CollectorRegistry, model_name: str, engine: str) -> RequestMetrics:
+    """Registers the request metrics; once per registry."""
+    labels = (model_name, engine)
+
+    def gauge(name: str, text: str) -> Gauge:
+        return Gauge(name, text, _MODEL_LABELS, registry=registry).labels(*labels)
+
+    def counter(name: str, text: str) -> Counter:
+        return Counter(name, text, _MODEL_LABELS, registry=registry).labels(*labels)
+
+    def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, _MODEL_LABELS, registry=registry, buckets=buckets).labels(
+            *labels
+        )
+
+    return RequestMetrics(
+        running=gauge("vllm:num_requests_running", "Requests that have their first token."),
+        waiting=gauge("vllm:num_requests_waiting", "Requests waiting for their first token."),
+        prompt_tokens=counter("vllm:prompt_tokens", "Prompt tokens of accepted requests."),
+        generation_tokens=counter("vllm:generation_tokens", "Tokens generated."),
+        preemptions=counter("vllm:num_preemptions", "Sequences preempted on decode workers."),
+        prefix_queries=counter("vllm:prefix_cache_queries", "Prompt tokens looked up."),
+        prefix_hits=counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was re-used."),
+        ttft_s=histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS
+        ),
+        inter_token_s=histogram(
+            "vllm:inter_token_latency_seconds", "Gaps between tokens.", _TBT_BUCKETS
+        ),
+        e2e_s=histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", _DURATION_BUCKETS),
+        queue_s=histogram(
+            "vllm:request_queue_time_seconds", "Waiting on the prefill worker.", _DURATION_BUCKETS
+        ),
+        prefill_s=histogram(
+            "vllm:request_prefill_time_seconds", "Loading and computing.", _DURATION_BUCKETS
+        ),
+        decode_s=histogram(
+            "vllm:request_decode_time_seconds", "First token to last.", _DURATION_BUCKETS
+        ),
+        prompt_length=histogram("vllm:request_prompt_tokens", "Prompt lengths.", _TOKEN_BUCKETS),
+        generation_length=histogram(
+            "vllm:request_generation_tokens", "Output lengths.", _TOKEN_BUCKETS
+        ),
+        success=Counter(
+            "vllm:request_success",
+            "Requests that ended well.",
+            (*_MODEL_LABELS, "finished_reason"),
+            registry=registry,
+        ),
+        kv_usage=gauge("vllm:kv_cache_usage_perc", "Share of decode KV blocks in use, 0 to 1."),
+        failures=Counter(
+            "moonserve_request_failures",
+            "Requests that ended in an error, by its code.",
+            (*_MODEL_LABELS, "code"),
+            registry=registry,
+        ),
+        retries=counter("moonserve_request_retries", "Requests placed again after a loss."),
+        _labels=labels,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerMetrics:
+    """What the conductor measures about its decisions."""
+
+    placements: Counter
+    rejections: Counter  # label: reason
+    ttft_error_s: Histogram
+    indexed_blocks: Gauge
+    instances: Gauge  # label: role
+
+
+def scheduler_metrics(registry: CollectorRegistry) -> SchedulerMetrics:
+    """Registers the conductor's metrics; once per registry."""
+    return SchedulerMetrics(
+        placements=Counter("moonserve_placements", "Requests placed.", registry=registry),
+        rejections=Counter(
+            "moonserve_rejections", "Requests not placed.", ("reason",), registry=registry
+        ),
+        ttft_error_s=Histogram(
+            "moonserve_ttft_prediction_error_seconds",
+            "Predicted minus actual time to first token.",
+            registry=registry,
+            buckets=_ERROR_BUCKETS,
+        ),
+        indexed_blocks=Gauge(
+            "moonserve_indexed_blocks", "Block replicas in the prefix index.", registry=registry
+        ),
+        instances=Gauge("moonserve_instances", "Live instances.", ("role",), registry=registry),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StoreMetrics:
+    """What a store node measures, under the names of Mooncake's master."""
+
+    keys: Gauge
+    allocated_bytes: Gauge
+    capacity_bytes: Gauge
+    attempted_evictions: Counter
+    successful_evictions: Counter
+    integrity_failures: Counter
+
+
+def store_metrics(registry: CollectorRegistry) -> StoreMetrics:
+    """Registers a store node's metrics; once per registry."""
+    return StoreMetrics(
+        keys=Gauge("master_key_count", "Visible objects.", registry=registry),
+        allocated_bytes=Gauge("master_allocated_bytes", "Bytes in use.", registry=registry),
+        capacity_bytes=Gauge("master_total_capacity_bytes", "Bytes in all.", registry=registry),
+        attempted_evictions=Counter(
+            "master_attempted_evictions", "Evictions tried.", registry=registry
+        ),
+        successful_evictions=Counter(
+            "master_successful_evictions", "Evictions that freed space.", registry=registry
+        ),
+        integrity_failures=Counter(
+            "moonserve_integrity_failures", "Objects dropped for a checksum.", registry=registry
+        ),
+    )
