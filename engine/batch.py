@@ -1,0 +1,42 @@
+"""What one step of the engine computes, and what it gives back. Pure data.
+
+A step is any mix of prompt chunks and decode steps; to the engine they are the same thing, a `Slice` of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.ids import BlockId, RequestId
+from protocol.request import Logprobs, SamplingParams
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Slice:
+    """The tokens [start, end) of one sequence, whose KV up to `start` is already in its blocks."""
+
+    request_id: RequestId
+    token_ids: Sequence[int]  # the whole sequence so far; at least `end` of them
+    start: int
+    end: int
+    block_table: Sequence[
+        BlockId
+    ]  # blocks of the sequence in order; they cover at least `end` tokens
+    sampling: SamplingParams
+    num_prompt_tokens: int  # the client's prompt; what follows it counts as output for penalties
+    samples: bool  # whether the token at position `end` is wanted
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """The token that follows a slice."""
+
+    request_id: RequestId
+    token_id: int
+    logprobs: Logprobs | None = None

@@ -1,0 +1,230 @@
+"""What a checkpoint's config.json says, reduced to what the forward pass needs. No torch.
+
+Owns the list of supported architectures and the wording of every complaint about a model folder's configuration; the
+forward pass never looks at the JSON. Does not know weights; `engine.weights` complains about those.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.fields import Fields
+from engine.rope_config import RopeConfig, read_rope
+from protocol.errors import ConfigError
+from protocol.layout import DTYPE_BYTES, KvLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder of the Llama lineage: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    sliding_windows: tuple[int | None, ...]  # per layer; None = sees everything before it
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # RMSNorm over each head's query and key (Qwen3)
+    initializer_range: float
+    dtype: str  # of the checkpoint
+    eos_token_ids: tuple[int, ...]  # empty = none known
+
+    def resolve_dtype(self, wish: str) -> str:
+        """The compute dtype for `--dtype`: auto means the checkpoint's own; float16 becomes bfloat16."""
+        if wish == "auto":
+            return self.dtype
+        if wish not in DTYPE_BYTES:
+            raise ConfigError(f"dtype {wish!r} is not one of auto, {', '.join(DTYPE_BYTES)}")
+        return wish
+
+    def kv_layout(self, block_size: int, dtype: str) -> KvLayout:
+        """The shape of this model's KV cache. `dtype` as for `resolve_dtype`."""
+        if block_size < 1:
+            raise ConfigError(f"block size must be at least 1, not {block_size}")
+        return KvLayout(
+            num_layers=self.num_layers,
+            block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.resolve_dtype(dtype),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How one architecture departs from Llama."""
+
+    biases: Callable[[Fields], tuple[bool, bool, bool]]  # (qkv, o, mlp)
+    sliding_windows: Callable[[Fields, int], tuple[int | None, ...]]
+    qk_norm: bool = False
+    default_head_dim: int | None = None  # None = hidden_size / num_attention_heads
+
+
+def _llama_biases(fields: Fields) -> tuple[bool, bool, bool]:
+    attention = fields.flag("attention_bias", default=False)
+    return attention, attention, fields.flag("mlp_bias", default=False)
+
+
+def _qwen3_biases(fields: Fields) -> tuple[bool, bool, bool]:
+    attention = fields.flag("attention_bias", default=False)
+    return attention, attention, False
+
+
+def _no_window(_fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    return (None,) * num_layers
+
+
+def _mistral_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    return (fields.optional_count("sliding_window"),) * num_layers
+
+
+def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    window = fields.optional_count("sliding_window")
+    if window is None or not fields.flag("use_sliding_window", default=False):
+        return (None,) * num_layers
+    layer_types = fields.strings("layer_types")
+    if layer_types is None:
+        first = fields.count("max_window_layers", default=28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(layer_types) != num_layers:
+        raise fields.error(
+            f"layer_types names {len(layer_types)} layers, num_hidden_layers says {num_layers}"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(_llama_biases, _no_window),
+    "MistralForCausalLM": _Family(lambda _fields: (False, False, False), _mistral_windows),
+    "Qwen2ForCausalLM": _Family(lambda _fields: (True, False, False), _qwen_windows),
+    "Qwen3ForCausalLM": _Family(_qwen3_biases, _qwen_windows, qk_norm=True, default_head_dim=128),
+}
+
+SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+
+
+def load_model_config(path: Path) -> ModelConfig:
+    """Reads `path`/config.json and generation_config.json. Raises ConfigError, saying what is wrong and where."""
+    if not path.is_dir():
+        raise ConfigError(f"model folder {path} does not exist or is not a folder")
+    fields = Fields(_read_json(path / "config.json"), source=str(path / "config.json"))
+    architecture = _architecture(fields)
+    family = _FAMILIES[architecture]
+    num_layers = fields.count("num_hidden_layers")
+    num_heads = fields.count("num_attention_heads")
+    hidden_size = fields.count("hidden_size")
+    head_dim = _head_dim(fields, family, hidden_size, num_heads)
+    max_positions = fields.count("max_position_embeddings", default=2048)
+    qkv_bias, o_bias, mlp_bias = family.biases(fields)
+    _require_silu(fields)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(fields, num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        max_position_embeddings=max_positions,
+        rope=read_rope(fields, max_position_embeddings=max_positions),
+        sliding_windows=family.sliding_windows(fields, num_layers),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=family.qk_norm,
+        initializer_range=fields.number("initializer_range", default=0.02),
+        dtype=_dtype(fields),
+        eos_token_ids=_eos_token_ids(path, fields),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} is missing: is {path.parent} a model folder?") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return content
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.strings("architectures") or ()
+    for name in names:
+        if name in _FAMILIES:
+            return name
+    found = ", ".join(names) or "none (the field `architectures` is missing)"
+    raise fields.error(
+        f"unsupported architecture: {found}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+    )
+
+
+def _head_dim(fields: Fields, family: _Family, hidden_size: int, num_heads: int) -> int:
+    head_dim = fields.optional_count("head_dim") or family.default_head_dim
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise fields.error(
+                f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
+                "and head_dim is not given"
+            )
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise fields.error(f"head_dim {head_dim} must be even for rotary positions")
+    return head_dim
+
+
+def _num_kv_heads(fields: Fields, num_heads: int) -> int:
+    num_kv_heads = fields.optional_count("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        raise fields.error(
+            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    return num_kv_heads
+
+
+def _require_silu(fields: Fields) -> None:
+    activation = fields.text("hidden_act", default="silu")
+    if activation not in ("silu", "swish"):
+        raise fields.error(f"hidden_act {activation!r} is not supported, only silu")
+
+
+def _dtype(fields: Fields) -> str:
+    """The checkpoint's dtype; what has no KV layout of its own runs in the nearest one that has."""
+    name = fields.text("dtype", default=fields.text("torch_dtype", default="float32"))
+    known = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
+    if name not in known:
+        raise fields.error(f"dtype {name!r} is not supported, only {', '.join(known)}")
+    return known[name]
+
+
+def _eos_token_ids(path: Path, fields: Fields) -> tuple[int, ...]:
+    """Those of both files, generation_config.json first: chat models often name their end of turn only there."""
+    ids: list[int] = []
+    generation = path / "generation_config.json"
+    if generation.exists():
+        ids += Fields(_read_json(generation), source=str(generation)).token_ids("eos_token_id")
+    ids += fields.token_ids("eos_token_id")
+    return tuple(dict.fromkeys(ids))

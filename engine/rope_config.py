@@ -1,0 +1,103 @@
+"""How a checkpoint describes its rotary positions: `rope_theta` with `rope_scaling`, or the newer `rope_parameters`.
+
+Owns reading and checking; `engine.rope` does the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine.fields import Fields
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding. Fields that a type does not use keep their defaults."""
+
+    rope_type: str = "default"
+    theta: float = _DEFAULT_THETA
+    factor: float = 1.0
+    max_position_embeddings: int  # dynamic: where its stretching begins
+    original_max_position_embeddings: int  # llama3, yarn: the context of pre-training
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # multiplies cos and sin; yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+def read_rope(fields: Fields, *, max_position_embeddings: int) -> RopeConfig:
+    """The rotary configuration in a config.json. Raises ConfigError for unsupported types and missing factors."""
+    given = fields.nested("rope_scaling") or fields.nested("rope_parameters")
+    theta = fields.number("rope_theta", default=_DEFAULT_THETA)
+    if given is None:
+        return RopeConfig(
+            theta=theta,
+            max_position_embeddings=max_position_embeddings,
+            original_max_position_embeddings=max_position_embeddings,
+        )
+    rope_type = _rope_type(given)
+    if given.number("partial_rotary_factor", default=1.0) != 1.0:
+        raise given.error("partial_rotary_factor is not supported")
+    original = given.count("original_max_position_embeddings", default=max_position_embeddings)
+    factor = _factor(given, rope_type, max_position_embeddings / original)
+    return RopeConfig(
+        rope_type=rope_type,
+        theta=given.number("rope_theta", default=theta),
+        factor=factor,
+        max_position_embeddings=max_position_embeddings,
+        original_max_position_embeddings=original,
+        low_freq_factor=_llama3_factor(given, rope_type, "low_freq_factor", 1.0),
+        high_freq_factor=_llama3_factor(given, rope_type, "high_freq_factor", 4.0),
+        beta_fast=given.optional_number("beta_fast") or 32.0,
+        beta_slow=given.optional_number("beta_slow") or 1.0,
+        attention_factor=_attention_factor(given, rope_type, factor),
+        truncate=given.flag("truncate", default=True),
+    )
+
+
+def _rope_type(given: Fields) -> str:
+    rope_type = given.text("rope_type", default=given.text("type", default="default"))
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        raise given.error(
+            f"rope type {rope_type!r} is not supported, only {', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    return rope_type
+
+
+def _factor(given: Fields, rope_type: str, implied: float) -> float:
+    if rope_type == "default":
+        return 1.0
+    factor = given.number("factor", default=implied if rope_type == "yarn" else None)
+    if factor < 1.0:
+        raise given.error(f"factor must be at least 1, not {factor}")
+    return factor
+
+
+def _llama3_factor(given: Fields, rope_type: str, name: str, unused: float) -> float:
+    return given.number(name, default=None if rope_type == "llama3" else unused)
+
+
+def _attention_factor(given: Fields, rope_type: str, factor: float) -> float:
+    """YaRN's temperature (section 3.4 of its paper), with the two-mscale form that DeepSeek introduced."""
+    if rope_type != "yarn":
+        return 1.0
+    explicit = given.optional_number("attention_factor")
+    if explicit is not None:
+        return explicit
+    mscale, mscale_all_dim = (
+        given.optional_number("mscale"),
+        given.optional_number("mscale_all_dim"),
+    )
+    if mscale and mscale_all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
