@@ -49,14 +49,22 @@ def option(
     help: str,
     choices: tuple[str, ...] = (),
     secret: bool = False,
+    masked: bool = False,
     unit: str = "",
 ) -> Any:
     """A dataclass field that is an option. Required when it has no default.
 
     `secret`: only from the environment or the TOML file, never a flag, since process lists show flags.
+    `masked`: a flag, but not shown when the configuration is printed.
     `unit="bytes"`: accepts `512MiB` besides plain numbers.
     """
-    metadata = {"help": help, "choices": choices, "secret": secret, "unit": unit}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "secret": secret,
+        "masked": masked or secret,
+        "unit": unit,
+    }
     if default is MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -128,7 +136,7 @@ def effective(config: object) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             shown.update(effective(value))
         else:
-            shown[field.name] = "***" if field.metadata.get("secret") and value else value
+            shown[field.name] = "***" if field.metadata["masked"] and value else value
     return shown
 
 

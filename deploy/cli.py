@@ -1,0 +1,69 @@
+"""The `moonserve` command: one verb per line of `VERBS`, imported only when it is called for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+
+EXIT_USAGE = 2
+
+# verb → (module, function taking the remaining arguments, one line of help)
+VERBS: dict[str, tuple[str, str, str]] = {
+    "serve": ("deploy.serve", "main", "run a whole cluster on this machine: serve [MODEL]"),
+    "gateway": ("gateway.__main__", "main", "run the OpenAI-compatible HTTP endpoint"),
+    "conductor": ("conductor.__main__", "main", "run the global scheduler"),
+    "worker": ("deploy.cli", "worker", "run a worker: --role prefill|decode"),
+    "store": ("kvstore.__main__", "main", "run a KV store node"),
+    "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),
+    "traces": ("traces.fetch", "main", "download public traces: traces fetch"),
+    "explain": ("deploy.explain", "main", "show why a request went where it went"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the verb that comes first in `argv` and returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"moonserve {importlib.metadata.version('moonserve')}")
+        return 0
+    verb, rest = arguments[0], arguments[1:]
+    if verb not in VERBS:
+        close = get_close_matches(verb, VERBS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else "; see moonserve --help"
+        print(f"moonserve: unknown verb {verb!r}{hint}", file=sys.stderr)
+        return EXIT_USAGE
+    module, function, _ = VERBS[verb]
+    run: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
+    return run(rest)
+
+
+def worker(argv: list[str]) -> int:
+    """`moonserve worker --role prefill|decode …`."""
+    modules = {"prefill": "prefill_worker.__main__", "decode": "decode_worker.__main__"}
+    role, rest = _take_role(argv)
+    if role not in modules:
+        print("moonserve worker: --role prefill or --role decode must be given", file=sys.stderr)
+        return EXIT_USAGE
+    run: Callable[[list[str]], int] = importlib.import_module(modules[role]).main
+    return run(rest)
+
+
+def _take_role(argv: list[str]) -> tuple[str | None, list[str]]:
+    for position, argument in enumerate(argv):
+        if argument.startswith("--role="):
+            return argument.removeprefix("--role="), argv[:position] + argv[position + 1 :]
+        if argument == "--role" and position + 1 < len(argv):
+            return argv[position + 1], argv[:position] + argv[position + 2 :]
+    return None, argv
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:{width}}  {text}" for verb, (_, _, text) in VERBS.items()]
+    return "\n".join(["usage: moonserve VERB [options]", "", *lines, "", "moonserve VERB --help"])

@@ -1,0 +1,89 @@
+"""Options of `moonserve serve`. An option that a process shares by name is passed on to it (deploy.plan)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from protocol.config import option
+from protocol.errors import ConfigError
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """A whole cluster on this machine."""
+
+    model: str | None = option(
+        None, help="local Hugging Face folder or hub name; the demo model when not given"
+    )
+    host: str = option("127.0.0.1", help="address of the HTTP endpoint")
+    port: int = option(8000, help="port of the HTTP endpoint")
+    served_model_name: tuple[str, ...] = option((), help="names clients may use for the model")
+    prefill_workers: int = option(1, help="number of prefill workers")
+    decode_workers: int = option(1, help="number of decode workers")
+    store_nodes: int = option(1, help="number of KV store nodes")
+
+    dtype: str = option("auto", help="of weights and KV", choices=("auto", "float32", "bfloat16"))
+    load_format: str = option(
+        "auto", help="dummy = random weights, for measuring", choices=("auto", "dummy")
+    )
+    seed: int = option(0, help="of dummy weights")
+    max_model_len: int | None = option(
+        None, help="longest prompt plus output in tokens; the model's own limit when not given"
+    )
+    block_size: int = option(32, help="tokens per KV block")
+    kv_cache_memory: int = option(
+        256 * MIB, help="bytes of KV per prefill or decode worker", unit="bytes"
+    )
+    dram: int = option(512 * MIB, help="bytes of KV per store node", unit="bytes")
+    max_num_seqs: int = option(64, help="sequences in one decode batch")
+    max_num_batched_tokens: int = option(512, help="tokens of prompt computed in one step")
+    enable_prefix_caching: bool = option(True, help="re-use the KV of equal prefixes")
+    enable_chunked_prefill: bool = option(True, help="cut long prompts into several steps")
+    scheduling_policy: str = option(
+        "fcfs", help="order of a prefill worker's queue", choices=("fcfs", "priority")
+    )
+    num_threads: int | None = option(
+        None, help="compute threads per worker; the cores shared out evenly when not given"
+    )
+    transports: tuple[str, ...] = option(
+        ("shm", "tcp"), help="transports for KV, in order of preference"
+    )
+    placement_policy: str = option(
+        "global-cache-aware", help="how the conductor chooses prefill workers"
+    )
+    ttft_slo: float = option(30.0, help="seconds to the first token that placement must meet")
+    tbt_slo: float = option(1.0, help="seconds between tokens that placement must meet")
+    balancing_threshold: float = option(
+        2.0, help="re-use ratio above which a remote prefix is fetched (Algorithm 1)"
+    )
+    api_key: tuple[str, ...] = option((), help="keys that clients must present", masked=True)
+
+    log_dir: str | None = option(
+        None, help="folder for the processes' logs; below the user's state folder when not given"
+    )
+    log_format: str = option("human", help="form of log lines", choices=("human", "json"))
+    log_level: str = option(
+        "info", help="least severe level to log", choices=("debug", "info", "warning", "error")
+    )
+    fault_corrupt_writes: int = option(
+        0, help="testing: flip a byte in this many KV writes of each prefill worker"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_workers", "decode_workers", "block_size", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.store_nodes < 0:
+            raise ConfigError("--store-nodes must not be negative")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port {self.port} is not between 0 and 65535")
+
+    @property
+    def threads_per_worker(self) -> int:
+        if self.num_threads is not None:
+            return self.num_threads
+        cores = len(os.sched_getaffinity(0))
+        return max(1, cores // (self.prefill_workers + self.decode_workers))

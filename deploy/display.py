@@ -1,0 +1,92 @@
+"""What a person at the terminal sees of a cluster that starts, runs and stops.
+
+On a terminal a table is redrawn in place; elsewhere each change of a process's stage is one line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from deploy.config import ServeConfig
+from deploy.supervisor import Child
+
+_STYLES = {"ready": "green", "restarting": "red"}
+
+
+class Display:
+    """Progress and facts of the processes of one launcher."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._children: list[Child] = []
+        self._shown: dict[str, str] = {}  # stage already printed, per instance
+        self._live = Live(
+            console=self._console, auto_refresh=False, get_renderable=self._table, transient=True
+        )
+
+    def follow(self, children: list[Child]) -> None:
+        """Shows these processes from now on; the list may grow."""
+        self._children = children
+        if self._console.is_terminal:
+            self._live.start()
+
+    def refresh(self) -> None:
+        """A process said something."""
+        if self._live.is_started:
+            self._live.refresh()
+            return
+        for child in self._children:
+            name = child.spec.instance_id
+            if self._shown.get(name) != child.stage:
+                self._shown[name] = child.stage
+                self._console.print(f"{name:12} {child.stage}", markup=False)
+
+    def close(self) -> None:
+        if self._live.is_started:
+            self._live.stop()
+
+    def show_start(self, config: ServeConfig, model_path: Path, log_dir: Path) -> None:
+        self._console.print(f"model {model_path}", markup=False)
+        self._console.print(f"logs  {log_dir}", markup=False)
+
+    def show_ready(self, config: ServeConfig) -> None:
+        """The table of what runs where, the ready line and a command to try."""
+        self.close()
+        url = f"http://{config.host}:{config.port}"
+        self._console.print(self._table())
+        self._console.print(f"moonserve is ready on {url}   dashboard {url}/dashboard")
+        self._console.print("Try it:")
+        self._console.print(
+            f"  curl {url}/v1/completions -H 'Content-Type: application/json' "
+            '-d \'{"prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0}\'',
+            markup=False,
+        )
+        self._console.print("Ctrl-C stops everything.")
+
+    def show_stopping(self) -> None:
+        self._console.print("stopping …")
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for column in ("process", "pid", "state", "where"):
+            table.add_column(column)
+        for child in self._children:
+            table.add_row(
+                child.spec.instance_id,
+                str(child.pid or ""),
+                Text(_state(child), style=_STYLES.get(child.stage, "yellow")),
+                "  ".join(f"{name} {value}" for name, value in child.facts.items()),
+            )
+        return table
+
+
+def _state(child: Child) -> str:
+    if child.fraction is None or child.stage == "ready":
+        return child.stage
+    return f"{child.stage} {child.fraction:.0%}"

@@ -1,0 +1,109 @@
+"""Which processes make up a cluster on one machine, and with which options each is started. Pure.
+
+An option that a process's configuration shares by name with `ServeConfig` is passed on as it is; what differs from
+process to process is said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from conductor.config import ConductorConfig
+from decode_worker.config import DecodeConfig
+from deploy.config import ServeConfig
+from gateway.config import GatewayConfig
+from kvstore.config import StoreConfig
+from prefill_worker.config import PrefillConfig
+from protocol.config import Option, options_of
+
+# The HTTP endpoint's address is the gateway's alone.
+_NOT_INHERITED = {"host", "port"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One process to start as `python -m module flags`."""
+
+    instance_id: str
+    module: str
+    flags: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def conductor_spec(config: ServeConfig, port: str = "0") -> ProcessSpec:
+    """The process that must be ready before the others can be told its address."""
+    return _spec(config, "conductor", "conductor", ConductorConfig, port=port)
+
+
+def member_specs(config: ServeConfig, model_path: str, conductor: str) -> list[ProcessSpec]:
+    """All other processes: store nodes, workers, gateway."""
+    shared = {"conductor": conductor}
+    worker = {**shared, "model": model_path, "num_threads": str(config.threads_per_worker)}
+    stores = [
+        _spec(config, f"store-{i}", "kvstore", StoreConfig, **shared)
+        for i in range(config.store_nodes)
+    ]
+    prefills = [
+        _spec(config, f"prefill-{i}", "prefill_worker", PrefillConfig, **worker, **_home(config, i))
+        for i in range(config.prefill_workers)
+    ]
+    decodes = [
+        _spec(config, f"decode-{i}", "decode_worker", DecodeConfig, **worker)
+        for i in range(config.decode_workers)
+    ]
+    return [*stores, *prefills, *decodes, _gateway_spec(config, model_path, conductor)]
+
+
+def _gateway_spec(config: ServeConfig, model_path: str, conductor: str) -> ProcessSpec:
+    names = config.served_model_name or (config.model or "moonserve-demo",)
+    return _spec(
+        config,
+        "gateway-0",
+        "gateway",
+        GatewayConfig,
+        environment={"MOONSERVE_API_KEY": ",".join(config.api_key)} if config.api_key else {},
+        conductor=conductor,
+        model=model_path,
+        host=config.host,
+        port=str(config.port),
+        served_model_name=",".join(names),
+    )
+
+
+def _home(config: ServeConfig, index: int) -> dict[str, str]:
+    """The store node beside a prefill worker: they are dealt out in turn."""
+    return {"home_store": f"store-{index % config.store_nodes}"} if config.store_nodes else {}
+
+
+def _spec(
+    config: ServeConfig,
+    instance_id: str,
+    module: str,
+    config_class: type,
+    *,
+    environment: Mapping[str, str] | None = None,
+    **values: str,
+) -> ProcessSpec:
+    flags: list[str] = ["--instance-id", instance_id]
+    for option in options_of(config_class):
+        if option.name in values:
+            flags += [option.flag, values[option.name]]
+        elif (
+            option.name not in _NOT_INHERITED and not option.secret and hasattr(config, option.name)
+        ):
+            flags += _inherited(option, getattr(config, option.name))
+    return ProcessSpec(
+        instance_id=instance_id, module=module, flags=tuple(flags), environment=environment or {}
+    )
+
+
+def _inherited(option: Option, value: Any) -> list[str]:
+    if value is None or value == ():
+        return []
+    if isinstance(value, bool):
+        return [option.flag if value else option.negated_flag]
+    if isinstance(value, tuple):
+        return [option.flag, ",".join(value)]
+    return [option.flag, str(value)]

@@ -1,0 +1,157 @@
+"""`moonserve serve`: a whole cluster on this machine, from the first progress line to the last process's end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from deploy.config import ServeConfig
+from deploy.display import Display
+from deploy.plan import conductor_spec, member_specs
+from deploy.supervisor import ChildDied, Supervisor
+from engine.config import load_model_config
+from engine.hub import resolve_model
+from models import demo_model_path
+from protocol import logs
+from protocol.config import ENV_PREFIX, HelpRequested, effective, load
+from protocol.errors import ConfigError
+from protocol.process import EXIT_CONFIG
+
+
+def main(argv: Sequence[str]) -> int:
+    """`argv`: the arguments after `serve`; the first one may be the model."""
+    arguments = list(argv)
+    if arguments and not arguments[0].startswith("-"):
+        arguments[0:1] = ["--model", arguments[0]]
+    try:
+        config = load(ServeConfig, arguments, prog="moonserve serve", environ=dict(os.environ))
+        return asyncio.run(_serve(config))
+    except HelpRequested as request:
+        print(request)
+        return 0
+    except ConfigError as error:
+        print(f"moonserve serve: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except ChildDied as error:
+        print(f"moonserve serve: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+async def _serve(config: ServeConfig) -> int:
+    model_path = _model_path(config)
+    _check_port(config)
+    log_dir = _log_dir(config)
+    logs.configure("serve", log_format=config.log_format, level=config.log_level)
+    logging.getLogger(__name__).debug("effective configuration: %s", effective(config))
+    stopping = _stop_on_signals()
+    with _display(config, model_path, log_dir) as display:
+        supervisor = Supervisor(log_dir, _child_environment(config), display.refresh)
+        display.follow(supervisor.children)
+        try:
+            if await _start_or_stop(supervisor, config, model_path, stopping):
+                display.show_ready(config)
+                await stopping.wait()
+            display.show_stopping()
+        finally:
+            await supervisor.stop()
+    return 0
+
+
+async def _start_or_stop(
+    supervisor: Supervisor, config: ServeConfig, model_path: Path, stopping: asyncio.Event
+) -> bool:
+    """Whether the cluster came up before someone asked to stop."""
+    start = asyncio.create_task(_start(supervisor, config, model_path))
+    stop = asyncio.create_task(stopping.wait())
+    await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if not start.done():
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        return False
+    await start
+    return True
+
+
+async def _start(supervisor: Supervisor, config: ServeConfig, model_path: Path) -> None:
+    (conductor,) = await supervisor.start([conductor_spec(config)])
+    address = conductor.facts["rpc"]
+    # A restarted conductor must be found where the others look for it.
+    conductor.spec = conductor_spec(config, port=address.rpartition(":")[2])
+    await supervisor.start(member_specs(config, str(model_path), address))
+
+
+def _model_path(config: ServeConfig) -> Path:
+    """The model's folder, after the checks that need no weights."""
+    path = demo_model_path() if config.model is None else resolve_model(config.model)
+    load_model_config(path)
+    return path
+
+
+def _check_port(config: ServeConfig) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {config.host}:{config.port}: {os.strerror(error.errno or 0)}; "
+                "stop what uses it or choose another with --port"
+            ) from error
+
+
+def _log_dir(config: ServeConfig) -> Path:
+    if config.log_dir is not None:
+        path = Path(config.log_dir)
+    else:
+        state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+        path = Path(state) / "moonserve" / f"serve-{config.port}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for old in path.glob("*.log"):
+            old.replace(old.with_suffix(".log.1"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write logs to {path}: {error.strerror}; see --log-dir"
+        ) from error
+    return path
+
+
+def _child_environment(config: ServeConfig) -> dict[str, str]:
+    """The environment without our own variables, which are for this process and reach the others as flags."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+    token = os.environ.get(f"{ENV_PREFIX}CLUSTER_TOKEN") or secrets.token_hex(16)
+    threads = str(config.threads_per_worker)
+    return {
+        **inherited,
+        f"{ENV_PREFIX}CLUSTER_TOKEN": token,
+        "OMP_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+        # The packages may stand in the current folder rather than in site-packages.
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
+
+
+@contextlib.contextmanager
+def _display(config: ServeConfig, model_path: Path, log_dir: Path) -> Iterator[Display]:
+    display = Display(sys.stdout)
+    display.show_start(config, model_path, log_dir)
+    try:
+        yield display
+    finally:
+        display.close()

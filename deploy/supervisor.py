@@ -1,0 +1,222 @@
+"""Starts processes, follows their progress, restarts what dies, stops everything.
+
+Rules: a process that dies before it was ready ends the whole start, with its last log lines; one that dies later is
+started again with the same options, less and less eagerly; whatever happens, `stop` leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deploy.plan import ProcessSpec
+from protocol.errors import ConfigError, MoonserveError
+from protocol.process import EXIT_CONFIG
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 4.0  # serve promises an end within 5 s
+LAST_LINES = 15
+FIRST_RESTART_DELAY_S = 0.5
+LAST_RESTART_DELAY_S = 30.0
+
+
+class ChildDied(MoonserveError):
+    """A process ended before it was ready. `exit_code` is for the launcher's own exit."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One process and what it last said of itself."""
+
+    spec: ProcessSpec
+    log_path: Path
+    process: asyncio.subprocess.Process | None = None
+    stage: str = "starting"
+    fraction: float | None = None
+    facts: dict[str, str] = field(default_factory=dict)  # from its ready report
+    failure: str | None = None  # why it could not start, in its own words
+    restarts: int = 0
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    follower: asyncio.Task[None] | None = None  # reads its status pipe
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process else None
+
+
+class Supervisor:
+    """The processes of one launcher."""
+
+    def __init__(
+        self, log_dir: Path, environment: Mapping[str, str], on_change: Callable[[], None]
+    ) -> None:
+        self.children: list[Child] = []
+        self._log_dir = log_dir
+        self._environment = environment
+        self._on_change = on_change
+        self._watchers: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    async def start(self, specs: list[ProcessSpec]) -> list[Child]:
+        """Starts processes side by side and returns when all are ready. Raises ChildDied or ConfigError."""
+        children = [Child(spec, self._log_dir / f"{spec.instance_id}.log") for spec in specs]
+        self.children += children
+        for child in children:
+            await self._spawn(child)
+        waits = [asyncio.create_task(self._until_ready(child)) for child in children]
+        try:
+            await asyncio.gather(*waits)
+        finally:
+            await _cancel(waits)
+        for child in children:
+            self._watchers.append(asyncio.create_task(self._keep_alive(child)))
+        return children
+
+    async def stop(self) -> None:
+        """Ends every process: SIGTERM, and SIGKILL for those that take longer than the grace."""
+        self._stopping = True
+        await _cancel(self._watchers)
+        running = [c.process for c in self.children if c.process and c.process.returncode is None]
+        for process in running:
+            _signal(process, signal.SIGTERM)
+        waits = [asyncio.create_task(process.wait()) for process in running]
+        if waits:
+            await asyncio.wait(waits, timeout=STOP_GRACE_S)
+        for process in running:
+            if process.returncode is None:
+                log.warning("pid %d did not stop in %.0f s: killing it", process.pid, STOP_GRACE_S)
+                _signal(process, signal.SIGKILL)
+        await asyncio.gather(*waits)
+        await _cancel([child.follower for child in self.children if child.follower])
+
+    async def _spawn(self, child: Child) -> None:
+        read_fd, write_fd = os.pipe()
+        try:
+            with child.log_path.open("ab") as log_file:
+                child.process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    child.spec.module,
+                    *child.spec.flags,
+                    "--status-fd",
+                    str(write_fd),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log_file,
+                    stderr=log_file,
+                    pass_fds=(write_fd,),
+                    env={**self._environment, **child.spec.environment},
+                    start_new_session=True,  # a terminal's Ctrl-C is for the launcher alone
+                )
+        except BaseException:
+            os.close(read_fd)
+            raise
+        finally:
+            os.close(write_fd)
+        child.follower = asyncio.create_task(self._follow(child, read_fd))
+
+    async def _follow(self, child: Child, read_fd: int) -> None:
+        """Takes in what the process says on its status pipe, until it ends."""
+        reader = asyncio.StreamReader()
+        pipe = os.fdopen(read_fd, "rb")
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        try:
+            async for line in reader:
+                self._note(child, json.loads(line))
+        finally:
+            transport.close()
+
+    def _note(self, child: Child, report: dict[str, object]) -> None:
+        if "ready" in report:
+            facts = report["ready"]
+            child.facts = facts if isinstance(facts, dict) else {}
+            child.stage, child.fraction = "ready", 1.0
+            child.ready.set()
+        elif "failed" in report:
+            child.failure = str(report["failed"])
+        else:
+            child.stage = str(report["stage"])
+            fraction = report["fraction"]
+            child.fraction = fraction if isinstance(fraction, float) else None
+        self._on_change()
+
+    async def _until_ready(self, child: Child) -> None:
+        assert child.process is not None
+        ready = asyncio.create_task(child.ready.wait())
+        ended = asyncio.create_task(child.process.wait())
+        try:
+            await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+            ended.cancel()
+        if not child.ready.is_set():
+            assert child.follower is not None
+            # Its last report may still be in the status pipe.
+            await asyncio.wait({child.follower}, timeout=1.0)
+            raise _start_failure(child)
+
+    async def _keep_alive(self, child: Child) -> None:
+        """Restarts a process for as long as it keeps dying."""
+        delay_s = FIRST_RESTART_DELAY_S
+        while not self._stopping:
+            assert child.process is not None
+            code = await child.process.wait()
+            log.error(
+                "%s ended with exit code %d; restarting it in %.1f s; its last lines:\n%s",
+                child.spec.instance_id,
+                code,
+                delay_s,
+                last_lines(child.log_path),
+            )
+            child.stage, child.fraction = "restarting", None
+            child.ready.clear()
+            self._on_change()
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, LAST_RESTART_DELAY_S)
+            child.restarts += 1
+            await self._spawn(child)
+
+
+def last_lines(path: Path) -> str:
+    """The end of a log file."""
+    with path.open(errors="replace") as file:
+        return "".join(deque(file, LAST_LINES)).rstrip()
+
+
+def _start_failure(child: Child) -> MoonserveError:
+    assert child.process is not None
+    if child.process.returncode == EXIT_CONFIG and child.failure:
+        return ConfigError(child.failure)
+    code = child.process.returncode
+    message = (
+        f"{child.spec.instance_id} ended with exit code {code} before it was "
+        f"ready; its last log lines ({child.log_path}):\n{last_lines(child.log_path)}"
+    )
+    return ChildDied(message, EXIT_CONFIG if code == EXIT_CONFIG else 1)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except ProcessLookupError:
+        log.debug("pid %d was gone already", process.pid)
