@@ -121,7 +121,7 @@ class RpcServer:
         await self._server.stop(grace_s)
 
 
-class _Gatekeeper(grpc.aio.ServerInterceptor[Any, Any]):
+class _Gatekeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Checks the cluster token and translates what handlers raise."""
 
     def __init__(self, cluster_token: str) -> None:
@@ -221,15 +221,19 @@ class Channels:
         except grpc.aio.AioRpcError as error:
             raise translate(error) from error
 
-    async def stream(
-        self, method: Callable[..., AsyncIterator[Reply]], request: Any
-    ) -> AsyncIterator[Reply]:
-        """A server stream without a time limit; it ends with PeerLost when the peer does (keepalive)."""
+    async def stream(self, method: Callable[..., Any], request: Any) -> AsyncIterator[Any]:
+        """A server stream without a time limit; it ends with PeerLost when the peer does (keepalive).
+
+        Closing the iterator cancels the call.
+        """
+        call = method(request, metadata=self._metadata)
         try:
-            async for message in method(request, metadata=self._metadata):
+            async for message in call:
                 yield message
         except grpc.aio.AioRpcError as error:
             raise translate(error) from error
+        finally:
+            call.cancel()
 
     async def forget(self, address: str) -> None:
         """Closes the channel to a peer that is gone."""

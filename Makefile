@@ -1,0 +1,68 @@
+# moonserve: everything is one of these.
+#   make serve [MODEL=folder-or-hub-name] [ARGS="--prefill-workers 2"]
+#   make test | check | bench | docs | proto | clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+MODEL ?=
+ARGS ?=
+
+RUNTIME := $(VENV)/.installed-runtime
+DEV := $(VENV)/.installed-dev
+
+.PHONY: serve test check format bench docs proto proto-check clean
+
+serve: $(RUNTIME)
+	$(BIN)/moonserve serve $(MODEL) $(ARGS)
+
+test: $(DEV)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV) proto-check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(PACKAGES)
+
+format: $(DEV)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(DEV)
+	$(BIN)/python -m benchmarks.serving $(ARGS)
+
+docs:
+	@echo "README.md, ARCHITECTURE.md and CONTRIBUTING.md are the documentation; moonserve VERB --help lists every option."
+
+PACKAGES := protocol transfer kvstore engine conductor prefill_worker decode_worker gateway traces deploy models benchmarks
+
+PROTOC := $(BIN)/python -m grpc_tools.protoc -Iprotocol/pb=proto
+PROTOS := $(patsubst proto/%,protocol/pb/%,$(wildcard proto/*.proto))
+
+proto: $(DEV)
+	PATH=$(BIN):$$PATH $(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTOS)
+
+# The checked-in stubs must be what the .proto files and the pinned compiler give.
+proto-check: $(DEV)
+	@fresh=$$(mktemp -d) && trap 'rm -rf $$fresh' EXIT && \
+	PATH=$(BIN):$$PATH $(PROTOC) --python_out=$$fresh --grpc_python_out=$$fresh --mypy_out=quiet:$$fresh --mypy_grpc_out=quiet:$$fresh $(PROTOS) && \
+	diff -r -x __pycache__ -x __init__.py $$fresh/protocol/pb protocol/pb || { echo "protocol/pb is stale: run make proto"; exit 1; }
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moonserve needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch before everything else, so that nothing else chooses its build.
+$(RUNTIME): $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing pinned dependencies into $(VENV) (the first time takes a few minutes)"
+	$(PIP) torch
+	$(PIP) --editable .
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

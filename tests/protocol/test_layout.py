@@ -1,0 +1,50 @@
+"""Where the pieces of a block lie."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.layout import KvLayout, fingerprint
+
+layouts = st.builds(
+    KvLayout,
+    num_layers=st.integers(1, 3),
+    block_size=st.integers(1, 4),
+    num_kv_heads=st.integers(1, 2),
+    head_dim=st.integers(1, 4),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+
+
+@given(layouts, st.integers(1, 5))
+def test_pieces_tile_the_pool_without_gap_or_overlap(layout: KvLayout, num_blocks: int) -> None:
+    offsets = sorted(
+        layout.pool_offset(num_blocks, piece, block)
+        for piece in range(layout.pieces_per_block)
+        for block in range(num_blocks)
+    )
+    assert offsets == list(range(0, layout.pool_bytes(num_blocks), layout.piece_bytes))
+
+
+@given(layouts, st.integers(0, 40))
+def test_blocks_for_is_the_smallest_number_that_holds_the_tokens(
+    layout: KvLayout, num_tokens: int
+) -> None:
+    blocks = layout.blocks_for(num_tokens)
+    assert blocks * layout.block_size >= num_tokens > (blocks - 1) * layout.block_size
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="float16"):
+        KvLayout(num_layers=1, block_size=1, num_kv_heads=1, head_dim=1, dtype="float16")
+
+
+def test_the_fingerprint_changes_with_weights_and_with_every_dimension() -> None:
+    dimensions = {"num_layers": 2, "block_size": 3, "num_kv_heads": 4, "head_dim": 5}
+    base = KvLayout(**dimensions, dtype="float32")
+    others = [KvLayout(**{**dimensions, name: 7}, dtype="float32") for name in dimensions]
+    others.append(KvLayout(**dimensions, dtype="bfloat16"))
+    prints = {fingerprint("w", layout) for layout in [base, *others]} | {fingerprint("v", base)}
+    assert len(prints) == len(others) + 2

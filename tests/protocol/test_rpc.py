@@ -1,0 +1,131 @@
+"""gRPC plumbing over real loopback sockets: tokens, error translation, lost peers, streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from protocol.errors import (
+    InvalidRequest,
+    MoonserveError,
+    Overloaded,
+    PeerLost,
+    StaleLease,
+    Unauthenticated,
+    error_classes,
+)
+from protocol.ids import GatewayId, RequestId
+from protocol.pb import worker_pb2, worker_pb2_grpc
+from protocol.request import Token
+from protocol.rpc import Channels, RpcServer, failure_from_wire, failure_to_wire
+from protocol.streams import GatewayStreams
+
+
+class Worker(worker_pb2_grpc.WorkerServicer):
+    """Raises what it is told to; streams through GatewayStreams."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.lost: asyncio.Queue[str] = asyncio.Queue()
+        self.streams = GatewayStreams(self.lost.put_nowait, grace_s=0.05)
+
+    async def Cancel(self, request: Any, context: Any) -> worker_pb2.CancelReply:
+        if self.error:
+            raise self.error
+        return worker_pb2.CancelReply()
+
+    async def Events(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.EventBatch]:
+        async for batch in self.streams.events(GatewayId(request.gateway_id)):
+            yield batch
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[tuple[Worker, Channels, str]]:
+    server, worker, channels = RpcServer("secret"), Worker(), Channels("secret")
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
+    address = await server.start("127.0.0.1", 0)
+    yield worker, channels, address
+    await channels.close()
+    await server.stop(0)
+    worker.streams.close()
+
+
+async def cancel(channels: Channels, address: str) -> None:
+    stub = worker_pb2_grpc.WorkerStub(channels.to(address))
+    await channels.call(stub.Cancel, worker_pb2.CancelRequest(request_id="r"), timeout_s=5)
+
+
+async def test_an_error_arrives_as_the_class_that_was_raised(
+    cluster: tuple[Worker, Channels, str],
+) -> None:
+    worker, channels, address = cluster
+    worker.error = StaleLease("too late", lease_id="l-1")
+    with pytest.raises(StaleLease, match="too late") as caught:
+        await cancel(channels, address)
+    assert caught.value.ids == {"lease_id": "l-1"}
+
+
+async def test_an_unexpected_error_tells_nothing_of_the_inside(
+    cluster: tuple[Worker, Channels, str],
+) -> None:
+    worker, channels, address = cluster
+    worker.error = RuntimeError("secret path")
+    with pytest.raises(MoonserveError, match="internal error"):
+        await cancel(channels, address)
+
+
+async def test_a_wrong_token_is_refused(cluster: tuple[Worker, Channels, str]) -> None:
+    _, _, address = cluster
+    stranger = Channels("guess")
+    with pytest.raises(Unauthenticated):
+        await cancel(stranger, address)
+    await stranger.close()
+
+
+async def test_a_dead_peer_is_peer_lost(cluster: tuple[Worker, Channels, str]) -> None:
+    _, channels, _ = cluster
+    with pytest.raises(PeerLost):
+        await cancel(channels, "127.0.0.1:1")
+
+
+async def test_a_taken_port_is_an_os_error(cluster: tuple[Worker, Channels, str]) -> None:
+    _, _, address = cluster
+    with pytest.raises(OSError, match="port in use"):
+        await RpcServer("t").start("127.0.0.1", int(address.rpartition(":")[2]))
+
+
+def token(index: int) -> Token:
+    return Token(request_id=RequestId("r"), index=index, token_id=7)
+
+
+async def test_events_sent_before_the_stream_stands_are_not_lost(
+    cluster: tuple[Worker, Channels, str],
+) -> None:
+    worker, channels, address = cluster
+    worker.streams.send(GatewayId("g"), tokens=[token(0)])
+    stub = worker_pb2_grpc.WorkerStub(channels.to(address))
+    stream = channels.stream(stub.Events, worker_pb2.EventsRequest(gateway_id="g"))
+    assert not (await anext(stream)).tokens
+    assert [t.index for t in (await anext(stream)).tokens] == [0]
+    worker.streams.send(GatewayId("g"), tokens=[token(1)])
+    worker.streams.send(GatewayId("g"), tokens=[token(2)])
+    assert [t.index for t in (await anext(stream)).tokens] == [1, 2]
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert await asyncio.wait_for(worker.lost.get(), 5) == "g"
+
+
+@pytest.mark.parametrize("code", sorted(error_classes()))
+def test_every_error_class_crosses_the_wire(code: str) -> None:
+    cls = error_classes()[code]
+    if cls is Overloaded:
+        error: MoonserveError = Overloaded("m", retry_after_s=2.5, request_id="r")
+    elif cls is InvalidRequest:
+        error = InvalidRequest("m", request_id="r")
+    else:
+        error = cls("m", request_id="r")
+    back = failure_from_wire(failure_to_wire(error))
+    assert type(back) is cls
+    assert (back.message, back.ids, back.retry_after_s) == ("m", error.ids, error.retry_after_s)

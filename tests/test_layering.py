@@ -1,0 +1,76 @@
+"""Imports point one way (ARCHITECTURE.md, code map), and the purity rules of `state.py` hold."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+ALLOWED = {
+    "protocol": set(),
+    "transfer": {"protocol"},
+    "kvstore": {"protocol", "transfer"},
+    "engine": {"protocol"},
+    "conductor": {"protocol", "kvstore.directory"},
+    "prefill_worker": {"protocol", "engine", "transfer", "kvstore"},
+    "decode_worker": {"protocol", "engine", "transfer", "kvstore"},
+    "gateway": {"protocol"},
+    "traces": {"protocol", "conductor.state"},
+    "models": set(),
+}
+PACKAGES = {*ALLOWED, "deploy", "benchmarks", "tests"}
+
+# `state.py` decides; whoever waits, reads clocks or draws random numbers is its shell.
+IMPURE = {"asyncio", "socket", "time", "random", "secrets", "torch", "grpc", "threading", "os"}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+
+
+def sources(package: str) -> list[Path]:
+    return [p for p in (ROOT / package).rglob("*.py") if "pb" not in p.parts]
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_a_package_imports_only_what_its_layer_allows(package: str) -> None:
+    permitted = {package, *ALLOWED[package]}
+    for path in sources(package):
+        for module in imports_of(path):
+            if module.split(".")[0] not in PACKAGES:
+                continue
+            allowed = any(module == p or module.startswith(p + ".") for p in permitted)
+            assert allowed, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def test_only_the_engine_imports_torch() -> None:
+    for package in sorted(PACKAGES - {"engine", "models", "tests", "benchmarks"}):
+        for path in sources(package):
+            assert "torch" not in {m.split(".")[0] for m in imports_of(path)}, path
+
+
+def test_only_the_gateway_knows_http_serving() -> None:
+    for package in sorted(PACKAGES - {"gateway", "tests"}):
+        for path in sources(package):
+            imported = {m.split(".")[0] for m in imports_of(path)}
+            assert not imported & {"fastapi", "starlette", "uvicorn"}, path
+
+
+def test_state_files_are_pure() -> None:
+    files = [path for package in PACKAGES for path in sources(package) if path.name == "state.py"]
+    assert files
+    for path in files:
+        assert not {m.split(".")[0] for m in imports_of(path)} & IMPURE, path
+
+
+def test_the_proto_folder_is_no_python_package() -> None:
+    """`proto` is also the import name of proto-plus, which ray[default] installs."""
+    assert not list((ROOT / "proto").glob("*.py"))
