@@ -116,7 +116,8 @@ class Directory:
         """Raises AssertionError unless counts and bits match the index."""
         counts = dict.fromkeys(self._instance_of, 0)
         for holders in self._holders.values():
-            assert holders and not holders & ~(self._live | self._retired), "a bit of nobody"
+            assert holders, "an entry of nobody"
+            assert not holders & ~(self._live | self._retired), "a bit of nobody"
             for bit in _bits(holders & self._live):
                 counts[bit] += 1
         assert self._live & self._retired == 0, "a bit is live and retired"

@@ -1,0 +1,107 @@
+"""Space within one segment: which bytes are free, and nothing about what lies in the others.
+
+Best fit with coalescing. Free extents are grouped by their exact length and the distinct lengths kept sorted: there
+are at most √(2·capacity/ALIGNMENT) of those, and one or two while all objects are of the same size, so that allocating
+and freeing cost one binary search. Within a length the most recently freed extent is taken first; it is the warmest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+ALIGNMENT = 256
+"""Offsets and extents are multiples of this: what tensors in the segment would want, and whole cache lines."""
+
+
+def padded(nbytes: int) -> int:
+    """The space that an object of `nbytes` takes; an empty one takes a place too, so that offsets are distinct."""
+    return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+
+
+class Allocator:
+    """Extents of a segment of `capacity` bytes (a trailing part below the alignment is never used)."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity - capacity % ALIGNMENT
+        self.used = 0
+        self._length_at: dict[int, int] = {}  # free extents by their start
+        self._start_before: dict[int, int] = {}  # free extents by their end
+        self._starts_of: dict[int, dict[int, None]] = {}  # free extents by their length
+        self._lengths: list[int] = []  # the keys of _starts_of, ascending
+        self._taken: dict[int, int] = {}  # start → length of what is allocated
+        if self.capacity:
+            self._insert(0, self.capacity)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity - self.used
+
+    @property
+    def largest_free(self) -> int:
+        """The longest extent that can be had now."""
+        return self._lengths[-1] if self._lengths else 0
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of a new extent for `nbytes`; None when no free extent is long enough."""
+        wanted = padded(nbytes)
+        index = bisect_left(self._lengths, wanted)
+        if index == len(self._lengths):
+            return None
+        length = self._lengths[index]
+        start = next(reversed(self._starts_of[length]))
+        self._take_out(start, length)
+        if length > wanted:
+            self._insert(start + wanted, length - wanted)
+        self._taken[start] = wanted
+        self.used += wanted
+        return start
+
+    def free(self, offset: int) -> None:
+        """Returns an extent, merged with its free neighbours. Raises KeyError when `offset` is not allocated."""
+        length = self._taken.pop(offset)
+        self.used -= length
+        start, end = offset, offset + length
+        if start in self._start_before:
+            start = self._start_before[start]
+            self._take_out(start, offset - start)
+        if end in self._length_at:
+            after = self._length_at[end]
+            self._take_out(end, after)
+            end += after
+        self._insert(start, end - start)
+
+    def validate(self) -> None:
+        """Raises AssertionError unless free and allocated extents tile the segment and no two free ones touch."""
+        extents = sorted([*self._length_at.items(), *self._taken.items()])
+        position, was_free = 0, False
+        for start, length in extents:
+            is_free = start in self._length_at
+            assert start == position, f"hole or overlap at {position}"
+            assert not (was_free and is_free), f"free neighbours at {start} not merged"
+            position, was_free = start + length, is_free
+        assert position == self.capacity, "extents do not cover the segment"
+        assert self.used == sum(self._taken.values())
+        assert self._lengths == sorted(self._starts_of)
+        indexed = {start: n for n, starts in self._starts_of.items() for start in starts}
+        assert indexed == self._length_at
+        assert {end - n: n for end, n in self._ends()} == self._length_at
+
+    def _ends(self) -> list[tuple[int, int]]:
+        return [(end, end - start) for end, start in self._start_before.items()]
+
+    def _insert(self, start: int, length: int) -> None:
+        self._length_at[start] = length
+        self._start_before[start + length] = start
+        if length not in self._starts_of:
+            self._starts_of[length] = {}
+            insort(self._lengths, length)
+        self._starts_of[length][start] = None
+
+    def _take_out(self, start: int, length: int) -> None:
+        del self._length_at[start]
+        del self._start_before[start + length]
+        starts = self._starts_of[length]
+        del starts[start]
+        if not starts:
+            del self._starts_of[length]
+            del self._lengths[bisect_left(self._lengths, length)]
