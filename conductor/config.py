@@ -1,0 +1,58 @@
+"""Options of the conductor process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
+from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
+from conductor.state import Limits
+from protocol.config import option
+from protocol.errors import ConfigError
+from protocol.process import ProcessConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConductorConfig(ProcessConfig):
+    """Everything the conductor can be told."""
+
+    instance_id: str = option("conductor", help="name of this process in logs")
+    placement_policy: str = option(
+        DEFAULT_POLICY, help="how the prefill instance is chosen", choices=POLICY_NAMES
+    )
+    balancing_threshold: float = option(
+        DEFAULT_BALANCING_THRESHOLD,
+        help="fetch a prefix when the best in the cluster is this many times longer; at least 1",
+    )
+    # The Mooncake paper's limit for an effective request.
+    ttft_slo: float = option(30.0, help="reject when the predicted TTFT exceeds this, seconds")
+    # The paper's 0.1 to 0.3 s are for GPUs. A CPU step with several long sequences takes tenths of a second (110M
+    # parameters, 8 sequences of 2,048 tokens: 0.03 to 0.4 s by runtime), so this rejects only what is truly stuck.
+    tbt_slo: float = option(1.0, help="reject when the predicted TBT exceeds this, seconds")
+    lease_s: float = option(5.0, help="remove an instance after this silence, seconds")
+    heartbeat_interval_s: float = option(1.0, help="how often instances report, seconds")
+    placement_ttl_s: float = option(
+        900.0, help="forget a placement whose end nobody reported after this, seconds"
+    )
+    num_decisions: int = option(4096, help="decisions kept for explanation")
+    metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
+
+    def limits(self) -> Limits:
+        """Raises ConfigError for values that cannot work together."""
+        if not 0 < self.heartbeat_interval_s < self.lease_s:
+            raise ConfigError(
+                f"--heartbeat-interval-s ({self.heartbeat_interval_s}) must be positive and "
+                f"shorter than --lease-s ({self.lease_s})"
+            )
+        if min(self.ttft_slo, self.tbt_slo, self.placement_ttl_s) <= 0 or self.num_decisions < 1:
+            raise ConfigError(
+                "--ttft-slo, --tbt-slo, --placement-ttl-s and --num-decisions must be positive"
+            )
+        return Limits(
+            ttft_slo_s=self.ttft_slo,
+            tbt_slo_s=self.tbt_slo,
+            lease_s=self.lease_s,
+            heartbeat_interval_s=self.heartbeat_interval_s,
+            placement_ttl_s=self.placement_ttl_s,
+            num_decisions=self.num_decisions,
+        )

@@ -1,0 +1,70 @@
+"""How long things take: the cost model behind every prediction. Pure arithmetic.
+
+Prefill and decode times come from the profiles that workers measure of themselves and register. The defaults describe
+a small model on one CPU core and only matter until a worker has measured: about 1,000 prompt tokens per second, 20 ms
+for a decode step of one sequence. What this module does not know: queues, instances, policies.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from protocol.errors import InvalidRequest
+
+# Between hosts, until an instance has measured its own: what one TCP stream between two Python processes carries.
+DEFAULT_BYTES_PER_S = 1e9
+# Within a host, through shared memory: one copy. Half of what a core copies into prefaulted pages.
+LOCAL_BYTES_PER_S = 5e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillProfile:
+    """t(n, p) = c0 + c1·(n−p) + c2·(n²−p²) seconds for n prompt tokens of which p are cached."""
+
+    c0: float
+    c1: float
+    c2: float
+
+    def __post_init__(self) -> None:
+        _require_usable(self.c0, self.c1, self.c2)
+
+    def seconds(self, num_tokens: int, num_cached: int) -> float:
+        return (
+            self.c0
+            + self.c1 * (num_tokens - num_cached)
+            + self.c2 * (num_tokens * num_tokens - num_cached * num_cached)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeProfile:
+    """t(b, c) = c0 + c1·b + c2·c seconds per step of b sequences that hold c tokens of context in all."""
+
+    c0: float
+    c1: float
+    c2: float
+
+    def __post_init__(self) -> None:
+        _require_usable(self.c0, self.c1, self.c2)
+
+    def step_s(self, num_seqs: float, context_tokens: float) -> float:
+        return self.c0 + self.c1 * num_seqs + self.c2 * context_tokens
+
+    def batch_step_s(self, num_seqs: int, context_tokens: int, max_num_seqs: int) -> float:
+        """As `step_s`, where sequences beyond `max_num_seqs` (0 = unlimited) wait and are not part of the step."""
+        if 0 < max_num_seqs < num_seqs:
+            return self.step_s(max_num_seqs, context_tokens * max_num_seqs / num_seqs)
+        return self.step_s(num_seqs, context_tokens)
+
+
+DEFAULT_PREFILL = PrefillProfile(c0=0.005, c1=1e-3, c2=1e-8)
+DEFAULT_DECODE = DecodeProfile(c0=0.015, c1=0.003, c2=2e-6)
+
+
+def _require_usable(*coefficients: float) -> None:
+    """A negative or infinite coefficient would turn the choice of the best instance upside down."""
+    if not all(math.isfinite(c) and c >= 0 for c in coefficients):
+        raise InvalidRequest(
+            f"profile coefficients must be finite and not negative: {coefficients}"
+        )

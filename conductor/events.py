@@ -1,0 +1,208 @@
+"""What can happen to the conductor (events) and what follows (actions).
+
+An event that is a call has exactly one reply among its actions: the last one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from conductor.cost import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeProfile, PrefillProfile
+from conductor.decision import Decision
+from protocol.errors import MoonserveError
+from protocol.ids import InstanceId, RequestId, Role
+from protocol.keys import BlockKey
+from protocol.layout import KvLayout
+from protocol.request import Endpoint, Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What an instance says about itself in a heartbeat."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    free_blocks: int = 0
+    held_blocks: int = 0
+    leased_blocks: int = 0
+    context_tokens: int = 0
+    queued_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockChanges:
+    """Changes of the set of blocks that an instance can serve; see BlockEvents in conductor.proto."""
+
+    first_seq: int
+    next_seq: int
+    added: tuple[tuple[BlockKey, BlockKey], ...] = ()
+    removed: tuple[BlockKey, ...] = ()
+    snapshot: bool = False
+
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    """An instance joins. `layout`, `fingerprint` and the profiles concern workers only."""
+
+    endpoint: Endpoint
+    role: Role
+    layout: KvLayout | None = None
+    fingerprint: str = ""
+    num_blocks: int = 0
+    prefill_profile: PrefillProfile = DEFAULT_PREFILL
+    decode_profile: DecodeProfile = DEFAULT_DECODE
+    home_store: InstanceId | None = None
+    max_num_seqs: int = 0  # 0 = unlimited
+    max_model_len: int = 0
+    bytes_per_s: float = 0.0  # 0 = not measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    instance_id: InstanceId
+    epoch: int
+    load: Load
+    changes: BlockChanges | None = None
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deregister:
+    instance_id: InstanceId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    request_id: RequestId
+    block_keys: tuple[BlockKey, ...]
+    num_prompt_tokens: int
+    max_tokens: int
+    ttft_slo_s: float | None = None
+    tbt_slo_s: float | None = None
+    priority: int = 0
+    tenant: str = ""
+    excluded_instances: frozenset[str] = frozenset()
+
+
+class Phase(StrEnum):
+    """What happened to a placed request."""
+
+    FIRST_TOKEN = "first_token"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    request_id: RequestId
+    phase: Phase
+    elapsed_s: float
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passed: leases may have run out."""
+
+
+Event = Register | Heartbeat | Deregister | Place | Report | Tick
+
+# ---- actions: notices
+
+
+class Removal(StrEnum):
+    """Why an instance is no longer in the cluster."""
+
+    LEFT = "left"
+    SILENT = "silent"
+    REPLACED = "replaced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceJoined:
+    instance_id: InstanceId
+    role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceRemoved:
+    instance_id: InstanceId
+    role: Role
+    reason: Removal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TtftObserved:
+    """The first token of a placed request arrived."""
+
+    request_id: RequestId
+    predicted_s: float
+    actual_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementForgotten:
+    """Nobody reported the end of this placement in time; its predicted load is freed."""
+
+    request_id: RequestId
+
+
+# ---- actions: replies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    heartbeat_interval_s: float
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatSeen:
+    known: bool
+    resync: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deregistered:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    placement: Placement
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """No instance can meet the SLO now."""
+
+    predicted_ttft_s: float
+    predicted_tbt_s: float
+    retry_after_s: float
+    reason: str
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reported:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The call cannot be served; the error says whose fault it is."""
+
+    error: MoonserveError = field(compare=False)
+
+
+Notice = InstanceJoined | InstanceRemoved | TtftObserved | PlacementForgotten
+Reply = Registered | HeartbeatSeen | Deregistered | Placed | Rejected | Reported | Refused
+Action = Notice | Reply

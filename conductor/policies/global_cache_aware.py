@@ -1,0 +1,40 @@
+"""Algorithm 1 of the Mooncake paper (FAST'25): the smallest predicted TTFT, with the prefix fetched where that is
+worth it.
+
+An instance whose own prefix is shorter than the best one in the cluster by more than `balancing_threshold` fetches
+the missing blocks; otherwise it recomputes them. Fetching is also what replicates hot blocks: once queues build up at
+the holder of a shared prefix, another instance wins and takes a copy.
+"""
+
+from __future__ import annotations
+
+from conductor.decision import PrefillCandidate
+from conductor.policies.base import Offer, Prompt, predict
+from protocol.errors import ConfigError
+
+# The paper tunes it by hand and does not publish it. Fetching beats recomputing wherever the network is faster than
+# the break-even bandwidth (6 GB/s on A800, far less on a CPU), which speaks for 1; a small margin above it keeps an
+# instance that lacks a block or two of a long prefix from making another copy and loading the holder's link for it.
+DEFAULT_BALANCING_THRESHOLD = 1.25
+
+
+class GlobalCacheAware:
+    """Predicted TTFT over all instances, fetching prefixes between hosts."""
+
+    name = "global_cache_aware"
+
+    def __init__(self, balancing_threshold: float = DEFAULT_BALANCING_THRESHOLD) -> None:
+        """Raises ConfigError for a threshold below 1, which would fetch what is already there."""
+        if not balancing_threshold >= 1.0:
+            raise ConfigError(f"--balancing-threshold is {balancing_threshold}; it is at least 1")
+        self.balancing_threshold: float | None = balancing_threshold
+        self._threshold = balancing_threshold
+
+    def weigh(self, prompt: Prompt, offer: Offer) -> PrefillCandidate:
+        best, own = prompt.best_blocks, offer.prefix_blocks
+        # best / own > threshold, where own = 0 makes any best infinitely larger.
+        fetches = best > own * self._threshold
+        return predict(prompt, offer, best if fetches else own)
+
+    def score(self, candidate: PrefillCandidate) -> float:
+        return candidate.ttft_s

@@ -1,0 +1,228 @@
+"""The conductor's gRPC service: the only part that awaits, reads the clock, logs and counts.
+
+Every call is one event for `ConductorState` and answered from its actions, without awaiting in between. A housekeeping
+task ticks so that silent instances are noticed also when nobody calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import grpc.aio
+from prometheus_client import CollectorRegistry, start_http_server
+
+from conductor import wire
+from conductor.config import ConductorConfig
+from conductor.events import (
+    Action,
+    Deregistered,
+    Event,
+    HeartbeatSeen,
+    InstanceJoined,
+    InstanceRemoved,
+    Placed,
+    PlacementForgotten,
+    Refused,
+    Registered,
+    Rejected,
+    Reported,
+    Tick,
+    TtftObserved,
+)
+from conductor.policies import make_policy
+from conductor.state import ConductorState
+from protocol.errors import ConfigError
+from protocol.ids import RequestId, Role
+from protocol.metrics import SchedulerMetrics, scheduler_metrics
+from protocol.pb import conductor_pb2, conductor_pb2_grpc
+from protocol.process import Lifecycle
+from protocol.rpc import RpcServer, failure_to_wire
+from protocol.wire import placement_to_wire
+
+log = logging.getLogger(__name__)
+
+# Calls under way when the process stops answer within milliseconds.
+STOP_GRACE_S = 0.5
+
+Context = grpc.aio.ServicerContext[Any, Any]
+R = TypeVar("R")
+
+
+class ConductorService(conductor_pb2_grpc.ConductorServicer):
+    """Answers calls from the state."""
+
+    def __init__(
+        self,
+        state: ConductorState,
+        metrics: SchedulerMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state = state
+        self._metrics = metrics
+        self._clock = clock
+
+    async def Register(
+        self, request: conductor_pb2.RegisterRequest, context: Context
+    ) -> conductor_pb2.RegisterReply:
+        reply = self._ask(wire.register_from_wire(request), Registered)
+        return conductor_pb2.RegisterReply(
+            heartbeat_interval_s=reply.heartbeat_interval_s, lease_s=reply.lease_s
+        )
+
+    async def Heartbeat(
+        self, request: conductor_pb2.HeartbeatRequest, context: Context
+    ) -> conductor_pb2.HeartbeatReply:
+        reply = self._ask(wire.heartbeat_from_wire(request), HeartbeatSeen)
+        return conductor_pb2.HeartbeatReply(known=reply.known, resync=reply.resync)
+
+    async def Deregister(
+        self, request: conductor_pb2.DeregisterRequest, context: Context
+    ) -> conductor_pb2.DeregisterReply:
+        self._ask(wire.deregister_from_wire(request), Deregistered)
+        return conductor_pb2.DeregisterReply()
+
+    async def Place(
+        self, request: conductor_pb2.PlaceRequest, context: Context
+    ) -> conductor_pb2.PlaceReply:
+        reply = self._handle(wire.place_from_wire(request))[-1]
+        match reply:
+            case Placed():
+                return conductor_pb2.PlaceReply(placement=placement_to_wire(reply.placement))
+            case Rejected():
+                return conductor_pb2.PlaceReply(overloaded=wire.rejected_to_wire(reply))
+            case Refused():
+                return conductor_pb2.PlaceReply(failure=failure_to_wire(reply.error))
+        raise AssertionError(f"{reply} does not answer a placement")
+
+    async def Report(
+        self, request: conductor_pb2.ReportRequest, context: Context
+    ) -> conductor_pb2.ReportReply:
+        self._ask(wire.report_from_wire(request), Reported)
+        return conductor_pb2.ReportReply()
+
+    async def GetCluster(
+        self, request: conductor_pb2.GetClusterRequest, context: Context
+    ) -> conductor_pb2.ClusterView:
+        return wire.cluster_to_wire(self._state.cluster(self._clock()))
+
+    async def Explain(
+        self, request: conductor_pb2.ExplainRequest, context: Context
+    ) -> conductor_pb2.ExplainReply:
+        decision = self._state.explain(RequestId(request.request_id))
+        if decision is None:
+            return conductor_pb2.ExplainReply(found=False)
+        return conductor_pb2.ExplainReply(found=True, decision_json=decision.to_json())
+
+    async def housekeep(self, interval_s: float) -> None:
+        """Until cancelled: notices what time alone changes."""
+        while True:
+            self._handle(Tick())
+            self._gauge()
+            await asyncio.sleep(interval_s)
+
+    def _ask(self, event: Event, expected: type[R]) -> R:
+        """The reply to `event`; raises the error of a refusal."""
+        reply = self._handle(event)[-1]
+        if isinstance(reply, Refused):
+            raise reply.error
+        if not isinstance(reply, expected):
+            raise AssertionError(f"{reply} does not answer {event}")
+        return reply
+
+    def _handle(self, event: Event) -> list[Action]:
+        actions = self._state.handle(event, self._clock())
+        for action in actions:
+            self._observe(action)
+        return actions
+
+    def _observe(self, action: Action) -> None:
+        match action:
+            case Placed():
+                self._metrics.placements.inc()
+            case Rejected():
+                self._metrics.rejections.labels(action.reason).inc()
+            case Refused():
+                log.info("refused: %s", action.error)
+            case TtftObserved():
+                self._metrics.ttft_error_s.observe(action.predicted_s - action.actual_s)
+            case InstanceJoined():
+                log.info("%s %s joined", action.role, action.instance_id)
+            case InstanceRemoved():
+                log.warning("%s %s removed: %s", action.role, action.instance_id, action.reason)
+            case PlacementForgotten():
+                log.warning("nobody reported the end of %s", action.request_id)
+
+    def _gauge(self) -> None:
+        view = self._state.cluster(self._clock())
+        for role in Role:
+            count = sum(instance.role is role for instance in view.instances)
+            self._metrics.instances.labels(role.value).set(count)
+        self._metrics.indexed_blocks.set(sum(i.indexed_blocks for i in view.instances))
+
+
+async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
+    """Runs the conductor until the process is told to stop. Raises ConfigError when it cannot start."""
+    registry = CollectorRegistry()
+    policy = make_policy(config.placement_policy, config.balancing_threshold)
+    service = ConductorService(ConductorState(policy, config.limits()), scheduler_metrics(registry))
+    server = RpcServer(config.cluster_token)
+    conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
+    with _metrics_endpoint(config, registry):
+        try:
+            address = await server.start(config.host, config.port)
+        except OSError as error:
+            raise ConfigError(f"{error}; choose another --port") from error
+        try:
+            async with _running(service.housekeep(config.heartbeat_interval_s / 2)) as task:
+                lifecycle.ready(address=address)
+                await _until_stopped(lifecycle, task)
+        finally:
+            await server.stop(STOP_GRACE_S)
+
+
+async def _until_stopped(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None:
+    """Returns when told to stop; raises what ended `task` before that."""
+    stopping = asyncio.create_task(lifecycle.stopping.wait())
+    async with _cancelled_at_end(stopping):
+        await asyncio.wait({stopping, task}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+
+
+@contextlib.asynccontextmanager
+async def _running(body: Any) -> AsyncIterator[asyncio.Task[None]]:
+    task: asyncio.Task[None] = asyncio.create_task(body)
+    async with _cancelled_at_end(task):
+        yield task
+
+
+@contextlib.asynccontextmanager
+async def _cancelled_at_end(task: asyncio.Task[Any]) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+@contextlib.contextmanager
+def _metrics_endpoint(config: ConductorConfig, registry: CollectorRegistry) -> Any:
+    """Prometheus' own exposition server, in its thread."""
+    if not config.metrics_port:
+        yield
+        return
+    try:
+        server, thread = start_http_server(config.metrics_port, config.host, registry)
+    except OSError as error:
+        raise ConfigError(f"--metrics-port {config.metrics_port}: {error}") from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

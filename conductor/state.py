@@ -1,0 +1,359 @@
+"""The conductor as a pure state machine: events in, actions out, time as an argument.
+
+It owns membership, the prefix index, the books of predicted load and the record of decisions. Its rule: whatever a
+placement adds to the books is taken out exactly once, by a report, a heartbeat that knows better, a new placement of
+the same request, or the placement's own expiry. It does not know sockets, clocks, token ids or tensors; the live
+service and a simulator drive the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from conductor.decision import Decision, DecisionLog, Outcome
+from conductor.events import (
+    Action,
+    BlockChanges,
+    Deregister,
+    Deregistered,
+    Event,
+    Heartbeat,
+    HeartbeatSeen,
+    InstanceJoined,
+    InstanceRemoved,
+    Phase,
+    Place,
+    Placed,
+    PlacementForgotten,
+    Refused,
+    Register,
+    Registered,
+    Rejected,
+    Removal,
+    Report,
+    Reported,
+    Tick,
+    TtftObserved,
+)
+from conductor.members import Instance, Members
+from conductor.placement import Plan, Planner
+from conductor.policies.base import PlacementPolicy
+from conductor.view import ClusterView, InstanceView
+from kvstore.directory import Directory
+from protocol.errors import MoonserveError, StaleLease
+from protocol.ids import RequestId, Role
+from protocol.request import Placement
+
+# Weight of the newest request in the running mean of output lengths: remembers about the last 50.
+_OUTPUT_MEAN_WEIGHT = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Times of the conductor, in seconds; see `conductor.config` for their meaning and source."""
+
+    ttft_slo_s: float = 30.0
+    tbt_slo_s: float = 1.0
+    lease_s: float = 5.0
+    heartbeat_interval_s: float = 1.0
+    placement_ttl_s: float = 900.0
+    num_decisions: int = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A placed request whose end was not reported."""
+
+    placed_at: float
+    prefill: Instance
+    decode: Instance
+    reads: tuple[tuple[Instance, int], ...]  # blocks to read from stores; empty once prefilled
+    predicted_ttft_s: float
+    ttft_s: float | None = None  # set once the first token was reported
+    cached_tokens: int | None = None  # likewise
+
+
+class ConductorState:
+    """Everything the conductor knows."""
+
+    def __init__(self, policy: PlacementPolicy, limits: Limits) -> None:
+        self._limits = limits
+        self._members = Members(limits.lease_s)
+        self._directory = Directory()
+        self._planner = Planner(
+            self._members,
+            self._directory,
+            policy,
+            ttft_slo_s=limits.ttft_slo_s,
+            tbt_slo_s=limits.tbt_slo_s,
+        )
+        self._decisions = DecisionLog(limits.num_decisions)
+        self._flights: dict[RequestId, _Flight] = {}  # in order of placement
+        self._num_placements = 0
+        self._mean_output: float | None = None  # tokens of finished requests; None = none finished
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Applies one event at monotonic time `now`; the reply, where the event is a call, comes last."""
+        actions = self._expire(now)
+        try:
+            actions += self._apply(event, now)
+        except MoonserveError as error:
+            actions.append(Refused(error=error))
+        return actions
+
+    def _apply(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case Place():
+                return self._place(event, now)
+            case Heartbeat():
+                return [self._heartbeat(event, now)]
+            case Report():
+                return self._report(event, now)
+            case Register():
+                return self._register(event, now)
+            case Deregister():
+                return self._deregister(event)
+            case Tick():
+                return []
+
+    # ---- membership
+
+    def _register(self, event: Register, now: float) -> list[Action]:
+        self._members.check(event)
+        actions: list[Action] = []
+        known = self._members.find(event.endpoint.instance_id)
+        if known is not None and known.registration == event:  # a repeated call
+            known.heard_at = now
+        else:
+            if known is not None:
+                actions.append(self._remove(known, Removal.REPLACED))
+            instance = self._members.add(event, now)
+            actions.append(InstanceJoined(instance_id=instance.instance_id, role=instance.role))
+        limits = self._limits
+        actions.append(
+            Registered(heartbeat_interval_s=limits.heartbeat_interval_s, lease_s=limits.lease_s)
+        )
+        return actions
+
+    def _heartbeat(self, event: Heartbeat, now: float) -> HeartbeatSeen:
+        instance = self._members.find(event.instance_id)
+        if instance is None or instance.endpoint.epoch < event.epoch:
+            return HeartbeatSeen(known=False)
+        if instance.endpoint.epoch > event.epoch:
+            raise StaleLease(
+                f"{event.instance_id} epoch {event.epoch} was replaced by epoch "
+                f"{instance.endpoint.epoch}",
+                instance_id=event.instance_id,
+            )
+        instance.heard_at = now
+        instance.draining = event.draining
+        instance.load = event.load
+        if instance.role is Role.PREFILL:
+            instance.queue.correct(event.load, instance.registration.prefill_profile, now)
+        elif instance.role is Role.DECODE:
+            instance.decode.correct(event.load, now)
+        return HeartbeatSeen(known=True, resync=not self._index(instance, event.changes))
+
+    def _index(self, instance: Instance, changes: BlockChanges | None) -> bool:
+        """False: earlier changes were missed."""
+        if changes is None:
+            return True
+        return self._directory.apply(
+            instance.instance_id,
+            instance.endpoint.epoch,
+            changes.added,
+            changes.removed,
+            changes.first_seq,
+            changes.next_seq,
+            changes.snapshot,
+        )
+
+    def _deregister(self, event: Deregister) -> list[Action]:
+        instance = self._members.incarnation(event.instance_id, event.epoch)
+        actions: list[Action] = []
+        if instance is not None:
+            actions.append(self._remove(instance, Removal.LEFT))
+        actions.append(Deregistered())
+        return actions
+
+    def _remove(self, instance: Instance, reason: Removal) -> InstanceRemoved:
+        self._members.remove(instance)
+        self._directory.drop(instance.instance_id)
+        return InstanceRemoved(instance_id=instance.instance_id, role=instance.role, reason=reason)
+
+    def _expire(self, now: float) -> list[Action]:
+        actions: list[Action] = [
+            self._remove(instance, Removal.SILENT) for instance in self._members.silent(now)
+        ]
+        while self._flights:
+            request_id, flight = next(iter(self._flights.items()))
+            if now - flight.placed_at <= self._limits.placement_ttl_s:
+                break
+            self._end_flight(request_id, now)
+            actions.append(PlacementForgotten(request_id=request_id))
+        return actions
+
+    # ---- placement
+
+    def _place(self, event: Place, now: float) -> list[Action]:
+        self._end_flight(event.request_id, now)  # placed again after a failure or a lost reply
+        plan = self._planner.plan(event, now)
+        decision = plan.decision
+        self._decisions.record(decision)
+        if decision.rejection is not None:
+            return [
+                Rejected(
+                    predicted_ttft_s=decision.predicted_ttft_s,
+                    predicted_tbt_s=decision.predicted_tbt_s,
+                    retry_after_s=decision.rejection.retry_after_s,
+                    reason=decision.rejection.reason,
+                    decision=decision,
+                )
+            ]
+        self._begin_flight(event, plan, now)
+        placement = Placement(
+            request_id=event.request_id,
+            prefill=plan.prefill.endpoint,
+            decode=plan.decode.endpoint,
+            prefix_sources=plan.sources,
+            predicted_ttft_s=decision.predicted_ttft_s,
+            predicted_tbt_s=decision.predicted_tbt_s,
+        )
+        return [Placed(placement=placement, decision=decision)]
+
+    def _begin_flight(self, event: Place, plan: Plan, now: float) -> None:
+        self._num_placements += 1
+        prefill, decode = plan.prefill, plan.decode
+        prefill.chosen_at = decode.chosen_at = self._num_placements
+        prefill.queue.add(event.request_id, plan.prefill_s, plan.uncached_tokens, now)
+        decode.decode.add(
+            event.request_id,
+            tokens=event.num_prompt_tokens,
+            blocks=plan.needed_blocks,
+            begins_at=now + plan.decision.predicted_ttft_s,
+            expected_output=self._expected_output(event.max_tokens),
+        )
+        reads = []
+        for source in plan.sources:
+            store = self._members.find(source.store.instance_id)
+            assert store is not None, "sources are live stores"
+            store.pending_reads += source.num_blocks
+            reads.append((store, source.num_blocks))
+        self._flights[event.request_id] = _Flight(
+            placed_at=now,
+            prefill=prefill,
+            decode=decode,
+            reads=tuple(reads),
+            predicted_ttft_s=plan.decision.predicted_ttft_s,
+        )
+
+    def _expected_output(self, max_tokens: int) -> int:
+        if self._mean_output is None:
+            return max_tokens
+        return min(max_tokens, max(round(self._mean_output), 1))
+
+    # ---- reports
+
+    def _report(self, event: Report, now: float) -> list[Action]:
+        flight = self._flights.get(event.request_id)
+        if flight is None:  # its conductor was restarted, or it was placed too long ago
+            return [Reported()]
+        actions: list[Action] = []
+        if event.phase is Phase.FIRST_TOKEN:
+            if flight.ttft_s is None:
+                actions.append(self._first_token(event, flight, now))
+        else:
+            self._end_flight(event.request_id, now)
+            self._learn_output(event)
+        self._decisions.conclude(event.request_id, _outcome(event, flight))
+        actions.append(Reported())
+        return actions
+
+    def _first_token(self, event: Report, flight: _Flight, now: float) -> TtftObserved:
+        flight.ttft_s = event.elapsed_s
+        flight.cached_tokens = event.cached_tokens
+        self._end_prefill(event.request_id, flight, now)
+        flight.decode.decode.start(event.request_id, now)
+        return TtftObserved(
+            request_id=event.request_id,
+            predicted_s=flight.predicted_ttft_s,
+            actual_s=event.elapsed_s,
+        )
+
+    def _learn_output(self, event: Report) -> None:
+        if event.phase is not Phase.FINISHED:
+            return
+        if self._mean_output is None:
+            self._mean_output = float(event.output_tokens)
+        else:
+            self._mean_output += _OUTPUT_MEAN_WEIGHT * (event.output_tokens - self._mean_output)
+
+    def _end_prefill(self, request_id: RequestId, flight: _Flight, now: float) -> None:
+        flight.prefill.queue.remove(request_id, now)
+        for store, num_blocks in flight.reads:
+            store.pending_reads -= num_blocks
+        flight.reads = ()
+
+    def _end_flight(self, request_id: RequestId, now: float) -> None:
+        flight = self._flights.pop(request_id, None)
+        if flight is not None:
+            self._end_prefill(request_id, flight, now)
+            flight.decode.decode.remove(request_id)
+
+    # ---- questions
+
+    def explain(self, request_id: RequestId) -> Decision | None:
+        """The latest decision about a request; None when it was never decided or has left the record."""
+        return self._decisions.find(request_id)
+
+    def cluster(self, now: float) -> ClusterView:
+        instances: Sequence[InstanceView] = [
+            InstanceView(
+                endpoint=instance.endpoint,
+                role=instance.role,
+                load=instance.load,
+                num_blocks=instance.registration.num_blocks,
+                draining=instance.draining,
+                silent_s=max(now - instance.heard_at, 0.0),
+                indexed_blocks=self._directory.num_blocks(instance.instance_id),
+            )
+            for instance in self._members
+        ]
+        working = {i.role for i in instances if not i.draining}
+        return ClusterView(
+            instances=tuple(instances),
+            layout=self._members.layout,
+            fingerprint=self._members.fingerprint,
+            max_model_len=self._members.max_model_len,
+            ready={Role.PREFILL, Role.DECODE} <= working,
+        )
+
+    def validate(self) -> None:
+        """Raises AssertionError unless the books agree with the requests in flight."""
+        self._members.validate()
+        self._directory.validate()
+        self._decisions.validate()
+        for instance in self._members:
+            own = [r for r, f in self._flights.items() if f.decode is instance]
+            assert len(instance.decode) == len(own)
+            assert all(request_id in instance.decode for request_id in own)
+            queued = [r for r, f in self._flights.items() if f.prefill is instance]
+            queued = [r for r in queued if r in instance.queue]
+            assert len(instance.queue) == len(queued), "a queue holds a request not in flight"
+            reads = (f.reads for f in self._flights.values())
+            assert instance.pending_reads == sum(n for rs in reads for s, n in rs if s is instance)
+        for request_id, flight in self._flights.items():
+            assert flight.ttft_s is None or request_id not in flight.prefill.queue
+            assert flight.ttft_s is None or not flight.reads
+
+
+def _outcome(event: Report, flight: _Flight) -> Outcome:
+    ended = event.phase is not Phase.FIRST_TOKEN
+    return Outcome(
+        phase=event.phase.value,
+        ttft_s=flight.ttft_s,
+        elapsed_s=event.elapsed_s,
+        cached_tokens=flight.cached_tokens,
+        output_tokens=event.output_tokens if ended else None,
+    )

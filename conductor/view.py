@@ -1,0 +1,34 @@
+"""The cluster as the conductor shows it to others. Frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conductor.events import Load
+from protocol.ids import Role
+from protocol.layout import KvLayout
+from protocol.request import Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceView:
+    """One live instance."""
+
+    endpoint: Endpoint
+    role: Role
+    load: Load
+    num_blocks: int
+    draining: bool
+    silent_s: float  # since its last heartbeat
+    indexed_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterView:
+    """All live instances and what their workers have in common."""
+
+    instances: tuple[InstanceView, ...]
+    layout: KvLayout | None  # None until the first worker joined
+    fingerprint: str | None
+    max_model_len: int
+    ready: bool  # a prefill and a decode worker accept requests

@@ -1,0 +1,203 @@
+"""Between the conductor's events and replies and the messages of conductor.proto; nothing else here converts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from conductor.cost import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeProfile, PrefillProfile
+from conductor.events import (
+    BlockChanges,
+    Deregister,
+    Heartbeat,
+    Load,
+    Phase,
+    Place,
+    Register,
+    Rejected,
+    Report,
+)
+from conductor.view import ClusterView, InstanceView
+from protocol.errors import InvalidRequest
+from protocol.ids import InstanceId, RequestId, Role
+from protocol.keys import BlockKey, unpack_keys
+from protocol.pb import conductor_pb2
+from protocol.wire import (
+    endpoint_from_wire,
+    endpoint_to_wire,
+    layout_from_wire,
+    layout_to_wire,
+    role_from_wire,
+    role_to_wire,
+)
+
+_PHASES = {
+    conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN: Phase.FIRST_TOKEN,
+    conductor_pb2.ReportRequest.PHASE_FINISHED: Phase.FINISHED,
+    conductor_pb2.ReportRequest.PHASE_FAILED: Phase.FAILED,
+    conductor_pb2.ReportRequest.PHASE_CANCELLED: Phase.CANCELLED,
+}
+
+
+def register_from_wire(message: conductor_pb2.RegisterRequest) -> Register:
+    """Raises InvalidRequest where a field is missing or makes no sense."""
+    if not message.endpoint.instance_id:
+        raise InvalidRequest("an instance registers with an instance_id")
+    try:
+        role = role_from_wire(message.role)
+        layout = layout_from_wire(message.layout) if message.HasField("layout") else None
+    except (KeyError, ValueError) as error:
+        raise InvalidRequest(f"role or KV layout: {error}") from error
+    return Register(
+        endpoint=endpoint_from_wire(message.endpoint),
+        role=role,
+        layout=layout if role is not Role.STORE else None,
+        fingerprint=message.fingerprint,
+        num_blocks=message.num_blocks,
+        prefill_profile=_prefill_profile(message),
+        decode_profile=_decode_profile(message),
+        home_store=InstanceId(message.home_store) if message.home_store else None,
+        max_num_seqs=message.max_num_seqs,
+        max_model_len=message.max_model_len,
+        bytes_per_s=_rate(message.transfer_bytes_per_s),
+    )
+
+
+def heartbeat_from_wire(message: conductor_pb2.HeartbeatRequest) -> Heartbeat:
+    """Raises InvalidRequest for keys of a wrong length."""
+    load = message.load
+    return Heartbeat(
+        instance_id=InstanceId(message.instance_id),
+        epoch=message.epoch,
+        load=Load(
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            free_blocks=load.free_blocks,
+            held_blocks=load.held_blocks,
+            leased_blocks=load.leased_blocks,
+            context_tokens=load.context_tokens,
+            queued_tokens=load.queued_tokens,
+        ),
+        changes=_changes(message.events) if message.HasField("events") else None,
+        draining=message.draining,
+    )
+
+
+def deregister_from_wire(message: conductor_pb2.DeregisterRequest) -> Deregister:
+    return Deregister(instance_id=InstanceId(message.instance_id), epoch=message.epoch)
+
+
+def place_from_wire(message: conductor_pb2.PlaceRequest) -> Place:
+    """Raises InvalidRequest for keys of a wrong length or a missing id."""
+    if not message.request_id:
+        raise InvalidRequest("a request is placed with a request_id")
+    return Place(
+        request_id=RequestId(message.request_id),
+        block_keys=tuple(_keys(message.block_keys)),
+        num_prompt_tokens=message.num_prompt_tokens,
+        max_tokens=message.max_tokens,
+        ttft_slo_s=message.ttft_slo_s or None,
+        tbt_slo_s=message.tbt_slo_s or None,
+        priority=message.priority,
+        tenant=message.tenant,
+        excluded_instances=frozenset(message.excluded_instances),
+    )
+
+
+def report_from_wire(message: conductor_pb2.ReportRequest) -> Report:
+    """Raises InvalidRequest for an unspecified phase."""
+    phase = _PHASES.get(message.phase)
+    if phase is None:
+        raise InvalidRequest("a report names its phase")
+    return Report(
+        request_id=RequestId(message.request_id),
+        phase=phase,
+        elapsed_s=message.elapsed_s,
+        cached_tokens=message.cached_tokens,
+        output_tokens=message.output_tokens,
+    )
+
+
+def rejected_to_wire(rejected: Rejected) -> conductor_pb2.Overloaded:
+    return conductor_pb2.Overloaded(
+        predicted_ttft_s=rejected.predicted_ttft_s,
+        predicted_tbt_s=rejected.predicted_tbt_s,
+        retry_after_s=rejected.retry_after_s,
+        reason=rejected.reason,
+    )
+
+
+def cluster_to_wire(view: ClusterView) -> conductor_pb2.ClusterView:
+    return conductor_pb2.ClusterView(
+        instances=_instances(view.instances),
+        layout=layout_to_wire(view.layout) if view.layout is not None else None,
+        fingerprint=view.fingerprint or "",
+        max_model_len=view.max_model_len,
+        ready=view.ready,
+    )
+
+
+def _instances(views: Iterable[InstanceView]) -> list[conductor_pb2.InstanceView]:
+    return [
+        conductor_pb2.InstanceView(
+            endpoint=endpoint_to_wire(view.endpoint),
+            role=role_to_wire(view.role),
+            load=_load_to_wire(view.load),
+            num_blocks=view.num_blocks,
+            draining=view.draining,
+            last_heard_s=view.silent_s,
+            indexed_blocks=view.indexed_blocks,
+        )
+        for view in views
+    ]
+
+
+def _load_to_wire(load: Load) -> conductor_pb2.Load:
+    return conductor_pb2.Load(
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        free_blocks=load.free_blocks,
+        held_blocks=load.held_blocks,
+        leased_blocks=load.leased_blocks,
+        context_tokens=load.context_tokens,
+        queued_tokens=load.queued_tokens,
+    )
+
+
+def _changes(events: conductor_pb2.BlockEvents) -> BlockChanges:
+    added, parents = _keys(events.added_keys), _keys(events.added_parents)
+    if len(added) != len(parents):
+        raise InvalidRequest(f"{len(added)} added keys with {len(parents)} parents")
+    return BlockChanges(
+        first_seq=events.first_seq,
+        next_seq=events.next_seq,
+        added=tuple(zip(added, parents, strict=True)),
+        removed=tuple(_keys(events.removed_keys)),
+        snapshot=events.snapshot,
+    )
+
+
+def _keys(packed: bytes) -> list[BlockKey]:
+    try:
+        return unpack_keys(packed)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from error
+
+
+def _prefill_profile(message: conductor_pb2.RegisterRequest) -> PrefillProfile:
+    if not message.HasField("prefill_profile"):
+        return DEFAULT_PREFILL
+    profile = message.prefill_profile
+    return PrefillProfile(c0=profile.c0, c1=profile.c1, c2=profile.c2)
+
+
+def _decode_profile(message: conductor_pb2.RegisterRequest) -> DecodeProfile:
+    if not message.HasField("decode_profile"):
+        return DEFAULT_DECODE
+    profile = message.decode_profile
+    return DecodeProfile(c0=profile.c0, c1=profile.c1, c2=profile.c2)
+
+
+def _rate(bytes_per_s: float) -> float:
+    if not 0 <= bytes_per_s < float("inf"):
+        raise InvalidRequest(f"transfer_bytes_per_s is {bytes_per_s}; it is finite and at least 0")
+    return bytes_per_s
