@@ -1,0 +1,61 @@
+"""The seam between the forward pass and attention kernels.
+
+A step's work is planned once and the plan is used by every layer with the same window. A kernel reads K and V of
+earlier tokens from the pool, where those of this step already are. It knows neither requests nor sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.kv_pool import KvPool
+
+Plan = Any
+"""What a backend prepared for one step; only it looks inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Head counts of the model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of one sequence; spans lie back to back in the step's tensors."""
+
+    start: int
+    end: int
+    blocks: npt.NDArray[np.int64]  # block table, at least up to `end`
+
+
+class Attention(Protocol):
+    """Causal attention of a step's tokens over their own sequences."""
+
+    def __init__(self, geometry: Geometry, pool: KvPool) -> None: ...
+
+    def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
+        """The order in which this backend wants the spans, given their (start, end)."""
+
+    def plan(self, spans: Sequence[Span], window: int | None) -> Plan:
+        """Prepares a step. A token sees itself and the window - 1 tokens before it; None = all."""
+
+    def attend(
+        self,
+        layer: int,
+        plan: Plan,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """queries [tokens, heads, head_dim], this step's keys and values [tokens, kv_heads, head_dim] (also in the
+        pool by now) → [tokens, heads · head_dim]."""

@@ -1,0 +1,178 @@
+"""One replica of a model, ready to compute: `Engine.execute` runs one step over any mix of slices.
+
+Owns weights, KV memory and the order in which slices are laid out. Which sequences run, which blocks they have and when
+to stop is the caller's business; the engine keeps nothing about a sequence that it could not do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.attention import Attention, Geometry, Span, make_attention
+from engine.batch import Sampled, Slice
+from engine.config import ModelConfig
+from engine.kv_pool import TORCH_DTYPES, KvPool
+from engine.model import Model, Step
+from engine.sampler import sample
+from engine.weights import Progress, load_weights
+from protocol.errors import InvalidRequest
+from protocol.ids import BlockId, RequestId
+from protocol.layout import KvLayout
+from protocol.layout import fingerprint as make_fingerprint
+
+
+class Engine:
+    """Not thread-safe: one caller at a time (`engine.runtime.EngineThread`)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: Model,
+        attention: Attention,
+        pool: KvPool,
+        fingerprint: str,
+    ) -> None:
+        self.config = config
+        self.layout = pool.layout
+        self.num_blocks = pool.num_blocks
+        self.memory = pool.memory
+        self.fingerprint = fingerprint
+        self._model = model
+        self._attention = attention
+        self._pool = pool
+        # The partly filled block behind which each sequence of the last step is known to be clean.
+        self._clean_tails: dict[RequestId, BlockId] = {}
+
+    @classmethod
+    def load(
+        cls,
+        model_path: Path,
+        *,
+        config: ModelConfig,
+        layout: KvLayout,
+        num_blocks: int,
+        memory: memoryview | None = None,
+        num_threads: int = 1,
+        load_format: str = "auto",
+        attention: str = "torch",
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Loads the weights and lays the KV pool out over `memory` (its own when None). The compute dtype is the
+        layout's. Raises ConfigError. `num_threads` is set for the whole process."""
+        set_threads(num_threads)
+        weights = load_weights(
+            model_path,
+            config,
+            TORCH_DTYPES[layout.dtype],
+            load_format=load_format,
+            progress=progress,
+        )
+        pool = KvPool(layout, num_blocks, memory)
+        geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
+        backend = make_attention(attention, geometry, pool)
+        model = Model(config, weights, pool, backend)
+        return cls(config, model, backend, pool, make_fingerprint(weights.digest, layout))
+
+    def execute(
+        self, slices: Sequence[Slice], on_layer: Callable[[int], None] | None = None
+    ) -> list[Sampled | None]:
+        """One forward pass over all slices. `on_layer(l)` is called right after layer l's K and V of this step are in
+        the pool. The result has one entry per slice, None where it does not sample. Raises InvalidRequest, before
+        anything is computed, for a slice that does not fit its blocks or the vocabulary."""
+        if not slices:
+            return []
+        for piece in slices:
+            self._check(piece)
+        order = self._attention.order([(piece.start, piece.end) for piece in slices])
+        ordered = [slices[index] for index in order]
+        sampling = [piece for piece in ordered if piece.samples]
+        with torch.inference_mode():
+            self._clean(ordered)
+            logits = self._model.forward(self._make_step(ordered), on_layer)
+            sampled = iter(sample(logits, sampling) if sampling else ())
+        results: list[Sampled | None] = [None] * len(slices)
+        for index in order:
+            if slices[index].samples:
+                results[index] = next(sampled)
+        return results
+
+    def _check(self, piece: Slice) -> None:
+        capacity = len(piece.block_table) * self.layout.block_size
+        if not 0 <= piece.start < piece.end <= min(len(piece.token_ids), capacity):
+            raise InvalidRequest(
+                f"slice [{piece.start}, {piece.end}) of {len(piece.token_ids)} tokens "
+                f"in blocks for {capacity}",
+                request=piece.request_id,
+            )
+
+    def _make_step(self, slices: Sequence[Slice]) -> Step:
+        block_size = self.layout.block_size
+        spans: list[Span] = []
+        token_ids: list[int] = []
+        positions: list[np.ndarray] = []
+        slots: list[np.ndarray] = []
+        for piece in slices:
+            num_blocks = self.layout.blocks_for(piece.end)
+            blocks = np.asarray(piece.block_table[:num_blocks], dtype=np.int64)
+            spans.append(Span(piece.start, piece.end, blocks))
+            token_ids.extend(piece.token_ids[piece.start : piece.end])
+            own = np.arange(piece.start, piece.end)
+            positions.append(own)
+            slots.append(blocks[own // block_size] * block_size + own % block_size)
+        tokens = torch.tensor(token_ids)
+        self._check_vocabulary(tokens)
+        return Step(
+            token_ids=tokens,
+            positions=torch.from_numpy(np.concatenate(positions)),
+            longest=max(piece.end for piece in slices),
+            slots=torch.from_numpy(np.concatenate(slots)),
+            spans=spans,
+            rows=_rows(slices, len(token_ids)),
+        )
+
+    def _check_vocabulary(self, tokens: torch.Tensor) -> None:
+        low, high = (int(bound) for bound in tokens.aminmax())
+        if low < 0 or high >= self.config.vocab_size:
+            raise InvalidRequest(
+                f"token ids from {low} to {high} do not fit a vocabulary of {self.config.vocab_size}"
+            )
+
+    def _clean(self, slices: Sequence[Slice]) -> None:
+        """Zeroes what lies behind single tokens in their last block. Attention reads whole blocks and masks what is
+        not there yet, but whatever an earlier holder or a corrupted transfer left must not be a NaN: 0 · NaN is NaN.
+        Once clean, a tail stays so while its sequence grows into it."""
+        block_size = self.layout.block_size
+        clean: dict[RequestId, BlockId] = {}
+        dirty: list[np.ndarray] = []
+        for piece in slices:
+            if piece.end - piece.start > 1:
+                continue
+            block = piece.block_table[piece.start // block_size]
+            clean[piece.request_id] = block
+            if self._clean_tails.get(piece.request_id) != block:
+                first = block * block_size + piece.start % block_size
+                dirty.append(np.arange(first, (block + 1) * block_size))
+        if dirty:
+            self._pool.clear(torch.from_numpy(np.concatenate(dirty)))
+        self._clean_tails = clean
+
+
+def _rows(slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
+    """The last token of each slice that samples; None when that is every token."""
+    ends = np.cumsum([piece.end - piece.start for piece in slices])
+    rows = [int(end) - 1 for end, piece in zip(ends, slices, strict=True) if piece.samples]
+    return None if len(rows) == num_tokens else torch.tensor(rows, dtype=torch.int64)
+
+
+def set_threads(num_threads: int) -> None:
+    """Threads of torch's operations, for the whole process."""
+    torch.set_num_threads(num_threads)
+    if torch.get_num_interop_threads() != 1:
+        try:
+            torch.set_num_interop_threads(1)
+        except RuntimeError:
+            pass  # work has begun in this process already; idle threads do no harm

@@ -1,0 +1,113 @@
+"""Rotary position embedding: the table of cosines and sines by position.
+
+Frequencies and attention scaling as in `transformers.modeling_rope_utils`, so that a checkpoint means the same here.
+A row of the table depends on its position alone, never on how the prompt was cut into chunks: cached KV stays valid
+for every continuation. For `dynamic` that makes position p what token-by-token generation would have made it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from engine.rope_config import RopeConfig
+
+
+class RopeTable:
+    """Rows of cosines and of sines with rotate-half's sign folded in, grown as longer sequences come."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype) -> None:
+        self._config = config
+        self._head_dim = head_dim
+        self._dtype = dtype
+        self._size = 0
+        self._grow(min(config.max_position_embeddings, 4096))
+
+    def rows(self, positions: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, signed sin) of `positions` [tokens], all below `end`; each [tokens, 1, head_dim]."""
+        if end > self._size:
+            self._grow(max(end, 2 * self._size))
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _grow(self, size: int) -> None:
+        positions = torch.arange(size)
+        angles = positions[:, None].float() * frequencies(self._config, self._head_dim, positions)
+        cos, sin = angles.cos(), angles.sin()
+        scaling = self._config.attention_factor
+        self._cos = (torch.cat((cos, cos), -1) * scaling).to(self._dtype).unsqueeze(1)
+        self._sin = (torch.cat((-sin, sin), -1) * scaling).to(self._dtype).unsqueeze(1)
+        self._size = size
+
+
+def apply_rope(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Rotates `heads` [tokens, heads, head_dim]."""
+    half = heads.shape[-1] // 2
+    return torch.addcmul(heads * cos, heads.roll(half, -1), signed_sin)
+
+
+def frequencies(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
+    """Inverse frequencies [head_dim / 2], or one row per position for `dynamic`."""
+    if config.rope_type == "dynamic":
+        return _dynamic(config, head_dim, positions)
+    plain = _plain(config.theta, head_dim)
+    if config.rope_type == "linear":
+        return plain / config.factor
+    if config.rope_type == "llama3":
+        return _llama3(config, plain)
+    if config.rope_type == "yarn":
+        return _yarn(config, head_dim)
+    return plain
+
+
+def _exponents(head_dim: int) -> torch.Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+
+
+def _plain(theta: float, head_dim: int) -> torch.Tensor:
+    inverse: torch.Tensor = 1.0 / (theta ** _exponents(head_dim))
+    return inverse
+
+
+def _dynamic(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
+    """NTK scaling whose base grows with the sequence once it exceeds the trained length."""
+    trained = config.max_position_embeddings
+    length = torch.clamp(positions + 1, min=trained)
+    stretch = (config.factor * length / trained) - (config.factor - 1)
+    base = config.theta * stretch ** (head_dim / (head_dim - 2))
+    inverse: torch.Tensor = 1.0 / (base[:, None] ** _exponents(head_dim))
+    return inverse
+
+
+def _llama3(config: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths divided by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    low, high = config.low_freq_factor, config.high_freq_factor
+    context = config.original_max_position_embeddings
+    wavelength = 2 * math.pi / plain
+    scaled = torch.where(wavelength > context / low, plain / config.factor, plain)
+    smooth = (context / wavelength - low) / (high - low)
+    blended = (1 - smooth) * scaled / config.factor + smooth * scaled
+    between = ~(wavelength < context / high) & ~(wavelength > context / low)
+    return torch.where(between, blended, scaled)
+
+
+def _yarn(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """YaRN (arXiv 2309.00071, section 3.2): interpolation below, extrapolation above a ramp of dimensions."""
+    positive = config.theta ** _exponents(head_dim)
+    low, high = _yarn_range(config, head_dim)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float) - low) / (high - low)
+    extrapolated = 1 - ramp.clamp(0, 1)
+    return (1.0 / (config.factor * positive)) * (1 - extrapolated) + (1.0 / positive) * extrapolated
+
+
+def _yarn_range(config: RopeConfig, head_dim: int) -> tuple[float, float]:
+    def dimension(rotations: float) -> float:
+        context = config.original_max_position_embeddings
+        turns = math.log(context / (rotations * 2 * math.pi))
+        return head_dim * turns / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    return low, high if high != low else high + 0.001  # no division by zero

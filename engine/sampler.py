@@ -1,0 +1,175 @@
+"""From logits to tokens.
+
+A token is a function of its row of logits, its sequence's history and (seed, position), never of the rest of the
+batch, of time or of what was sampled before; that is what lets a request move between workers. Penalties, filters and
+their order are vLLM's: penalties and bias, then temperature, min-p, top-k, top-p. Log-probabilities are those of the
+model, before any of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch import Sampled, Slice
+from engine.philox import uniform
+from protocol.request import Logprobs, SamplingParams
+
+GREEDY_TEMPERATURE = 1e-5  # below it, dividing by the temperature only loses precision
+
+Row = npt.NDArray[np.float32]
+
+
+def sample(logits: torch.Tensor, slices: Sequence[Slice]) -> list[Sampled]:
+    """The next token of each slice. `logits`: [slices, vocab] float32, left unchanged."""
+    token_ids = _choose(logits, slices)
+    logprobs = _logprobs(logits, slices, token_ids)
+    return [
+        Sampled(request_id=piece.request_id, token_id=token_id, logprobs=found)
+        for piece, token_id, found in zip(slices, token_ids, logprobs, strict=True)
+    ]
+
+
+def _choose(logits: torch.Tensor, slices: Sequence[Slice]) -> list[int]:
+    adjusted = [row for row, piece in enumerate(slices) if _is_adjusted(piece)]
+    if adjusted:
+        logits = logits.clone()
+        for row in adjusted:
+            adjust(logits[row].numpy(), slices[row])
+    token_ids: list[int] = logits.argmax(dim=-1).tolist()
+    random = [
+        row for row, piece in enumerate(slices) if piece.sampling.temperature > GREEDY_TEMPERATURE
+    ]
+    if random:
+        weights = _weights(logits, random, slices)
+        for row, row_weights in zip(random, weights, strict=True):
+            token_ids[row] = draw(row_weights, slices[row].sampling, slices[row].end)
+    return token_ids
+
+
+def _weights(
+    logits: torch.Tensor, rows: Sequence[int], slices: Sequence[Slice]
+) -> npt.NDArray[np.float32]:
+    """Probabilities at each row's temperature."""
+    temperatures = torch.tensor([[slices[row].sampling.temperature] for row in rows])
+    chosen = logits if len(rows) == len(slices) else logits[list(rows)]
+    probabilities: npt.NDArray[np.float32] = torch.softmax(chosen / temperatures, dim=-1).numpy()
+    return probabilities
+
+
+# -- what happens to logits before a choice
+
+
+def _is_adjusted(piece: Slice) -> bool:
+    sampling = piece.sampling
+    return sampling.needs_history or bool(sampling.logit_bias) or _may_not_stop(piece)
+
+
+def _may_not_stop(piece: Slice) -> bool:
+    index = piece.end - piece.num_prompt_tokens
+    return index < piece.sampling.min_tokens and bool(piece.sampling.stop_token_ids)
+
+
+def adjust(row: Row, piece: Slice) -> None:
+    """Applies penalties, min_tokens and bias to one row of logits, in place."""
+    sampling = piece.sampling
+    if sampling.needs_history:
+        history = np.asarray(piece.token_ids[: piece.end], dtype=np.int64)
+        _penalize(row, history, piece.num_prompt_tokens, sampling)
+    for token_id, bias in sampling.logit_bias.items():
+        row[token_id] += bias
+    if _may_not_stop(piece):
+        row[list(sampling.stop_token_ids)] = -np.inf
+
+
+def _penalize(
+    row: Row, history: npt.NDArray[np.int64], num_prompt_tokens: int, sampling: SamplingParams
+) -> None:
+    """Repetition over prompt and output, presence and frequency over the output only."""
+    if sampling.repetition_penalty != 1.0:
+        seen = np.unique(history)
+        values = row[seen]
+        penalty = np.float32(sampling.repetition_penalty)
+        row[seen] = np.where(values > 0, values / penalty, values * penalty)
+    tokens, counts = np.unique(history[num_prompt_tokens:], return_counts=True)
+    row[tokens] -= (sampling.frequency_penalty * counts + sampling.presence_penalty).astype(
+        np.float32
+    )
+
+
+# -- choosing at random
+
+
+def draw(weights: Row, sampling: SamplingParams, position: int) -> int:
+    """A token with probability proportional to its weight after filtering: the inverse of the distribution function
+    in vocabulary order, at the number that belongs to (seed, position)."""
+    candidates = filter_tokens(weights, sampling)
+    kept = weights if candidates is None else weights[candidates]
+    cumulative = np.cumsum(kept, dtype=np.float64)
+    target = uniform(sampling.seed, position) * cumulative[-1]
+    index = int(np.searchsorted(cumulative, target, side="right"))
+    index = min(index, len(kept) - 1)
+    return index if candidates is None else int(candidates[index])
+
+
+def filter_tokens(weights: Row, sampling: SamplingParams) -> npt.NDArray[np.intp] | None:
+    """The tokens that min-p, top-k and top-p leave, in vocabulary order; None = all. Ties go to the lower token."""
+    if sampling.min_p <= 0 and sampling.top_p >= 1 and not 0 < sampling.top_k < len(weights):
+        return None
+    candidates = np.flatnonzero(weights >= _floor(weights, sampling))
+    kept = weights[candidates]
+    if 0 < sampling.top_k < len(candidates):
+        kth = np.partition(kept, -sampling.top_k)[-sampling.top_k]
+        candidates = candidates[kept >= kth]
+        kept = weights[candidates]
+    best_first = np.argsort(-kept, kind="stable")
+    if sampling.top_k > 0:
+        best_first = best_first[: sampling.top_k]
+    if sampling.top_p < 1:
+        best_first = best_first[: _nucleus(kept[best_first], sampling, weights)]
+    return np.sort(candidates[best_first])
+
+
+def _floor(weights: Row, sampling: SamplingParams) -> float:
+    """A weight below which no token can stay. For top-p alone: all tokens below (1 - p) / vocab together weigh less
+    than 1 - p, so the nucleus lies above; that spares sorting the whole vocabulary."""
+    floor = sampling.min_p * float(weights.max())
+    if sampling.top_p < 1 and sampling.top_k <= 0 and sampling.min_p <= 0:
+        floor = (1 - sampling.top_p) / len(weights) * 0.5  # half: rounding must not matter
+    return floor
+
+
+def _nucleus(kept: Row, sampling: SamplingParams, weights: Row) -> int:
+    """How many of the best tokens it takes to reach top_p of what the other filters left."""
+    cumulative = np.cumsum(kept, dtype=np.float64)
+    whole = sampling.top_k <= 0 and sampling.min_p <= 0
+    total = float(weights.sum(dtype=np.float64)) if whole else float(cumulative[-1])
+    return int(np.searchsorted(cumulative, sampling.top_p * total, side="left")) + 1
+
+
+# -- reporting
+
+
+def _logprobs(
+    logits: torch.Tensor, slices: Sequence[Slice], token_ids: Sequence[int]
+) -> list[Logprobs | None]:
+    found: list[Logprobs | None] = [None] * len(slices)
+    rows = [row for row, piece in enumerate(slices) if piece.sampling.num_logprobs is not None]
+    if not rows:
+        return found
+    normalized = torch.log_softmax(logits if len(rows) == len(slices) else logits[rows], dim=-1)
+    for row, values in zip(rows, normalized, strict=True):
+        num_top = slices[row].sampling.num_logprobs or 0
+        found[row] = _row_logprobs(values, token_ids[row], min(num_top, len(values)))
+    return found
+
+
+def _row_logprobs(values: torch.Tensor, token_id: int, num_top: int) -> Logprobs:
+    sampled = float(values[token_id])
+    if num_top == 0:
+        return Logprobs(sampled)
+    best, ids = values.topk(num_top)
+    return Logprobs(sampled, tuple(zip(ids.tolist(), best.tolist(), strict=True)))

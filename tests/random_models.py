@@ -1,0 +1,150 @@
+"""Tiny models with random weights, in the layout of a Hugging Face checkpoint, for any test that needs one to load.
+
+`make_model("llama", path)` writes config, weights, and a byte-level tokenizer with a chat template: enough for a
+gateway to serve it and for transformers to load it as the reference.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+BOS, EOS, IM_START, IM_END = range(256, VOCAB_SIZE)
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    # Large, so that attention and logits are peaked and greedy choices are not ties.
+    "initializer_range": 0.2,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+}
+
+
+def make_model(
+    family: str, path: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any
+) -> PreTrainedModel:
+    """Writes a checkpoint to `path` and returns the transformers model it was saved from, in float32.
+    `overrides` are fields of the transformers configuration."""
+    config_class, model_class = FAMILIES[family]
+    config = config_class(**{**_DEFAULTS, **overrides})
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        model: PreTrainedModel = model_class(config).eval()
+        _randomize_vectors(model)
+    finally:
+        torch.random.set_rng_state(state)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    write_tokenizer(path)
+    return model
+
+
+def _randomize_vectors(model: PreTrainedModel) -> None:
+    """Biases start at 0 and norms at 1, which would hide a loader that forgets them."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+            elif parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def write_tokenizer(path: Path) -> None:
+    """A tokenizer whose first 256 ids are the bytes and which merges nothing."""
+    specials = [
+        {
+            "id": 256 + index,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for index, token in enumerate(SPECIAL_TOKENS)
+    ]
+    vocabulary = {char: byte for byte, char in enumerate(_byte_characters())}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": specials,
+        "normalizer": None,
+        "pre_tokenizer": {**byte_level, "use_regex": True},
+        "post_processor": None,
+        "decoder": {**byte_level, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": vocabulary,
+            "merges": [],
+        },
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[0],
+        "eos_token": SPECIAL_TOKENS[1],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1024,
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+def _byte_characters() -> list[str]:
+    """The printable stand-in of each byte in byte-level BPE vocabularies (GPT-2's table)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    characters: list[str] = []
+    substitutes = 0
+    for byte in range(256):
+        if byte in printable:
+            characters.append(chr(byte))
+        else:
+            characters.append(chr(256 + substitutes))
+            substitutes += 1
+    return characters
