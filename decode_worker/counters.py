@@ -1,0 +1,29 @@
+"""What a decode worker counts about itself since its start."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Counters:
+    """Shown by GetStatus under these names."""
+
+    leases_granted: int = 0
+    leases_expired: int = 0
+    reserves_refused: int = 0
+    landed_blocks: int = 0
+    shared_blocks: int = 0  # granted without being sent
+    commits_accepted: int = 0
+    commits_rejected: int = 0
+    integrity_failures: int = 0  # corrupt blocks found at commit
+    steps: int = 0
+    generated_tokens: int = 0
+    recomputed_tokens: int = 0
+    num_preemptions: int = 0
+    requests_finished: int = 0
+    requests_failed: int = 0
+    requests_dropped: int = 0  # cancelled, superseded, or their gateway was lost
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)

@@ -1,0 +1,136 @@
+"""What can happen to a decode worker. Instants are monotonic seconds; block indexes count within a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.batch import Sampled
+from protocol.errors import MoonserveError
+from protocol.ids import GatewayId, LeaseId, RequestId
+from protocol.keys import BlockKey
+from protocol.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveRequested:
+    """A prefill worker wants blocks for a prompt; it waits for the answer until `deadline_at`."""
+
+    lease_id: LeaseId
+    request_id: RequestId  # the lease's holder
+    num_tokens: int  # whose KV will land
+    block_keys: tuple[BlockKey, ...]  # of the full blocks among them
+    ttl_s: float
+    deadline_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveWithdrawn:
+    """Nobody waits for this reservation any more."""
+
+    lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowOpened:
+    """`OpenWindow` is done: peers may write the lease's blocks."""
+
+    lease_id: LeaseId
+    window_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowClosed:
+    """`CloseWindow` is done: no write under this lease is under way, and none will come."""
+
+    lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRenewed:
+    lease_id: LeaseId
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseReleased:
+    """The holder gives the landing up; also before it was granted or seen."""
+
+    lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRequested:
+    """All KV has been written. `request.token_ids` ends with the token that prefill sampled."""
+
+    lease_id: LeaseId
+    request: Request
+    checksums: tuple[int, ...]  # of the blocks that were sent, in order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """`VerifyBlocks` is done."""
+
+    lease_id: LeaseId
+    corrupt: tuple[int, ...]  # block indexes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """`RunStep` is done; one entry per slice, None where nothing was to be sampled."""
+
+    sampled: Sequence[Sampled | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFailed:
+    """The engine raised; the KV of the step's sequences cannot be trusted any more."""
+
+    error: MoonserveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCancelled:
+    """The gateway does not want this request any more; it may not have arrived yet."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayLost:
+    gateway_id: GatewayId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainStarted:
+    """No new work; what runs may finish."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """What has not finished by now is failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """The instant `DecodeState.wake_at` has come."""
+
+
+Event = (
+    ReserveRequested
+    | ReserveWithdrawn
+    | WindowOpened
+    | WindowClosed
+    | LeaseRenewed
+    | LeaseReleased
+    | CommitRequested
+    | Verified
+    | StepDone
+    | StepFailed
+    | RequestCancelled
+    | GatewayLost
+    | DrainStarted
+    | Stopped
+    | Tick
+)

@@ -1,0 +1,391 @@
+"""`Landings`: who may write a prompt's KV into which blocks, from the reservation to the good commit.
+
+Owns the queue of reservations (first come, first served) and the leases. Does not know sequences: a lease whose
+commit was good and whose window is closed moves to `landed`, and its blocks with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from decode_worker.actions import (
+    AcceptCommit,
+    Action,
+    CloseWindow,
+    ConfirmRenewal,
+    Fail,
+    OpenWindow,
+    RefuseLease,
+    RefuseRenewal,
+    RejectCommit,
+    ReportCorrupt,
+    VerifyBlocks,
+)
+from decode_worker.alarms import AlarmKind, Alarms
+from decode_worker.counters import Counters
+from decode_worker.events import CommitRequested, LeaseRenewed, ReserveRequested, Verified
+from decode_worker.leases import Ending, Lease, LeasePhase
+from decode_worker.limits import Limits
+from engine.block_pool import BlockPool
+from protocol.errors import (
+    Cancelled,
+    InvalidRequest,
+    MoonserveError,
+    NoWorker,
+    Overloaded,
+    StaleLease,
+)
+from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
+from protocol.keys import NO_PARENT
+
+# A repeated call about a lease that is over gets the same answer for this long; longer than any call's deadline.
+MEMORY_S = 60.0
+RETRY_AFTER_S = 1.0
+
+
+class Landings:
+    """Methods append what is to be done to `out`. Due alarms are heeded before anything else happens at an instant, so
+    a lease that is found open has not expired."""
+
+    def __init__(self, pool: BlockPool, limits: Limits, alarms: Alarms, counters: Counters) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._alarms = alarms
+        self._counters = counters
+        self._queue: dict[LeaseId, ReserveRequested] = {}  # in order of arrival
+        self._leases: dict[LeaseId, Lease] = {}
+        self._ended: dict[LeaseId, Ending] = {}
+        self._blocked_at: tuple[int, int] | None = None  # (free, headroom) that did not suffice
+        self.landed: list[Lease] = []  # committed and sealed, to be taken
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Blocks that peers may write, or could until their window is closed."""
+        return sum(len(lease.landing_blocks) for lease in self._leases.values())
+
+    @property
+    def leases(self) -> Iterator[Lease]:
+        """All whose blocks are not free yet."""
+        return iter(self._leases.values())
+
+    # -- reserve
+
+    def reserve(self, event: ReserveRequested, out: list[Action]) -> None:
+        lease = self._leases.get(event.lease_id)
+        if lease is not None:
+            self._grant_again(lease, event, out)
+        elif event.lease_id in self._ended:
+            self._refuse(event.lease_id, self._stale(event.lease_id), out)
+        elif self._limits.blocks_for(event.num_tokens + 1) > self._pool.num_blocks:
+            self._refuse(event.lease_id, self._too_long(event), out)
+        else:
+            self._queue[event.lease_id] = event
+            self._blocked_at = None
+            self._alarms.set(event.deadline_at, AlarmKind.RESERVE, event.lease_id)
+
+    def admit(self, headroom: int, now: float, out: list[Action]) -> None:
+        """Grants from the head of the queue while `headroom` blocks stay free."""
+        while self._queue and self._blocked_at != (self._pool.num_free, headroom):
+            event = next(iter(self._queue.values()))
+            blocks = self._take_blocks(event, headroom)
+            if blocks is None:
+                self._blocked_at = (self._pool.num_free, headroom)
+                return
+            del self._queue[event.lease_id]
+            self._blocked_at = None
+            self._grant(event, *blocks, now, out)
+
+    def withdraw(self, lease_id: LeaseId) -> None:
+        """Nobody waits for this reservation any more; a granted one is left to its expiry."""
+        if self._queue.pop(lease_id, None) is not None:
+            self._blocked_at = None
+
+    def give_up_reserve(self, lease_id: LeaseId, now: float, out: list[Action]) -> None:
+        """The caller's deadline may have come."""
+        event = self._queue.get(lease_id)
+        if event is not None and event.deadline_at <= now:
+            error = Overloaded(
+                f"no room for {event.num_tokens} tokens of KV in time",
+                retry_after_s=RETRY_AFTER_S,
+                request=event.request_id,
+            )
+            self._refuse_queued(lease_id, error, out)
+
+    def window_opened(self, lease_id: LeaseId, window_id: int, out: list[Action]) -> None:
+        lease = self._leases[lease_id]
+        lease.window_id = window_id
+        if lease.phase is LeasePhase.ENDING:
+            out.append(CloseWindow(lease_id=lease_id, window_id=window_id))
+        else:
+            self._open(lease, out)
+
+    def _take_blocks(
+        self, event: ReserveRequested, headroom: int
+    ) -> tuple[list[BlockId], list[BlockId]] | None:
+        """Shared and fresh blocks for a prompt, or None and no change."""
+        shared = self._pool.match_prefix(event.block_keys)
+        num_fresh = self._limits.blocks_for(event.num_tokens) - len(shared)
+        self._pool.retain(shared)  # before allocate, which might evict them
+        fits = num_fresh + headroom <= self._pool.num_free
+        fresh = self._pool.allocate(num_fresh) if fits else None
+        if fresh is None:
+            self._pool.release(shared)
+            return None
+        return shared, fresh
+
+    def _grant(
+        self,
+        event: ReserveRequested,
+        shared: list[BlockId],
+        fresh: list[BlockId],
+        now: float,
+        out: list[Action],
+    ) -> None:
+        lease = Lease(
+            lease_id=event.lease_id,
+            holder=event.request_id,
+            num_tokens=event.num_tokens,
+            block_keys=event.block_keys,
+            blocks=(*shared, *fresh),
+            num_cached=len(shared),
+            ttl_s=event.ttl_s,
+            expires_at=now + event.ttl_s,
+        )
+        self._leases[lease.lease_id] = lease
+        self._counters.leases_granted += 1
+        self._counters.shared_blocks += len(shared)
+        self._alarms.set(lease.expires_at, AlarmKind.LEASE, lease.lease_id)
+        if fresh:
+            out.append(OpenWindow(lease_id=lease.lease_id, blocks=lease.landing_blocks))
+        else:
+            self._open(lease, out)
+
+    def _open(self, lease: Lease, out: list[Action]) -> None:
+        lease.become(LeasePhase.OPEN)
+        out.append(lease.grant)
+
+    def _grant_again(self, lease: Lease, event: ReserveRequested, out: list[Action]) -> None:
+        if (lease.holder, lease.num_tokens) != (event.request_id, event.num_tokens):
+            error = InvalidRequest("this lease id is in use", lease=lease.lease_id)
+            self._refuse(event.lease_id, error, out)
+        elif lease.phase is LeasePhase.OPEN:
+            out.append(lease.grant)
+        elif lease.phase is not LeasePhase.OPENING:  # whose grant is on its way
+            self._refuse(event.lease_id, self._stale(event.lease_id), out)
+
+    # -- renew, release, expire
+
+    def renew(self, event: LeaseRenewed, now: float, out: list[Action]) -> None:
+        lease = self._leases.get(event.lease_id)
+        if lease is None or lease.phase is LeasePhase.ENDING:
+            error = self._stale(event.lease_id)
+            out.append(RefuseRenewal(lease_id=event.lease_id, error=error))
+            return
+        lease.ttl_s = event.ttl_s
+        self._extend(lease, now)
+        out.append(ConfirmRenewal(lease_id=event.lease_id))
+
+    def release(self, lease_id: LeaseId, now: float, out: list[Action]) -> None:
+        """Also before the reservation arrives: it is refused then. After a good commit it says nothing new."""
+        lease = self._leases.get(lease_id)
+        if lease_id in self._queue:
+            error = StaleLease("lease was released", lease=lease_id)
+            self._refuse_queued(lease_id, error, out)
+        if lease is None:
+            self._remember(lease_id, Ending.RELEASED, now)
+        elif lease.phase is not LeasePhase.SEALING:
+            self._end(lease, Ending.RELEASED, now, out)
+
+    def expire(self, lease_id: LeaseId, now: float, out: list[Action]) -> None:
+        """The lease's time may have come."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.runs_out_at is not None and lease.runs_out_at <= now:
+            self._counters.leases_expired += 1
+            self._end(lease, Ending.EXPIRED, now, out)
+
+    def forget_ended(self, lease_id: LeaseId) -> None:
+        self._ended.pop(lease_id, None)
+
+    def _extend(self, lease: Lease, now: float) -> None:
+        lease.expires_at = now + lease.ttl_s
+        self._alarms.set(lease.expires_at, AlarmKind.LEASE, lease.lease_id)
+
+    def _end(self, lease: Lease, ending: Ending, now: float, out: list[Action]) -> None:
+        """Takes the right away; the blocks are free once the window is closed."""
+        before = lease.phase
+        if before is LeasePhase.ENDING:
+            return
+        lease.become(LeasePhase.ENDING)
+        lease.ending, lease.commit = ending, None
+        error = self._stale(lease.lease_id)
+        if before is LeasePhase.OPENING:
+            self._refuse(lease.lease_id, error, out)
+        elif before is LeasePhase.VERIFYING:
+            self._reject(lease.lease_id, error, out)
+        if not lease.landing_blocks:
+            self.window_closed(lease.lease_id, now)
+        elif before is not LeasePhase.SEALING and lease.window_id is not None:
+            out.append(CloseWindow(lease_id=lease.lease_id, window_id=lease.window_id))
+
+    # -- commit
+
+    def commit(self, event: CommitRequested, now: float, out: list[Action]) -> None:
+        lease = self._leases.get(event.lease_id)
+        if lease is None and self._ended.get(event.lease_id) is Ending.COMMITTED:
+            out.append(AcceptCommit(lease_id=event.lease_id))
+        elif lease is None or lease.phase in (LeasePhase.OPENING, LeasePhase.ENDING):
+            self._reject(event.lease_id, self._stale(event.lease_id), out)
+        elif lease.phase is LeasePhase.SEALING:
+            out.append(AcceptCommit(lease_id=event.lease_id))
+        elif lease.phase is LeasePhase.OPEN:  # while VERIFYING the answer is on its way
+            self._verify(lease, event, now, out)
+
+    def _verify(self, lease: Lease, event: CommitRequested, now: float, out: list[Action]) -> None:
+        error = lease.complaint_about(event, self._limits.max_model_len)
+        if error is not None:
+            self._reject(event.lease_id, error, out)
+            return
+        lease.become(LeasePhase.VERIFYING)
+        lease.commit, lease.committed_at = event, now
+        blocks = lease.landed(event, self._limits.block_size)
+        if blocks:
+            out.append(VerifyBlocks(lease_id=lease.lease_id, blocks=blocks))
+        else:
+            self._accept(lease, now, out)
+
+    def verified(self, event: Verified, now: float, out: list[Action]) -> None:
+        lease = self._leases.get(event.lease_id)
+        if lease is None or lease.phase is not LeasePhase.VERIFYING:
+            return  # it ended meanwhile
+        if not event.corrupt:
+            self._accept(lease, now, out)
+            return
+        self._counters.integrity_failures += len(event.corrupt)
+        lease.become(LeasePhase.OPEN)
+        lease.commit = None
+        self._extend(lease, now)
+        out.append(ReportCorrupt(lease_id=event.lease_id, corrupt=event.corrupt))
+
+    def _accept(self, lease: Lease, now: float, out: list[Action]) -> None:
+        lease.become(LeasePhase.SEALING)
+        self._counters.commits_accepted += 1
+        self._counters.landed_blocks += len(lease.landing_blocks)
+        out.append(AcceptCommit(lease_id=lease.lease_id))
+        if lease.window_id is None:
+            self.window_closed(lease.lease_id, now)
+        else:
+            out.append(CloseWindow(lease_id=lease.lease_id, window_id=lease.window_id))
+
+    def window_closed(self, lease_id: LeaseId, now: float) -> None:
+        """No write can come any more: the blocks go where the lease ended."""
+        lease = self._leases.pop(lease_id)
+        if lease.ending is not None:
+            self._pool.release(lease.blocks)
+            self._remember(lease_id, lease.ending, now)
+        else:
+            self._publish(lease)
+            self._remember(lease_id, Ending.COMMITTED, now)
+            self.landed.append(lease)
+
+    def _publish(self, lease: Lease) -> None:
+        """Later reservations with the same leading keys share these blocks."""
+        if lease.commit is None:
+            raise RuntimeError(f"lease {lease.lease_id} is sealed without a commit")
+        sent = list(zip(lease.landing_blocks, lease.commit.checksums, strict=True))
+        for index, key in enumerate(lease.block_keys[lease.num_cached :], start=lease.num_cached):
+            block, checksum = sent[index - lease.num_cached]
+            parent = lease.block_keys[index - 1] if index else NO_PARENT
+            self._pool.publish(block, key, parent, checksum)
+        self._blocked_at = None
+
+    # -- ends from elsewhere
+
+    def cancel(self, request_id: RequestId, now: float, out: list[Action]) -> bool:
+        """Ends everything of a request; False when there was nothing."""
+        queued = [key for key, event in self._queue.items() if event.request_id == request_id]
+        for lease_id in queued:
+            error = Cancelled("the request was cancelled", request=request_id)
+            self._refuse_queued(lease_id, error, out)
+        ending = [lease for lease in self._unended() if lease.holder == request_id]
+        for lease in ending:
+            self._end(lease, Ending.CANCELLED, now, out)
+        return bool(queued or ending)
+
+    def drop_gateway(self, gateway_id: GatewayId, now: float, out: list[Action]) -> None:
+        """Ends committed landings whose tokens nobody would read."""
+        for lease in self._unended():
+            if lease.commit is not None and lease.commit.request.gateway_id == gateway_id:
+                self._end(lease, Ending.CANCELLED, now, out)
+
+    def refuse_queued(self, error: MoonserveError, out: list[Action]) -> None:
+        for lease_id in list(self._queue):
+            self._refuse_queued(lease_id, error, out)
+
+    def stop(self, error: MoonserveError, now: float, out: list[Action]) -> None:
+        """Ends everything. A request whose commit was accepted is this worker's to fail."""
+        self.refuse_queued(error, out)
+        for lease in self._unended():
+            accepted = lease.commit if lease.phase is LeasePhase.SEALING else None
+            self._end(lease, Ending.STOPPED, now, out)
+            if accepted is not None:
+                request = accepted.request
+                self._counters.requests_failed += 1
+                out.append(
+                    Fail(gateway_id=request.gateway_id, request_id=request.request_id, error=error)
+                )
+
+    def _unended(self) -> list[Lease]:
+        return [lease for lease in self._leases.values() if lease.phase is not LeasePhase.ENDING]
+
+    # -- answers
+
+    def _refuse_queued(self, lease_id: LeaseId, error: MoonserveError, out: list[Action]) -> None:
+        self.withdraw(lease_id)
+        self._refuse(lease_id, error, out)
+
+    def _refuse(self, lease_id: LeaseId, error: MoonserveError, out: list[Action]) -> None:
+        self._counters.reserves_refused += 1
+        out.append(RefuseLease(lease_id=lease_id, error=error))
+
+    def _reject(self, lease_id: LeaseId, error: MoonserveError, out: list[Action]) -> None:
+        self._counters.commits_rejected += 1
+        out.append(RejectCommit(lease_id=lease_id, error=error))
+
+    def _stale(self, lease_id: LeaseId) -> MoonserveError:
+        """Why nothing more can be done under this lease."""
+        lease = self._leases.get(lease_id)
+        ending = lease.ending if lease is not None else self._ended.get(lease_id)
+        if ending is Ending.CANCELLED:
+            return Cancelled("the request was cancelled", lease=lease_id)
+        if ending is Ending.STOPPED:
+            return NoWorker("the decode worker is stopping", lease=lease_id)
+        state = ending or (f"is {lease.phase}" if lease is not None else "is unknown")
+        return StaleLease(f"lease {state}", lease=lease_id)
+
+    def _too_long(self, event: ReserveRequested) -> InvalidRequest:
+        return InvalidRequest(
+            f"{event.num_tokens} tokens never fit into this worker's {self._pool.num_blocks} "
+            f"blocks of {self._limits.block_size} tokens",
+            request=event.request_id,
+        )
+
+    def _remember(self, lease_id: LeaseId, ending: Ending, now: float) -> None:
+        if lease_id not in self._ended:
+            self._ended[lease_id] = ending
+            self._alarms.set(now + MEMORY_S, AlarmKind.ENDED_LEASE, lease_id)
+
+    # -- proof
+
+    def validate(self) -> None:
+        """Raises AssertionError unless every landing block is one lease's alone."""
+        landing = [block for lease in self._leases.values() for block in lease.landing_blocks]
+        assert len(landing) == len(set(landing)), "two leases share a landing block"
+        for block in landing:
+            assert self._pool.references_of(block) == 1, f"landing block {block} is shared"
+            assert self._pool.key_of(block) is None, f"landing block {block} can be found"
+        assert not self._queue.keys() & self._leases.keys(), "a queued reservation is granted"
+        assert not self._ended.keys() & self._leases.keys(), "a lease that is over is alive"

@@ -1,0 +1,136 @@
+"""`Lease`: a prefill worker's timed right to write a prompt's KV into this worker's blocks.
+
+    OPENING → OPEN → VERIFYING → SEALING → (a sequence)
+       ↓        ↓  ↖____↙  ↓        ↓
+     ENDING ←───┴──────────┴────────┘  → (blocks are free)
+
+Its blocks leave the lease, to a sequence or to the pool, only after its window has been closed: nobody can write into
+a block that is readable, shared or re-used. An expired lease is refused and never revived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from decode_worker.actions import GrantLease, LandedBlock
+from decode_worker.events import CommitRequested
+from protocol.errors import InvalidRequest
+from protocol.ids import BlockId, LeaseId, RequestId
+from protocol.keys import BlockKey
+
+
+class LeasePhase(StrEnum):
+    """Where a lease is in its life."""
+
+    OPENING = "opening"  # blocks are reserved, the window is being opened
+    OPEN = "open"  # granted; peers may write; the expiry counts
+    VERIFYING = "verifying"  # a commit is being checked; the expiry rests
+    SEALING = "sealing"  # the commit was good; the window is being closed
+    ENDING = "ending"  # expired, released or cancelled; the window is being closed
+
+
+_NEXT: dict[LeasePhase, frozenset[LeasePhase]] = {
+    LeasePhase.OPENING: frozenset({LeasePhase.OPEN, LeasePhase.ENDING}),
+    LeasePhase.OPEN: frozenset({LeasePhase.VERIFYING, LeasePhase.ENDING}),
+    LeasePhase.VERIFYING: frozenset({LeasePhase.OPEN, LeasePhase.SEALING, LeasePhase.ENDING}),
+    LeasePhase.SEALING: frozenset({LeasePhase.ENDING}),
+    LeasePhase.ENDING: frozenset(),
+}
+
+
+class Ending(StrEnum):
+    """Why a lease is no more."""
+
+    COMMITTED = "was committed"
+    EXPIRED = "has expired"
+    RELEASED = "was released"
+    CANCELLED = "was cancelled"
+    STOPPED = "ended with its worker"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Lease:
+    """One grant, from its reservation until its blocks are somebody else's."""
+
+    lease_id: LeaseId
+    holder: RequestId
+    num_tokens: int
+    block_keys: tuple[BlockKey, ...]  # of the full blocks
+    blocks: tuple[BlockId, ...]
+    num_cached: int  # leading blocks shared with others, outside the window
+    ttl_s: float
+    expires_at: float  # OPENING, OPEN
+    phase: LeasePhase = LeasePhase.OPENING
+    history: list[LeasePhase] = field(default_factory=list)
+    window_id: int | None = None  # from OPEN on; None when there is nothing to land
+    commit: CommitRequested | None = None  # VERIFYING, SEALING
+    committed_at: float = 0.0  # VERIFYING, SEALING
+    ending: Ending | None = None  # ENDING
+
+    @property
+    def landing_blocks(self) -> tuple[BlockId, ...]:
+        """The blocks that peers may write, this lease's alone."""
+        return self.blocks[self.num_cached :]
+
+    @property
+    def runs_out_at(self) -> float | None:
+        """When it runs out; None while that cannot happen."""
+        timed = self.phase in (LeasePhase.OPENING, LeasePhase.OPEN)
+        return self.expires_at if timed else None
+
+    @property
+    def grant(self) -> GrantLease:
+        """The answer to its reservation. OPEN."""
+        return GrantLease(
+            lease_id=self.lease_id,
+            blocks=self.blocks,
+            num_cached=self.num_cached,
+            window_id=self.window_id,
+            ttl_s=self.ttl_s,
+        )
+
+    def become(self, phase: LeasePhase) -> None:
+        """Raises RuntimeError, and changes nothing, when the transition is not in the table."""
+        if phase not in _NEXT[self.phase]:
+            past = " → ".join([*self.history, self.phase])
+            raise RuntimeError(f"lease {self.lease_id} cannot become {phase}: {past}")
+        self.history.append(self.phase)
+        self.phase = phase
+
+    def complaint_about(self, commit: CommitRequested, max_model_len: int) -> InvalidRequest | None:
+        """What is wrong with a commit under this lease."""
+        request = commit.request
+        if request.request_id != self.holder:
+            return self._invalid(f"the lease belongs to {self.holder}, not {request.request_id}")
+        if len(request.token_ids) != self.num_tokens + 1:
+            return self._invalid(
+                f"{len(request.token_ids)} tokens committed; expected {self.num_tokens} with KV"
+                " and one sampled"
+            )
+        if request.num_prompt_tokens > self.num_tokens:
+            return self._invalid(f"{request.num_prompt_tokens} prompt tokens exceed the landing")
+        if len(request.token_ids) > max_model_len:
+            return self._invalid(f"longer than this worker's max_model_len of {max_model_len}")
+        if request.block_keys[: len(self.block_keys)] != self.block_keys:
+            return self._invalid("block keys differ from those that were reserved")
+        if len(commit.checksums) != len(self.landing_blocks):
+            return self._invalid(
+                f"{len(commit.checksums)} checksums for {len(self.landing_blocks)} landed blocks"
+            )
+        return None
+
+    def landed(self, commit: CommitRequested, block_size: int) -> tuple[LandedBlock, ...]:
+        """The written blocks with what `commit` says they contain."""
+        return tuple(
+            LandedBlock(
+                index=index,
+                block=self.blocks[index],
+                num_tokens=min(block_size, self.num_tokens - index * block_size),
+                checksum=checksum,
+            )
+            for index, checksum in enumerate(commit.checksums, start=self.num_cached)
+        )
+
+    def _invalid(self, message: str) -> InvalidRequest:
+        return InvalidRequest(message, lease=self.lease_id, request=self.holder)

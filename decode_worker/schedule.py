@@ -1,0 +1,288 @@
+"""`Schedule`: which sequences run in the next step, and whose blocks make room when the pool is full.
+
+Requirements, and how each is met:
+1. *A running sequence never stops for want of a batch slot.* It keeps its slot until it ends or is preempted.
+2. *Blocks are allocated on demand.* When none is left the worst-ranked sequence that holds any gives all of its back
+   (preemption) and recomputes them later, in chunks beside the decoding sequences.
+3. *Something always progresses.* The best-ranked holder is never preempted; a preempted sequence is restored before any
+   later one, and before new reservations are granted; one that fits into no empty pool fails.
+4. *Nothing that a step reads changes during it.* A sequence that ends while its step runs frees its blocks after it.
+
+Does not know leases: blocks that the pool counts as held and no sequence has are landings, which end in bounded time.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as Seq
+
+from decode_worker.actions import Action, Fail, SendTokens
+from decode_worker.alarms import AlarmKind, Alarms
+from decode_worker.counters import Counters
+from decode_worker.limits import Limits
+from decode_worker.sequence import Sequence, SequencePhase
+from engine.batch import Sampled, Slice
+from engine.block_pool import BlockPool
+from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError
+from protocol.ids import BlockId, GatewayId, RequestId
+from protocol.request import Request, Token
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank
+
+
+class Schedule:
+    """Methods append what is to be done to `out`."""
+
+    def __init__(self, pool: BlockPool, limits: Limits, alarms: Alarms, counters: Counters) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._alarms = alarms
+        self._counters = counters
+        self._sequences: dict[RequestId, Sequence] = {}  # live ones
+        self._running: list[Sequence] = []  # in order of admission
+        self._waiting: list[Sequence] = []  # by rank
+        self._in_step: list[Sequence] = []  # of the step under way; may have ended meanwhile
+        self._num_added = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens held by running sequences."""
+        return sum(len(sequence.token_ids) for sequence in self._running)
+
+    @property
+    def is_stepping(self) -> bool:
+        return bool(self._in_step)
+
+    @property
+    def has_preempted(self) -> bool:
+        """Whether a sequence waits for blocks; it comes before anyone new."""
+        return any(not sequence.block_table for sequence in self._waiting)
+
+    # -- membership
+
+    def add(self, request: Request, blocks: Seq[BlockId], deadline_at: float) -> None:
+        """A sequence whose prompt has landed. It replaces an earlier attempt at the same request."""
+        earlier = self._sequences.get(request.request_id)
+        if earlier is not None:
+            self._drop(earlier)
+        self._num_added += 1
+        sequence = Sequence(
+            request=request,
+            order=self._num_added,
+            deadline_at=deadline_at,
+            token_ids=list(request.token_ids),
+            block_table=list(blocks),
+        )
+        self._sequences[request.request_id] = sequence
+        self._alarms.set(deadline_at, AlarmKind.SEQUENCE, request.request_id)
+        insort(self._waiting, sequence, key=_rank)
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """False when there is no such sequence."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._drop(sequence)
+        return sequence is not None
+
+    def drop_gateway(self, gateway_id: GatewayId) -> None:
+        """Ends the sequences whose tokens nobody would read."""
+        for sequence in list(self._sequences.values()):
+            if sequence.request.gateway_id == gateway_id:
+                self._drop(sequence)
+
+    def time_out(self, request_id: RequestId, now: float, out: list[Action]) -> None:
+        """The request's time may be over."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.deadline_at <= now:
+            timeout_s = sequence.request.timeout_s
+            self._fail(sequence, DeadlineExceeded(f"not finished within {timeout_s:g} s"), out)
+
+    def fail_all(self, error: MoonserveError, out: list[Action]) -> None:
+        for sequence in list(self._sequences.values()):
+            self._fail(sequence, error, out)
+
+    # -- the step
+
+    def next_step(self, out: list[Action]) -> list[Slice]:
+        """What to compute now; empty when nothing can. No step is under way."""
+        while True:
+            if self._waiting:
+                self._admit_waiting()
+            gave_way = self._grow(out)
+            batch = self._compose()
+            if batch or not gave_way:
+                self._in_step = batch
+                return [sequence.slice for sequence in batch]
+
+    def step_done(self, sampled: Seq[Sampled | None], out: list[Action]) -> None:
+        batch, self._in_step = self._in_step, []
+        tokens: dict[GatewayId, list[Token]] = {}
+        for sequence, result in zip(batch, sampled, strict=True):
+            if sequence.phase is SequencePhase.ENDED:
+                self._free(sequence)
+            elif result is None:
+                sequence.skip_sampling()
+            else:
+                token = sequence.append(result, self._limits.max_model_len)
+                tokens.setdefault(sequence.request.gateway_id, []).append(token)
+                if token.finish_reason is not None:
+                    self._counters.requests_finished += 1
+                    self._end(sequence)
+        self._counters.steps += 1
+        for gateway_id, of_gateway in tokens.items():
+            self._counters.generated_tokens += len(of_gateway)
+            out.append(SendTokens(gateway_id=gateway_id, tokens=of_gateway))
+
+    def step_failed(self, error: MoonserveError, out: list[Action]) -> None:
+        """What the step computed is lost, and so are its sequences."""
+        batch, self._in_step = self._in_step, []
+        for sequence in batch:
+            if sequence.phase is SequencePhase.ENDED:
+                self._free(sequence)
+            else:
+                self._fail(sequence, error, out)
+
+    def _admit_waiting(self) -> None:
+        may_restore = True
+        for sequence in list(self._waiting):
+            if len(self._running) >= self._limits.max_num_seqs:
+                return
+            if not sequence.block_table:
+                # A later one must not take the blocks that this one waits for.
+                may_restore = may_restore and self._restore(sequence)
+                if not may_restore:
+                    continue
+            self._waiting.remove(sequence)
+            self._running.append(sequence)
+            sequence.phase = SequencePhase.RUNNING
+
+    def _restore(self, sequence: Sequence) -> bool:
+        """Gives a preempted sequence blocks again, if that leaves each running one room for its next block."""
+        num_tokens = len(sequence.token_ids)
+        usable = (num_tokens - 1) // self._limits.block_size  # the last token is always computed
+        shared = self._pool.match_prefix(sequence.request.block_keys[:usable])
+        num_fresh = self._limits.blocks_for(num_tokens) - len(shared)
+        self._pool.retain(shared)  # before allocate, which might evict them
+        fits = num_fresh + len(self._running) <= self._pool.num_free
+        fresh = self._pool.allocate(num_fresh) if fits else None
+        if fresh is None:
+            self._pool.release(shared)
+            return False
+        sequence.block_table += shared
+        sequence.block_table += fresh
+        sequence.rewind(len(shared) * self._limits.block_size)
+        return True
+
+    def _grow(self, out: list[Action]) -> bool:
+        """Gives running sequences the blocks of their next token, best rank first. True when one gave way."""
+        needy = [sequence for sequence in self._running if not self._has_room(sequence)]
+        if not needy:
+            return False
+        before = len(self._running)
+        for sequence in sorted(needy, key=_rank):
+            if sequence.phase is SequencePhase.RUNNING:  # not preempted by one before it
+                self._extend(sequence, out)
+        return len(self._running) < before
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        return len(sequence.token_ids) <= len(sequence.block_table) * self._limits.block_size
+
+    def _extend(self, sequence: Sequence, out: list[Action]) -> None:
+        """One more block; or the sequence is preempted, failed, or left until a landing ends."""
+        if len(sequence.block_table) == self._pool.num_blocks:
+            self._fail(sequence, self._too_long(sequence), out)
+            return
+        while (block := self._pool.allocate(1)) is None:
+            holders = [other for other in self._sequences.values() if other.block_table]
+            victim = max(holders, key=_rank)
+            if victim is sequence and len(holders) == 1:
+                return
+            self._preempt(victim)
+            if victim is sequence:
+                return
+        sequence.block_table += block
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence's blocks; its rank puts it before all that arrived later."""
+        self._counters.num_preemptions += 1
+        self._free(sequence)
+        if sequence.phase is SequencePhase.RUNNING:
+            self._running.remove(sequence)
+            sequence.phase = SequencePhase.WAITING
+            insort(self._waiting, sequence, key=_rank)
+
+    def _compose(self) -> list[Sequence]:
+        """The sequences of the next step, their slices cut to the token budget; decoding ones come first."""
+        ready = [sequence for sequence in self._running if self._has_room(sequence)]
+        behind = [sequence for sequence in ready if sequence.num_missing > 1]
+        if not behind:
+            return ready
+        batch = [sequence for sequence in ready if sequence.num_missing == 1]
+        budget = self._limits.max_num_batched_tokens - len(batch)
+        for sequence in sorted(behind, key=_rank):
+            if budget > 0:
+                sequence.limit_slice(budget)
+                budget -= sequence.slice.num_tokens
+                self._counters.recomputed_tokens += sequence.slice.num_tokens
+                batch.append(sequence)
+        return batch
+
+    # -- ends
+
+    def _fail(self, sequence: Sequence, error: MoonserveError, out: list[Action]) -> None:
+        request = sequence.request
+        self._counters.requests_failed += 1
+        self._end(sequence)
+        out.append(Fail(gateway_id=request.gateway_id, request_id=request.request_id, error=error))
+
+    def _drop(self, sequence: Sequence) -> None:
+        self._counters.requests_dropped += 1
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Blocks are free now, or after the step that uses them."""
+        among = self._running if sequence.phase is SequencePhase.RUNNING else self._waiting
+        among.remove(sequence)
+        del self._sequences[sequence.request.request_id]
+        sequence.phase = SequencePhase.ENDED
+        if sequence not in self._in_step:
+            self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        self._pool.release(sequence.block_table)
+        sequence.block_table.clear()
+
+    def _too_long(self, sequence: Sequence) -> InvalidRequest:
+        return InvalidRequest(
+            f"a sequence of {len(sequence.token_ids)} tokens does not fit into this worker's "
+            f"{self._pool.num_blocks} blocks of {self._limits.block_size} tokens",
+            request=sequence.request.request_id,
+        )
+
+    # -- proof
+
+    def holders(self) -> list[Sequence]:
+        """All sequences that may hold blocks, ended ones of the step under way included."""
+        ended = [seq for seq in self._in_step if seq.phase is SequencePhase.ENDED]
+        return [*self._sequences.values(), *ended]
+
+    def validate(self) -> None:
+        """Raises AssertionError unless every sequence is in exactly one place."""
+        live = set(self._sequences.values())
+        assert live == {*self._running, *self._waiting}, "a sequence is lost"
+        assert len(live) == len(self._running) + len(self._waiting), "a sequence is in two places"
+        assert len(self._running) <= self._limits.max_num_seqs, "too many run"
+        assert self._waiting == sorted(self._waiting, key=_rank), "the waiting are out of order"
+        for sequence in self._running:
+            assert sequence.block_table, f"{sequence.request.request_id} runs without blocks"
+            assert sequence.slice.block_table is sequence.block_table, "a slice lost its blocks"

@@ -1,0 +1,91 @@
+"""`Sequence`: the mutable execution of one committed request.
+
+Its slice is what the engine computes next. It is built once and advanced in place: between steps a decoding sequence
+costs one append and three assignments, never a rebuild.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.batch import Sampled, Slice
+from protocol.ids import BlockId
+from protocol.request import FinishReason, Request, Token, finish_reason
+
+
+class SequencePhase(Enum):
+    """WAITING ⇄ RUNNING → ENDED. A waiting sequence without blocks was preempted."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    ENDED = auto()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """Positions below `slice.start` have their KV in `block_table`; the last token's never is before its step."""
+
+    request: Request
+    order: int  # of arrival
+    deadline_at: float
+    token_ids: list[int]
+    block_table: list[BlockId]  # empty after a preemption, and when ENDED outside a step
+    phase: SequencePhase = SequencePhase.WAITING
+    slice: Slice = field(init=False)  # shares token_ids and block_table
+
+    def __post_init__(self) -> None:
+        self.slice = Slice(
+            request_id=self.request.request_id,
+            token_ids=self.token_ids,
+            start=len(self.token_ids) - 1,
+            end=len(self.token_ids),
+            block_table=self.block_table,
+            sampling=self.request.sampling,
+            num_prompt_tokens=self.request.num_prompt_tokens,
+            samples=True,
+        )
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Lower runs first and is preempted last."""
+        return self.request.priority, self.order
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens without KV; 1 while decoding, more when recomputing."""
+        return len(self.token_ids) - self.slice.start
+
+    def rewind(self, num_computed: int) -> None:
+        """Only the first `num_computed` tokens have KV (again)."""
+        self.slice.start = num_computed
+        self.slice.end = len(self.token_ids)
+        self.slice.samples = True
+
+    def limit_slice(self, num_tokens: int) -> None:
+        """Computes at most `num_tokens` in the next step, sampling only when that reaches the end."""
+        piece = self.slice
+        piece.end = min(piece.start + num_tokens, len(self.token_ids))
+        piece.samples = piece.end == len(self.token_ids)
+
+    def skip_sampling(self) -> None:
+        """A chunk was computed that does not reach the end."""
+        self.rewind(self.slice.end)
+
+    def append(self, sampled: Sampled, max_model_len: int) -> Token:
+        """The slice was computed and this came out; sets up the next one."""
+        request, piece = self.request, self.slice
+        index = len(self.token_ids) - request.num_prompt_tokens
+        reason = finish_reason(request.sampling, index, sampled.token_id)
+        self.token_ids.append(sampled.token_id)
+        if reason is None and len(self.token_ids) >= max_model_len:
+            reason = FinishReason.LENGTH
+        piece.start = piece.end
+        piece.end += 1
+        return Token(
+            request_id=request.request_id,
+            index=index,
+            token_id=sampled.token_id,
+            logprobs=sampled.logprobs,
+            finish_reason=reason,
+        )

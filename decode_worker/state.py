@@ -1,0 +1,225 @@
+"""`DecodeState`: everything a decode worker decides. Events in, actions out; no I/O, no clock.
+
+Owns the block pool's references: `Landings` holds those of prompts that are on their way, `Schedule` those of
+sequences. A request is in at most one of the two, or remembered as cancelled for a while in case it comes late.
+
+Its rule: blocks go from the pool to a lease, from a sealed lease to a sequence, and back to the pool, never anywhere
+while a peer may write them or a step uses them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from decode_worker import events
+from decode_worker.actions import Action, RefuseLease, RejectCommit, RunStep
+from decode_worker.alarms import AlarmKind, Alarms
+from decode_worker.counters import Counters
+from decode_worker.events import Event
+from decode_worker.landings import Landings
+from decode_worker.limits import Limits
+from decode_worker.schedule import Schedule
+from engine.block_pool import BlockPool
+from protocol.errors import Cancelled, NoWorker, PeerLost
+from protocol.ids import RequestId
+
+# A cancellation may overtake its request by as long as that waits at the prefill worker.
+TOMBSTONE_S = 60.0
+
+
+class DecodeState:
+    """`handle` every event; `wake_at` says when a Tick is due."""
+
+    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+        self.counters = Counters()
+        self._pool = pool
+        self._alarms = Alarms()
+        self._landings = Landings(pool, limits, self._alarms, self.counters)
+        self._schedule = Schedule(pool, limits, self._alarms, self.counters)
+        self._tombstones: dict[RequestId, float] = {}  # → when to forget
+        self._draining = False
+        self._handlers = self._table()
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What is to be done about `event`, in order. `now` never goes backwards."""
+        out: list[Action] = []
+        next_at = self._alarms.next_at
+        if next_at is not None and next_at <= now:
+            self._ring(now, out)
+        self._handlers[type(event)](event, now, out)
+        self._advance(now, out)
+        return out
+
+    # -- figures
+
+    @property
+    def wake_at(self) -> float | None:
+        """When something may be due; None = never."""
+        return self._alarms.next_at
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, waits or lands, and every window is closed."""
+        return not (self.num_running or self.num_waiting or any(self._landings.leases)) and not (
+            self._schedule.is_stepping
+        )
+
+    @property
+    def num_running(self) -> int:
+        return self._schedule.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Reservations without blocks and sequences without a slot."""
+        return self._landings.num_queued + self._schedule.num_waiting
+
+    @property
+    def context_tokens(self) -> int:
+        return self._schedule.context_tokens
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_leased_blocks(self) -> int:
+        return self._landings.num_leased_blocks
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Held by sequences, or shared with a landing."""
+        return self._pool.num_held - self._landings.num_leased_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return self._pool.num_cached
+
+    # -- events
+
+    def _table(self) -> Mapping[type, Callable[[Any, float, list[Action]], None]]:
+        landings = self._landings
+        return {
+            events.ReserveRequested: self._reserve,
+            events.ReserveWithdrawn: lambda event, now, out: landings.withdraw(event.lease_id),
+            events.WindowOpened: lambda event, now, out: landings.window_opened(
+                event.lease_id, event.window_id, out
+            ),
+            events.WindowClosed: lambda event, now, out: landings.window_closed(
+                event.lease_id, now
+            ),
+            events.LeaseRenewed: landings.renew,
+            events.LeaseReleased: lambda event, now, out: landings.release(
+                event.lease_id, now, out
+            ),
+            events.CommitRequested: self._commit,
+            events.Verified: landings.verified,
+            events.StepDone: lambda event, now, out: self._schedule.step_done(event.sampled, out),
+            events.StepFailed: lambda event, now, out: self._schedule.step_failed(event.error, out),
+            events.RequestCancelled: self._cancel,
+            events.GatewayLost: self._lose_gateway,
+            events.DrainStarted: self._drain,
+            events.Stopped: self._stop,
+            events.Tick: lambda event, now, out: None,
+        }
+
+    def _reserve(self, event: events.ReserveRequested, now: float, out: list[Action]) -> None:
+        if event.request_id in self._tombstones:
+            cancelled = Cancelled("the request was cancelled", request=event.request_id)
+            out.append(RefuseLease(lease_id=event.lease_id, error=cancelled))
+        elif self._draining:
+            error = NoWorker("this decode worker is draining", request=event.request_id)
+            out.append(RefuseLease(lease_id=event.lease_id, error=error))
+        else:
+            self._landings.reserve(event, out)
+
+    def _commit(self, event: events.CommitRequested, now: float, out: list[Action]) -> None:
+        request_id = event.request.request_id
+        if request_id in self._tombstones:
+            cancelled = Cancelled("the request was cancelled", request=request_id)
+            out.append(RejectCommit(lease_id=event.lease_id, error=cancelled))
+            self._landings.release(event.lease_id, now, out)
+        else:
+            self._landings.commit(event, now, out)
+
+    def _cancel(self, event: events.RequestCancelled, now: float, out: list[Action]) -> None:
+        landing = self._landings.cancel(event.request_id, now, out)
+        running = self._schedule.cancel(event.request_id)
+        if not landing and not running:
+            self._tombstones[event.request_id] = now + TOMBSTONE_S
+            self._alarms.set(now + TOMBSTONE_S, AlarmKind.TOMBSTONE, event.request_id)
+
+    def _lose_gateway(self, event: events.GatewayLost, now: float, out: list[Action]) -> None:
+        self._landings.drop_gateway(event.gateway_id, now, out)
+        self._schedule.drop_gateway(event.gateway_id)
+
+    def _drain(self, event: events.DrainStarted, now: float, out: list[Action]) -> None:
+        self._draining = True
+        self._landings.refuse_queued(NoWorker("this decode worker is draining"), out)
+
+    def _stop(self, event: events.Stopped, now: float, out: list[Action]) -> None:
+        self._draining = True
+        stopping = PeerLost("the decode worker is stopping")
+        self._landings.stop(stopping, now, out)
+        self._schedule.fail_all(stopping, out)
+
+    def _ring(self, now: float, out: list[Action]) -> None:
+        for kind, key in self._alarms.due(now):
+            self._look_at(kind, key, now, out)
+
+    def _look_at(self, kind: AlarmKind, key: Any, now: float, out: list[Action]) -> None:
+        match kind:
+            case AlarmKind.RESERVE:
+                self._landings.give_up_reserve(key, now, out)
+            case AlarmKind.LEASE:
+                self._landings.expire(key, now, out)
+            case AlarmKind.ENDED_LEASE:
+                self._landings.forget_ended(key)
+            case AlarmKind.SEQUENCE:
+                self._schedule.time_out(key, now, out)
+            case AlarmKind.TOMBSTONE:
+                if self._tombstones.get(key, now) <= now:
+                    self._tombstones.pop(key, None)
+
+    # -- what follows from any event
+
+    def _advance(self, now: float, out: list[Action]) -> None:
+        """Landed prompts become sequences, the next step starts, and what is left over is granted."""
+        if self._landings.landed:
+            self._take_landed()
+        if not self._schedule.is_stepping:
+            slices = self._schedule.next_step(out)
+            if slices:
+                out.append(RunStep(slices=slices))
+        if self._landings.num_queued and not self._schedule.has_preempted:
+            # Each running sequence will want a block soon: leave it one rather than preempt right away.
+            self._landings.admit(self._schedule.num_running, now, out)
+
+    def _take_landed(self) -> None:
+        for lease in self._landings.landed:
+            assert lease.commit is not None, "landed without a commit"
+            request = lease.commit.request
+            self._schedule.add(request, lease.blocks, lease.committed_at + request.timeout_s)
+        self._landings.landed.clear()
+
+    # -- proof
+
+    def validate(self) -> None:
+        """Raises AssertionError unless free + held + leased = all blocks and references = holders."""
+        self._pool.validate()
+        self._landings.validate()
+        self._schedule.validate()
+        references: Counter[int] = Counter()
+        for lease in self._landings.leases:
+            references.update(lease.blocks)
+        for sequence in self._schedule.holders():
+            references.update(sequence.block_table)
+        for block in range(self._pool.num_blocks):
+            assert self._pool.references_of(block) == references[block], f"block {block} leaks"
+        total = self.num_free_blocks + self.num_held_blocks + self.num_leased_blocks
+        assert total == self._pool.num_blocks, "blocks are lost"
