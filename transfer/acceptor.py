@@ -1,0 +1,108 @@
+"""Takes connections on a listening socket: one thread that accepts, one per peer that serves it.
+
+Its rule: whoever has not proved itself within the handshake's time is dropped, and no number of such
+strangers can take more than `_MAX_CONNECTIONS` threads. Knows no frames.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from protocol.errors import MoonserveError, PeerLost
+from transfer import handshake
+from transfer.base import Credentials
+from transfer.connection import Connection
+
+_log = logging.getLogger(__name__)
+
+_HANDSHAKE_S = 5.0
+_MAX_CONNECTIONS = 1024
+
+
+class Target(Protocol):
+    """What serves one authenticated connection."""
+
+    @property
+    def connection(self) -> Connection: ...
+    def serve(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Acceptor:
+    """A `base.Listener` on a socket, which it owns."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        endpoint: str,
+        credentials: Credentials,
+        make_target: Callable[[socket.socket], Target],
+    ) -> None:
+        self.endpoint = endpoint
+        self._listener = listener
+        self._credentials = credentials
+        self._make_target = make_target
+        self._lock = threading.Lock()
+        self._serving: dict[Connection, threading.Thread] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._accept, name=f"transfer-accept {endpoint}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """On return no thread of it runs and nothing more is stored."""
+        self._closed.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        with self._lock:
+            serving = dict(self._serving)
+        for connection in serving:
+            connection.abort()
+        for thread in serving.values():
+            thread.join()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closed.wait(0.1):  # out of descriptors: give others time to close
+                    _log.warning("cannot accept: %s", error)
+                continue
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        with self._lock:
+            if len(self._serving) >= _MAX_CONNECTIONS:
+                _log.warning("more than %d connections on %s", _MAX_CONNECTIONS, self.endpoint)
+                sock.close()
+                return
+            target = self._make_target(sock)
+            thread = threading.Thread(
+                target=self._serve, args=(target,), name="transfer-target", daemon=True
+            )
+            self._serving[target.connection] = thread
+        thread.start()
+
+    def _serve(self, target: Target) -> None:
+        connection = target.connection
+        try:
+            connection.deadline_at = time.monotonic() + _HANDSHAKE_S
+            handshake.respond(connection, self._credentials)
+            connection.deadline_at = None
+            target.serve()
+        except MoonserveError as error:
+            level = logging.DEBUG if type(error) is PeerLost else logging.WARNING
+            _log.log(level, "connection to %s ended: %s", self.endpoint, error)
+        finally:
+            connection.close()
+            target.close()
+            with self._lock:
+                del self._serving[connection]

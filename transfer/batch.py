@@ -1,0 +1,93 @@
+"""The outcome of one `submit`, for threads and for asyncio.
+
+A batch is final once: after `done` no byte of it moves and no error changes. Knows nothing of how
+its parts are carried out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+from protocol.errors import DeadlineExceeded, MoonserveError
+
+
+class Batch:
+    """Awaitable. Raises the first transfer's error when any failed; `errors` has all of them."""
+
+    __slots__ = ("_callbacks", "_errors", "_gate", "_lock", "_on_done", "_parts_left")
+
+    def __init__(self, num_transfers: int, num_parts: int, on_done: Callable[[], None]) -> None:
+        self._errors: list[MoonserveError | None] = [None] * num_transfers
+        self._parts_left = num_parts
+        self._on_done = on_done
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        # A bare lock, open once done: a quarter of the price of an Event, on the compute thread.
+        self._gate = threading.Lock()
+        if num_parts:
+            self._gate.acquire()
+        else:
+            on_done()
+
+    @property
+    def done(self) -> bool:
+        return not self._parts_left
+
+    @property
+    def errors(self) -> tuple[MoonserveError | None, ...]:
+        """One entry per transfer, in order; None where it succeeded (or has not ended yet)."""
+        return tuple(self._errors)
+
+    def settle_part(self, errors: Mapping[int, MoonserveError]) -> None:
+        """One part has ended; `errors` by index of the transfer."""
+        with self._lock:
+            for index, error in errors.items():
+                self._errors[index] = error
+            if self._parts_left == 1:
+                self._on_done()  # before anybody can see it done
+            self._parts_left -= 1
+            if self._parts_left:
+                return
+        self._gate.release()
+        for callback in self._callbacks:
+            callback()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Blocks the thread. Raises DeadlineExceeded when the batch is not done in time."""
+        if not self._gate.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise DeadlineExceeded(f"batch not done after {timeout_s} s")
+        self._gate.release()
+        self._raise_first()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """Cancelling the awaiting task leaves the batch running."""
+        if not self.done:
+            yield from self._future(asyncio.get_running_loop()).__await__()
+        self._raise_first()
+
+    def _future(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = loop.create_future()
+
+        def resolve() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        def from_worker() -> None:
+            # A loop that has been closed has nobody left to tell.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(resolve)
+
+        with self._lock:
+            if self._parts_left:
+                self._callbacks.append(from_worker)
+                return future
+        resolve()
+        return future
+
+    def _raise_first(self) -> None:
+        for error in self._errors:
+            if error is not None:
+                raise error

@@ -1,0 +1,200 @@
+"""One peer as the initiator sees it: a queue of jobs, the thread that does them, the session.
+
+Its rule: every job ends by its deadline, whatever the peer does, and a job that has failed leaves no
+session behind on which late bytes could still arrive.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from protocol.errors import InvalidRequest, MoonserveError, PeerLost, StaleLease
+from transfer import plan
+from transfer.address import Address, parse
+from transfer.base import Credentials, Dial, Move, Op, Session, Transfer, Transport
+from transfer.batch import Batch
+from transfer.faults import FaultPlan
+
+_log = logging.getLogger(__name__)
+
+_IDLE_S = 60.0
+"""A peer that is unused for this long and no longer connected gives its thread back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A batch's transfers for one peer."""
+
+    transfers: Sequence[Transfer]
+    indices: Sequence[int]
+    deadline_at: float
+    batch: Batch
+
+    def fail(self, error: MoonserveError) -> None:
+        self.batch.settle_part(dict.fromkeys(self.indices, error))
+
+
+class Peer:
+    """`put` never blocks. `on_idle` is asked whether the thread may end."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        transports: Sequence[Transport],
+        credentials: Credentials,
+        faults: FaultPlan,
+        may_retire: Callable[[Peer], bool],
+    ) -> None:
+        self.address = address
+        self._transports = transports
+        self._credentials = credentials
+        self._faults = faults
+        self._may_retire = may_retire
+        # SimpleQueue.put neither blocks nor gives up the GIL: it is called from the compute thread.
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._waiting: deque[Job] = deque()
+        self._session: Session | None = None
+        self._forgotten = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="transfer-peer", daemon=True)
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        return self._inbox.empty()
+
+    def put(self, job: Job) -> None:
+        self._inbox.put(job)
+
+    def forget(self) -> None:
+        """Its jobs fail now and its thread ends. Does not wait."""
+        self._forgotten.set()
+        session = self._session
+        if session is not None:
+            session.abort()
+        self._inbox.put(None)
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next_job()) is not None:
+                self._perform(job)
+        finally:
+            self._disconnect()
+            self._fail_waiting()
+
+    def _next_job(self) -> Job | None:
+        """None: the thread is to end."""
+        if self._waiting:
+            return None if self._forgotten.is_set() else self._waiting.popleft()
+        while True:
+            try:
+                job = self._inbox.get(timeout=_IDLE_S)
+            except queue.Empty:
+                if not self._connected() and self._may_retire(self):
+                    return None
+                continue
+            return job
+
+    def _fail_waiting(self) -> None:
+        while not self._inbox.empty():
+            if (job := self._inbox.get()) is not None:
+                self._waiting.append(job)
+        for job in self._waiting:
+            job.fail(PeerLost("the peer was given up"))
+
+    def _perform(self, job: Job) -> None:
+        planned, errors = plan.moves(job.transfers, job.indices)
+        try:
+            session = self._ready(job)
+            for move in planned:
+                self._carry(session, move, errors)
+        except Exception as error:  # also a bug of ours must end the batch, not this thread
+            self._disconnect()
+            lost = self._translated(error)
+            for index in job.indices:
+                errors.setdefault(index, lost)
+        job.batch.settle_part(errors)
+
+    def _carry(self, session: Session, move: Move, errors: dict[int, MoonserveError]) -> None:
+        try:
+            if move.op is Op.READ:
+                session.read(move)
+            else:
+                session.write(move, corrupt=self._faults.take_corrupt_write())
+        except (InvalidRequest, StaleLease) as refused:
+            errors.update(dict.fromkeys(move.indices, refused))
+
+    def _ready(self, job: Job) -> Session:
+        """A live session, told the job's deadline."""
+        if self._faults.delay_s:
+            self._forgotten.wait(self._faults.delay_s)
+        if self._forgotten.is_set() or time.monotonic() >= job.deadline_at:
+            raise PeerLost("the batch's time was over before it began")
+        if self._faults.take_drop():
+            raise PeerLost("connection dropped by the fault plan")
+        if not self._connected():
+            self._disconnect()
+            self._session = self._connect(job.deadline_at)
+        assert self._session is not None
+        self._session.begin(job.deadline_at)
+        return self._session
+
+    def _connected(self) -> bool:
+        return self._session is not None and self._session.alive()
+
+    def _disconnect(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _connect(self, deadline_at: float) -> Session:
+        """Over the first transport that both have and that gets through."""
+        address = parse(self.address)
+        dial = Dial(
+            address=address,
+            credentials=self._credentials,
+            deadline_at=deadline_at,
+            while_waiting=self._look_up,
+        )
+        lost: PeerLost | None = None
+        for transport in self._usable(address):
+            try:
+                return transport.connect(dial)
+            except PeerLost as error:
+                lost = error
+        raise lost or PeerLost("no transport in common")
+
+    def _usable(self, address: Address) -> Iterable[Transport]:
+        return (transport for transport in self._transports if transport.reachable(address))
+
+    def _look_up(self) -> None:
+        """While the peer is silent: waiting jobs keep their own deadlines, and forget is heeded."""
+        while not self._inbox.empty():
+            if (job := self._inbox.get()) is not None:
+                self._waiting.append(job)
+        if self._forgotten.is_set():
+            raise PeerLost("the peer was given up")
+        now = time.monotonic()
+        for job in [job for job in self._waiting if job.deadline_at <= now]:
+            self._waiting.remove(job)
+            job.fail(PeerLost("the peer did not answer in time"))
+
+    def _translated(self, error: Exception) -> MoonserveError:
+        if not isinstance(error, MoonserveError):
+            _log.error("transfer failed", exc_info=error)
+            error = PeerLost(f"transfer failed: {error!r}")
+        error.ids.setdefault("peer", self.address.partition(";host=")[0])
+        return error

@@ -1,0 +1,117 @@
+"""Which bytes peers may write, and until when.
+
+A window is a right to some ranges of one segment. Its rule: closing waits for the stores under way and
+refuses all later ones, and an id is never used again. The store itself happens elsewhere, inside
+`with window:`, in steps short enough to wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+
+from protocol.errors import InvalidRequest, StaleLease
+from transfer import scatter
+from transfer.segments import Segment
+
+
+class Window:
+    """An open right to write; a context in which one store may happen."""
+
+    __slots__ = ("_changed", "_closed", "_ends", "_num_stores", "_starts", "segment", "window_id")
+
+    def __init__(self, window_id: int, segment: Segment, ranges: Sequence[tuple[int, int]]) -> None:
+        merged = scatter.merge(sorted(ranges))
+        self.window_id = window_id
+        self.segment = segment
+        self._starts = np.array([offset for offset, _ in merged], dtype=np.int64)
+        self._ends = np.array([offset + length for offset, length in merged], dtype=np.int64)
+        self._changed = threading.Condition(threading.Lock())
+        self._num_stores = 0
+        self._closed = False
+
+    def require_inside(self, rows: scatter.Rows) -> None:
+        """Raises InvalidRequest unless each run lies within one range."""
+        scatter.require_inside(rows, scatter.REMOTE, self.segment.nbytes)
+        offsets = rows[:, scatter.REMOTE]
+        found = np.searchsorted(self._starts, offsets, side="right") - 1
+        inside = offsets + rows[:, scatter.LENGTH] <= self._ends[found]
+        if not bool((inside & (found >= 0)).all()):
+            raise InvalidRequest(f"outside the ranges of window {self.window_id}")
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._num_stores)
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._closed:
+                raise _stale(self.window_id)
+            self._num_stores += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._changed:
+            self._num_stores -= 1
+            if self._closed:
+                self._changed.notify_all()
+
+
+class WindowTable:
+    """All open windows of one engine. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._windows: dict[int, Window] = {}
+        self._next_id = 1
+
+    def open(self, segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
+        """Raises InvalidRequest for ranges that are empty, overlap or leave the segment."""
+        _require_sound(segment, ranges)
+        with self._lock:
+            window_id = self._next_id
+            self._next_id += 1
+            self._windows[window_id] = Window(window_id, segment, ranges)
+        return window_id
+
+    def close(self, window_id: int) -> Segment | None:
+        """The segment it gave access to, None when it was closed before."""
+        with self._lock:
+            window = self._windows.pop(window_id, None)
+        if window is None:
+            return None
+        window.close()
+        return window.segment
+
+    def find(self, window_id: int, segment_id: int) -> Window:
+        """Raises StaleLease for a closed window, InvalidRequest for one that never was."""
+        window = self._windows.get(window_id)
+        if window is None:
+            if 0 < window_id < self._next_id:
+                raise _stale(window_id)
+            raise InvalidRequest(f"window {window_id} was never opened")
+        if window.segment.segment_id != segment_id:
+            raise InvalidRequest(f"window {window_id} is not on segment {segment_id}")
+        return window
+
+
+def _stale(window_id: int) -> StaleLease:
+    return StaleLease(f"window {window_id} is closed")
+
+
+def _require_sound(segment: Segment, ranges: Sequence[tuple[int, int]]) -> None:
+    if not ranges:
+        raise InvalidRequest("a window without ranges", param="ranges")
+    end = 0
+    for offset, length in sorted(ranges):
+        if length <= 0 or offset < end or offset + length > segment.nbytes:
+            raise InvalidRequest(f"bad range ({offset}, {length}) in {segment}", param="ranges")
+        end = offset + length
