@@ -7,6 +7,7 @@ to stop is the caller's business; the engine keeps nothing about a sequence that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -172,7 +173,6 @@ def set_threads(num_threads: int) -> None:
     """Threads of torch's operations, for the whole process."""
     torch.set_num_threads(num_threads)
     if torch.get_num_interop_threads() != 1:
-        try:
+        # Refused once work has begun in this process; idle threads do no harm.
+        with suppress(RuntimeError):
             torch.set_num_interop_threads(1)
-        except RuntimeError:
-            pass  # work has begun in this process already; idle threads do no harm

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from engine.attention import Attention, Plan, Span
+from engine.attention import Attention, Span
 from engine.config import ModelConfig
 from engine.kv_pool import KvPool
 from engine.rope import RopeTable, apply_rope

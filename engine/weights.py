@@ -116,7 +116,7 @@ def _allocate_layer(
         module: str, names: Sequence[str], kind: str, rows: Sequence[int], *columns: int
     ) -> torch.Tensor:
         tensor = torch.empty((sum(rows), *columns), dtype=dtype)
-        for name, view in zip(names, tensor.split(list(rows)), strict=True):
+        for name, view in zip(names, torch.split(tensor, list(rows)), strict=True):
             places[f"model.layers.{layer}.{module}.{name}.{kind}"] = [view]
         return tensor
 
@@ -165,7 +165,7 @@ def _fill_randomly(config: ModelConfig, places: dict[str, list[torch.Tensor]]) -
             value = torch.ones(shape)
         for view in views:
             view.copy_(value)
-    return xxhash.xxh3_128_hexdigest(f"dummy|{_DUMMY_SEED}|{config}")
+    return xxhash.xxh3_128_hexdigest(f"dummy|{_DUMMY_SEED}|{config}".encode())
 
 
 def _fill_from_files(

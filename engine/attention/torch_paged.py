@@ -187,8 +187,8 @@ class TorchPagedAttention:
         if chunk.blocks is None:
             seen_keys, seen_values = keys[own], values[own]
         else:
-            seen_keys = self._gather(self._pool.keys[layer], chunk)
-            seen_values = self._gather(self._pool.values[layer], chunk)
+            seen_keys = _gather(self._pool.keys[layer], chunk.blocks)[: chunk.num_tokens]
+            seen_values = _gather(self._pool.values[layer], chunk.blocks)[: chunk.num_tokens]
         output = F.scaled_dot_product_attention(
             queries[own].transpose(0, 1)[None],
             seen_keys.transpose(0, 1)[None],
@@ -199,5 +199,7 @@ class TorchPagedAttention:
         )
         return output[0].transpose(0, 1).reshape(own.stop - own.start, -1)
 
-    def _gather(self, pool: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
-        return pool.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.num_tokens]
+
+def _gather(pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """The tokens of these blocks, in order."""
+    return pool.index_select(0, blocks).flatten(0, 1)
