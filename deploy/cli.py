@@ -19,7 +19,6 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "store": ("kvstore.__main__", "main", "run a KV store node"),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),
     "traces": ("traces.fetch", "main", "download public traces: traces fetch"),
-    "explain": ("deploy.explain", "main", "show why a request went where it went"),
 }
 
 

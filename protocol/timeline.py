@@ -1,0 +1,66 @@
+"""When a request's tokens came, and what follows from it: TTFT, TBT, E2E, goodput. Pure.
+
+One definition per figure, shared by replay reports, benchmarks and simulator. Instants are monotonic seconds of one
+clock; clocks of different hosts are never mixed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One finished request: its arrival and the instant of each of its tokens, in order."""
+
+    arrived_at: float
+    token_at: tuple[float, ...]
+
+    @property
+    def ttft_s(self) -> float:
+        """First token − arrival. A timeline without tokens has no figures: IndexError."""
+        return self.token_at[0] - self.arrived_at
+
+    @property
+    def e2e_s(self) -> float:
+        return self.token_at[-1] - self.arrived_at
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Each gap between tokens (ITL)."""
+        return [b - a for a, b in zip(self.token_at, self.token_at[1:], strict=False)]
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per output token after the first; 0 for a single token."""
+        count = len(self.token_at) - 1
+        return (self.token_at[-1] - self.token_at[0]) / count if count else 0.0
+
+    @property
+    def tbt_s(self) -> float:
+        """Mean of the longest 10 % of the gaps (Mooncake, FAST'25); 0 for a single token."""
+        gaps = sorted(self.gaps_s, reverse=True)
+        longest = gaps[: math.ceil(len(gaps) / 10)]
+        return sum(longest) / len(longest) if longest else 0.0
+
+    def meets(self, *, ttft_slo_s: float, tbt_slo_s: float) -> bool:
+        """Whether the request was *effective*: both objectives kept."""
+        return self.ttft_s <= ttft_slo_s and self.tbt_s <= tbt_slo_s
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear interpolation between closest ranks; NaN for no values."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    rank = (len(ordered) - 1) * percent / 100
+    low = math.floor(rank)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN for no values."""
+    return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,162 @@
+"""Replay and download against real local HTTP servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from protocol.errors import ConfigError
+from traces.fetch import FetchConfig, fetch, git_object_id
+from traces.replay import ReplayConfig, replay
+
+Serve = Callable[[web.Application], Awaitable[str]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    servers: list[TestServer] = []
+
+    async def start(app: web.Application) -> str:
+        server = TestServer(app)
+        servers.append(server)
+        await server.start_server()
+        return str(server.make_url("/")).rstrip("/")
+
+    yield start
+    for server in servers:
+        await server.close()
+
+
+def endpoint(bodies: list[dict[str, Any]]) -> web.Application:
+    """A well-behaved endpoint that answers every third request with 429."""
+
+    async def models(_: web.Request) -> web.Response:
+        facts = {"id": "m", "vocab_size": 300, "max_model_len": 100, "block_size": 4}
+        return web.json_response({"data": [facts]})
+
+    async def completions(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        bodies.append(body)
+        if len(bodies) % 3 == 0:
+            return web.json_response({"error": {"message": "busy"}}, status=429)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        usage = {
+            "prompt_tokens": len(body["prompt"]),
+            "prompt_tokens_details": {"cached_tokens": 4},
+        }
+        for index in range(body["max_tokens"]):
+            await send(response, {"choices": [{"text": "x", "token_ids": [index]}]})
+        await send(response, {"choices": [], "usage": usage})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    app.router.add_post("/v1/completions", completions)
+    return app
+
+
+async def send(response: web.StreamResponse, entry: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(entry).encode() + b"\n\n")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    records = [
+        {"timestamp": 40 * n, "input_length": 1000 + n, "output_length": 24, "hash_ids": [0, n + 1]}
+        for n in range(6)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+async def test_a_replay_sends_every_request_with_exact_lengths(serve: Serve, trace: Path) -> None:
+    bodies: list[dict[str, Any]] = []
+    config = ReplayConfig(
+        trace=str(trace),
+        url=await serve(endpoint(bodies)),
+        scale_lengths=1 / 32,
+        scale_outputs=1 / 8,
+    )
+    report = await replay(config)
+    assert sorted(len(body["prompt"]) for body in bodies) == sorted(
+        round((1000 + n) / 32) for n in range(6)
+    )
+    assert {body["max_tokens"] for body in bodies} == {3}
+    assert all(body["prompt"][:16] == bodies[0]["prompt"][:16] for body in bodies)
+    assert (report["completed"], report["rejected"], report["failed"]) == (4, 2, 0)
+    assert report["total_output_tokens"] == 12
+    assert report["duration"] >= 0.2
+    assert report["ideal_hit_ratio"] > report["hit_ratio"] > 0
+
+
+async def test_a_trace_that_cannot_fit_is_refused_before_anything_is_sent(
+    serve: Serve, trace: Path
+) -> None:
+    bodies: list[dict[str, Any]] = []
+    config = ReplayConfig(trace=str(trace), url=await serve(endpoint(bodies)))
+    with pytest.raises(ConfigError, match="--scale-lengths"):
+        await replay(config)
+    assert not bodies
+
+
+async def test_no_endpoint_is_one_clear_error(trace: Path) -> None:
+    with pytest.raises(ConfigError, match="no OpenAI-compatible endpoint"):
+        await replay(ReplayConfig(trace=str(trace), url="http://127.0.0.1:1"))
+
+
+def hosting(files: dict[str, bytes], *, damaged: bool = False) -> web.Application:
+    """Serves a listing in GitHub's contents format, and the files."""
+
+    async def listing(request: web.Request) -> web.Response:
+        base = str(request.url.origin())
+        return web.json_response(
+            [
+                {
+                    "name": name,
+                    "size": len(content),
+                    "sha": git_object_id(content + (b"!" if damaged else b"")),
+                    "download_url": f"{base}/files/{name}",
+                }
+                for name, content in files.items()
+            ]
+        )
+
+    async def file(request: web.Request) -> web.Response:
+        return web.Response(body=files[request.match_info["name"]])
+
+    app = web.Application()
+    app.router.add_get("/listing", listing)
+    app.router.add_get("/files/{name}", file)
+    return app
+
+
+async def test_fetch_downloads_and_verifies_the_traces_only(serve: Serve, tmp_path: Path) -> None:
+    files = {"a.jsonl": b"x" * 100_000, "README.md": b"no"}
+    url = await serve(hosting(files))
+    config = FetchConfig(into=str(tmp_path), listing=f"{url}/listing")
+    for _ in range(2):  # the second time nothing is left to do
+        assert await fetch(config) == [tmp_path / "a.jsonl"]
+    assert {p.name for p in tmp_path.iterdir()} == {"a.jsonl"}
+    assert (tmp_path / "a.jsonl").read_bytes() == files["a.jsonl"]
+
+
+async def test_a_damaged_download_is_refused_and_leaves_nothing(
+    serve: Serve, tmp_path: Path
+) -> None:
+    url = await serve(hosting({"a.jsonl": b"x"}, damaged=True))
+    with pytest.raises(ConfigError, match="arrived damaged"):
+        await fetch(FetchConfig(into=str(tmp_path), listing=f"{url}/listing"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_object_ids_are_those_of_git() -> None:
+    assert git_object_id(b"hello\n") == "ce013625030ba8dba906f756967f9e9ca394464a"

@@ -1,0 +1,101 @@
+"""`moonserve traces fetch`: downloads the public Mooncake traces, with progress and a checksum.
+
+The checksum is the one that the hosting repository itself states: git's object id of each file, taken from the
+listing of a fixed commit-ish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.progress import Progress
+
+from protocol.config import HelpRequested, load, option
+from protocol.errors import ConfigError
+from protocol.process import EXIT_CONFIG
+
+LISTING = "https://api.github.com/repos/kvcache-ai/Mooncake/contents/FAST25-release/traces"
+CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchConfig:
+    """Options of `moonserve traces fetch`."""
+
+    into: str = option("traces-data", help="folder to write to")
+    ref: str = option("main", help="branch or commit of the Mooncake repository")
+    listing: str = option(LISTING, help="URL that lists the files, in GitHub's contents format")
+    timeout: float = option(60.0, help="seconds without progress after which to give up")
+
+
+def main(argv: Sequence[str]) -> int:
+    """`argv`: the arguments after `traces`; the only verb is `fetch`."""
+    if not argv or argv[0] != "fetch":
+        print("usage: moonserve traces fetch [--into FOLDER]", file=sys.stderr)
+        return EXIT_CONFIG
+    try:
+        config = load(FetchConfig, argv[1:], prog="moonserve traces fetch", environ=os.environ)
+        Path(config.into).mkdir(parents=True, exist_ok=True)
+        asyncio.run(fetch(config))
+    except HelpRequested as request:
+        print(request)
+        return 0
+    except ConfigError as error:
+        print(f"moonserve traces fetch: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    return 0
+
+
+async def fetch(config: FetchConfig) -> list[Path]:
+    """Downloads what is missing into an existing folder. Raises ConfigError; leaves no partial file."""
+    folder = Path(config.into)
+    timeout = aiohttp.ClientTimeout(
+        total=None, sock_connect=config.timeout, sock_read=config.timeout
+    )
+    try:
+        async with aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session:
+            async with session.get(config.listing, params={"ref": config.ref}) as response:
+                entries = await response.json()
+            with Progress(console=Console(stderr=True)) as progress:
+                return [
+                    await _fetch_one(session, entry, folder, progress)
+                    for entry in entries
+                    if entry["name"].endswith(".jsonl")
+                ]
+    except (aiohttp.ClientError, TimeoutError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot download from {config.listing}: {error!r}") from error
+
+
+async def _fetch_one(
+    session: aiohttp.ClientSession, entry: dict[str, Any], folder: Path, progress: Progress
+) -> Path:
+    path = folder / Path(entry["name"]).name
+    bar = progress.add_task(path.name, total=entry["size"])
+    if path.exists() and git_object_id(path.read_bytes()) == entry["sha"]:
+        progress.update(bar, completed=entry["size"])
+        return path
+    content = bytearray()
+    async with session.get(entry["download_url"]) as response:
+        async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+            content += chunk
+            progress.update(bar, completed=len(content))
+    if git_object_id(bytes(content)) != entry["sha"]:
+        raise ConfigError(f"{path.name} arrived damaged: its checksum is not {entry['sha']}")
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+    return path
+
+
+def git_object_id(content: bytes) -> str:
+    """The id under which git stores a file of this content (hex SHA-1 over a header and the bytes)."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -1,0 +1,69 @@
+"""The trace format: JSON lines `{"timestamp": ms, "input_length", "output_length", "hash_ids": […]}`.
+
+A hash id stands for 512 tokens of prompt, the last one for the partial rest; equal leading ids mean an equal prefix
+(FAST'25 traces of Mooncake).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import ConfigError
+
+TOKENS_PER_HASH = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRecord:
+    """One request of a trace, possibly scaled."""
+
+    arrived_s: float  # since the trace began
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    tokens_per_hash: int = TOKENS_PER_HASH
+
+    def scaled(self, lengths: float, outputs: float, speedup: float) -> TraceRecord:
+        """Shorter or longer prompts with the same sharing, other output lengths, a faster clock."""
+        return TraceRecord(
+            arrived_s=self.arrived_s / speedup,
+            input_length=max(1, round(self.input_length * lengths)),
+            output_length=max(1, round(self.output_length * outputs)),
+            hash_ids=self.hash_ids,
+            tokens_per_hash=max(1, round(self.tokens_per_hash * lengths)),
+        )
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[TraceRecord]:
+    """The first `limit` records. Raises ConfigError that names the line at fault."""
+    records: list[TraceRecord] = []
+    try:
+        with path.open() as file:
+            for number, line in enumerate(file, 1):
+                if limit is not None and len(records) >= limit:
+                    break
+                if line.strip():
+                    records.append(_parse(line, path, number))
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
+    if not records:
+        raise ConfigError(f"the trace {path} holds no requests")
+    return records
+
+
+def _parse(line: str, path: Path, number: int) -> TraceRecord:
+    try:
+        entry = json.loads(line)
+        record = TraceRecord(
+            arrived_s=float(entry["timestamp"]) / 1000,
+            input_length=int(entry["input_length"]),
+            output_length=int(entry["output_length"]),
+            hash_ids=tuple(map(int, entry["hash_ids"])),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}:{number} is not a trace record: {error!r}") from error
+    if record.input_length < 1 or record.output_length < 0 or not record.hash_ids:
+        raise ConfigError(f"{path}:{number} has an impossible length or no hash ids")
+    return record

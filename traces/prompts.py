@@ -1,0 +1,82 @@
+"""Prompts of exactly the right length, equal where and only where hash ids are equal.
+
+Each hash id has its own endless stream of token ids, a function of (seed, id); a prompt is the leading part of its
+ids' streams. A stream begins with the id itself, written in token ids, so that two streams differ at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.format import TraceRecord
+
+# The first few ids of a vocabulary are the special tokens of most tokenizers.
+FIRST_TOKEN_ID = 16
+MAX_HASH_IDS = 2**24
+
+
+class PromptBuilder:
+    """Builds prompts over a vocabulary of `vocab_size` token ids."""
+
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        if vocab_size <= FIRST_TOKEN_ID + 1:
+            raise ValueError(f"a vocabulary of {vocab_size} is too small for prompts")
+        self._base = vocab_size - FIRST_TOKEN_ID
+        self._seed = seed
+
+    def prompt(self, record: TraceRecord) -> list[int]:
+        """Token ids, exactly `record.input_length` of them."""
+        pieces: list[npt.NDArray[np.int64]] = []
+        remaining = record.input_length
+        last = len(record.hash_ids) - 1
+        for position, hash_id in enumerate(record.hash_ids):
+            # The last id's stream also covers what rounding left over.
+            length = remaining if position == last else min(remaining, record.tokens_per_hash)
+            pieces.append(self._stream(hash_id, length))
+            remaining -= length
+            if remaining == 0:
+                break
+        tokens: list[int] = np.concatenate(pieces).tolist()
+        return tokens
+
+    def _stream(self, hash_id: int, length: int) -> npt.NDArray[np.int64]:
+        generator = np.random.Generator(np.random.Philox(key=[self._seed, hash_id]))
+        tokens = generator.integers(0, self._base, size=length)
+        head = self._digits(hash_id)[:length]
+        tokens[: len(head)] = head
+        return tokens + FIRST_TOKEN_ID
+
+    def _digits(self, hash_id: int) -> list[int]:
+        """The id in base `vocabulary`, lowest digit first; as many digits as any id may need."""
+        digits: list[int] = []
+        weight = 1
+        while weight < MAX_HASH_IDS:
+            digits.append(hash_id // weight % self._base)
+            weight *= self._base
+        return digits
+
+
+def ideal_cached_tokens(records: list[TraceRecord], block_size: int) -> list[int]:
+    """For each request, the prompt tokens that an unlimited cache of full blocks of `block_size` could supply.
+
+    Requests count as cached from the moment they arrive. The last token of a prompt is always computed.
+    """
+    prefixes: dict[tuple[int, int], int] = {}  # (number of the prefix before, hash id) → number
+    cached: list[int] = []
+    for record in records:
+        shared = _insert(record.hash_ids, prefixes) * record.tokens_per_hash
+        shared = min(shared, record.input_length - 1)
+        cached.append(shared // block_size * block_size)
+    return cached
+
+
+def _insert(hash_ids: tuple[int, ...], prefixes: dict[tuple[int, int], int]) -> int:
+    """Adds a chain of ids; returns how many of its leading ids were there already."""
+    known = 0
+    prefix = 0
+    for hash_id in hash_ids:
+        step = (prefix, hash_id)
+        known += step in prefixes
+        prefix = prefixes.setdefault(step, len(prefixes) + 1)
+    return known

@@ -1,0 +1,141 @@
+"""`moonserve replay`: sends a trace to an endpoint on the trace's own clock and reports what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from protocol.config import HelpRequested, load, option
+from protocol.errors import ConfigError
+from protocol.process import EXIT_CONFIG
+from traces.client import ModelFacts, StreamClient
+from traces.format import TraceRecord, read_trace
+from traces.prompts import PromptBuilder, ideal_cached_tokens
+from traces.report import Sent, build_report, format_report
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Options of `moonserve replay`."""
+
+    trace: str = option(help="trace file, JSON lines")
+    url: str = option("http://127.0.0.1:8000", help="OpenAI-compatible endpoint")
+    model: str | None = option(None, help="model to ask for; the endpoint's first when not given")
+    limit: int | None = option(None, help="send only this many requests, the first ones")
+    scale_lengths: float = option(1.0, help="factor on prompt lengths")
+    scale_outputs: float = option(1.0, help="factor on output lengths")
+    speedup: float = option(1.0, help="factor on the trace's clock")
+    ttft_slo: float = option(30.0, help="objective for the first token, seconds")
+    tbt_slo: float = option(0.1, help="objective between tokens, seconds")
+    timeout: float = option(600.0, help="seconds after which a request counts as failed")
+    seed: int = option(0, help="of the prompts' tokens")
+    api_key: str | None = option(None, help="key to present", masked=True)
+    output: str | None = option(None, help="write the report as JSON to this file")
+
+
+def main(argv: Sequence[str]) -> int:
+    """`argv`: the arguments after `replay`; the first one may be the trace."""
+    arguments = list(argv)
+    if arguments and not arguments[0].startswith("-"):
+        arguments[0:1] = ["--trace", arguments[0]]
+    try:
+        config = load(ReplayConfig, arguments, prog="moonserve replay", environ=dict(os.environ))
+        report = asyncio.run(replay(config))
+    except HelpRequested as request:
+        print(request)
+        return 0
+    except ConfigError as error:
+        print(f"moonserve replay: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    print(format_report(report))
+    if config.output:
+        Path(config.output).write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if report["completed"] else 1
+
+
+async def replay(config: ReplayConfig) -> dict[str, Any]:
+    """Replays and returns the report. Raises ConfigError for a bad trace, option or endpoint."""
+    records = _records(config)
+    async with StreamClient(config.url, api_key=config.api_key, timeout_s=config.timeout) as client:
+        facts = await client.model(config.model)
+        _check_fit(records, facts)
+        builder = PromptBuilder(facts.vocab_size or 0, config.seed)
+        ideal = ideal_cached_tokens(records, facts.block_size or records[0].tokens_per_hash)
+        with _progress() as progress:
+            bar = progress.add_task("replaying", total=len(records))
+            began_at = time.monotonic()
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(_send(client, facts.name, builder, record, began_at, cached))
+                    for record, cached in zip(records, ideal, strict=True)
+                ]
+                for task in tasks:
+                    task.add_done_callback(lambda _: progress.advance(bar))
+            duration_s = time.monotonic() - began_at
+    return build_report(
+        [task.result() for task in tasks],
+        duration_s=duration_s,
+        ttft_slo_s=config.ttft_slo,
+        tbt_slo_s=config.tbt_slo,
+    )
+
+
+async def _send(
+    client: StreamClient,
+    model: str,
+    builder: PromptBuilder,
+    record: TraceRecord,
+    began_at: float,
+    ideal_cached: int,
+) -> Sent:
+    due_at = began_at + record.arrived_s
+    await asyncio.sleep(due_at - time.monotonic())
+    prompt = builder.prompt(record)
+    lateness_s = max(0.0, time.monotonic() - due_at)
+    outcome = await client.complete(model, prompt, max_tokens=record.output_length)
+    return Sent(
+        lateness_s=lateness_s,
+        ideal_cached_tokens=ideal_cached,
+        input_length=record.input_length,
+        outcome=outcome,
+    )
+
+
+def _records(config: ReplayConfig) -> list[TraceRecord]:
+    for name in ("scale_lengths", "scale_outputs", "speedup"):
+        if getattr(config, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
+    records = read_trace(Path(config.trace), config.limit)
+    return [r.scaled(config.scale_lengths, config.scale_outputs, config.speedup) for r in records]
+
+
+def _check_fit(records: Sequence[TraceRecord], facts: ModelFacts) -> None:
+    """Fails before anything is sent when some request cannot fit."""
+    if facts.vocab_size is None:
+        raise ConfigError("the endpoint's /v1/models tells no vocab_size to build prompts from")
+    longest = max(record.input_length + record.output_length for record in records)
+    if facts.max_model_len is not None and longest > facts.max_model_len:
+        raise ConfigError(
+            f"the longest request has {longest} tokens and the model takes {facts.max_model_len}; "
+            "make them shorter with --scale-lengths and --scale-outputs, or fewer with --limit"
+        )
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
