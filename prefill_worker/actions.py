@@ -1,0 +1,151 @@
+"""What a prefill worker does next. Output of `state.PrefillState.handle`; pure data.
+
+Each action that starts an operation names the events that answer it; exactly one of them comes, also when the
+operation is withdrawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.batch import Slice
+from prefill_worker.events import Landing
+from protocol.errors import MoonserveError
+from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
+from protocol.keys import BlockKey
+from protocol.request import Endpoint, PrefillReport, Request, Token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveLanding:
+    """Lease blocks on the decode worker → LandingGranted | LandingRefused."""
+
+    request_id: RequestId
+    lease_id: LeaseId
+    decode: Endpoint
+    num_tokens: int
+    block_keys: tuple[BlockKey, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithdrawReservation:
+    """The ReserveLanding under way is not wanted any more; it still answers."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseLanding:
+    """Give a lease back, or make sure that it was not granted. Not answered."""
+
+    decode: Endpoint
+    lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixPart:
+    """Blocks to read from one store."""
+
+    store: Endpoint
+    keys: tuple[BlockKey, ...]
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPrefix:
+    """Read prefix blocks into the own pool, parts in order → PrefixLoaded | PrefixLoadFailed."""
+
+    request_id: RequestId
+    parts: tuple[PrefixPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendBlocks:
+    """Write whole blocks, given as (own block, block at the target) → WritesDone | WritesFailed."""
+
+    request_id: RequestId
+    landing: Landing
+    pairs: tuple[tuple[BlockId, BlockId], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicePlan:
+    """One slice of a step, and where its new bytes go."""
+
+    slice: Slice
+    landing: Landing | None  # None = nothing is sent, and no WritesDone comes
+    send_from: int  # first token that is sent, at least slice.start
+    complete: tuple[
+        int, ...
+    ]  # indexes of the blocks whose checksum is wanted: complete after this step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """One forward pass → StepDone | StepFailed, and then WritesDone | WritesFailed for each slice that is sent."""
+
+    plans: tuple[SlicePlan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendFirstToken:
+    """Tell the gateway. Not answered."""
+
+    gateway_id: GatewayId
+    token: Token
+    report: PrefillReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """Tell the gateway that the request ended without a result here. Not answered."""
+
+    gateway_id: GatewayId
+    request_id: RequestId
+    error: MoonserveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitHandoff:
+    """Move the sequence to the decode worker → HandoffAccepted | HandoffCorrupt | HandoffFailed."""
+
+    request: Request
+    decode: Endpoint
+    lease_id: LeaseId
+    first_token_id: int
+    checksums: tuple[int, ...]  # of the landed blocks in order, without those the target had
+    timeout_s: float  # what is left of the request's time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutItem:
+    """A block for the store."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    checksum: int
+    block: BlockId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutBlocks:
+    """Write blocks to the home store → PutDone | PutFailed."""
+
+    put_id: int
+    store: Endpoint
+    items: tuple[PutItem, ...]
+
+
+Action = (
+    ReserveLanding
+    | WithdrawReservation
+    | ReleaseLanding
+    | LoadPrefix
+    | SendBlocks
+    | RunStep
+    | SendFirstToken
+    | Fail
+    | CommitHandoff
+    | PutBlocks
+)

@@ -1,0 +1,207 @@
+"""What can happen to a prefill worker. Input of `state.PrefillState.handle`; pure data.
+
+Success, refusal and failure of the same operation are different events. Operations carry the request id, or, where
+one request can have several, their own number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.batch import Sampled
+from protocol.errors import MoonserveError
+from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
+from protocol.keys import BlockKey
+from protocol.request import Endpoint, Placement, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landing:
+    """Blocks of a decode worker's pool that were leased for one sequence."""
+
+    lease_id: LeaseId
+    block_ids: tuple[BlockId, ...]  # all blocks of the sequence, in order
+    num_cached_blocks: int  # leading ones that already hold their KV
+    transfer_address: str
+    segment_id: int
+    window_id: int
+    num_blocks: int  # of the target pool
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """A gateway brought a request that the conductor placed here."""
+
+    request: Request
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequested:
+    """The client went away. The request may be unknown yet: the cancellation can overtake it."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayLost:
+    """Nobody is left to hear the tokens of this gateway's requests."""
+
+    gateway_id: GatewayId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A deadline that `PrefillState.next_deadline` announced may have passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LandingGranted:
+    """Answer to ReserveLanding."""
+
+    request_id: RequestId
+    landing: Landing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LandingRefused:
+    """Answer to ReserveLanding: refused, not reachable, or withdrawn by WithdrawReservation."""
+
+    request_id: RequestId
+    error: MoonserveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LandingLost:
+    """A lease that was held could not be renewed."""
+
+    request_id: RequestId
+    lease_id: LeaseId
+    error: MoonserveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLoaded:
+    """Answer to LoadPrefix: this many leading blocks arrived and matched these checksums of the store."""
+
+    request_id: RequestId
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLoadFailed:
+    """Answer to LoadPrefix: nothing usable arrived, and nothing will be written to the blocks any more."""
+
+    request_id: RequestId
+    error: MoonserveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceDone:
+    """One slice of a finished step."""
+
+    request_id: RequestId
+    sampled: Sampled | None
+    checksums: tuple[
+        tuple[int, int], ...
+    ]  # (index in the block table, checksum) of completed blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """Answer to RunStep."""
+
+    slices: tuple[SliceDone, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFailed:
+    """Answer to RunStep: the engine raised; what its slices computed is unknown."""
+
+    error: MoonserveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritesDone:
+    """All transfers of one SendBlocks, or of one slice of a step, arrived. Comes after that step's StepDone."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritesFailed:
+    """As WritesDone, but some transfer failed. None of them reads the source any more."""
+
+    request_id: RequestId
+    error: MoonserveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffAccepted:
+    """Answer to CommitHandoff: the decode worker goes on with the sequence."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffCorrupt:
+    """Answer to CommitHandoff: these blocks (indexes in the sequence's table) did not match their checksums."""
+
+    request_id: RequestId
+    indexes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffFailed:
+    """Answer to CommitHandoff: refused or not reachable."""
+
+    request_id: RequestId
+    error: MoonserveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomeStoreFound:
+    """The endpoint of the home store is known (again); a new epoch is an empty store."""
+
+    store: Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutDone:
+    """Answer to PutBlocks. `corrupt` keys did not match at the store; `num_refused` found no space."""
+
+    put_id: int
+    num_refused: int
+    corrupt: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutFailed:
+    """Answer to PutBlocks: the store was not reachable. Nothing reads the source any more."""
+
+    put_id: int
+    error: MoonserveError
+
+
+Event = (
+    Submitted
+    | CancelRequested
+    | GatewayLost
+    | Tick
+    | LandingGranted
+    | LandingRefused
+    | LandingLost
+    | PrefixLoaded
+    | PrefixLoadFailed
+    | StepDone
+    | StepFailed
+    | WritesDone
+    | WritesFailed
+    | HandoffAccepted
+    | HandoffCorrupt
+    | HandoffFailed
+    | HomeStoreFound
+    | PutDone
+    | PutFailed
+)

@@ -1,0 +1,130 @@
+"""RUNNING → SENDING → COMMITTING → CLOSING: the sequence moves to its decode worker.
+
+The commit follows the last write, carries the checksum of every landed block, and its answer decides: accepted, failed,
+or corrupt. Corrupt blocks, and what was computed from them, are dropped, computed again and sent again.
+"""
+
+from __future__ import annotations
+
+from prefill_worker import events as ev
+from prefill_worker.actions import CommitHandoff
+from prefill_worker.ledger import Ledger, as_retryable
+from prefill_worker.sequence import Phase, Sequence
+from protocol.errors import DeadlineExceeded, IntegrityError
+from protocol.ids import RequestId
+
+# A path that corrupts three times in a row is broken, not unlucky.
+MAX_ATTEMPTS = 3
+
+
+class Handoffs:
+    """Hands a ledger's computed sequences to their decode workers."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def computed(self, sequence: Sequence, now: float) -> None:
+        """All KV and the first token are there, and the request goes on."""
+        sequence.enter(Phase.SENDING, now)
+        self._commit_if_sent(sequence, now)
+
+    def writes_done(self, event: ev.WritesDone, now: float) -> None:
+        sequence = self._ledger.admitted[event.request_id]
+        sequence.num_sends -= 1
+        self._ledger.close_if_quiet(sequence, now)
+        self._commit_if_sent(sequence, now)
+
+    def writes_failed(self, event: ev.WritesFailed, now: float) -> None:
+        sequence = self._ledger.admitted[event.request_id]
+        sequence.num_sends -= 1
+        self._ledger.counters["failed_sends"] += 1
+        self._ledger.fail(sequence, as_retryable(event.error), now)
+
+    def _commit_if_sent(self, sequence: Sequence, now: float) -> None:
+        landing, token = sequence.landing, sequence.first_token
+        if sequence.phase is not Phase.SENDING or sequence.num_sends:
+            return
+        assert landing is not None, "only a sequence with a landing is handed off"
+        assert token is not None, "the first token goes out before SENDING"
+        sequence.enter(Phase.COMMITTING, now)
+        sequence.is_committing = True
+        sent = range(landing.num_cached_blocks, len(sequence.block_table))
+        self._ledger.out.append(
+            CommitHandoff(
+                request=sequence.request,
+                decode=sequence.placement.decode,
+                lease_id=sequence.lease_id,
+                first_token_id=token.token_id,
+                checksums=tuple(sequence.checksums[index] for index in sent),
+                timeout_s=max(0.0, sequence.deadline_at - now),
+            )
+        )
+
+    def accepted(self, event: ev.HandoffAccepted, now: float) -> None:
+        sequence = self._answered(event.request_id)
+        sequence.handed_off = True
+        self._ledger.counters["handed_off_requests"] += 1
+        if sequence.phase is Phase.COMMITTING:
+            self._ledger.end(sequence, now)
+        else:
+            self._ledger.close_if_quiet(sequence, now)
+
+    def failed(self, event: ev.HandoffFailed, now: float) -> None:
+        sequence = self._answered(event.request_id)
+        self._ledger.counters["failed_handoffs"] += 1
+        self._ledger.fail(sequence, as_retryable(event.error), now)
+
+    def corrupt(self, event: ev.HandoffCorrupt, now: float) -> None:
+        sequence = self._answered(event.request_id)
+        self._ledger.counters["integrity_failures"] += len(event.indexes)
+        sequence.num_corrupt += 1
+        for index in event.indexes:  # with what was computed from them
+            self._ledger.pool.forget(sequence.block_table[index])
+        if sequence.phase is Phase.CLOSING:
+            self._ledger.close_if_quiet(sequence, now)
+        elif now >= sequence.deadline_at:
+            self._ledger.fail(sequence, out_of_time(sequence), now)
+        elif sequence.num_corrupt >= MAX_ATTEMPTS or not self._rewind(sequence, min(event.indexes)):
+            self._ledger.fail(sequence, _never_arrived(sequence), now)
+        else:
+            sequence.enter(Phase.READY, now)
+
+    def _rewind(self, sequence: Sequence, first: int) -> bool:
+        """Fresh blocks from index `first` on, to be computed and sent again; False when there are none.
+
+        The old ones may be shared with other sequences, so they cannot be computed over.
+        """
+        ledger, landing = self._ledger, sequence.landing
+        assert landing is not None, "only what has landed can arrive corrupt"
+        old = sequence.block_table[first:]
+        del sequence.block_table[first:]
+        ledger.pool.release(old)
+        fresh = ledger.pool.allocate(len(old))
+        if fresh is None:
+            return False
+        sequence.block_table += fresh
+        sequence.checksums = {i: c for i, c in sequence.checksums.items() if i < first}
+        sequence.num_computed = first * ledger.limits.block_size
+        sequence.num_cached = min(sequence.num_cached, sequence.num_computed)
+        sequence.num_sent = max(first, landing.num_cached_blocks) * ledger.limits.block_size
+        ledger.counters["recomputed_blocks"] += len(old)
+        return True
+
+    def _answered(self, request_id: RequestId) -> Sequence:
+        sequence = self._ledger.admitted[request_id]
+        if not sequence.is_committing:
+            raise ValueError(f"no commit of {request_id} is under way")
+        sequence.is_committing = False
+        return sequence
+
+
+def out_of_time(sequence: Sequence) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"no result within {sequence.request.timeout_s:g} s", request=sequence.request_id
+    )
+
+
+def _never_arrived(sequence: Sequence) -> IntegrityError:
+    return IntegrityError(
+        f"KV arrived corrupt {sequence.num_corrupt} times", request=sequence.request_id
+    )

@@ -1,0 +1,170 @@
+"""Who lives on a prefill worker, who holds which blocks, and how a sequence ends.
+
+Shared by the parts of the automaton (`preparation`, `steps`, `handoffs`); each of them moves sequences through some
+phases, and all of them end sequences here. Blocks go back to the pool only when nothing under way uses them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.block_pool import BlockPool
+from prefill_worker.actions import Action, Fail, PutItem, ReleaseLanding, WithdrawReservation
+from prefill_worker.events import Submitted
+from prefill_worker.puts import WriteBehind
+from prefill_worker.queue import RequestQueue
+from prefill_worker.sequence import ENDED, Phase, Sequence
+from prefill_worker.tombstones import Tombstones
+from protocol.errors import MoonserveError, PeerError
+from protocol.ids import RequestId
+from protocol.keys import NO_PARENT, BlockKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a prefill worker may hold and do at once."""
+
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    lookahead: int = 4  # requests prepared ahead of the step under way, at least
+    max_put_blocks: int = 64
+    max_pending_puts: int = 4096
+    policy: str = "fcfs"
+    enable_prefix_caching: bool = True
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+
+class Ledger:
+    """Sequences, blocks, counters, and the actions that the event under handling has caused so far."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        home_store: str | None,
+        on_added: Callable[[BlockKey, BlockKey], None],
+        on_removed: Callable[[BlockKey], None],
+    ) -> None:
+        self.limits = limits
+        self.home_store = home_store
+        self.counters: Counter[str] = Counter()
+        self._on_removed = on_removed
+        self.pool = BlockPool(
+            limits.num_blocks,
+            on_added=on_added,
+            on_removed=self._unpublished,
+            enable_prefix_caching=limits.enable_prefix_caching,
+        )
+        self.puts = WriteBehind(
+            self.pool,
+            self.counters,
+            max_in_flight=limits.max_put_blocks,
+            max_pending=limits.max_pending_puts,
+        )
+        self.sequences: dict[RequestId, Sequence] = {}
+        self.queue = RequestQueue()  # those that are QUEUED
+        self.admitted: dict[RequestId, Sequence] = {}  # all others
+        self.tombstones = Tombstones()
+        # Requests that came back, placed again, before their earlier attempt here had closed.
+        self.successors: dict[RequestId, Submitted] = {}
+        self.returned: list[Submitted] = []  # successors whose turn has come
+        self.out: list[Action] = []
+
+    # -- blocks
+
+    def publish(self, sequence: Sequence, index: int, checksum: int) -> None:
+        """A block of the sequence is complete; if it is full, others may use it."""
+        sequence.checksums[index] = checksum
+        if index < len(sequence.request.block_keys):
+            key, parent = sequence.request.block_keys[index], sequence.parent_key(index)
+            self.pool.publish(sequence.block_table[index], key, parent or NO_PARENT, checksum)
+
+    def adopt_cached(self, sequence: Sequence, first: int, end: int) -> None:
+        """Blocks `first` to `end` of the table came from the prefix cache. Their writers' checksums are kept: made
+        anew they would bless whatever happened to the bytes since."""
+        for index in range(first, end):
+            checksum = self.pool.checksum_of(sequence.block_table[index])
+            assert checksum is not None, "a findable block has a checksum"
+            sequence.checksums[index] = checksum
+        sequence.num_computed = sequence.num_cached = end * self.limits.block_size
+        self.counters["device_hit_blocks"] += end - first
+
+    def _unpublished(self, key: BlockKey) -> None:
+        self.puts.evicted(key)
+        self._on_removed(key)
+
+    # -- ending
+
+    def fail(self, sequence: Sequence, error: MoonserveError, now: float) -> None:
+        """The sequence ends in an error that its gateway is told; no-op when it has ended already."""
+        if sequence.phase in ENDED:
+            self.close_if_quiet(sequence, now)
+            return
+        self.counters[f"failed_{error.code}"] += 1
+        self.tell_failed(sequence, error)
+        self.end(sequence, now)
+
+    def tell_failed(self, sequence: Sequence, error: MoonserveError) -> None:
+        gateway_id = sequence.request.gateway_id
+        self.out.append(Fail(gateway_id=gateway_id, request_id=sequence.request_id, error=error))
+
+    def cancel(self, sequence: Sequence, now: float) -> None:
+        """Nobody wants the result any more."""
+        self.counters[f"cancelled_{sequence.phase}"] += 1
+        self.end(sequence, now)
+
+    def end(self, sequence: Sequence, now: float) -> None:
+        """The sequence is over for its client."""
+        if sequence.phase is Phase.QUEUED:
+            self.queue.remove(sequence)
+            self.admitted[sequence.request_id] = sequence
+        sequence.enter(Phase.CLOSING, now)
+        if sequence.is_reserving:
+            self.out.append(WithdrawReservation(request_id=sequence.request_id))
+        self.close_if_quiet(sequence, now)
+
+    def close_if_quiet(self, sequence: Sequence, now: float) -> None:
+        """Lets go of everything once the sequence has ended and nothing under way uses its blocks."""
+        if sequence.phase is not Phase.CLOSING or sequence.is_busy:
+            return
+        sequence.enter(Phase.CLOSED, now)
+        self._offer_to_store(sequence)
+        self.pool.release(sequence.block_table)
+        self._release_landing(sequence)
+        del self.sequences[sequence.request_id], self.admitted[sequence.request_id]
+        self.tombstones.ended(sequence.request_id, now)
+        successor = self.successors.pop(sequence.request_id, None)
+        if successor is not None:
+            self.returned.append(successor)
+
+    def _release_landing(self, sequence: Sequence) -> None:
+        # Also after a refusal: it may have been granted and the answer lost. Releasing is idempotent.
+        was_asked_for = sequence.needs_landing and bool(sequence.block_table)
+        if was_asked_for and not sequence.handed_off:
+            decode = sequence.placement.decode
+            self.out.append(ReleaseLanding(decode=decode, lease_id=sequence.lease_id))
+
+    def _offer_to_store(self, sequence: Sequence) -> None:
+        if self.home_store is None:
+            return
+        keyed = zip(sequence.request.block_keys, sequence.block_table, strict=False)
+        for index, (key, block) in enumerate(keyed):
+            checksum = self.pool.checksum_of(block)
+            if checksum is not None and self.pool.key_of(block) == key:
+                parent = sequence.parent_key(index)
+                self.puts.offer(PutItem(key=key, parent=parent, checksum=checksum, block=block))
+
+
+def as_retryable(error: MoonserveError) -> MoonserveError:
+    """What a gateway is told about a peer's refusal: another placement may well succeed."""
+    if error.retryable or error.code in ("invalid_request", "overloaded"):
+        return error
+    return PeerError(f"the decode worker refused: {error.message}", **error.ids)

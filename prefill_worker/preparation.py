@@ -1,0 +1,153 @@
+"""QUEUED → RESERVING → LOADING → READY: blocks, landing and prefix of the requests that run next.
+
+All three happen while earlier requests compute, for as many requests as keep the engine busy and not more: what is
+prepared holds blocks here and on the decode worker.
+"""
+
+from __future__ import annotations
+
+from prefill_worker import events as ev
+from prefill_worker.actions import LoadPrefix, PrefixPart, ReserveLanding, SendBlocks
+from prefill_worker.ledger import Ledger, as_retryable
+from prefill_worker.sequence import ENDED, PREPARED, Phase, Sequence
+
+
+class Preparation:
+    """Moves sequences of a ledger from the queue to READY."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def admit(self, now: float) -> None:
+        """Gives blocks to the head of the queue while little work is prepared ahead."""
+        ledger, limits = self._ledger, self._ledger.limits
+        prepared = [s for s in ledger.admitted.values() if s.phase in PREPARED]
+        num_ahead, tokens_ahead = len(prepared), sum(s.num_left for s in prepared)
+        while num_ahead < limits.max_num_seqs and (
+            num_ahead < limits.lookahead or tokens_ahead < limits.max_num_batched_tokens
+        ):
+            sequence = ledger.queue.head()
+            if sequence is None or not self._take_blocks(sequence):
+                return
+            ledger.queue.remove(sequence)
+            ledger.admitted[sequence.request_id] = sequence
+            self._prepare(sequence, now)
+            num_ahead, tokens_ahead = num_ahead + 1, tokens_ahead + sequence.num_left
+
+    def _take_blocks(self, sequence: Sequence) -> bool:
+        """Cached blocks of the prompt and fresh ones for the rest, or nothing at all."""
+        limits, pool = self._ledger.limits, self._ledger.pool
+        cached = pool.match_prefix(sequence.usable_keys(limits.block_size))
+        pool.retain(cached)
+        fresh = pool.allocate(limits.blocks_for(sequence.num_tokens) - len(cached))
+        if fresh is None:
+            pool.release(cached)
+            return False
+        sequence.block_table = cached + fresh
+        self._ledger.adopt_cached(sequence, 0, len(cached))
+        return True
+
+    def _prepare(self, sequence: Sequence, now: float) -> None:
+        sequence.admitted_at = now
+        parts = prefix_parts(sequence, self._ledger.limits.block_size)
+        if sequence.needs_landing:
+            sequence.is_reserving = True
+            sequence.enter(Phase.RESERVING, now)
+            self._ledger.out.append(_reservation(sequence, now))
+        if parts:
+            sequence.is_loading = True
+            self._ledger.out.append(LoadPrefix(request_id=sequence.request_id, parts=parts))
+        self._proceed(sequence, now)
+
+    def _proceed(self, sequence: Sequence, now: float) -> None:
+        """Moves a sequence on when what it waited for has come."""
+        if sequence.phase is Phase.CLOSING:
+            self._ledger.close_if_quiet(sequence, now)
+        elif sequence.is_loading and not sequence.is_reserving:
+            sequence.enter(Phase.LOADING, now)
+        elif not sequence.is_reserving:
+            sequence.enter(Phase.READY, now)
+            sequence.ready_at = now
+            send_computed(self._ledger, sequence)
+
+    def landing_granted(self, event: ev.LandingGranted, now: float) -> None:
+        sequence = self._ledger.admitted[event.request_id]
+        sequence.is_reserving = False
+        sequence.landing = event.landing
+        sequence.num_sent = event.landing.num_cached_blocks * self._ledger.limits.block_size
+        self._proceed(sequence, now)
+
+    def landing_refused(self, event: ev.LandingRefused, now: float) -> None:
+        sequence = self._ledger.admitted[event.request_id]
+        sequence.is_reserving = False
+        self._ledger.fail(sequence, as_retryable(event.error), now)
+
+    def landing_lost(self, event: ev.LandingLost, now: float) -> None:
+        """Nothing that is sent under the lease can be committed any more."""
+        sequence = self._ledger.admitted.get(event.request_id)
+        if sequence is None or sequence.lease_id != event.lease_id or sequence.phase in ENDED:
+            return  # it ended while the renewal was under way
+        if sequence.phase is not Phase.COMMITTING:  # there the commit's own answer decides
+            self._ledger.fail(sequence, as_retryable(event.error), now)
+
+    def prefix_loaded(self, event: ev.PrefixLoaded, now: float) -> None:
+        """The leading blocks that arrived well are as good as computed; the rest is computed."""
+        sequence = self._ledger.admitted[event.request_id]
+        block_size = self._ledger.limits.block_size
+        first = sequence.num_computed // block_size
+        parts = prefix_parts(sequence, block_size)
+        stores = [part.store.instance_id for part in parts for _ in part.keys]
+        for index, checksum in enumerate(event.checksums, start=first):
+            if stores[index - first] == self._ledger.home_store:
+                self._ledger.puts.is_stored(sequence.request.block_keys[index])
+            self._ledger.publish(sequence, index, checksum)
+        sequence.num_computed += len(event.checksums) * block_size
+        sequence.num_cached = sequence.num_computed
+        self._ledger.counters["store_hit_blocks"] += len(event.checksums)
+        self._load_ended(sequence, now)
+
+    def prefix_load_failed(self, event: ev.PrefixLoadFailed, now: float) -> None:
+        self._ledger.counters["prefix_load_failures"] += 1
+        self._load_ended(self._ledger.admitted[event.request_id], now)
+
+    def _load_ended(self, sequence: Sequence, now: float) -> None:
+        sequence.is_loading = False
+        if sequence.phase is not Phase.RESERVING:
+            self._proceed(sequence, now)
+
+
+def _reservation(sequence: Sequence, now: float) -> ReserveLanding:
+    return ReserveLanding(
+        request_id=sequence.request_id,
+        lease_id=sequence.lease_id,
+        decode=sequence.placement.decode,
+        num_tokens=sequence.num_tokens,
+        block_keys=sequence.request.block_keys,
+        timeout_s=max(0.0, sequence.deadline_at - now),
+    )
+
+
+def prefix_parts(sequence: Sequence, block_size: int) -> tuple[PrefixPart, ...]:
+    """What the placement's sources hold of the prefix beyond `num_computed`, without a gap."""
+    usable = sequence.usable_keys(block_size)
+    position = sequence.num_computed // block_size
+    parts: list[PrefixPart] = []
+    for source in sorted(sequence.placement.prefix_sources, key=lambda s: s.first_block):
+        end = min(source.first_block + source.num_blocks, len(usable))
+        if source.first_block <= position < end:
+            blocks = tuple(sequence.block_table[position:end])
+            parts.append(PrefixPart(store=source.store, keys=usable[position:end], blocks=blocks))
+            position = end
+    return tuple(parts)
+
+
+def send_computed(ledger: Ledger, sequence: Sequence) -> None:
+    """Writes to the target those whole blocks that are there before the sequence runs."""
+    block_size, landing = ledger.limits.block_size, sequence.landing
+    indexes = range(sequence.num_sent // block_size, sequence.num_computed // block_size)
+    if landing is None or not indexes:
+        return
+    sequence.num_sent = sequence.num_computed
+    sequence.num_sends += 1
+    pairs = tuple((sequence.block_table[i], landing.block_ids[i]) for i in indexes)
+    ledger.out.append(SendBlocks(request_id=sequence.request_id, landing=landing, pairs=pairs))

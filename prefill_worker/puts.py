@@ -1,0 +1,127 @@
+"""Write-behind of computed blocks to the home store.
+
+Owns which blocks wait to be put and which are on their way. It never delays a request: what waits holds no reference,
+so the pool may evict it first; what is on its way is bounded; what exceeds the bounds is dropped and counted. A block
+that the store is known to hold is not offered again until the pool evicts it or the store restarts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from engine.block_pool import BlockPool
+from prefill_worker.actions import PutBlocks, PutItem
+from prefill_worker.events import PutDone, PutFailed
+from protocol.ids import BlockId
+from protocol.keys import BlockKey
+from protocol.request import Endpoint
+
+
+class WriteBehind:
+    """One put under way at a time, so that puts take at most one core's leisure."""
+
+    def __init__(
+        self, pool: BlockPool, counters: Counter[str], *, max_in_flight: int, max_pending: int
+    ) -> None:
+        self._pool = pool
+        self._counters = counters
+        self._max_in_flight = max_in_flight
+        self._max_pending = max_pending
+        self._home: Endpoint | None = None
+        self._pending: deque[PutItem] = deque()
+        self._under_way: PutBlocks | None = None
+        self._known: set[BlockKey] = set()  # in the store, pending or under way
+        self._num_puts = 0
+
+    def found(self, store: Endpoint) -> None:
+        """The home store can be reached (again)."""
+        if self._home is None or self._home.epoch != store.epoch:
+            self._known = {item.key for item in self._pending}
+        self._home = store
+
+    @property
+    def needs_home(self) -> bool:
+        return self._home is None
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def held_blocks(self) -> list[BlockId]:
+        """Blocks that this object keeps references to."""
+        return [item.block for item in self._under_way.items] if self._under_way else []
+
+    def is_stored(self, key: BlockKey) -> None:
+        """The home store was seen to hold this block."""
+        self._known.add(key)
+
+    def evicted(self, key: BlockKey) -> None:
+        """The pool cannot serve this block any more; whether the store still can is not tracked."""
+        self._known.discard(key)
+
+    def offer(self, item: PutItem) -> None:
+        """Puts a published block in line, unless the store is known to have it."""
+        if item.key in self._known:
+            return
+        if len(self._pending) >= self._max_pending:
+            self._counters["put_dropped_blocks"] += 1
+            return
+        self._known.add(item.key)
+        self._pending.append(item)
+
+    def start(self) -> PutBlocks | None:
+        """The next put, with references taken, when none is under way and the store is known."""
+        if self._under_way is not None or self._home is None:
+            return None
+        items = self._take()
+        if not items:
+            return None
+        self._pool.retain(item.block for item in items)
+        self._num_puts += 1
+        self._under_way = PutBlocks(put_id=self._num_puts, store=self._home, items=items)
+        return self._under_way
+
+    def _take(self) -> tuple[PutItem, ...]:
+        """The next blocks in line that the pool has not evicted meanwhile."""
+        items: list[PutItem] = []
+        while self._pending and len(items) < self._max_in_flight:
+            item = self._pending.popleft()
+            if self._pool.key_of(item.block) == item.key:
+                items.append(item)
+            else:
+                self._counters["put_dropped_blocks"] += 1
+        return tuple(items)
+
+    def done(self, event: PutDone) -> None:
+        """The store has the blocks, except corrupt ones (whose source is suspect) and refused ones."""
+        put = self._finish(event.put_id)
+        corrupt = set(event.corrupt)
+        for item in put.items:
+            if item.key in corrupt and self._pool.key_of(item.block) == item.key:
+                self._pool.forget(item.block)
+        if event.num_refused:  # which ones is not told, so none counts as stored
+            self._known.difference_update(item.key for item in put.items)
+        self._counters["integrity_failures"] += len(corrupt)
+        self._counters["put_refused_blocks"] += event.num_refused
+        self._counters["put_blocks"] += len(put.items) - event.num_refused - len(corrupt)
+
+    def failed(self, event: PutFailed) -> None:
+        """The store is gone until `found` is told otherwise."""
+        put = self._finish(event.put_id)
+        self._known.difference_update(item.key for item in put.items)
+        self._counters["put_dropped_blocks"] += len(put.items)
+        self._home = None
+
+    def _finish(self, put_id: int) -> PutBlocks:
+        put = self._under_way
+        if put is None or put.put_id != put_id:
+            raise ValueError(f"put {put_id} is not under way")
+        self._under_way = None
+        self._pool.release([item.block for item in put.items])
+        return put
+
+    def validate(self) -> None:
+        """Raises AssertionError when a bound or the bookkeeping is broken."""
+        assert len(self._pending) <= self._max_pending, "too many puts pending"
+        assert len(self.held_blocks()) <= self._max_in_flight, "too many puts in flight"
+        assert all(self._pool.references_of(block) for block in self.held_blocks())

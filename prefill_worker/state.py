@@ -1,0 +1,263 @@
+"""The prefill worker's automaton: `handle(event, now) -> actions`.
+
+    QUEUED → RESERVING → LOADING → READY → RUNNING → SENDING → COMMITTING → CLOSING → CLOSED
+                                     ↑_______________________________|  blocks arrived corrupt: compute again
+
+Reserving and loading overlap each other and the step of earlier sequences; one step is under way at a time. Rules:
+blocks are released only when no operation under way uses them; every sequence ends in a handoff, a last token or a
+failure that its gateway is told. No clock, no I/O, no tensors; `now` is in monotonic seconds.
+
+This file owns arrival, cancellation and deadlines; `preparation`, `steps` and `handoffs` own the phases, `puts` the
+write-behind to the store, and `ledger` what all of them share.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prefill_worker import events as ev
+from prefill_worker.actions import Action
+from prefill_worker.handoffs import Handoffs, out_of_time
+from prefill_worker.ledger import Ledger, Limits
+from prefill_worker.preparation import Preparation
+from prefill_worker.sequence import ENDED, PREPARED, Phase, Sequence
+from prefill_worker.steps import Steps
+from protocol.errors import Cancelled, InvalidRequest, MoonserveError
+from protocol.ids import LeaseId, RequestId
+from protocol.keys import BlockKey
+
+
+class PrefillState:
+    """One prefill worker. `lease_prefix` makes its landing leases unique in the cluster."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        lease_prefix: str,
+        home_store: str | None,
+        on_added: Callable[[BlockKey, BlockKey], None],
+        on_removed: Callable[[BlockKey], None],
+    ) -> None:
+        self._ledger = Ledger(
+            limits, home_store=home_store, on_added=on_added, on_removed=on_removed
+        )
+        self._preparation = Preparation(self._ledger)
+        self._handoffs = Handoffs(self._ledger)
+        self._steps = Steps(self._ledger, self._handoffs.computed)
+        self._lease_prefix = lease_prefix
+        self._deadlines: list[tuple[float, RequestId]] = []
+        self._num_submitted = 0
+        self._handlers = self._handler_table()
+
+    def _handler_table(self) -> Mapping[type, Callable[[Any, float], None]]:
+        puts = self._ledger.puts
+        return {
+            ev.Submitted: self._submitted,
+            ev.CancelRequested: self._cancel_requested,
+            ev.GatewayLost: self._gateway_lost,
+            ev.Tick: self._tick,
+            ev.LandingGranted: self._preparation.landing_granted,
+            ev.LandingRefused: self._preparation.landing_refused,
+            ev.LandingLost: self._preparation.landing_lost,
+            ev.PrefixLoaded: self._preparation.prefix_loaded,
+            ev.PrefixLoadFailed: self._preparation.prefix_load_failed,
+            ev.StepDone: self._steps.done,
+            ev.StepFailed: self._steps.failed,
+            ev.WritesDone: self._handoffs.writes_done,
+            ev.WritesFailed: self._handoffs.writes_failed,
+            ev.HandoffAccepted: self._handoffs.accepted,
+            ev.HandoffCorrupt: self._handoffs.corrupt,
+            ev.HandoffFailed: self._handoffs.failed,
+            ev.HomeStoreFound: lambda event, _now: puts.found(event.store),
+            ev.PutDone: lambda event, _now: puts.done(event),
+            ev.PutFailed: lambda event, _now: puts.failed(event),
+        }
+
+    def handle(self, event: ev.Event, now: float) -> list[Action]:
+        """What `event` changes, and what is to be done about it, in order.
+
+        Raises IllegalTransition, KeyError or ValueError for an answer to an operation that is not under way.
+        """
+        ledger = self._ledger
+        ledger.out = []
+        self._handlers[type(event)](event, now)
+        while ledger.returned:
+            self._submitted(ledger.returned.pop(), now)
+        self._preparation.admit(now)
+        self._steps.run(now)
+        put = ledger.puts.start()
+        if put is not None:
+            ledger.out.append(put)
+        return ledger.out
+
+    # -- figures
+
+    @property
+    def counters(self) -> Counter[str]:
+        return self._ledger.counters
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._ledger.sequences
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences of which nothing is computed yet."""
+        return len(self._ledger.queue) + sum(
+            sequence.phase in PREPARED for sequence in self._ledger.admitted.values()
+        )
+
+    @property
+    def num_running(self) -> int:
+        return len(self._ledger.sequences) - self.num_waiting
+
+    @property
+    def num_blocks(self) -> int:
+        return self._ledger.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._ledger.pool.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks that still hold a findable prefix."""
+        return self._ledger.pool.num_cached
+
+    @property
+    def num_held_blocks(self) -> int:
+        return self._ledger.pool.num_held
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens to compute before a request that came now would start."""
+        ledger = self._ledger
+        left = sum(s.num_left for s in ledger.admitted.values() if s.phase not in ENDED)
+        for sequence in ledger.queue:
+            sources = sequence.placement.prefix_sources
+            loadable = sum(source.num_blocks for source in sources) * ledger.limits.block_size
+            left += max(1, sequence.num_tokens - loadable)
+        return left
+
+    @property
+    def needs_home_store(self) -> bool:
+        """Whether blocks cannot be put until HomeStoreFound says where."""
+        return self._ledger.home_store is not None and self._ledger.puts.needs_home
+
+    def next_deadline(self) -> float | None:
+        """When a Tick is due."""
+        while self._deadlines:
+            at, request_id = self._deadlines[0]
+            sequence = self._ledger.sequences.get(request_id)
+            if sequence is not None and sequence.deadline_at == at:
+                return at
+            heapq.heappop(self._deadlines)
+        return None
+
+    # -- arrival
+
+    def _submitted(self, event: ev.Submitted, now: float) -> None:
+        ledger, request_id = self._ledger, event.request.request_id
+        earlier = ledger.sequences.get(request_id)
+        if earlier is None:
+            sequence = self._enqueue(event, now)
+            error = self._refusal(sequence, now)
+            if error is not None:
+                ledger.fail(sequence, error, now)
+        elif earlier.phase is Phase.CLOSING:
+            ledger.successors[request_id] = event  # else the same submission came twice
+
+    def _enqueue(self, event: ev.Submitted, now: float) -> Sequence:
+        ledger, request = self._ledger, event.request
+        self._num_submitted += 1
+        priority = request.priority if ledger.limits.policy == "priority" else 0
+        sequence = Sequence(
+            request=request,
+            placement=event.placement,
+            rank=(priority, self._num_submitted),
+            lease_id=LeaseId(f"{self._lease_prefix}-{self._num_submitted}"),
+            submitted_at=now,
+        )
+        ledger.sequences[request.request_id] = sequence
+        ledger.queue.push(sequence)
+        heapq.heappush(self._deadlines, (sequence.deadline_at, request.request_id))
+        ledger.counters["submitted_requests"] += 1
+        return sequence
+
+    def _refusal(self, sequence: Sequence, now: float) -> MoonserveError | None:
+        """Why a request can never run here."""
+        limits, ids = self._ledger.limits, {"request": sequence.request_id}
+        if self._ledger.tombstones.take(sequence.request_id, now):
+            self.counters["cancelled_unseen"] += 1
+            return Cancelled("cancelled before it arrived", **ids)
+        if sequence.num_tokens > limits.max_model_len:
+            return InvalidRequest(
+                f"the prompt has {sequence.num_tokens} tokens and the worker takes at most "
+                f"{limits.max_model_len}",
+                **ids,
+            )
+        num_needed = limits.blocks_for(sequence.num_tokens)
+        if num_needed > limits.num_blocks:
+            return InvalidRequest(
+                f"the prompt needs {num_needed} KV blocks and the worker has {limits.num_blocks}; "
+                "shorten it, or start workers with a larger --kv-cache-memory",
+                **ids,
+            )
+        return None
+
+    # -- cancellation and deadlines
+
+    def _cancel_requested(self, event: ev.CancelRequested, now: float) -> None:
+        ledger = self._ledger
+        sequence = ledger.sequences.get(event.request_id)
+        if sequence is not None and ledger.successors.pop(event.request_id, None) is not None:
+            ledger.tell_failed(sequence, Cancelled("cancelled", request=event.request_id))
+        if sequence is None:
+            ledger.tombstones.put(event.request_id, now)
+        elif sequence.phase not in ENDED:
+            ledger.tell_failed(sequence, Cancelled("cancelled", request=event.request_id))
+            ledger.cancel(sequence, now)
+
+    def _gateway_lost(self, event: ev.GatewayLost, now: float) -> None:
+        ledger = self._ledger
+        ledger.successors = {
+            request_id: successor
+            for request_id, successor in ledger.successors.items()
+            if successor.request.gateway_id != event.gateway_id
+        }
+        for sequence in list(ledger.sequences.values()):
+            if sequence.request.gateway_id == event.gateway_id and sequence.phase not in ENDED:
+                ledger.cancel(sequence, now)
+
+    def _tick(self, _event: ev.Tick, now: float) -> None:
+        while (at := self.next_deadline()) is not None and at <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            sequence = self._ledger.sequences[request_id]
+            # A commit under way has its own limit, and the decode worker watches the time after it.
+            if sequence.phase not in ENDED and sequence.phase is not Phase.COMMITTING:
+                self._ledger.fail(sequence, out_of_time(sequence), now)
+
+    # -- proof
+
+    def validate(self) -> None:
+        """Raises AssertionError unless every held block has its owners and every sequence its place."""
+        ledger = self._ledger
+        ledger.pool.validate()
+        ledger.puts.validate()
+        self._steps.validate()
+        references = Counter(ledger.puts.held_blocks())
+        for sequence in ledger.sequences.values():
+            references.update(sequence.block_table)
+            sequence.validate(ledger.limits.block_size)
+        for block in range(ledger.pool.num_blocks):
+            held, owned = ledger.pool.references_of(block), references[block]
+            assert held == owned, f"block {block} has {held} references and {owned} owners"
+        in_queue = {sequence.request_id for sequence in ledger.queue}
+        assert in_queue | set(ledger.admitted) == set(ledger.sequences), "a sequence is lost"
+        assert not in_queue & set(ledger.admitted), "a sequence waits and runs"
+        assert set(ledger.successors) <= set(ledger.sequences), "a successor waits for nobody"
+        assert not ledger.returned, "a request that came back was forgotten"

@@ -1,0 +1,160 @@
+"""READY → RUNNING: which tokens the engine computes next, and what follows when it has.
+
+One step is under way at a time and holds at most `max_num_batched_tokens` tokens, taken from sequences in rank order,
+so that a long prompt runs in chunks and short ones share a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.batch import Slice
+from prefill_worker import events as ev
+from prefill_worker.actions import RunStep, SendFirstToken, SlicePlan
+from prefill_worker.ledger import Ledger
+from prefill_worker.preparation import send_computed
+from prefill_worker.sequence import RUNNABLE, Phase, Sequence
+from protocol.request import PrefillReport, Token, finish_reason
+
+
+class Steps:
+    """Runs a ledger's sequences. `on_computed` takes over those that must be handed off."""
+
+    def __init__(self, ledger: Ledger, on_computed: Callable[[Sequence, float], None]) -> None:
+        self._ledger = ledger
+        self._on_computed = on_computed
+        self._members: tuple[Sequence, ...] = ()  # of the step under way
+
+    def run(self, now: float) -> None:
+        """Starts the next step when none is under way and some sequence can run."""
+        if self._members:
+            return
+        limits = self._ledger.limits
+        runnable = [s for s in self._ledger.admitted.values() if s.phase in RUNNABLE]
+        runnable.sort(key=lambda sequence: sequence.rank)
+        budget = limits.max_num_batched_tokens
+        plans: list[SlicePlan] = []
+        for sequence in runnable[: limits.max_num_seqs]:
+            if budget == 0:
+                break
+            if sequence.phase is Phase.READY:
+                self._start(sequence, now)
+            plan = plan_slice(sequence, min(budget, sequence.num_left), limits.block_size)
+            budget -= plan.slice.num_tokens
+            plans.append(plan)
+        if plans:
+            self._members = tuple(runnable[: len(plans)])
+            self._ledger.out.append(RunStep(plans=tuple(plans)))
+
+    def _start(self, sequence: Sequence, now: float) -> None:
+        if sequence.num_corrupt == 0:
+            sequence.started_at = now
+            self._match_again(sequence)
+        sequence.enter(Phase.RUNNING, now)
+
+    def _match_again(self, sequence: Sequence) -> None:
+        """Earlier sequences may have computed more of its prefix since it got its blocks."""
+        pool, table = self._ledger.pool, sequence.block_table
+        block_size = self._ledger.limits.block_size
+        first = sequence.num_computed // block_size
+        cached = pool.match_prefix(sequence.usable_keys(block_size))
+        if len(cached) <= first:
+            return
+        pool.retain(cached[first:])
+        pool.release(table[first : len(cached)])
+        table[first : len(cached)] = cached[first:]
+        self._ledger.adopt_cached(sequence, first, len(cached))
+        send_computed(self._ledger, sequence)
+
+    def done(self, event: ev.StepDone, now: float) -> None:
+        members, self._members = self._members, ()
+        for sequence, result in zip(members, event.slices, strict=True):
+            assert sequence.computing_to is not None, "a member of a step has a slice in it"
+            sequence.num_computed, sequence.computing_to = sequence.computing_to, None
+            for index, checksum in result.checksums:
+                self._ledger.publish(sequence, index, checksum)
+            self._ledger.counters["computed_slices"] += 1
+            if sequence.phase is Phase.CLOSING:
+                self._ledger.close_if_quiet(sequence, now)
+            elif sequence.num_left == 0:
+                self._finish(sequence, result, now)
+
+    def failed(self, event: ev.StepFailed, now: float) -> None:
+        """What the members' blocks hold is unknown, so the members end."""
+        members, self._members = self._members, ()
+        self._ledger.counters["failed_steps"] += 1
+        for sequence in members:
+            sequence.computing_to = None
+            self._ledger.fail(sequence, event.error, now)
+
+    def _finish(self, sequence: Sequence, result: ev.SliceDone, now: float) -> None:
+        """All KV is there. The first token goes out at once, unless it did before blocks arrived corrupt."""
+        token = sequence.first_token or self._emit_first_token(sequence, result, now)
+        if token.finish_reason is None:
+            self._on_computed(sequence, now)
+            return
+        self._ledger.counters["finished_requests"] += 1
+        self._ledger.end(sequence, now)
+
+    def _emit_first_token(self, sequence: Sequence, result: ev.SliceDone, now: float) -> Token:
+        request, sampled = sequence.request, result.sampled
+        assert sampled is not None, "the last slice of a prompt samples"
+        sequence.first_token = token = Token(
+            request_id=request.request_id,
+            index=request.first_index,
+            token_id=sampled.token_id,
+            logprobs=sampled.logprobs,
+            finish_reason=finish_reason(request.sampling, request.first_index, sampled.token_id),
+        )
+        report = prefill_report(sequence, now)
+        self._ledger.out.append(
+            SendFirstToken(gateway_id=request.gateway_id, token=token, report=report)
+        )
+        return token
+
+    def validate(self) -> None:
+        """Raises AssertionError when the step and its members disagree."""
+        in_step = {s.request_id for s in self._members}
+        for sequence in self._ledger.admitted.values():
+            is_member = sequence.request_id in in_step
+            assert (sequence.computing_to is not None) == is_member, "waits for no step"
+
+
+def plan_slice(sequence: Sequence, num_tokens: int, block_size: int) -> SlicePlan:
+    """The next `num_tokens` tokens of a sequence, noted in it as under way."""
+    request, start = sequence.request, sequence.num_computed
+    sequence.computing_to = end = start + num_tokens
+    landing = sequence.landing if end > sequence.num_sent else None
+    send_from = max(start, sequence.num_sent)
+    if landing is not None:
+        sequence.num_sends += 1
+        sequence.num_sent = end
+    is_last = end == sequence.num_tokens
+    complete = range(start // block_size, -(-end // block_size) if is_last else end // block_size)
+    return SlicePlan(
+        slice=Slice(
+            request_id=request.request_id,
+            token_ids=request.token_ids,
+            start=start,
+            end=end,
+            block_table=tuple(sequence.block_table),
+            sampling=request.sampling,
+            num_prompt_tokens=request.num_prompt_tokens,
+            samples=is_last and sequence.first_token is None,
+        ),
+        landing=landing,
+        send_from=send_from,
+        complete=tuple(complete),
+    )
+
+
+def prefill_report(sequence: Sequence, now: float) -> PrefillReport:
+    """Queueing, loading and computing add up to the time since the submission."""
+    load_s = sequence.ready_at - sequence.admitted_at
+    return PrefillReport(
+        request_id=sequence.request_id,
+        cached_tokens=sequence.num_cached,
+        queue_s=sequence.started_at - sequence.submitted_at - load_s,
+        load_s=load_s,
+        compute_s=now - sequence.started_at,
+    )

@@ -1,0 +1,599 @@
+"""Events in, actions out: the prefill worker's automaton, case by case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import pytest
+
+from prefill_worker import actions as act
+from prefill_worker import events as ev
+from prefill_worker.sequence import IllegalTransition, Phase, Sequence
+from prefill_worker.state import PrefillState
+from protocol.errors import Incompatible, MoonserveError, PeerLost, StaleLease
+from protocol.ids import GatewayId, LeaseId, RequestId
+from protocol.request import FinishReason
+from tests.prefill_worker.builders import (
+    HOME,
+    endpoint,
+    granted,
+    make_placement,
+    make_request,
+    make_state,
+    step_done,
+    submitted,
+)
+
+A = TypeVar("A")
+
+
+def only(actions: Iterable[act.Action], kind: type[A]) -> A:
+    """The one action of a kind."""
+    found = [action for action in actions if isinstance(action, kind)]
+    assert len(found) == 1, f"expected one {kind.__name__} in {list(actions)}"
+    return found[0]
+
+
+def kinds(actions: Iterable[act.Action]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def run_to_first_step(
+    state: PrefillState, name: str = "r", num_tokens: int = 6, **options: int
+) -> act.RunStep:
+    """Submits a request and grants its landing; gives its first step."""
+    request = make_request(name, range(num_tokens))
+    reserve = only(state.handle(submitted(request), 0.0), act.ReserveLanding)
+    return only(state.handle(granted(reserve, **options), 1.0), act.RunStep)
+
+
+def run_to_commit(state: PrefillState, name: str = "r", num_tokens: int = 6) -> act.CommitHandoff:
+    """… and computes and sends everything in one step."""
+    step = run_to_first_step(state, name, num_tokens)
+    state.handle(step_done(step), 2.0)
+    return only(state.handle(ev.WritesDone(request_id=RequestId(name)), 3.0), act.CommitHandoff)
+
+
+def assert_drained(state: PrefillState) -> None:
+    state.validate()
+    assert state.is_idle
+    assert state.num_held_blocks == 0
+
+
+def test_a_request_goes_through_all_phases_and_leaves_no_block_held() -> None:
+    state = make_state(home=None)
+    request = make_request("r", range(6))
+    reserve = only(state.handle(submitted(request), 0.0), act.ReserveLanding)
+    assert (reserve.num_tokens, reserve.block_keys) == (6, request.block_keys)
+
+    actions = state.handle(granted(reserve), 1.0)
+    assert kinds(actions) == [act.RunStep]
+    plan = only(actions, act.RunStep).plans[0]
+    assert (plan.slice.start, plan.slice.end, plan.send_from) == (0, 6, 0)
+    assert plan.complete == (0, 1)
+    assert plan.slice.samples
+
+    first = only(state.handle(step_done(act.RunStep(plans=(plan,))), 3.0), act.SendFirstToken)
+    assert (first.token.index, first.token.token_id, first.token.finish_reason) == (0, 42, None)
+    report = first.report
+    assert (report.queue_s, report.load_s, report.compute_s) == (0.0, 1.0, 2.0)
+
+    commit = only(state.handle(ev.WritesDone(request_id=RequestId("r")), 4.0), act.CommitHandoff)
+    assert commit.checksums == (1000, 1001)
+    assert commit.timeout_s == 596.0
+    assert state.handle(ev.HandoffAccepted(request_id=RequestId("r")), 5.0) == []
+    assert state.num_cached_blocks == 1
+    assert_drained(state)
+
+
+def test_a_long_prompt_runs_in_chunks_that_send_only_their_own_tokens() -> None:
+    state = make_state(budget=6)
+    step = run_to_first_step(state, num_tokens=10)
+    plan = step.plans[0]
+    assert (plan.slice.start, plan.slice.end, plan.complete, plan.slice.samples) == (
+        0,
+        6,
+        (0,),
+        False,
+    )
+    plan = only(state.handle(step_done(step), 2.0), act.RunStep).plans[0]
+    assert (plan.slice.start, plan.slice.end, plan.send_from) == (6, 10, 6)
+    assert plan.complete == (1, 2)
+    assert plan.slice.samples
+    state.validate()
+
+
+def test_short_prompts_share_a_step_up_to_its_token_limit() -> None:
+    state = make_state(budget=8)
+    first = run_to_first_step(state, "a", num_tokens=4)
+    for name in "bc":
+        request = make_request(name, range(50, 56))
+        reserve = only(state.handle(submitted(request), 0.0), act.ReserveLanding)
+        assert state.handle(granted(reserve), 1.0) == []  # one step at a time
+    plans = only(state.handle(step_done(first), 2.0), act.RunStep).plans
+    assert [(p.slice.request_id, p.slice.num_tokens) for p in plans] == [("b", 6), ("c", 2)]
+    state.validate()
+
+
+def test_reserving_and_loading_of_the_next_request_overlap_the_running_step() -> None:
+    state = make_state(num_blocks=32)
+    run_to_first_step(state, "a")
+    request = make_request("b", range(50, 62))
+    actions = state.handle(submitted(request, sources=[(HOME, 0, 2)]), 1.0)
+    assert kinds(actions) == [act.ReserveLanding, act.LoadPrefix]
+    state.validate()
+
+
+def test_only_so_many_requests_are_prepared_ahead() -> None:
+    state = make_state(num_blocks=64, lookahead=2, budget=8)
+    run_to_first_step(state, "a")
+    prepared = [
+        bool(state.handle(submitted(make_request(name, range(i, i + 8))), 1.0))
+        for i, name in enumerate(["b", "c", "d"], start=50)
+    ]
+    assert prepared == [True, True, False]
+    assert (state.num_waiting, state.num_running) == (3, 1)
+    state.validate()
+
+
+def test_prefix_blocks_come_from_the_stores_that_the_placement_names() -> None:
+    state = make_state()
+    far = endpoint("store-1")
+    request = make_request("r", range(16))  # three usable blocks: the last token is computed
+    actions = state.handle(submitted(request, sources=[(HOME, 0, 2), (far, 2, 2)]), 0.0)
+    load = only(actions, act.LoadPrefix)
+    assert [(part.store, len(part.keys)) for part in load.parts] == [(HOME, 2), (far, 1)]
+
+    state.handle(granted(only(actions, act.ReserveLanding)), 0.5)
+    actions = state.handle(ev.PrefixLoaded(request_id=RequestId("r"), checksums=(5, 6)), 1.0)
+    send, step = only(actions, act.SendBlocks), only(actions, act.RunStep)
+    assert send.pairs == tuple(zip(load.parts[0].blocks, (100, 101), strict=True))
+    assert (step.plans[0].slice.start, step.plans[0].send_from) == (8, 8)
+    assert state.counters["store_hit_blocks"] == 2
+
+    first = only(state.handle(step_done(step), 2.0), act.SendFirstToken)
+    assert first.report.cached_tokens == 8
+    assert not state.handle(ev.WritesDone(request_id=RequestId("r")), 3.0)
+    commit = only(state.handle(ev.WritesDone(request_id=RequestId("r")), 3.0), act.CommitHandoff)
+    assert commit.checksums == (5, 6, 1002, 1003)
+    state.validate()
+
+
+def test_a_failed_load_means_computing_and_not_failing() -> None:
+    state = make_state()
+    actions = state.handle(submitted(make_request("r", range(8)), sources=[(HOME, 0, 1)]), 0.0)
+    state.handle(granted(only(actions, act.ReserveLanding)), 0.5)
+    failed = ev.PrefixLoadFailed(request_id=RequestId("r"), error=PeerLost("gone"))
+    step = only(state.handle(failed, 1.0), act.RunStep)
+    assert step.plans[0].slice.start == 0
+    state.validate()
+
+
+def test_a_second_request_reuses_the_device_cache_and_keeps_the_writers_checksums() -> None:
+    state = make_state(home=None)
+    run_to_commit(state, "a", num_tokens=8)
+    state.handle(ev.HandoffAccepted(request_id=RequestId("a")), 4.0)
+    reserve = only(state.handle(submitted(make_request("b", range(8))), 5.0), act.ReserveLanding)
+    actions = state.handle(granted(reserve), 6.0)
+    assert kinds(actions) == [act.SendBlocks, act.RunStep]
+    step = only(actions, act.RunStep)
+    assert step.plans[0].slice.start == 4
+    state.handle(step_done(step), 7.0)
+    state.handle(ev.WritesDone(request_id=RequestId("b")), 8.0)
+    commit = only(state.handle(ev.WritesDone(request_id=RequestId("b")), 8.0), act.CommitHandoff)
+    assert commit.checksums == (1000, 1001)
+    state.validate()
+
+
+def test_blocks_computed_while_a_request_waited_are_found_before_it_runs() -> None:
+    state = make_state(budget=12)
+    step = run_to_first_step(state, "a", num_tokens=9)
+    reserve = only(state.handle(submitted(make_request("b", range(9))), 1.0), act.ReserveLanding)
+    state.handle(granted(reserve), 1.0)
+    actions = state.handle(step_done(step), 2.0)
+    plan = only(actions, act.RunStep).plans[0]
+    assert (plan.slice.request_id, plan.slice.start) == ("b", 8)
+    assert only(actions, act.SendBlocks).pairs == ((0, 100), (1, 101))
+    state.validate()
+
+
+def test_blocks_that_the_target_already_has_are_not_sent() -> None:
+    state = make_state(budget=16)
+    step = run_to_first_step(state, num_tokens=10, num_cached=1)
+    assert (step.plans[0].slice.start, step.plans[0].send_from) == (0, 4)
+    state.handle(step_done(step), 2.0)
+    commit = only(state.handle(ev.WritesDone(request_id=RequestId("r")), 3.0), act.CommitHandoff)
+    assert commit.checksums == (1001, 1002)
+    state.validate()
+
+
+def test_when_the_target_has_everything_nothing_is_sent_and_the_commit_follows_at_once() -> None:
+    state = make_state()
+    step = run_to_first_step(state, num_tokens=8, num_cached=2)
+    assert step.plans[0].landing is None
+    actions = state.handle(step_done(step), 2.0)
+    assert kinds(actions) == [act.SendFirstToken, act.CommitHandoff]
+    state.validate()
+
+
+def test_a_request_for_one_token_never_reserves() -> None:
+    state = make_state(home=None)
+    step = only(
+        state.handle(submitted(make_request("r", range(6), max_tokens=1)), 0.0), act.RunStep
+    )
+    assert step.plans[0].landing is None
+    actions = state.handle(step_done(step), 1.0)
+    assert kinds(actions) == [act.SendFirstToken]
+    assert only(actions, act.SendFirstToken).token.finish_reason is FinishReason.LENGTH
+    assert_drained(state)
+
+
+def test_a_request_that_stops_with_its_first_token_gives_its_landing_back_after_the_writes() -> (
+    None
+):
+    state = make_state(home=None)
+    request = make_request("r", range(6), stop_token_ids=frozenset({42}))
+    reserve = only(state.handle(submitted(request), 0.0), act.ReserveLanding)
+    step = only(state.handle(granted(reserve), 1.0), act.RunStep)
+    first = only(state.handle(step_done(step), 2.0), act.SendFirstToken)
+    assert first.token.finish_reason is FinishReason.STOP
+    assert state.num_held_blocks == 2  # still being read
+    actions = state.handle(ev.WritesDone(request_id=RequestId("r")), 3.0)
+    assert only(actions, act.ReleaseLanding).lease_id == reserve.lease_id
+    assert_drained(state)
+
+
+def test_a_continued_request_numbers_its_token_after_those_already_sent() -> None:
+    state = make_state(home=None, budget=16)
+    request = make_request("r", range(9), num_emitted=3, max_tokens=4)
+    step = only(state.handle(submitted(request), 0.0), act.RunStep)
+    first = only(state.handle(step_done(step), 1.0), act.SendFirstToken)
+    assert (first.token.index, first.token.finish_reason) == (3, FinishReason.LENGTH)
+    assert_drained(state)
+
+
+@pytest.mark.parametrize(("num_tokens", "word"), [(80, "blocks"), (101, "tokens")])
+def test_a_prompt_that_can_never_fit_is_refused_clearly(num_tokens: int, word: str) -> None:
+    state = make_state(num_blocks=16, max_model_len=100)
+    fail = only(state.handle(submitted(make_request("r", range(num_tokens))), 0.0), act.Fail)
+    assert fail.error.code == "invalid_request"
+    assert word in fail.error.message
+    assert_drained(state)
+
+
+def test_a_request_that_does_not_fit_now_waits_for_blocks() -> None:
+    state = make_state(num_blocks=4, home=None)
+    run_to_commit(state, "a", num_tokens=8)
+    assert state.handle(submitted(make_request("b", range(50, 62))), 3.0) == []
+    actions = state.handle(ev.HandoffAccepted(request_id=RequestId("a")), 4.0)
+    assert only(actions, act.ReserveLanding).request_id == "b"
+    state.validate()
+
+
+def test_priority_policy_runs_the_lower_number_first() -> None:
+    state = make_state(num_blocks=4, policy="priority", lookahead=1, budget=16)
+    run_to_commit(state, "a", num_tokens=16)
+    state.handle(submitted(make_request("late", range(8), priority=5)), 3.0)
+    state.handle(submitted(make_request("soon", range(8), priority=1)), 3.0)
+    actions = state.handle(ev.HandoffAccepted(request_id=RequestId("a")), 4.0)
+    assert only(actions, act.ReserveLanding).request_id == "soon"
+    state.validate()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(Incompatible("other weights"), "peer"), (PeerLost("gone"), "peer_lost")]
+)
+def test_a_refused_landing_fails_the_request_for_another_placement(
+    error: MoonserveError, code: str
+) -> None:
+    state = make_state()
+    reserve = only(state.handle(submitted(make_request("r", range(6))), 0.0), act.ReserveLanding)
+    actions = state.handle(ev.LandingRefused(request_id=RequestId("r"), error=error), 1.0)
+    fail = only(actions, act.Fail)
+    assert (fail.error.code, fail.error.retryable) == (code, True)
+    assert only(actions, act.ReleaseLanding).lease_id == reserve.lease_id
+    assert_drained(state)
+
+
+def test_a_failed_write_fails_the_request_and_keeps_its_blocks_until_the_others_end() -> None:
+    state = make_state(budget=6)
+    step = run_to_first_step(state, num_tokens=10)
+    step = only(state.handle(step_done(step), 2.0), act.RunStep)
+    failed = ev.WritesFailed(request_id=RequestId("r"), error=PeerLost("gone"))
+    assert only(state.handle(failed, 3.0), act.Fail).error.retryable
+    assert state.num_held_blocks == 3
+    state.handle(step_done(step), 4.0)
+    assert state.num_held_blocks == 3
+    actions = state.handle(ev.WritesDone(request_id=RequestId("r")), 5.0)
+    assert kinds(actions) == [act.ReleaseLanding]
+    assert_drained(state)
+
+
+def test_a_lost_lease_fails_the_request() -> None:
+    state = make_state()
+    step = run_to_first_step(state)
+    lost = ev.LandingLost(
+        request_id=RequestId("r"), lease_id=LeaseId("lease-1"), error=StaleLease("expired")
+    )
+    assert only(state.handle(lost, 1.5), act.Fail).error.retryable
+    state.handle(step_done(step), 2.0)
+    state.handle(ev.WritesDone(request_id=RequestId("r")), 3.0)
+    assert_drained(state)
+
+
+def test_corrupt_blocks_are_dropped_recomputed_and_sent_again_without_a_second_first_token() -> (
+    None
+):
+    state = make_state(budget=16, home=None)
+    run_to_commit(state, num_tokens=10)
+    actions = state.handle(ev.HandoffCorrupt(request_id=RequestId("r"), indexes=(1,)), 4.0)
+    plan = only(actions, act.RunStep).plans[0]
+    assert (plan.slice.start, plan.slice.end, plan.send_from) == (4, 10, 4)
+    assert not plan.slice.samples
+    assert state.counters["integrity_failures"] == 1
+    assert state.counters["recomputed_blocks"] == 2
+
+    actions = state.handle(step_done(only(actions, act.RunStep)), 5.0)
+    assert actions == []
+    commit = only(state.handle(ev.WritesDone(request_id=RequestId("r")), 6.0), act.CommitHandoff)
+    assert commit.checksums == (1000, 1001, 1002)
+    state.handle(ev.HandoffAccepted(request_id=RequestId("r")), 7.0)
+    assert_drained(state)
+
+
+def test_a_corrupt_cached_block_is_never_found_again() -> None:
+    state = make_state(budget=16, home=None)
+    run_to_commit(state, "a", num_tokens=10)
+    state.handle(ev.HandoffAccepted(request_id=RequestId("a")), 4.0)
+    reserve = only(state.handle(submitted(make_request("b", range(10))), 5.0), act.ReserveLanding)
+    step = only(state.handle(granted(reserve), 5.0), act.RunStep)
+    state.handle(step_done(step), 6.0)
+    state.handle(ev.WritesDone(request_id=RequestId("b")), 6.0)
+    state.handle(ev.WritesDone(request_id=RequestId("b")), 6.0)
+    actions = state.handle(ev.HandoffCorrupt(request_id=RequestId("b"), indexes=(0,)), 7.0)
+    assert only(actions, act.RunStep).plans[0].slice.start == 0
+    assert state.num_cached_blocks == 0
+    state.validate()
+
+
+def test_three_corrupt_handoffs_fail_the_request() -> None:
+    state = make_state(home=None)
+    run_to_commit(state)
+    corrupt = ev.HandoffCorrupt(request_id=RequestId("r"), indexes=(0,))
+    for _ in range(2):
+        step = only(state.handle(corrupt, 4.0), act.RunStep)
+        state.handle(step_done(step), 5.0)
+        state.handle(ev.WritesDone(request_id=RequestId("r")), 6.0)
+    actions = state.handle(corrupt, 7.0)
+    assert only(actions, act.Fail).error.code == "integrity"
+    assert kinds(actions) == [act.Fail, act.ReleaseLanding]
+    assert_drained(state)
+
+
+def test_a_failed_commit_fails_the_request_for_another_placement() -> None:
+    state = make_state(home=None)
+    run_to_commit(state)
+    failed = ev.HandoffFailed(request_id=RequestId("r"), error=StaleLease("expired"))
+    assert only(state.handle(failed, 4.0), act.Fail).error.retryable
+    assert_drained(state)
+
+
+def test_a_request_over_its_time_limit_fails() -> None:
+    state = make_state()
+    step = run_to_first_step(state)
+    assert state.next_deadline() == 600.0
+    assert state.handle(ev.Tick(), 599.0) == []
+    assert only(state.handle(ev.Tick(), 600.0), act.Fail).error.code == "deadline"
+    state.handle(step_done(step), 601.0)
+    state.handle(ev.WritesDone(request_id=RequestId("r")), 601.0)
+    assert state.next_deadline() is None
+    assert_drained(state)
+
+
+def test_cancel_while_queued_frees_at_once() -> None:
+    state = make_state(num_blocks=4)
+    run_to_first_step(state, "a", num_tokens=16)
+    state.handle(submitted(make_request("b", range(8))), 1.0)
+    fail = only(state.handle(ev.CancelRequested(request_id=RequestId("b")), 2.0), act.Fail)
+    assert (fail.request_id, fail.error.code) == ("b", "cancelled")
+    assert state.counters["cancelled_queued"] == 1
+    state.validate()
+
+
+def test_cancel_while_reserving_withdraws_and_releases_whatever_the_answer() -> None:
+    state = make_state()
+    reserve = only(state.handle(submitted(make_request("r", range(6))), 0.0), act.ReserveLanding)
+    actions = state.handle(ev.CancelRequested(request_id=RequestId("r")), 1.0)
+    assert kinds(actions) == [act.Fail, act.WithdrawReservation]
+    assert kinds(state.handle(granted(reserve), 2.0)) == [act.ReleaseLanding]
+    assert_drained(state)
+
+
+def test_cancel_while_loading_waits_for_the_load_to_end() -> None:
+    state = make_state(home=None)
+    actions = state.handle(submitted(make_request("r", range(8)), sources=[(HOME, 0, 1)]), 0.0)
+    state.handle(granted(only(actions, act.ReserveLanding)), 0.5)
+    state.handle(ev.CancelRequested(request_id=RequestId("r")), 1.0)
+    assert state.num_held_blocks == 2
+    actions = state.handle(ev.PrefixLoaded(request_id=RequestId("r"), checksums=(5,)), 2.0)
+    assert kinds(actions) == [act.ReleaseLanding]
+    assert_drained(state)
+
+
+def test_cancel_while_running_takes_effect_at_the_step_boundary() -> None:
+    state = make_state(home=None, budget=4)
+    step = run_to_first_step(state, num_tokens=10)
+    state.handle(ev.CancelRequested(request_id=RequestId("r")), 1.5)
+    assert state.handle(step_done(step), 2.0) == []
+    actions = state.handle(ev.WritesDone(request_id=RequestId("r")), 2.5)
+    assert kinds(actions) == [act.ReleaseLanding]
+    assert state.counters["cancelled_running"] == 1
+    assert_drained(state)
+
+
+def test_cancel_while_sending_waits_for_the_writes() -> None:
+    state = make_state(home=None)
+    state.handle(step_done(run_to_first_step(state)), 2.0)
+    state.handle(ev.CancelRequested(request_id=RequestId("r")), 2.5)
+    assert state.num_held_blocks == 2
+    failed = ev.WritesFailed(request_id=RequestId("r"), error=PeerLost("gone"))
+    assert kinds(state.handle(failed, 3.0)) == [act.ReleaseLanding]
+    assert_drained(state)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ev.HandoffAccepted(request_id=RequestId("r")),
+        ev.HandoffCorrupt(request_id=RequestId("r"), indexes=(0,)),
+        ev.HandoffFailed(request_id=RequestId("r"), error=PeerLost("gone")),
+    ],
+)
+def test_cancel_while_committing_waits_for_the_answer(answer: ev.Event) -> None:
+    state = make_state(home=None)
+    run_to_commit(state)
+    state.handle(ev.CancelRequested(request_id=RequestId("r")), 3.5)
+    released = [] if isinstance(answer, ev.HandoffAccepted) else [act.ReleaseLanding]
+    assert kinds(state.handle(answer, 4.0)) == released
+    assert_drained(state)
+
+
+def test_a_cancellation_that_overtakes_its_request_stops_it_within_a_minute() -> None:
+    state = make_state()
+    state.handle(ev.CancelRequested(request_id=RequestId("r")), 0.0)
+    fail = only(state.handle(submitted(make_request("r", range(6))), 59.0), act.Fail)
+    assert fail.error.code == "cancelled"
+    state.handle(ev.CancelRequested(request_id=RequestId("s")), 100.0)
+    actions = state.handle(submitted(make_request("s", range(6))), 161.0)
+    assert kinds(actions) == [act.ReserveLanding]
+    state.validate()
+
+
+def test_a_late_cancellation_of_an_ended_request_does_not_stop_its_next_attempt() -> None:
+    state = make_state(home=None)
+    run_to_commit(state)
+    state.handle(ev.HandoffAccepted(request_id=RequestId("r")), 4.0)
+    state.handle(ev.CancelRequested(request_id=RequestId("r")), 5.0)
+    actions = state.handle(submitted(make_request("r", range(8))), 6.0)
+    assert kinds(actions) == [act.ReserveLanding]
+    state.validate()
+
+
+def test_a_request_that_comes_back_before_its_earlier_attempt_closed_waits_for_that() -> None:
+    state = make_state(home=None)
+    step = run_to_first_step(state)
+    state.handle(ev.CancelRequested(request_id=RequestId("r")), 1.0)
+    assert state.handle(submitted(make_request("r", range(8))), 2.0) == []
+    state.handle(step_done(step), 3.0)
+    actions = state.handle(ev.WritesDone(request_id=RequestId("r")), 4.0)
+    assert kinds(actions) == [act.ReleaseLanding, act.ReserveLanding]
+    assert only(actions, act.ReserveLanding).lease_id == "lease-2"
+    state.validate()
+
+
+def test_a_repeated_submission_changes_nothing() -> None:
+    state = make_state()
+    request = make_request("r", range(6))
+    state.handle(submitted(request), 0.0)
+    assert state.handle(submitted(request), 0.1) == []
+    assert state.num_waiting == 1
+    state.validate()
+
+
+def test_a_lost_gateway_ends_its_requests_and_no_others() -> None:
+    state = make_state()
+    step = run_to_first_step(state, "mine")
+    state.handle(submitted(make_request("other", range(8), gateway="gateway-1")), 1.0)
+    assert state.handle(ev.GatewayLost(gateway_id=GatewayId("gateway-0")), 2.0) == []
+    state.handle(step_done(step), 3.0)
+    state.handle(ev.WritesDone(request_id=RequestId("mine")), 3.0)
+    assert (state.num_waiting, state.num_running) == (1, 0)
+    state.validate()
+
+
+def test_a_failed_step_fails_its_members_and_the_next_one_runs() -> None:
+    state = make_state()
+    run_to_first_step(state, "a", num_tokens=8)
+    reserve = only(state.handle(submitted(make_request("b", range(8))), 1.0), act.ReserveLanding)
+    state.handle(granted(reserve), 1.0)
+    actions = state.handle(ev.StepFailed(error=MoonserveError("boom")), 2.0)
+    assert kinds(actions) == [act.Fail, act.RunStep]
+    state.validate()
+
+
+def test_full_blocks_go_to_the_home_store_after_the_handoff_and_only_once() -> None:
+    state = make_state()
+    state.handle(ev.HomeStoreFound(store=HOME), 0.0)
+    run_to_commit(state, num_tokens=8)
+    put = only(state.handle(ev.HandoffAccepted(request_id=RequestId("r")), 4.0), act.PutBlocks)
+    keys = make_request("r", range(8)).block_keys
+    assert [(i.key, i.parent, i.checksum) for i in put.items] == [
+        (keys[0], None, 1000),
+        (keys[1], keys[0], 1001),
+    ]
+    assert state.num_held_blocks == 2
+    state.handle(ev.PutDone(put_id=put.put_id, num_refused=0, corrupt=()), 5.0)
+    assert_drained(state)
+
+    step = only(
+        state.handle(submitted(make_request("s", range(8), max_tokens=1)), 6.0), act.RunStep
+    )
+    assert kinds(state.handle(step_done(step), 7.0)) == [act.SendFirstToken]
+    state.validate()
+
+
+def test_blocks_read_from_the_home_store_are_not_put_back() -> None:
+    state = make_state()
+    state.handle(ev.HomeStoreFound(store=HOME), 0.0)
+    request = make_request("r", range(9), max_tokens=1)
+    state.handle(submitted(request, sources=[(HOME, 0, 1)]), 0.0)
+    loaded = ev.PrefixLoaded(request_id=RequestId("r"), checksums=(5,))
+    step = only(state.handle(loaded, 1.0), act.RunStep)
+    put = only(state.handle(step_done(step), 2.0), act.PutBlocks)
+    assert [item.key for item in put.items] == [request.block_keys[1]]
+    state.validate()
+
+
+def test_puts_are_bounded_and_what_is_too_much_is_dropped_and_counted() -> None:
+    state = make_state(max_put_blocks=1, max_pending_puts=2)
+    step = only(
+        state.handle(submitted(make_request("r", range(8), max_tokens=1)), 0.0), act.RunStep
+    )
+    state.handle(step_done(step), 1.0)
+    step = only(
+        state.handle(submitted(make_request("s", range(50, 58), max_tokens=1)), 2.0), act.RunStep
+    )
+    state.handle(step_done(step), 3.0)
+    assert state.counters["put_dropped_blocks"] == 2
+    put = only(state.handle(ev.HomeStoreFound(store=HOME), 4.0), act.PutBlocks)
+    assert len(put.items) == 1
+    actions = state.handle(ev.PutFailed(put_id=put.put_id, error=PeerLost("gone")), 5.0)
+    assert actions == []
+    assert state.needs_home_store
+    put = only(
+        state.handle(ev.HomeStoreFound(store=endpoint("store-0", epoch=2)), 6.0), act.PutBlocks
+    )
+    state.handle(ev.PutDone(put_id=put.put_id, num_refused=0, corrupt=(put.items[0].key,)), 7.0)
+    assert state.counters["integrity_failures"] == 1
+    assert state.counters["put_dropped_blocks"] == 3
+    assert_drained(state)
+
+
+def test_an_illegal_step_raises_with_the_history_and_changes_nothing() -> None:
+    request = make_request("r", range(6))
+    sequence = Sequence(
+        request=request,
+        placement=make_placement(request),
+        rank=(0, 1),
+        lease_id=LeaseId("l"),
+        submitted_at=0.0,
+    )
+    sequence.enter(Phase.RESERVING, 1.0)
+    with pytest.raises(IllegalTransition, match=r"r: reserving → committing.*reserving@1\.000"):
+        sequence.enter(Phase.COMMITTING, 2.0)
+    assert sequence.phase is Phase.RESERVING
+    state = make_state()
+    with pytest.raises(KeyError):
+        state.handle(ev.WritesDone(request_id=RequestId("nobody")), 0.0)
+    state.validate()
