@@ -50,8 +50,11 @@ class StoreReserveRequest(_message.Message):
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     WISHES_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
     ttl_s: _builtins.float
+    wait_s: _builtins.float
+    """When other writers hold all keys that are not present: answer once one of them has finished, at most this late."""
     @_builtins.property
     def wishes(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreReserveRequest.Wish]: ...
     def __init__(
@@ -60,10 +63,11 @@ class StoreReserveRequest(_message.Message):
         reservation_id: _builtins.str = ...,
         wishes: _abc.Iterable[Global___StoreReserveRequest.Wish] | None = ...,
         ttl_s: _builtins.float = ...,
+        wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation_id", b"reservation_id", "ttl_s", b"ttl_s", "wishes", b"wishes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation_id", b"reservation_id", "ttl_s", b"ttl_s", "wait_s", b"wait_s", "wishes", b"wishes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
