@@ -18,6 +18,14 @@ DEFAULT_BYTES_PER_S = 1e9
 LOCAL_BYTES_PER_S = 5e9
 
 
+def _require_usable(*coefficients: float) -> None:
+    """A negative or infinite coefficient would turn the choice of the best instance upside down."""
+    if not all(math.isfinite(c) and c >= 0 for c in coefficients):
+        raise InvalidRequest(
+            f"profile coefficients must be finite and not negative: {coefficients}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillProfile:
     """t(n, p) = c0 + c1·(n−p) + c2·(n²−p²) seconds for n prompt tokens of which p are cached."""
@@ -60,11 +68,3 @@ class DecodeProfile:
 
 DEFAULT_PREFILL = PrefillProfile(c0=0.005, c1=1e-3, c2=1e-8)
 DEFAULT_DECODE = DecodeProfile(c0=0.015, c1=0.003, c2=2e-6)
-
-
-def _require_usable(*coefficients: float) -> None:
-    """A negative or infinite coefficient would turn the choice of the best instance upside down."""
-    if not all(math.isfinite(c) and c >= 0 for c in coefficients):
-        raise InvalidRequest(
-            f"profile coefficients must be finite and not negative: {coefficients}"
-        )

@@ -179,7 +179,7 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
             raise ConfigError(f"{error}; choose another --port") from error
         try:
             async with _running(service.housekeep(config.heartbeat_interval_s / 2)) as task:
-                lifecycle.ready(address=address)
+                lifecycle.ready(rpc=address)
                 await _until_stopped(lifecycle, task)
         finally:
             await server.stop(STOP_GRACE_S)

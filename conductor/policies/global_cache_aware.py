@@ -21,7 +21,7 @@ DEFAULT_BALANCING_THRESHOLD = 1.25
 class GlobalCacheAware:
     """Predicted TTFT over all instances, fetching prefixes between hosts."""
 
-    name = "global_cache_aware"
+    name = "global-cache-aware"
 
     def __init__(self, balancing_threshold: float = DEFAULT_BALANCING_THRESHOLD) -> None:
         """Raises ConfigError for a threshold below 1, which would fetch what is already there."""

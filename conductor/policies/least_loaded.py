@@ -9,7 +9,7 @@ from conductor.policies.base import Offer, Prompt, predict
 class LeastLoaded:
     """The baseline that cache-aware policies are compared with."""
 
-    name = "least_loaded"
+    name = "least-loaded"
     balancing_threshold: float | None = None
 
     def weigh(self, prompt: Prompt, offer: Offer) -> PrefillCandidate:

@@ -1,0 +1,180 @@
+"""A conductor state and short ways to feed it, shared by the conductor's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from conductor.cost import DecodeProfile, PrefillProfile
+from conductor.events import (
+    Action,
+    BlockChanges,
+    Event,
+    Heartbeat,
+    Load,
+    Phase,
+    Place,
+    Placed,
+    Refused,
+    Register,
+    Rejected,
+    Report,
+)
+from conductor.policies import make_policy
+from conductor.state import ConductorState, Limits
+from protocol.ids import InstanceId, RequestId, Role
+from protocol.keys import NO_PARENT, BlockKey
+from protocol.layout import KvLayout
+from protocol.request import Endpoint, Placement
+
+# 10 tokens per block and 1 MB per block of 10 tokens: 1 ms over the default network.
+LAYOUT = KvLayout(num_layers=1, block_size=10, num_kv_heads=125, head_dim=100, dtype="float32")
+# 10 ms per uncached token, nothing else: easy to work by hand.
+PREFILL = PrefillProfile(c0=0.0, c1=0.01, c2=0.0)
+# 10 ms per sequence in the batch.
+DECODE = DecodeProfile(c0=0.0, c1=0.01, c2=0.0)
+
+
+def chain(name: str, count: int) -> tuple[BlockKey, ...]:
+    """Keys of the first `count` blocks of a prompt."""
+    return tuple(BlockKey(f"{name}-{i}".encode().ljust(16, b".")) for i in range(count))
+
+
+def endpoint(name: str, epoch: int = 1, host: str | None = None) -> Endpoint:
+    return Endpoint(
+        instance_id=name,
+        epoch=epoch,
+        rpc_address=f"{name}:1",
+        transfer_address=f"{name}:2",
+        host=host or f"host-of-{name}",
+    )
+
+
+def worker(name: str, role: Role, *, host: str | None = None, home: str | None = None) -> Register:
+    """A registration that tests vary with `dataclasses.replace`."""
+    return Register(
+        endpoint=endpoint(name, host=host),
+        role=role,
+        layout=LAYOUT,
+        fingerprint="f1",
+        num_blocks=1000,
+        prefill_profile=PREFILL,
+        decode_profile=DECODE,
+        home_store=InstanceId(home) if home else None,
+        max_model_len=4000,
+    )
+
+
+class Cluster:
+    """A conductor under test with its clock."""
+
+    def __init__(
+        self, *, threshold: float = 2.0, limits: Limits | None = None, policy: str | None = None
+    ) -> None:
+        limits = limits or Limits(ttft_slo_s=1000.0, tbt_slo_s=1000.0, lease_s=5.0)
+        self.state = ConductorState(make_policy(policy or "global-cache-aware", threshold), limits)
+        self.now = 100.0
+        self._epochs: dict[str, int] = {}
+        self._next_seq: dict[str, int] = {}
+
+    def send(self, event: Event) -> list[Action]:
+        actions = self.state.handle(event, self.now)
+        self.state.validate()
+        return actions
+
+    def join(self, registration: Register) -> None:
+        reply = self.send(registration)[-1]
+        assert not isinstance(reply, Refused), reply
+        self._epochs[registration.endpoint.instance_id] = registration.endpoint.epoch
+        self._next_seq[registration.endpoint.instance_id] = 1
+
+    def prefill(self, name: str, *, host: str | None = None, home: str | None = None) -> None:
+        self.join(worker(name, Role.PREFILL, host=host, home=home))
+
+    def decode(self, name: str, *, num_blocks: int = 1000) -> None:
+        self.join(replace(worker(name, Role.DECODE), num_blocks=num_blocks))
+
+    def store(self, name: str, *, host: str | None = None) -> None:
+        self.join(Register(endpoint=endpoint(name, host=host), role=Role.STORE))
+
+    def heartbeat(
+        self,
+        name: str,
+        load: Load | None = None,
+        *,
+        holds: Sequence[BlockKey] = (),
+        draining: bool = False,
+    ) -> Action:
+        """Also adds the blocks in `holds`."""
+        first = self._next_seq[name]
+        changes = BlockChanges(
+            first_seq=first,
+            next_seq=first + len(holds),
+            added=tuple((key, NO_PARENT) for key in holds),
+        )
+        self._next_seq[name] = changes.next_seq
+        return self.send(
+            Heartbeat(
+                instance_id=InstanceId(name),
+                epoch=self._epochs[name],
+                load=load or Load(free_blocks=1000),
+                changes=changes,
+                draining=draining,
+            )
+        )[-1]
+
+    def ask(self, request_id: str, place: Place | None = None, **changes: object) -> Action:
+        """The reply to a placement; `changes` are fields of `Place`."""
+        wish = place or Place(
+            request_id=RequestId(request_id), block_keys=(), num_prompt_tokens=100, max_tokens=10
+        )
+        return self.send(replace(wish, **changes))[-1]  # type: ignore[arg-type]
+
+    def place(
+        self,
+        request_id: str,
+        *,
+        keys: Sequence[BlockKey] = (),
+        tokens: int = 100,
+        max_tokens: int = 10,
+        excluded: frozenset[str] = frozenset(),
+    ) -> Placement:
+        reply = self.ask(
+            request_id,
+            block_keys=tuple(keys),
+            num_prompt_tokens=tokens,
+            max_tokens=max_tokens,
+            excluded_instances=excluded,
+        )
+        assert isinstance(reply, Placed), reply
+        return reply.placement
+
+    def reject(self, request_id: str, **changes: object) -> Rejected:
+        reply = self.ask(request_id, **changes)
+        assert isinstance(reply, Rejected), reply
+        return reply
+
+    def refuse(self, request_id: str, **changes: object) -> Exception:
+        reply = self.ask(request_id, **changes)
+        assert isinstance(reply, Refused), reply
+        return reply.error
+
+    def report(
+        self, request_id: str, phase: Phase, elapsed_s: float = 1.0, output_tokens: int = 0
+    ) -> list[Action]:
+        return self.send(
+            Report(
+                request_id=RequestId(request_id),
+                phase=phase,
+                elapsed_s=elapsed_s,
+                output_tokens=output_tokens,
+            )
+        )
+
+
+def pair() -> Cluster:
+    """One prefill and one decode worker."""
+    cluster = Cluster()
+    cluster.prefill("p0")
+    cluster.decode("d0")
+    return cluster

@@ -1,0 +1,323 @@
+"""The conductor over real gRPC on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from conductor.config import ConductorConfig
+from conductor.policies import DEFAULT_POLICY, make_policy
+from conductor.service import ConductorService, serve
+from conductor.state import ConductorState, Limits
+from protocol.config import load
+from protocol.errors import (
+    ConfigError,
+    Incompatible,
+    InvalidRequest,
+    NoWorker,
+    StaleLease,
+    Unauthenticated,
+)
+from protocol.keys import NO_PARENT, BlockKey, pack_keys
+from protocol.membership import BlockLog, Membership
+from protocol.metrics import scheduler_metrics
+from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
+from protocol.process import Lifecycle
+from protocol.rpc import Channels, RpcServer, failure_from_wire
+from protocol.wire import layout_to_wire
+from tests.conductor.cluster import LAYOUT, chain
+
+TOKEN = "secret"
+TIMEOUT_S = 10.0
+
+
+@dataclass
+class Rig:
+    """A running conductor and a client."""
+
+    address: str
+    registry: CollectorRegistry
+    state: ConductorState
+    channels: Channels
+    stub: conductor_pb2_grpc.ConductorAsyncStub
+    now: float = 100.0
+
+    async def call(self, method: str, request: object) -> object:
+        reply = await self.channels.call(getattr(self.stub, method), request, timeout_s=TIMEOUT_S)
+        self.state.validate()
+        return reply
+
+    async def join_pair(self) -> None:
+        await self.call("Register", registration("p0", common_pb2.ROLE_PREFILL))
+        await self.call("Register", registration("d0", common_pb2.ROLE_DECODE))
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    registry = CollectorRegistry()
+    state = ConductorState(make_policy(DEFAULT_POLICY, 1.25), Limits(ttft_slo_s=5.0))
+    server = RpcServer(TOKEN)
+    channels = Channels(TOKEN)
+    service = ConductorService(state, scheduler_metrics(registry), clock=lambda: rig.now)
+    conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
+    address = await server.start("127.0.0.1", 0)
+    stub = conductor_pb2_grpc.ConductorStub(channels.to(address))
+    rig = Rig(address, registry, state, channels, stub)
+    try:
+        yield rig
+    finally:
+        await channels.close()
+        await server.stop(0)
+        state.validate()
+
+
+def registration(
+    name: str, role: common_pb2.Role, epoch: int = 1, fingerprint: str = "f1"
+) -> conductor_pb2.RegisterRequest:
+    return conductor_pb2.RegisterRequest(
+        endpoint=common_pb2.Endpoint(
+            instance_id=name, epoch=epoch, rpc_address="a:1", transfer_address="t", host="h"
+        ),
+        role=role,
+        layout=layout_to_wire(LAYOUT),
+        fingerprint=fingerprint,
+        num_blocks=100,
+        max_model_len=1000,
+        prefill_profile=conductor_pb2.PrefillProfile(c1=0.01),
+        decode_profile=conductor_pb2.DecodeProfile(c1=0.01),
+    )
+
+
+def wish(
+    request_id: str, *, tokens: int = 100, keys: Sequence[BlockKey] = ()
+) -> conductor_pb2.PlaceRequest:
+    return conductor_pb2.PlaceRequest(
+        request_id=request_id,
+        block_keys=pack_keys(keys),
+        num_prompt_tokens=tokens,
+        max_tokens=10,
+    )
+
+
+async def test_a_wrong_cluster_token_is_refused(rig: Rig) -> None:
+    stranger = Channels("guess")
+    stub = conductor_pb2_grpc.ConductorStub(stranger.to(rig.address))
+    with pytest.raises(Unauthenticated):
+        await stranger.call(stub.Place, wish("r0"), timeout_s=TIMEOUT_S)
+    await stranger.close()
+
+
+async def test_a_request_is_placed_reported_and_explained(rig: Rig) -> None:
+    await rig.join_pair()
+    reply = await rig.call("Place", wish("r0"))
+    assert reply.placement.prefill.instance_id == "p0"
+    assert reply.placement.decode.instance_id == "d0"
+    assert reply.placement.predicted_ttft_s == pytest.approx(1.0)
+    first = conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN
+    await rig.call(
+        "Report", conductor_pb2.ReportRequest(request_id="r0", phase=first, elapsed_s=1.5)
+    )
+    explained = await rig.call("Explain", conductor_pb2.ExplainRequest(request_id="r0"))
+    assert explained.found
+    record = json.loads(explained.decision_json)
+    assert record["outcome"]["ttft_s"] == 1.5
+    assert rig.registry.get_sample_value("moonserve_placements_total") == 1
+    buckets = "moonserve_ttft_prediction_error_seconds_bucket"  # predicted minus actual: -0.5 s
+    assert rig.registry.get_sample_value(buckets, {"le": "-1.0"}) == 0
+    assert rig.registry.get_sample_value(buckets, {"le": "-0.3"}) == 1
+
+
+async def test_an_unknown_request_is_not_explained(rig: Rig) -> None:
+    reply = await rig.call("Explain", conductor_pb2.ExplainRequest(request_id="r0"))
+    assert not reply.found
+
+
+async def test_overload_carries_predictions_and_the_time_to_come_back(rig: Rig) -> None:
+    await rig.join_pair()
+    for i in range(5):
+        await rig.call("Place", wish(f"r{i}"))
+    overloaded = (await rig.call("Place", wish("r5"))).overloaded
+    assert overloaded.predicted_ttft_s == pytest.approx(6.0)
+    assert overloaded.retry_after_s == pytest.approx(1.0)
+    assert overloaded.reason == "ttft_slo"
+    rejections = rig.registry.get_sample_value("moonserve_rejections_total", {"reason": "ttft_slo"})
+    assert rejections == 1
+
+
+async def test_without_workers_or_with_a_bad_prompt_the_reply_is_a_failure(rig: Rig) -> None:
+    reply = await rig.call("Place", wish("r0"))
+    assert isinstance(failure_from_wire(reply.failure), NoWorker)
+    await rig.join_pair()
+    reply = await rig.call("Place", wish("r0", tokens=1000))
+    assert isinstance(failure_from_wire(reply.failure), InvalidRequest)
+
+
+async def test_errors_of_membership_arrive_as_their_class(rig: Rig) -> None:
+    await rig.call("Register", registration("p0", common_pb2.ROLE_PREFILL, epoch=2))
+    with pytest.raises(StaleLease):
+        await rig.call("Register", registration("p0", common_pb2.ROLE_PREFILL, epoch=1))
+    with pytest.raises(Incompatible):
+        await rig.call("Register", registration("d0", common_pb2.ROLE_DECODE, fingerprint="f2"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"role": common_pb2.ROLE_UNSPECIFIED},
+        {"layout": common_pb2.KvLayout()},
+        {"prefill_profile": conductor_pb2.PrefillProfile(c1=-1.0)},
+        {"decode_profile": conductor_pb2.DecodeProfile(c0=float("nan"))},
+        {"transfer_bytes_per_s": -1.0},
+        {"endpoint": common_pb2.Endpoint()},
+    ],
+)
+async def test_a_malformed_registration_is_invalid(rig: Rig, change: dict[str, object]) -> None:
+    message = registration("p0", common_pb2.ROLE_PREFILL)
+    for name, value in change.items():
+        message.ClearField(name)
+        message.MergeFrom(conductor_pb2.RegisterRequest(**{name: value}))
+    with pytest.raises(InvalidRequest):
+        await rig.call("Register", message)
+
+
+async def test_malformed_keys_parents_and_phases_are_invalid(rig: Rig) -> None:
+    await rig.join_pair()
+    bad_place = conductor_pb2.PlaceRequest(
+        request_id="r0", block_keys=b"short", num_prompt_tokens=10
+    )
+    bad_events = conductor_pb2.BlockEvents(first_seq=1, added_keys=bytes(16), next_seq=2)
+    calls = [
+        ("Place", bad_place),
+        ("Place", wish("")),
+        ("Report", conductor_pb2.ReportRequest(request_id="r0")),
+        (
+            "Heartbeat",
+            conductor_pb2.HeartbeatRequest(instance_id="p0", epoch=1, events=bad_events),
+        ),
+    ]
+    for method, request in calls:
+        with pytest.raises(InvalidRequest):
+            await rig.call(method, request)
+
+
+async def test_membership_feeds_the_index_and_leaves(rig: Rig) -> None:
+    """The client that every instance uses, against the real service."""
+    await rig.join_pair()
+    log = BlockLog()
+    keys = chain("a", 9)
+    for key in keys:
+        log.added(key, NO_PARENT)
+    store = registration("s0", common_pb2.ROLE_STORE)
+    member = Membership(rig.channels, rig.address, store, conductor_pb2.Load, log)
+    task = asyncio.create_task(member.run())
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await member.registered.wait()
+        reply = await rig.call("Place", wish("r0", keys=chain("a", 10)))
+        (source,) = reply.placement.prefix_sources
+        assert (source.store.instance_id, source.first_block, source.num_blocks) == ("s0", 0, 9)
+        await member.leave()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    cluster = await rig.call("GetCluster", conductor_pb2.GetClusterRequest())
+    assert {view.endpoint.instance_id for view in cluster.instances} == {"p0", "d0"}
+
+
+async def test_the_cluster_view_says_what_workers_have_in_common(rig: Rig) -> None:
+    empty = await rig.call("GetCluster", conductor_pb2.GetClusterRequest())
+    assert not empty.ready
+    assert not empty.HasField("layout")
+    await rig.join_pair()
+    load = conductor_pb2.Load(num_running=3)
+    beat = conductor_pb2.HeartbeatRequest(instance_id="d0", epoch=1, load=load)
+    reply = await rig.call("Heartbeat", beat)
+    assert reply.known
+    assert not reply.resync
+    rig.now += 1.0
+    view = await rig.call("GetCluster", conductor_pb2.GetClusterRequest())
+    assert view.ready
+    assert (view.fingerprint, view.max_model_len) == ("f1", 1000)
+    assert view.layout == layout_to_wire(LAYOUT)
+    assert view.instances[1].load.num_running == 3
+    assert view.instances[1].last_heard_s == pytest.approx(1.0)
+
+
+async def test_a_cancelled_call_leaves_the_state_whole(rig: Rig) -> None:
+    await rig.join_pair()
+    task = asyncio.create_task(rig.call("Place", wish("r0")))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    reply = await rig.call("Place", wish("r0"))
+    assert reply.placement.predicted_ttft_s == pytest.approx(1.0)
+
+
+async def ready_facts(reader: int) -> dict[str, str]:
+    """The facts of the ready report on a status pipe."""
+    loop = asyncio.get_running_loop()
+    stream = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reader, "rb")
+    )
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                entry = json.loads(await stream.readline())
+                if "ready" in entry:
+                    facts: dict[str, str] = entry["ready"]
+                    return facts
+    finally:
+        transport.close()
+
+
+async def test_the_process_body_serves_housekeeps_and_stops() -> None:
+    reader, writer = os.pipe()
+    flags = ["--lease-s", "0.2", "--heartbeat-interval-s", "0.02"]
+    config = load(ConductorConfig, flags, prog="conductor", environ={})
+    lifecycle = Lifecycle(writer)
+    task = asyncio.create_task(serve(config, lifecycle))
+    facts = await ready_facts(reader)
+    os.close(writer)
+    channels = Channels(config.cluster_token)
+    stub = conductor_pb2_grpc.ConductorStub(channels.to(facts["rpc"]))
+    message = registration("p0", common_pb2.ROLE_PREFILL)
+    reply = await channels.call(stub.Register, message, timeout_s=TIMEOUT_S)
+    assert reply.lease_s == pytest.approx(0.2)
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:  # each call waits for the server, which waits for its own timer
+            request = conductor_pb2.GetClusterRequest()
+            view = await channels.call(stub.GetCluster, request, timeout_s=TIMEOUT_S)
+            if not view.instances:
+                break
+    await channels.close()
+    lifecycle.stopping.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        await task
+
+
+async def test_a_taken_port_is_a_config_error(rig: Rig) -> None:
+    port = rig.address.rpartition(":")[2]
+    config = load(ConductorConfig, ["--port", port], prog="conductor", environ={})
+    with pytest.raises(ConfigError, match="--port"):
+        await serve(config, Lifecycle(None))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--heartbeat-interval-s", "5", "--lease-s", "2"],
+        ["--ttft-slo", "0"],
+        ["--balancing-threshold", "0.5"],
+    ],
+)
+async def test_values_that_cannot_work_are_config_errors(flags: list[str]) -> None:
+    config = load(ConductorConfig, flags, prog="conductor", environ={})
+    with pytest.raises(ConfigError):
+        await serve(config, Lifecycle(None))

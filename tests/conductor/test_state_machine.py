@@ -1,0 +1,227 @@
+"""Random joins, leaves, silences, placements and reports in any order keep the books consistent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from conductor.events import (
+    BlockChanges,
+    Deregister,
+    Heartbeat,
+    HeartbeatSeen,
+    Load,
+    Phase,
+    Place,
+    Placed,
+    Refused,
+    Rejected,
+    Report,
+    Tick,
+)
+from conductor.policies import POLICY_NAMES, make_policy
+from conductor.state import ConductorState, Limits
+from protocol.errors import InvalidRequest, NoWorker, StaleLease
+from protocol.ids import InstanceId, RequestId, Role
+from protocol.keys import NO_PARENT
+from tests.conductor.cluster import LAYOUT, chain, endpoint, worker
+
+ROLES = {
+    **{f"p{i}": Role.PREFILL for i in range(3)},
+    **{f"d{i}": Role.DECODE for i in range(2)},
+    **{f"s{i}": Role.STORE for i in range(2)},
+}
+instances = st.sampled_from(sorted(ROLES))
+requests = st.sampled_from([RequestId(f"r{i}") for i in range(8)])
+prompts = st.sampled_from(["a", "b"])
+
+
+class ConductorMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        limits = Limits(ttft_slo_s=4.0, tbt_slo_s=0.05, lease_s=5.0, placement_ttl_s=20.0)
+        self.now = 0.0
+        self.states = [ConductorState(make_policy(name, 1.5), limits) for name in POLICY_NAMES]
+        self.epochs: dict[str, int] = {}
+        self.next_seq: dict[str, int] = {}
+
+    def send(self, event: object) -> list[list[object]]:
+        return [list(state.handle(event, self.now)) for state in self.states]  # type: ignore[arg-type]
+
+    @rule(name=instances, newer=st.booleans())
+    def join(self, name: str, newer: bool) -> None:
+        epoch = max(self.epochs.get(name, 1) + (1 if newer else 0), 1)
+        if newer or name not in self.epochs:
+            self.next_seq[name] = 1
+        self.epochs[name] = epoch
+        home = f"s{name[1]}" if ROLES[name] is Role.PREFILL else None
+        registration = replace(
+            worker(name, ROLES[name], home=home), endpoint=endpoint(name, epoch), num_blocks=60
+        )
+        for actions in self.send(registration):
+            assert not isinstance(actions[-1], Refused)
+
+    @rule(name=instances)
+    def join_with_an_old_epoch(self, name: str) -> None:
+        if self.epochs.get(name, 1) < 2:
+            return
+        for state in self.states:
+            known = name in {v.endpoint.instance_id for v in state.cluster(self.now).instances}
+            old = replace(worker(name, ROLES[name]), endpoint=endpoint(name, 1))
+            if known and not state.handle(Tick(), self.now):
+                (reply,) = state.handle(old, self.now)
+                assert isinstance(reply, Refused)
+                assert isinstance(reply.error, StaleLease)
+
+    @rule(name=instances)
+    def leave(self, name: str) -> None:
+        self.send(Deregister(instance_id=InstanceId(name), epoch=self.epochs.get(name, 1)))
+
+    @rule(
+        name=instances,
+        prompt=prompts,
+        span=st.tuples(st.integers(0, 10), st.integers(0, 10)),
+        removes=st.booleans(),
+        skips=st.booleans(),
+        draining=st.booleans(),
+        numbers=st.tuples(*[st.integers(0, 40)] * 5),
+    )
+    def heartbeat(
+        self,
+        name: str,
+        prompt: str,
+        span: tuple[int, int],
+        removes: bool,
+        skips: bool,
+        draining: bool,
+        numbers: tuple[int, ...],
+    ) -> None:
+        keys = chain(prompt, 10)[min(span) : max(span)]
+        first = self.next_seq.get(name, 1) + (3 if skips else 0)
+        changes = BlockChanges(
+            first_seq=first,
+            next_seq=first + len(keys),
+            added=() if removes else tuple((key, NO_PARENT) for key in keys),
+            removed=keys if removes else (),
+        )
+        running, free, leased, context, queued = numbers
+        load = Load(
+            num_running=running,
+            free_blocks=free,
+            leased_blocks=leased,
+            context_tokens=context * 10,
+            queued_tokens=queued * 10,
+        )
+        beat = Heartbeat(
+            instance_id=InstanceId(name),
+            epoch=self.epochs.get(name, 1),
+            load=load,
+            changes=changes,
+            draining=draining,
+        )
+        for actions in self.send(beat):
+            reply = actions[-1]
+            assert isinstance(reply, HeartbeatSeen)
+            if reply.known and not reply.resync:
+                self.next_seq[name] = changes.next_seq
+
+    @rule(
+        request_id=requests,
+        prompt=prompts,
+        tokens=st.integers(0, 150),
+        max_tokens=st.integers(1, 50),
+        excluded=st.frozensets(instances, max_size=2),
+    )
+    def place(
+        self,
+        request_id: RequestId,
+        prompt: str,
+        tokens: int,
+        max_tokens: int,
+        excluded: frozenset[str],
+    ) -> None:
+        event = Place(
+            request_id=request_id,
+            block_keys=chain(prompt, tokens // 10),
+            num_prompt_tokens=tokens,
+            max_tokens=max_tokens,
+            excluded_instances=excluded,
+        )
+        for actions in self.send(event):
+            reply = actions[-1]
+            match reply:
+                case Placed():
+                    self.check_placed(reply, event)
+                case Rejected():
+                    assert reply.retry_after_s > 0
+                    decision = reply.decision
+                    assert (
+                        reply.predicted_ttft_s > decision.ttft_slo_s
+                        or reply.predicted_tbt_s > decision.tbt_slo_s
+                    )
+                case Refused():
+                    assert isinstance(reply.error, NoWorker | InvalidRequest)
+                case _:
+                    raise AssertionError(reply)
+
+    def check_placed(self, reply: Placed, event: Place) -> None:
+        placement, decision = reply.placement, reply.decision
+        named = {placement.prefill.instance_id, placement.decode.instance_id}
+        named |= {s.store.instance_id for s in placement.prefix_sources}
+        assert not named & event.excluded_instances
+        chosen = next(c for c in decision.prefill_candidates if c.instance_id == decision.prefill)
+        position = chosen.device_blocks
+        for source in placement.prefix_sources:
+            assert source.first_block == position, "sources leave no gap"
+            assert source.num_blocks > 0
+            position += source.num_blocks
+        assert position == chosen.reuse_blocks, "what is counted on is named"
+        assert chosen.reuse_blocks * LAYOUT.block_size < event.num_prompt_tokens
+        assert placement.predicted_ttft_s <= decision.ttft_slo_s
+        assert placement.predicted_tbt_s <= decision.tbt_slo_s
+
+    @rule(request_id=requests, phase=st.sampled_from(Phase), output=st.integers(0, 50))
+    def report(self, request_id: RequestId, phase: Phase, output: int) -> None:
+        self.send(Report(request_id=request_id, phase=phase, elapsed_s=0.5, output_tokens=output))
+
+    @rule(seconds=st.floats(0.0, 6.0))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.send(Tick())
+
+    @invariant()
+    def books_agree(self) -> None:
+        for state in self.states:
+            state.validate()
+
+
+ConductorMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestRandomHistories = ConductorMachine.TestCase
+
+
+def test_equal_histories_give_equal_decisions() -> None:
+    """Nothing in the state depends on a clock, a hash seed or chance."""
+
+    def run() -> list[str]:
+        state = ConductorState(make_policy(POLICY_NAMES[0], 1.5), Limits())
+        for name, role in ROLES.items():
+            state.handle(worker(name, role), 0.0)
+        for i in range(30):
+            event = Place(
+                request_id=RequestId(f"r{i}"),
+                block_keys=chain("ab"[i % 2], 5),
+                num_prompt_tokens=55,
+                max_tokens=5,
+            )
+            state.handle(event, i / 10)
+        state.validate()
+        decisions = (state.explain(RequestId(f"r{i}")) for i in range(30))
+        return [d.to_json() for d in decisions if d is not None]
+
+    assert run() == run()
+    assert len(run()) == 30
