@@ -7,7 +7,7 @@ process to process is said here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conductor.config import ConductorConfig
@@ -20,6 +20,8 @@ from protocol.config import Option, options_of
 
 # The HTTP endpoint's address is the gateway's alone.
 _NOT_INHERITED = {"host", "port"}
+
+DEMO_MODEL_NAME = "moonserve-demo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,7 @@ class ProcessSpec:
 
 def conductor_spec(config: ServeConfig, port: str = "0") -> ProcessSpec:
     """The process that must be ready before the others can be told its address."""
-    return _spec(config, "conductor", "conductor", ConductorConfig, port=port)
+    return _spec(config, "conductor", "conductor", ConductorConfig, {"port": port})
 
 
 def member_specs(config: ServeConfig, model_path: str, conductor: str) -> list[ProcessSpec]:
@@ -42,34 +44,34 @@ def member_specs(config: ServeConfig, model_path: str, conductor: str) -> list[P
     shared = {"conductor": conductor}
     worker = {**shared, "model": model_path, "num_threads": str(config.threads_per_worker)}
     stores = [
-        _spec(config, f"store-{i}", "kvstore", StoreConfig, **shared)
+        _spec(config, f"store-{i}", "kvstore", StoreConfig, shared)
         for i in range(config.store_nodes)
     ]
     prefills = [
-        _spec(config, f"prefill-{i}", "prefill_worker", PrefillConfig, **worker, **_home(config, i))
+        _spec(config, f"prefill-{i}", "prefill_worker", PrefillConfig, worker | _home(config, i))
         for i in range(config.prefill_workers)
     ]
     decodes = [
-        _spec(config, f"decode-{i}", "decode_worker", DecodeConfig, **worker)
+        _spec(config, f"decode-{i}", "decode_worker", DecodeConfig, worker)
         for i in range(config.decode_workers)
     ]
     return [*stores, *prefills, *decodes, _gateway_spec(config, model_path, conductor)]
 
 
 def _gateway_spec(config: ServeConfig, model_path: str, conductor: str) -> ProcessSpec:
-    names = config.served_model_name or (config.model or "moonserve-demo",)
-    return _spec(
-        config,
-        "gateway-0",
-        "gateway",
-        GatewayConfig,
-        environment={"MOONSERVE_API_KEY": ",".join(config.api_key)} if config.api_key else {},
-        conductor=conductor,
-        model=model_path,
-        host=config.host,
-        port=str(config.port),
-        served_model_name=",".join(names),
-    )
+    names = config.served_model_name or (config.model or DEMO_MODEL_NAME,)
+    values = {
+        "conductor": conductor,
+        "model": model_path,
+        "host": config.host,
+        "port": str(config.port),
+        "served_model_name": ",".join(names),
+    }
+    spec = _spec(config, "gateway-0", "gateway", GatewayConfig, values)
+    if not config.api_key:
+        return spec
+    # Not as a flag: process lists show flags.
+    return replace(spec, environment={"MOONSERVE_API_KEY": ",".join(config.api_key)})
 
 
 def _home(config: ServeConfig, index: int) -> dict[str, str]:
@@ -82,21 +84,19 @@ def _spec(
     instance_id: str,
     module: str,
     config_class: type,
-    *,
-    environment: Mapping[str, str] | None = None,
-    **values: str,
+    values: Mapping[str, str],
 ) -> ProcessSpec:
     flags: list[str] = ["--instance-id", instance_id]
     for option in options_of(config_class):
         if option.name in values:
             flags += [option.flag, values[option.name]]
-        elif (
-            option.name not in _NOT_INHERITED and not option.secret and hasattr(config, option.name)
-        ):
+        elif _is_shared(config, option):
             flags += _inherited(option, getattr(config, option.name))
-    return ProcessSpec(
-        instance_id=instance_id, module=module, flags=tuple(flags), environment=environment or {}
-    )
+    return ProcessSpec(instance_id=instance_id, module=module, flags=tuple(flags))
+
+
+def _is_shared(config: ServeConfig, option: Option) -> bool:
+    return option.name not in _NOT_INHERITED and not option.secret and hasattr(config, option.name)
 
 
 def _inherited(option: Option, value: Any) -> list[str]:

@@ -1,0 +1,196 @@
+"""`make bench`: the cluster beside the bare engine and transformers `generate`, in one run on one machine.
+
+Claims (medians over the rounds; each round measures every side once, in turn):
+1. added time to first token over the bare engine's prefill, 512-token prompt, idle cluster: at most 15 ms;
+2. decode through the cluster at concurrency 8: at least 75 % of the bare engine's tokens/s;
+3. more output tokens/s at concurrency 8 than `generate` at batch 8;
+4. TTFT of a 512-token prompt with prefill and decode on one core each: below 187 ms.
+Prompts never repeat, so no cache helps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.coupled import BareEngine, TransformersGenerate
+from benchmarks.measure import (
+    decode_throughput,
+    latencies_ms,
+    median,
+    medians,
+    random_prompts,
+    table,
+    total_throughput,
+    write_json,
+)
+from deploy.local import running
+from models import demo_model_path
+from protocol.timeline import Timeline
+from traces.client import ModelFacts, StreamClient
+
+PROMPT_TOKENS = 512
+OUTPUT_TOKENS = 256
+CONCURRENCIES = (1, 8, 32)
+BLOCK_SIZE = 32
+CHUNK = 512
+
+BARS = {
+    "added_ttft_ms": ("<=", 15.0),
+    "decode_ratio_to_bare": (">=", 0.75),
+    "throughput_ratio_to_generate": (">", 1.0),
+    "ttft_512_ms": ("<", 187.0),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="at least 5 for a claim")
+    parser.add_argument("--output", type=Path, default=Path("out/serving.json"))
+    arguments = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as log_dir,
+        running(None, "--num-threads", "1", log_dir=Path(log_dir)) as cluster,
+    ):
+        _pin_workers(cluster.process.pid)
+        result = asyncio.run(_measure(cluster.url, arguments.rounds))
+    print(_report(result))
+    write_json(arguments.output, result)
+    return 0 if all(claim["met"] for claim in result["claims"].values()) else 1
+
+
+def _pin_workers(launcher: int) -> None:
+    """One core for each worker; everything else goes where the kernel likes."""
+    cores = sorted(os.sched_getaffinity(0))
+    for child in psutil.Process(launcher).children():
+        command = " ".join(child.cmdline())
+        if "prefill_worker" in command:
+            child.cpu_affinity([cores[0]])
+        elif "decode_worker" in command:
+            child.cpu_affinity([cores[-1]])
+
+
+async def _measure(url: str, rounds: int) -> dict[str, Any]:
+    model_path = demo_model_path()
+    bare = BareEngine(model_path, block_size=BLOCK_SIZE, chunk=CHUNK, num_threads=1)
+    generate = {n: TransformersGenerate(model_path, n) for n in (1, 2)}
+    async with StreamClient(url) as client:
+        facts = await client.model(None)
+        sides: dict[str, list[dict[str, float]]] = {}
+        for number in range(-1, rounds):  # the first round warms everything up
+            figures = await _round(client, facts, bare, generate, number)
+            if number >= 0:
+                for side, row in figures.items():
+                    sides.setdefault(side, []).append(row)
+    return _result(sides)
+
+
+async def _round(
+    client: StreamClient,
+    facts: ModelFacts,
+    bare: BareEngine,
+    generate: dict[int, TransformersGenerate],
+    number: int,
+) -> dict[str, dict[str, float]]:
+    assert facts.vocab_size is not None
+    figures: dict[str, dict[str, float]] = {}
+    for concurrency in CONCURRENCIES:
+        prompts = random_prompts(
+            concurrency, PROMPT_TOKENS, facts.vocab_size, seed=1000 * number + concurrency
+        )
+        figures[f"cluster {concurrency}"] = _figures(
+            await _cluster_run(client, facts.name, prompts)
+        )
+        figures[f"bare engine {concurrency}"] = _figures(bare.run(prompts, OUTPUT_TOKENS))
+        for threads, opponent in generate.items():
+            timelines = opponent.run(prompts, OUTPUT_TOKENS)
+            figures[f"generate {threads} threads {concurrency}"] = _figures(timelines)
+    return figures
+
+
+async def _cluster_run(
+    client: StreamClient, model: str, prompts: Sequence[Sequence[int]]
+) -> list[Timeline]:
+    outcomes = await asyncio.gather(
+        *(client.complete(model, prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts)
+    )
+    timelines = []
+    for outcome in outcomes:
+        if outcome.timeline is None or outcome.error is not None:
+            raise RuntimeError(f"a request failed: {outcome.status} {outcome.error}")
+        timelines.append(outcome.timeline)
+    return timelines
+
+
+def _figures(timelines: Sequence[Timeline]) -> dict[str, float]:
+    return {
+        **latencies_ms(timelines),
+        "decode_tokens_per_s": decode_throughput(timelines),
+        "output_tokens_per_s": total_throughput(timelines),
+    }
+
+
+def _result(sides: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    def ratio(figure: str, side: str, other: str) -> float:
+        pairs = zip(sides[side], sides[other], strict=True)
+        return median([a[figure] / b[figure] for a, b in pairs])
+
+    def difference(figure: str, side: str, other: str) -> float:
+        pairs = zip(sides[side], sides[other], strict=True)
+        return median([a[figure] - b[figure] for a, b in pairs])
+
+    measured = {
+        "added_ttft_ms": difference("ttft_p50_ms", "cluster 1", "bare engine 1"),
+        "decode_ratio_to_bare": ratio("decode_tokens_per_s", "cluster 8", "bare engine 8"),
+        "throughput_ratio_to_generate": min(
+            ratio("output_tokens_per_s", "cluster 8", f"generate {n} threads 8") for n in (1, 2)
+        ),
+        "ttft_512_ms": median([row["ttft_p50_ms"] for row in sides["cluster 1"]]),
+    }
+    claims = {
+        name: {"measured": value, "bar": "{} {}".format(*BARS[name]), "met": _met(name, value)}
+        for name, value in measured.items()
+    }
+    medians_by_side = {side: medians(rows) for side, rows in sides.items()}
+    return {"claims": claims, "medians": medians_by_side, "rounds": sides}
+
+
+def _met(name: str, value: float) -> bool:
+    sign, bar = BARS[name]
+    return {"<=": value <= bar, ">=": value >= bar, ">": value > bar, "<": value < bar}[sign]
+
+
+def _report(result: dict[str, Any]) -> str:
+    columns = [
+        "ttft_p50_ms",
+        "ttft_p99_ms",
+        "tbt_p50_ms",
+        "tbt_p99_ms",
+        "decode_tokens_per_s",
+        "output_tokens_per_s",
+    ]
+    rows = [[side, *(row[name] for name in columns)] for side, row in result["medians"].items()]
+    claims = [
+        [name, f"{c['measured']:.2f}", c["bar"], "yes" if c["met"] else "NO"]
+        for name, c in result["claims"].items()
+    ]
+    return "\n\n".join(
+        (
+            table(["side and concurrency", *columns], rows),
+            table(["claim", "measured", "bar", "met"], claims),
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""A real cluster of processes under test, and what tests want to know of it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import psutil
+
+from deploy.local import LocalCluster
+
+
+class Cluster(LocalCluster):
+    """A `moonserve serve` whose processes can be looked into."""
+
+    def __init__(self, model: Path | None, *flags: str, log_dir: Path) -> None:
+        self.token = secrets.token_hex(8)
+        environ = {"MOONSERVE_CLUSTER_TOKEN": self.token}
+        super().__init__(model, *flags, log_dir=log_dir, environ=environ)
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120)
+
+    def complete(self, prompt: Any, **parameters: Any) -> dict[str, Any]:
+        """One unary completion; fails on any status but 200."""
+        with self.client() as client:
+            response = client.post("/v1/completions", json={"prompt": prompt, **parameters})
+            assert response.status_code == 200, response.text
+            answer: dict[str, Any] = response.json()
+            return answer
+
+    def instances(self) -> list[dict[str, Any]]:
+        with self.client() as client:
+            listed: list[dict[str, Any]] = client.get("/v1/cluster").json()["instances"]
+            return listed
+
+    def pids(self) -> dict[str, int]:
+        """Process id of every instance, by instance id."""
+        found: dict[str, int] = {}
+        for child in psutil.Process(self.process.pid).children():
+            arguments = child.cmdline()
+            if "--instance-id" in arguments:
+                found[arguments[arguments.index("--instance-id") + 1]] = child.pid
+        return found
+
+    def logs(self) -> str:
+        """The end of every process's log, for a failing test's message."""
+        files = sorted(self.log_dir.glob("*.log"))
+        return "\n".join(f"== {path.name}\n{path.read_text()[-4000:]}" for path in files)
+
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 15) -> None:
+        """Waits until `condition` holds; fails with the cluster's logs when it does not in time."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(
+                    f"not within {timeout_s} s: {what}\n{self.output}\n{self.logs()}"
+                )
+            time.sleep(0.02)
+
+
+@contextmanager
+def running_cluster(model: Path | None, log_dir: Path, *flags: str) -> Iterator[Cluster]:
+    """A ready cluster that must also stop cleanly."""
+    cluster = Cluster(model, *flags, log_dir=log_dir)
+    try:
+        cluster.wait_until_ready()
+        yield cluster
+    finally:
+        if cluster.process.poll() is None:
+            assert cluster.stop() == 0, cluster.output
+
+
+def metric(text: str, name: str) -> float:
+    """Sum of a metric's samples in the Prometheus text format."""
+    pattern = re.compile(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.e+-]+)$", re.MULTILINE)
+    return sum(map(float, pattern.findall(text)))
