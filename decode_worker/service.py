@@ -1,0 +1,291 @@
+"""`DecodeService`: runs what `DecodeState` decides and tells it what came of it.
+
+Its rule: events are handled one after the other in the event loop's thread; whatever takes time is a held task whose
+result is the next event. The path of a token is: step task → StepDone → SendTokens and the next RunStep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any, Protocol
+
+from decode_worker import actions, events
+from decode_worker.actions import Action, GrantLease
+from decode_worker.events import Event
+from decode_worker.state import DecodeState
+from decode_worker.verify import BlockVerifier
+from engine.batch import Sampled, Slice
+from protocol.errors import MoonserveError, PeerError
+from protocol.ids import BlockId, GatewayId, LeaseId
+from protocol.layout import KvLayout
+from protocol.pb import conductor_pb2
+from protocol.streams import GatewayStreams
+from transfer import Segment, TransferEngine
+
+log = logging.getLogger(__name__)
+
+# Below this, checking takes less time (0.1 ms at memory speed) than handing it to a thread.
+VERIFY_INLINE_BYTES = 1 << 20
+
+
+class Compute(Protocol):
+    """What the service needs of `engine.runtime.EngineThread`."""
+
+    def execute(self, slices: Sequence[Slice]) -> Awaitable[list[Sampled | None]]: ...
+
+
+class Question(Enum):
+    """Calls that the state answers with an action."""
+
+    RESERVE = auto()
+    RENEW = auto()
+    COMMIT = auto()
+
+
+class DecodeService:
+    """`run` it for as long as the worker lives; the servicers call the rest."""
+
+    def __init__(
+        self,
+        state: DecodeState,
+        compute: Compute,
+        transfer: TransferEngine,
+        segment: Segment,
+        layout: KvLayout,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.streams = GatewayStreams(self._on_gateway_lost)
+        self.idle = asyncio.Event()
+        self._state = state
+        self._compute = compute
+        self._transfer = transfer
+        self._segment = segment
+        self._layout = layout
+        self._verifier = BlockVerifier(segment.buffer, layout, state.num_blocks)
+        self._clock = clock
+        self._inbox: deque[Event] = deque()
+        self._is_handling = False
+        self._tasks: asyncio.TaskGroup | None = None  # while `run` is under way
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at: float | None = None
+        self._questions: dict[tuple[Question, LeaseId], list[asyncio.Future[Any]]] = {}
+        self._runners = self._table()
+
+    async def run(self, until: asyncio.Event) -> None:
+        """Works until the event is set, then fails what is left. What a task raises is a bug and ends it too."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await until.wait()
+                self.handle(events.Stopped())
+        finally:
+            self._tasks = None
+            if self._alarm is not None:
+                self._alarm.cancel()
+
+    def handle(self, event: Event) -> None:
+        """Handles `event` and all that follows from it at once. Tasks need `run` to be under way."""
+        self._inbox.append(event)
+        if self._is_handling:
+            return  # the handler up the stack takes it next
+        self._is_handling = True
+        try:
+            while self._inbox:
+                for action in self._state.handle(self._inbox.popleft(), self._clock()):
+                    self._runners[type(action)](action)
+        finally:
+            self._is_handling = False
+        self._set_alarm()
+        self._note_idleness()
+
+    # -- what the servicers ask
+
+    @property
+    def now(self) -> float:
+        return self._clock()
+
+    async def reserve(self, event: events.ReserveRequested) -> GrantLease:
+        """Waits for blocks. Raises what the state refuses with."""
+        try:
+            grant: GrantLease = await self._ask(Question.RESERVE, event.lease_id, event)
+        except asyncio.CancelledError:
+            if (Question.RESERVE, event.lease_id) not in self._questions:
+                self.handle(events.ReserveWithdrawn(lease_id=event.lease_id))
+            raise
+        return grant
+
+    async def renew(self, event: events.LeaseRenewed) -> None:
+        await self._ask(Question.RENEW, event.lease_id, event)
+
+    async def commit(self, event: events.CommitRequested) -> tuple[int, ...]:
+        """Indexes of the corrupt blocks; none means that the request is this worker's now."""
+        corrupt: tuple[int, ...] = await self._ask(Question.COMMIT, event.lease_id, event)
+        return corrupt
+
+    def load(self) -> conductor_pb2.Load:
+        """What heartbeats and GetStatus tell."""
+        state = self._state
+        return conductor_pb2.Load(
+            num_waiting=state.num_waiting,
+            num_running=state.num_running,
+            free_blocks=state.num_free_blocks,
+            held_blocks=state.num_held_blocks,
+            leased_blocks=state.num_leased_blocks,
+            context_tokens=state.context_tokens,
+        )
+
+    @property
+    def state(self) -> DecodeState:
+        """For reading figures."""
+        return self._state
+
+    async def _ask(self, question: Question, lease_id: LeaseId, event: Event) -> Any:
+        """Several calls may wait for the same answer: a caller that lost its connection asks again."""
+        key = (question, lease_id)
+        future = asyncio.get_running_loop().create_future()
+        self._questions.setdefault(key, []).append(future)
+        try:
+            self.handle(event)
+            return await future
+        finally:
+            waiting = self._questions.get(key, [])
+            if future in waiting:
+                waiting.remove(future)
+                if not waiting:
+                    del self._questions[key]
+
+    def _answer(self, question: Question, lease_id: LeaseId, answer: Any) -> None:
+        for future in self._questions.pop((question, lease_id), ()):
+            if future.done():
+                continue
+            if isinstance(answer, MoonserveError):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+    # -- actions
+
+    def _table(self) -> Mapping[type[Action], Callable[[Any], None]]:
+        def answer(question: Question, of: Callable[[Any], Any]) -> Callable[[Any], None]:
+            return lambda action: self._answer(question, action.lease_id, of(action))
+
+        return {
+            actions.OpenWindow: self._open_window,
+            actions.CloseWindow: lambda action: self._spawn(self._close_window(action)),
+            actions.GrantLease: answer(Question.RESERVE, lambda action: action),
+            actions.RefuseLease: answer(Question.RESERVE, lambda action: action.error),
+            actions.ConfirmRenewal: answer(Question.RENEW, lambda action: None),
+            actions.RefuseRenewal: answer(Question.RENEW, lambda action: action.error),
+            actions.VerifyBlocks: self._verify,
+            actions.AcceptCommit: answer(Question.COMMIT, lambda action: ()),
+            actions.ReportCorrupt: answer(Question.COMMIT, lambda action: action.corrupt),
+            actions.RejectCommit: answer(Question.COMMIT, lambda action: action.error),
+            actions.RunStep: lambda action: self._spawn(self._run_step(action.slices)),
+            actions.SendTokens: self._send_tokens,
+            actions.Fail: self._fail,
+        }
+
+    def _open_window(self, action: actions.OpenWindow) -> None:
+        ranges = landing_ranges(action.blocks, self._layout, self._state.num_blocks)
+        window_id = self._transfer.open_window(self._segment, ranges)
+        self.handle(events.WindowOpened(lease_id=action.lease_id, window_id=window_id))
+
+    async def _close_window(self, action: actions.CloseWindow) -> None:
+        # Waits for stores under way, so not in this thread.
+        await asyncio.to_thread(self._transfer.close_window, action.window_id)
+        self.handle(events.WindowClosed(lease_id=action.lease_id))
+
+    def _verify(self, action: actions.VerifyBlocks) -> None:
+        if self._verifier.num_bytes(action.blocks) > VERIFY_INLINE_BYTES:
+            self._spawn(self._verify_in_thread(action))
+        else:
+            corrupt = self._verifier.corrupt(action.blocks)
+            self._report_verified(action, corrupt)
+
+    async def _verify_in_thread(self, action: actions.VerifyBlocks) -> None:
+        corrupt = await asyncio.to_thread(self._verifier.corrupt, action.blocks)
+        self._report_verified(action, corrupt)
+
+    def _report_verified(self, action: actions.VerifyBlocks, corrupt: tuple[int, ...]) -> None:
+        if corrupt:
+            log.warning(
+                "%d of %d landed blocks are corrupt lease=%s",
+                len(corrupt),
+                len(action.blocks),
+                action.lease_id,
+            )
+        self.handle(events.Verified(lease_id=action.lease_id, corrupt=corrupt))
+
+    async def _run_step(self, slices: Sequence[Slice]) -> None:
+        try:
+            sampled = await self._compute.execute(slices)
+        except MoonserveError as error:
+            log.error("step failed: %s", error)
+            self.handle(events.StepFailed(error=error))
+        except Exception as error:  # whatever the engine raises must end these requests only
+            log.exception("step failed")
+            failure = PeerError("the decode engine failed")
+            failure.__cause__ = error
+            self.handle(events.StepFailed(error=failure))
+        else:
+            self.handle(events.StepDone(sampled=sampled))
+
+    def _send_tokens(self, action: actions.SendTokens) -> None:
+        self.streams.send(action.gateway_id, tokens=action.tokens)
+
+    def _fail(self, action: actions.Fail) -> None:
+        self.streams.send(action.gateway_id, failures=[(action.request_id, action.error)])
+
+    # -- plumbing
+
+    def _on_gateway_lost(self, gateway_id: GatewayId) -> None:
+        self.handle(events.GatewayLost(gateway_id=gateway_id))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._tasks is None:
+            work.close()
+            raise RuntimeError("the service is not running")
+        self._tasks.create_task(work)
+
+    def _set_alarm(self) -> None:
+        wake_at = self._state.wake_at
+        if wake_at == self._alarm_at:
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at, self._alarm = wake_at, None
+        if wake_at is not None:
+            delay_s = max(0.0, wake_at - self._clock())
+            self._alarm = asyncio.get_running_loop().call_later(delay_s, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = self._alarm_at = None
+        self.handle(events.Tick())
+
+    def _note_idleness(self) -> None:
+        if self._state.is_idle:
+            self.idle.set()
+        else:
+            self.idle.clear()
+
+
+def landing_ranges(
+    blocks: Sequence[BlockId], layout: KvLayout, num_blocks: int
+) -> list[tuple[int, int]]:
+    """(offset, length) of all pieces of these blocks in a pool; neighbours as one range."""
+    runs: list[list[int]] = []  # [first block, number of blocks]
+    for block in sorted(blocks):
+        if runs and sum(runs[-1]) == block:
+            runs[-1][1] += 1
+        else:
+            runs.append([block, 1])
+    return [
+        (layout.pool_offset(num_blocks, piece, first), count * layout.piece_bytes)
+        for piece in range(layout.pieces_per_block)
+        for first, count in runs
+    ]

@@ -1,0 +1,169 @@
+"""What a decode worker serves over gRPC: between wire messages and the service's events; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from decode_worker import events
+from decode_worker.service import DecodeService
+from protocol.errors import Incompatible, InvalidRequest
+from protocol.ids import GatewayId, LeaseId, RequestId
+from protocol.keys import unpack_keys
+from protocol.pb import worker_pb2, worker_pb2_grpc
+from protocol.wire import request_from_wire
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_TTL_S = 60.0
+# For callers that set no deadline.
+MAX_WAIT_S = 60.0
+# A refusal must still reach its caller before the call's own deadline does.
+ANSWER_MARGIN_S = 0.05
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """Gateways' side."""
+
+    def __init__(self, service: DecodeService) -> None:
+        self._service = service
+
+    async def Submit(
+        self, request: worker_pb2.SubmitRequest, context: Context
+    ) -> worker_pb2.SubmitReply:
+        raise InvalidRequest(
+            "this is a decode worker; submit to a prefill worker", request=request.request_id
+        )
+
+    async def Cancel(
+        self, request: worker_pb2.CancelRequest, context: Context
+    ) -> worker_pb2.CancelReply:
+        self._service.handle(events.RequestCancelled(request_id=RequestId(request.request_id)))
+        return worker_pb2.CancelReply()
+
+    async def Events(
+        self, request: worker_pb2.EventsRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.EventBatch]:
+        async for batch in self._service.streams.events(GatewayId(request.gateway_id)):
+            yield batch
+
+    async def GetStatus(
+        self, request: worker_pb2.GetStatusRequest, context: Context
+    ) -> worker_pb2.WorkerStatus:
+        state = self._service.state
+        return worker_pb2.WorkerStatus(
+            load=self._service.load(),
+            num_blocks=state.num_blocks,
+            cached_blocks=state.num_cached_blocks,
+            counters=state.counters.as_dict(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LandingZone:
+    """Where prefill workers write."""
+
+    transfer_address: str
+    segment_id: int
+    num_blocks: int
+    block_size: int
+    fingerprint: str
+
+
+class LandingServicer(worker_pb2_grpc.LandingServicer):
+    """Prefill workers' side."""
+
+    def __init__(self, service: DecodeService, zone: LandingZone) -> None:
+        self._service = service
+        self._zone = zone
+
+    async def Reserve(
+        self, request: worker_pb2.ReserveRequest, context: Context
+    ) -> worker_pb2.LandingLease:
+        event = self._reservation(request, context.time_remaining())
+        grant = await self._service.reserve(event)
+        return worker_pb2.LandingLease(
+            lease_id=grant.lease_id,
+            block_ids=grant.blocks,
+            num_cached_blocks=grant.num_cached,
+            transfer_address=self._zone.transfer_address,
+            segment_id=self._zone.segment_id,
+            window_id=grant.window_id or 0,  # unset when nothing is to be written
+            num_blocks=self._zone.num_blocks,
+            ttl_s=grant.ttl_s,
+        )
+
+    async def Renew(
+        self, request: worker_pb2.RenewRequest, context: Context
+    ) -> worker_pb2.RenewReply:
+        lease_id = LeaseId(request.lease_id)
+        await self._service.renew(
+            events.LeaseRenewed(lease_id=lease_id, ttl_s=_ttl_s(request.ttl_s))
+        )
+        return worker_pb2.RenewReply()
+
+    async def Commit(
+        self, request: worker_pb2.CommitRequest, context: Context
+    ) -> worker_pb2.CommitReply:
+        try:
+            committed = request_from_wire(request)
+        except ValueError as error:
+            raise InvalidRequest(str(error), request=request.request_id) from error
+        corrupt = await self._service.commit(
+            events.CommitRequested(
+                lease_id=LeaseId(request.lease_id),
+                request=committed,
+                checksums=tuple(request.checksums),
+            )
+        )
+        return worker_pb2.CommitReply(corrupt=corrupt)
+
+    async def Release(
+        self, request: worker_pb2.ReleaseRequest, context: Context
+    ) -> worker_pb2.ReleaseReply:
+        self._service.handle(events.LeaseReleased(lease_id=LeaseId(request.lease_id)))
+        return worker_pb2.ReleaseReply()
+
+    def _reservation(
+        self, request: worker_pb2.ReserveRequest, remaining_s: float | None
+    ) -> events.ReserveRequested:
+        """Raises Incompatible or InvalidRequest."""
+        self._require_same_fingerprint(request)
+        try:
+            keys = tuple(unpack_keys(request.block_keys))
+        except ValueError as error:
+            raise InvalidRequest(str(error), request=request.request_id) from error
+        if not request.lease_id or not request.request_id or request.num_tokens < 1:
+            raise InvalidRequest("a reservation needs ids and at least one token")
+        if len(keys) != request.num_tokens // self._zone.block_size:
+            raise InvalidRequest(
+                f"{len(keys)} block keys for {request.num_tokens} tokens "
+                f"in blocks of {self._zone.block_size}",
+                request=request.request_id,
+            )
+        wait_s = MAX_WAIT_S if remaining_s is None else min(remaining_s, MAX_WAIT_S)
+        return events.ReserveRequested(
+            lease_id=LeaseId(request.lease_id),
+            request_id=RequestId(request.request_id),
+            num_tokens=request.num_tokens,
+            block_keys=keys,
+            ttl_s=_ttl_s(request.ttl_s),
+            deadline_at=self._service.now + max(0.0, wait_s - ANSWER_MARGIN_S),
+        )
+
+    def _require_same_fingerprint(self, request: worker_pb2.ReserveRequest) -> None:
+        if request.fingerprint != self._zone.fingerprint:
+            raise Incompatible(
+                "the prefill worker's weights or KV layout differ from this decode worker's",
+                prefill=request.fingerprint,
+                decode=self._zone.fingerprint,
+            )
+
+
+def _ttl_s(wish_s: float) -> float:
+    if not wish_s > 0.0:
+        raise InvalidRequest(f"a lease of {wish_s} s is none", param="ttl_s")
+    return min(wish_s, MAX_TTL_S)

@@ -1,0 +1,248 @@
+"""Drives a `DecodeState` without I/O: windows open and close, blocks verify and steps compute at a test's command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from decode_worker import actions, events
+from decode_worker.limits import Limits
+from decode_worker.state import DecodeState
+from engine.batch import Sampled
+from engine.block_pool import BlockPool
+from protocol.ids import GatewayId, LeaseId, RequestId
+from protocol.keys import BlockKey, block_keys, root_key
+from protocol.request import Request, SamplingParams, Token
+
+BLOCK_SIZE = 4
+ROOT = root_key("test")
+A = TypeVar("A")
+
+
+def limits(**changes: int) -> Limits:
+    values = {
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 1_000,
+    }
+    return Limits(**{**values, **changes})
+
+
+def pool(num_blocks: int) -> BlockPool:
+    return BlockPool(num_blocks, on_added=lambda key, parent: None, on_removed=lambda key: None)
+
+
+def next_token(position: int) -> int:
+    """What the pretended model says after `position` tokens."""
+    return 1_000 + position
+
+
+def request_of(
+    prompt: Sequence[int],
+    request_id: str = "r",
+    *,
+    gateway_id: str = "g",
+    max_tokens: int = 1_000,
+    priority: int = 0,
+    timeout_s: float = 600.0,
+) -> Request:
+    """As committed: the prompt and the first token that prefill sampled."""
+    return Request(
+        request_id=RequestId(request_id),
+        gateway_id=GatewayId(gateway_id),
+        token_ids=(*prompt, next_token(len(prompt))),
+        num_prompt_tokens=len(prompt),
+        block_keys=tuple(block_keys(ROOT, prompt, BLOCK_SIZE)),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        priority=priority,
+        timeout_s=timeout_s,
+    )
+
+
+def keys_of(prompt: Sequence[int]) -> tuple[BlockKey, ...]:
+    return tuple(block_keys(ROOT, prompt, BLOCK_SIZE))
+
+
+class Driver:
+    """Opens windows at once, as the service does; everything else waits for the test."""
+
+    def __init__(self, num_blocks: int = 16, **changes: int) -> None:
+        self.pool = pool(num_blocks)
+        self.state = DecodeState(self.pool, limits(**changes))
+        self.now = 0.0
+        self.log: list[actions.Action] = []  # everything so far
+        self.open_windows: dict[int, actions.OpenWindow] = {}
+        self.closing: list[actions.CloseWindow] = []
+        self.verifying: list[actions.VerifyBlocks] = []
+        self.step: actions.RunStep | None = None
+        self.tokens: dict[str, list[Token]] = {}
+        self.failures: dict[str, list[actions.Fail]] = {}
+        self._num_windows = 0
+
+    def handle(self, event: events.Event) -> list[actions.Action]:
+        """Everything that follows from `event`, proofs included."""
+        done = self.state.handle(event, self.now)
+        self.log += done
+        follow_ups: list[actions.Action] = []
+        for action in done:
+            follow_ups += self._perform(action)
+        self.state.validate()
+        self.check_windows()
+        return done + follow_ups
+
+    def _perform(self, action: actions.Action) -> list[actions.Action]:
+        match action:
+            case actions.OpenWindow(lease_id=lease_id):
+                self._num_windows += 1
+                self.open_windows[self._num_windows] = action
+                return self.handle(
+                    events.WindowOpened(lease_id=lease_id, window_id=self._num_windows)
+                )
+            case actions.CloseWindow():
+                self.closing.append(action)
+            case actions.VerifyBlocks():
+                self.verifying.append(action)
+            case actions.RunStep():
+                assert self.step is None, "two steps at once"
+                self._check_step(action)
+                self.step = action
+            case actions.SendTokens(tokens=tokens):
+                for token in tokens:
+                    self.tokens.setdefault(token.request_id, []).append(token)
+            case actions.Fail(request_id=request_id):
+                self.failures.setdefault(request_id, []).append(action)
+            case _:
+                pass
+        return []
+
+    def _check_step(self, step: actions.RunStep) -> None:
+        assert step.slices
+        written: list[int] = []
+        for piece in step.slices:
+            assert 0 <= piece.start < piece.end <= len(piece.token_ids)
+            assert piece.end <= len(piece.block_table) * BLOCK_SIZE
+            first, last = piece.start // BLOCK_SIZE, (piece.end - 1) // BLOCK_SIZE
+            written += piece.block_table[first : last + 1]
+        assert len(written) == len(set(written)), "two slices write one block"
+        assert all(self.pool.references_of(block) == 1 for block in written), "writes a shared one"
+
+    def check_windows(self) -> None:
+        """No window is open for a block that is free, shared or in use by a sequence."""
+        for window in self.open_windows.values():
+            for block in window.blocks:
+                assert self.pool.references_of(block) == 1
+                assert self.pool.key_of(block) is None
+
+    # -- what the world does
+
+    def reserve(
+        self,
+        prompt: Sequence[int],
+        request_id: str = "r",
+        *,
+        lease_id: str | None = None,
+        ttl_s: float = 10.0,
+        wait_s: float = 5.0,
+    ) -> list[actions.Action]:
+        return self.handle(
+            events.ReserveRequested(
+                lease_id=LeaseId(lease_id or f"lease-{request_id}"),
+                request_id=RequestId(request_id),
+                num_tokens=len(prompt),
+                block_keys=keys_of(prompt),
+                ttl_s=ttl_s,
+                deadline_at=self.now + wait_s,
+            )
+        )
+
+    def commit(self, request: Request, *, lease_id: str | None = None) -> list[actions.Action]:
+        name = LeaseId(lease_id or f"lease-{request.request_id}")
+        grant = self.grant_of(name)
+        checksums = range(grant.num_cached, len(grant.blocks)) if grant else ()
+        return self.handle(
+            events.CommitRequested(lease_id=name, request=request, checksums=tuple(checksums))
+        )
+
+    def grant_of(self, lease_id: str) -> actions.GrantLease | None:
+        return next((a for a in self.all_of(actions.GrantLease) if a.lease_id == lease_id), None)
+
+    def verify(self, corrupt: Sequence[int] = ()) -> list[actions.Action]:
+        """The oldest verification ends."""
+        action = self.verifying.pop(0)
+        return self.handle(events.Verified(lease_id=action.lease_id, corrupt=tuple(corrupt)))
+
+    def close(self) -> list[actions.Action]:
+        """The oldest window is closed now."""
+        action = self.closing.pop(0)
+        del self.open_windows[action.window_id]
+        return self.handle(events.WindowClosed(lease_id=action.lease_id))
+
+    def start(
+        self, prompt: Sequence[int], request_id: str = "r", **wishes: object
+    ) -> list[actions.Action]:
+        """From reservation to sequence."""
+        self.reserve(prompt, request_id)
+        done = self.commit(request_of(prompt, request_id, **wishes))  # type: ignore[arg-type]
+        if any(isinstance(action, actions.VerifyBlocks) for action in done):
+            self.verify()
+            done = self.close()
+        return done
+
+    def compute(self) -> list[actions.Action]:
+        """The step under way ends."""
+        assert self.step is not None
+        step, self.step = self.step, None
+        return self.handle(
+            events.StepDone(
+                sampled=[
+                    Sampled(request_id=piece.request_id, token_id=next_token(piece.end))
+                    if piece.samples
+                    else None
+                    for piece in step.slices
+                ]
+            )
+        )
+
+    def cancel(self, request_id: str) -> list[actions.Action]:
+        return self.handle(events.RequestCancelled(request_id=RequestId(request_id)))
+
+    def wait(self, seconds: float) -> list[actions.Action]:
+        self.now += seconds
+        return self.handle(events.Tick())
+
+    def drain(self, max_steps: int = 10_000) -> None:
+        """Everything that was asked for gets done, and time passes until nothing is left."""
+        for _ in range(max_steps):
+            if self.verifying:
+                self.verify()
+            elif self.closing:
+                self.close()
+            elif self.step is not None:
+                self.compute()
+            elif not self.state.is_idle and self.state.wake_at is not None:
+                self.wait(max(0.0, self.state.wake_at - self.now))
+            else:
+                break
+        assert self.state.is_idle
+        assert self.pool.num_free == self.pool.num_blocks
+        assert not self.open_windows
+
+    def drain_to_preemption(self) -> None:
+        """Steps until a sequence has lost its blocks."""
+        while self.state.counters.num_preemptions == 0:
+            self.compute()
+
+    # -- what came out
+
+    def all_of(self, kind: type[A]) -> list[A]:
+        return only(self.log, kind)
+
+    def step_of(self) -> list[tuple[str, int, int]]:
+        """(request, start, end) of the step under way."""
+        assert self.step is not None
+        return [(piece.request_id, piece.start, piece.end) for piece in self.step.slices]
+
+
+def only(done: Sequence[actions.Action], kind: type[A]) -> list[A]:
+    return [action for action in done if isinstance(action, kind)]

@@ -1,0 +1,161 @@
+"""Any interleaving of what can happen to a decode worker keeps its promises."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from decode_worker import actions, events
+from protocol.errors import PeerError
+from protocol.ids import GatewayId, LeaseId
+from tests.decode_worker.driver import Driver, next_token, request_of
+
+prompts = st.tuples(st.sampled_from([0, 50]), st.integers(1, 14)).map(
+    lambda wish: [wish[0] + i for i in range(wish[1])]
+)
+
+
+def gateway_of(name: str) -> str:
+    return "even" if name[-1] in "02468" else "odd"
+
+
+class DecodeWorker(RuleBasedStateMachine):
+    """Tiny pools, so that waiting, preemption and refusal are the rule; `Driver.handle` validates every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver(
+            num_blocks=7, max_num_seqs=3, max_num_batched_tokens=5, max_model_len=26
+        )
+        self.count = 0
+        self.wishes: dict[str, list[int]] = {}  # request → prompt
+        self.expected: dict[str, int] = {}  # request → max_tokens, once committed
+        self.excused: set[str] = set()  # cancelled, or their gateway was lost
+
+    def some(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.wishes)))
+
+    @rule(prompt=prompts, ttl_s=st.sampled_from([1.0, 4.0]), wait_s=st.sampled_from([0.5, 3.0]))
+    def reserve(self, prompt: list[int], ttl_s: float, wait_s: float) -> None:
+        self.count += 1
+        name = f"r{self.count}"
+        self.wishes[name] = prompt
+        self.driver.reserve(prompt, name, ttl_s=ttl_s, wait_s=wait_s)
+
+    @precondition(lambda self: self.wishes)
+    @rule(data=st.data())
+    def reserve_again(self, data: st.DataObject) -> None:
+        name = self.some(data)
+        self.driver.reserve(self.wishes[name], name)
+
+    @precondition(lambda self: self.wishes)
+    @rule(
+        data=st.data(),
+        max_tokens=st.integers(2, 16),
+        priority=st.sampled_from([0, 0, 1]),
+        timeout_s=st.sampled_from([2.0, 100.0]),
+    )
+    def commit(self, data: st.DataObject, max_tokens: int, priority: int, timeout_s: float) -> None:
+        name = self.some(data)
+        max_tokens = self.expected.setdefault(name, max_tokens)
+        self.driver.commit(
+            request_of(
+                self.wishes[name],
+                name,
+                gateway_id=gateway_of(name),
+                max_tokens=max_tokens,
+                priority=priority,
+                timeout_s=timeout_s,
+            )
+        )
+
+    @precondition(lambda self: self.driver.verifying)
+    @rule(data=st.data(), bad=st.booleans())
+    def verify(self, data: st.DataObject, bad: bool) -> None:
+        blocks = self.driver.verifying[0].blocks
+        corrupt = [data.draw(st.sampled_from([block.index for block in blocks]))] if bad else []
+        self.driver.verify(corrupt)
+
+    @precondition(lambda self: self.driver.closing)
+    @rule()
+    def close(self) -> None:
+        self.driver.close()
+
+    @precondition(lambda self: self.driver.step is not None)
+    @rule(times=st.integers(1, 4))
+    def compute(self, times: int) -> None:
+        for _ in range(times):
+            if self.driver.step is not None:
+                self.driver.compute()
+
+    @precondition(lambda self: self.driver.step is not None)
+    @rule()
+    def fail_step(self) -> None:
+        self.driver.step = None
+        self.driver.handle(events.StepFailed(error=PeerError("broken")))
+
+    @precondition(lambda self: self.wishes)
+    @rule(data=st.data(), kind=st.sampled_from(["renew", "release", "withdraw"]))
+    def lease_call(self, data: st.DataObject, kind: str) -> None:
+        lease_id = LeaseId(f"lease-{self.some(data)}")
+        match kind:
+            case "renew":
+                self.driver.handle(events.LeaseRenewed(lease_id=lease_id, ttl_s=2.0))
+            case "release":
+                self.driver.handle(events.LeaseReleased(lease_id=lease_id))
+            case _:
+                self.driver.handle(events.ReserveWithdrawn(lease_id=lease_id))
+
+    @precondition(lambda self: self.wishes)
+    @rule(data=st.data(), ahead=st.booleans())
+    def cancel(self, data: st.DataObject, ahead: bool) -> None:
+        name = f"r{self.count + 1}" if ahead else self.some(data)
+        self.excused.add(name)
+        self.driver.cancel(name)
+
+    @rule(gateway=st.sampled_from(["even", "odd"]))
+    def lose_gateway(self, gateway: str) -> None:
+        self.excused.update(name for name in self.wishes if gateway_of(name) == gateway)
+        self.driver.handle(events.GatewayLost(gateway_id=GatewayId(gateway)))
+
+    @rule(seconds=st.sampled_from([0.1, 0.7, 2.5]))
+    def wait(self, seconds: float) -> None:
+        self.driver.wait(seconds)
+
+    @invariant()
+    def something_progresses(self) -> None:
+        """A sequence that runs is computing, or waits for a landing, which ends by itself."""
+        state = self.driver.state
+        if state.num_running and self.driver.step is None:
+            assert state.num_leased_blocks or self.driver.closing
+
+    @invariant()
+    def tokens_are_right_and_come_once(self) -> None:
+        for name, tokens in self.driver.tokens.items():
+            prompt = len(self.wishes[name])
+            assert [token.index for token in tokens] == list(range(1, len(tokens) + 1))
+            for token in tokens:
+                assert token.token_id == next_token(prompt + token.index)
+            assert all(token.finish_reason is None for token in tokens[:-1])
+
+    def teardown(self) -> None:
+        self.driver.drain()
+        for name in self.accepted():
+            failures = len(self.driver.failures.get(name, ()))
+            tokens = self.driver.tokens.get(name, ())
+            finishes = sum(token.finish_reason is not None for token in tokens)
+            if name in self.excused:
+                assert failures + finishes <= 1
+            else:
+                assert failures + finishes == 1, f"{name} did not end exactly once"
+
+    def accepted(self) -> set[str]:
+        accepts = self.driver.all_of(actions.AcceptCommit)
+        return {accept.lease_id.removeprefix("lease-") for accept in accepts}
+
+
+DecodeWorker.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestDecodeWorker = DecodeWorker.TestCase
