@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from engine.attention import Attention, Span
 from engine.config import ModelConfig
 from engine.kv_pool import KvPool
+from engine.linear import Linear, make_linear
 from engine.rope import RopeTable, apply_rope
 from engine.weights import LayerWeights, Weights
 
@@ -32,6 +33,33 @@ class Step:
     rows: torch.Tensor | None  # tokens whose logits are wanted; None = all of them
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """One decoder layer, ready to run."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    qk_norm: torch.Tensor | None
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    window: int | None
+
+    @classmethod
+    def make(cls, weights: LayerWeights, window: int | None) -> _Layer:
+        return cls(
+            input_norm=weights.input_norm,
+            qkv=make_linear(weights.qkv, weights.qkv_bias),
+            qk_norm=weights.qk_norm,
+            o=make_linear(weights.o, weights.o_bias),
+            post_norm=weights.post_norm,
+            gate_up=make_linear(weights.gate_up, weights.gate_up_bias),
+            down=make_linear(weights.down, weights.down_bias),
+            window=window,
+        )
+
+
 class Model:
     """A decoder with its weights, its KV pool and its attention."""
 
@@ -39,7 +67,13 @@ class Model:
         self, config: ModelConfig, weights: Weights, pool: KvPool, attention: Attention
     ) -> None:
         self._config = config
-        self._weights = weights
+        self._embedding = weights.embedding
+        self._final_norm = weights.norm
+        self._lm_head = make_linear(weights.lm_head, None)
+        self._layers = [
+            _Layer.make(layer, window)
+            for layer, window in zip(weights.layers, config.sliding_windows, strict=True)
+        ]
         self._pool = pool
         self._attention = attention
         dtype = weights.embedding.dtype
@@ -50,33 +84,30 @@ class Model:
 
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Logits `[rows, vocab]`, float32. `on_layer(l)` runs right after layer l's K and V are in the pool."""
-        weights = self._weights
-        hidden = F.embedding(step.token_ids, weights.embedding)
+        hidden = F.embedding(step.token_ids, self._embedding)
         cos, sin = self._rope.rows(step.positions, step.longest)
         plans = {
             window: self._attention.plan(step.spans, window)
             for window in set(self._config.sliding_windows)
         }
-        for index, layer in enumerate(weights.layers):
-            plan = plans[self._config.sliding_windows[index]]
+        for index, layer in enumerate(self._layers):
             normed = self._norm(hidden, layer.input_norm)
             queries, keys, values = self._project(normed, layer, cos, sin)
             self._pool.write(index, step.slots, keys, values)
             if on_layer is not None:
                 on_layer(index)
-            seen = self._attention.attend(index, plan, queries, keys, values)
-            hidden += F.linear(seen, layer.o, layer.o_bias)
+            seen = self._attention.attend(index, plans[layer.window], queries, keys, values)
+            hidden += layer.o(seen)
             hidden += self._mlp(self._norm(hidden, layer.post_norm), layer)
         if step.rows is not None:
             hidden = hidden.index_select(0, step.rows)
-        return F.linear(self._norm(hidden, weights.norm), weights.lm_head).float()
+        return self._lm_head(self._norm(hidden, self._final_norm)).float()
 
     def _project(
-        self, normed: torch.Tensor, layer: LayerWeights, cos: torch.Tensor, sin: torch.Tensor
+        self, normed: torch.Tensor, layer: _Layer, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotated queries and keys, and values: [tokens, heads, head_dim] each."""
-        heads = F.linear(normed, layer.qkv, layer.qkv_bias)
-        heads = heads.view(-1, self._all_heads, self._config.head_dim)
+        heads = layer.qkv(normed).view(-1, self._all_heads, self._config.head_dim)
         rotated = heads[:, : self._rotated_heads]
         if layer.qk_norm is not None:
             rotated = self._norm(rotated, layer.qk_norm)
@@ -87,9 +118,9 @@ class Model:
             heads[:, self._rotated_heads :],
         )
 
-    def _mlp(self, normed: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
-        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+    def _mlp(self, normed: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+        return layer.down(F.silu(gate).mul_(up))
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm in float32, rounded to the compute dtype before the weight is applied (as transformers does)."""
