@@ -40,6 +40,11 @@ class Cluster(LocalCluster):
             listed: list[dict[str, Any]] = client.get("/v1/cluster").json()["instances"]
             return listed
 
+    def epoch(self, instance_id: str) -> int:
+        """Of the instance's latest start; 0 while it is not a member."""
+        found = [i["epoch"] for i in self.instances() if i["instance_id"] == instance_id]
+        return found[0] if found else 0
+
     def pids(self) -> dict[str, int]:
         """Process id of every instance, by instance id."""
         found: dict[str, int] = {}

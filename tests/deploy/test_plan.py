@@ -1,0 +1,76 @@
+"""The processes of a cluster on one machine and their options."""
+
+from __future__ import annotations
+
+import pytest
+
+from conductor.config import ConductorConfig
+from decode_worker.config import DecodeConfig
+from deploy.config import ServeConfig
+from deploy.plan import ProcessSpec, conductor_spec, member_specs
+from gateway.config import GatewayConfig
+from kvstore.config import StoreConfig
+from prefill_worker.config import PrefillConfig
+from protocol.config import load
+from protocol.errors import ConfigError
+from protocol.process import ProcessConfig
+
+CLASSES: dict[str, type[ProcessConfig]] = {
+    "conductor": ConductorConfig,
+    "kvstore": StoreConfig,
+    "prefill_worker": PrefillConfig,
+    "decode_worker": DecodeConfig,
+    "gateway": GatewayConfig,
+}
+
+
+def parsed(spec: ProcessSpec) -> ProcessConfig:
+    """The configuration that the process itself would build."""
+    return load(CLASSES[spec.module], spec.flags, prog=spec.module, environ=spec.environment)
+
+
+def members(**options: object) -> dict[str, ProcessSpec]:
+    config = ServeConfig(**options)  # type: ignore[arg-type]
+    return {s.instance_id: s for s in member_specs(config, "/model", "127.0.0.1:5")}
+
+
+def test_the_default_cluster_has_one_process_of_each_kind() -> None:
+    assert set(members()) == {"store-0", "prefill-0", "decode-0", "gateway-0"}
+
+
+def test_every_process_understands_its_flags_and_gets_the_shared_options() -> None:
+    options = {"block_size": 64, "transports": ("tcp",), "log_format": "json", "port": 1234}
+    specs = [conductor_spec(ServeConfig(**options)), *members(**options).values()]  # type: ignore[arg-type]
+    for spec in specs:
+        config = parsed(spec)
+        assert config.instance_id == spec.instance_id
+        assert config.log_format == "json"
+        assert config.port == (1234 if spec.module == "gateway" else 0)
+        if spec.module.endswith("worker"):
+            assert getattr(config, "block_size") == 64  # noqa: B009
+            assert config.transports == ("tcp",)
+
+
+def test_prefill_workers_are_dealt_out_over_the_store_nodes() -> None:
+    specs = members(prefill_workers=3, store_nodes=2)
+    homes = [getattr(parsed(specs[f"prefill-{n}"]), "home_store") for n in range(3)]  # noqa: B009
+    assert homes == ["store-0", "store-1", "store-0"]
+
+
+def test_a_cluster_without_store_nodes_has_no_home_store() -> None:
+    specs = members(store_nodes=0)
+    assert "--home-store" not in specs["prefill-0"].flags
+
+
+def test_api_keys_are_no_flags() -> None:
+    spec = members(api_key=("k1", "k2"))["gateway-0"]
+    assert not any("k1" in flag for flag in spec.flags)
+    assert spec.environment == {"MOONSERVE_API_KEY": "k1,k2"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"prefill_workers": 0}, {"store_nodes": -1}, {"port": 70000}, {"block_size": 0}]
+)
+def test_impossible_clusters_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="--"):
+        ServeConfig(**options)  # type: ignore[arg-type]

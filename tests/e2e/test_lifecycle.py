@@ -1,0 +1,102 @@
+"""Starting and stopping: nothing is left behind, and whatever dies is reported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from protocol.errors import MoonserveError
+from tests.e2e.cluster import Cluster, running_cluster
+from tests.random_models import make_model
+
+pytestmark = pytest.mark.e2e
+
+
+def small_model(folder: Path) -> Path:
+    make_model("llama", folder / "model")
+    return folder / "model"
+
+
+def assert_nothing_left(cluster: Cluster, pids: list[int], shm_before: set[str]) -> None:
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert set(os.listdir("/dev/shm")) <= shm_before
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", cluster.port))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_everything_within_five_seconds(tmp_path: Path, number: int) -> None:
+    shm_before = set(os.listdir("/dev/shm"))
+    cluster = Cluster(small_model(tmp_path), log_dir=tmp_path / "logs")
+    cluster.wait_until_ready()
+    cluster.wait_for("the ready line", lambda: "moonserve is ready on" in cluster.output)
+    assert f"curl {cluster.url}" in cluster.output
+    pids = [p.pid for p in psutil.Process(cluster.process.pid).children(recursive=True)]
+    assert len(pids) == 5
+    began = time.monotonic()
+    cluster.process.send_signal(number)
+    assert cluster.process.wait(6) == 0
+    assert time.monotonic() - began < 5
+    assert_nothing_left(cluster, pids, shm_before)
+
+
+def test_a_stop_during_the_start_leaves_nothing(tmp_path: Path) -> None:
+    shm_before = set(os.listdir("/dev/shm"))
+    cluster = Cluster(None, log_dir=tmp_path)
+    cluster.wait_for("all processes", lambda: len(cluster.pids()) == 5)
+    pids = list(cluster.pids().values())
+    assert cluster.stop() == 0
+    assert_nothing_left(cluster, pids, shm_before)
+
+
+def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    cluster = Cluster(small_model(tmp_path), log_dir=tmp_path / "logs")
+    cluster.wait_until_ready()
+    children = psutil.Process(cluster.process.pid).children()
+    cluster.process.kill()
+    cluster.process.wait()
+    _, alive = psutil.wait_procs(children, timeout=8)
+    assert not alive
+
+
+def test_a_child_that_dies_at_start_is_reported_with_its_last_lines(tmp_path: Path) -> None:
+    cluster = Cluster(None, log_dir=tmp_path)
+    cluster.wait_for("a decode worker", lambda: "decode-0" in cluster.pids())
+    os.kill(cluster.pids()["decode-0"], signal.SIGKILL)
+    assert cluster.process.wait(15) == 1
+    cluster.wait_for("the report", lambda: "decode-0 ended with exit code -9" in cluster.output)
+    assert "last log lines" in cluster.output
+
+
+def test_weights_that_do_not_match_are_one_clear_line(tmp_path: Path) -> None:
+    model = small_model(tmp_path)
+    weights = load_file(model / "model.safetensors")
+    name = next(n for n in weights if n.endswith("q_proj.weight"))
+    weights[name] = torch.zeros(3, 3)
+    save_file(weights, model / "model.safetensors")
+    cluster = Cluster(model, log_dir=tmp_path / "logs")
+    with pytest.raises(MoonserveError):
+        cluster.wait_until_ready()
+    assert cluster.process.returncode == 2
+    assert name in cluster.output
+    assert "Traceback" not in cluster.output
+
+
+def test_a_process_that_dies_later_is_started_again_and_serves(tmp_path: Path) -> None:
+    with running_cluster(small_model(tmp_path), tmp_path / "logs") as cluster:
+        wish = {"max_tokens": 4, "temperature": 0, "return_token_ids": True}
+        before = cluster.complete([1, 2, 3], **wish)
+        old = cluster.epoch("prefill-0")
+        os.kill(cluster.pids()["prefill-0"], signal.SIGKILL)
+        cluster.wait_for("its registration", lambda: cluster.epoch("prefill-0") > old, 30)
+        after = cluster.complete([1, 2, 3], **wish)
+        assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
