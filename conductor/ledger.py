@@ -114,29 +114,15 @@ class DecodeBook:
         # Ended since the heartbeat that counted them.
         self._gone_seqs = 0
         self._gone_tokens = 0
+        self.num_seqs = 0  # that run or will
+        self.context_tokens = 0  # of those
+        self.free_blocks = num_blocks  # that no placed request is going to need for its prompt
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._sequences
-
-    @property
-    def num_seqs(self) -> int:
-        """Sequences that run or will."""
-        return max(self._load.num_running - self._gone_seqs, 0) + self._unseen_seqs
-
-    @property
-    def context_tokens(self) -> int:
-        return max(self._load.context_tokens - self._gone_tokens, 0) + self._unseen_tokens
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that no placed request is going to need for its prompt.
-
-        Leased blocks belong to placements that are not running yet, so they are not subtracted twice.
-        """
-        return self._load.free_blocks - max(self._unseen_blocks - self._load.leased_blocks, 0)
 
     def add(
         self,
@@ -153,6 +139,7 @@ class DecodeBook:
         self._unseen_seqs += 1
         self._unseen_tokens += tokens
         self._unseen_blocks += blocks
+        self._recount()
 
     def start(self, request_id: RequestId, now: float) -> None:
         """The first token was reported."""
@@ -171,6 +158,7 @@ class DecodeBook:
             self._gone_tokens += sequence.tokens
         else:
             self._forget_unseen(sequence)
+        self._recount()
 
     def correct(self, load: Load, now: float) -> None:
         """Takes over a heartbeat: what began SETTLE_S ago is counted in it."""
@@ -181,6 +169,7 @@ class DecodeBook:
             if sequence.started and not sequence.seen and sequence.begins_at + SETTLE_S <= now:
                 sequence.seen = True
                 self._forget_unseen(sequence)
+        self._recount()
 
     def drain(self, tbt_s: float, now: float) -> list[tuple[float, int, int]]:
         """(seconds from now, tokens, blocks) of the expected ends of sequences, soonest first."""
@@ -189,6 +178,16 @@ class DecodeBook:
             for s in self._sequences.values()
         ]
         return sorted(ends)
+
+    def _recount(self) -> None:
+        """Sums up after a change, since sums are read far more often than they change.
+
+        Leased blocks belong to placements that are not running yet, so they are not subtracted twice.
+        """
+        load = self._load
+        self.num_seqs = max(load.num_running - self._gone_seqs, 0) + self._unseen_seqs
+        self.context_tokens = max(load.context_tokens - self._gone_tokens, 0) + self._unseen_tokens
+        self.free_blocks = load.free_blocks - max(self._unseen_blocks - load.leased_blocks, 0)
 
     def _forget_unseen(self, sequence: _Sequence) -> None:
         self._unseen_seqs -= 1
@@ -201,3 +200,6 @@ class DecodeBook:
         assert self._unseen_tokens == sum(s.tokens for s in unseen)
         assert self._unseen_blocks == sum(s.blocks for s in unseen)
         assert all(s.started for s in self._sequences.values() if s.seen)
+        sums = (self.num_seqs, self.context_tokens, self.free_blocks)
+        self._recount()
+        assert sums == (self.num_seqs, self.context_tokens, self.free_blocks)

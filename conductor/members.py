@@ -31,17 +31,15 @@ class Instance:
     chosen_at: int = 0  # number of the placement that last chose it; 0 = none yet
     pending_reads: int = 0  # store: blocks that placed prompts have yet to read from it
 
-    @property
-    def instance_id(self) -> InstanceId:
-        return InstanceId(self.registration.endpoint.instance_id)
+    # Of the registration; fields of their own because every placement reads them of every instance.
+    instance_id: InstanceId = field(init=False)
+    endpoint: Endpoint = field(init=False)
+    role: Role = field(init=False)
 
-    @property
-    def endpoint(self) -> Endpoint:
-        return self.registration.endpoint
-
-    @property
-    def role(self) -> Role:
-        return self.registration.role
+    def __post_init__(self) -> None:
+        self.endpoint = self.registration.endpoint
+        self.instance_id = InstanceId(self.endpoint.instance_id)
+        self.role = self.registration.role
 
 
 class Members:

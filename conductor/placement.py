@@ -180,29 +180,26 @@ class Planner:
         now: float,
     ) -> list[PrefillCandidate]:
         prompt = Prompt(place.num_prompt_tokens, layout.block_size, prefixes.best_blocks)
-        best_store = prefixes.best_store
-        sender_rate = _rate(best_store) if best_store is not None else DEFAULT_BYTES_PER_S
-        sender_host = best_store.endpoint.host if best_store is not None else None
-        local_s_per_block = layout.block_bytes / LOCAL_BYTES_PER_S
-        weigh = self._policy.weigh
+        block_bytes = layout.block_bytes
+        local_s = block_bytes / LOCAL_BYTES_PER_S
+        sender = prefixes.best_store
+        sender_host = sender.endpoint.host if sender is not None else None
+        sender_rate = _rate(sender) if sender is not None else DEFAULT_BYTES_PER_S
         candidates = []
         for instance in instances:
-            registration = instance.registration
-            device_blocks = prefixes.device_blocks(instance)
-            same_host = registration.endpoint.host == sender_host
+            device_blocks, prefix_blocks = prefixes.own_blocks(instance)
+            near = instance.endpoint.host == sender_host
             offer = Offer(
-                registration.endpoint.instance_id,
+                instance.instance_id,
                 device_blocks,
-                prefixes.own_blocks(instance, device_blocks),
+                prefix_blocks,
                 instance.queue.estimate_s(now),
-                local_s_per_block,
-                local_s_per_block
-                if same_host
-                else layout.block_bytes / min(sender_rate, _rate(instance)),
-                registration.prefill_profile,
+                local_s,
+                local_s if near else block_bytes / min(sender_rate, _rate(instance)),
+                instance.registration.prefill_profile,
                 instance.chosen_at,
             )
-            candidates.append(weigh(prompt, offer))
+            candidates.append(self._policy.weigh(prompt, offer))
         return candidates
 
     def _best_prefill(self, candidates: Sequence[PrefillCandidate]) -> int:
@@ -239,7 +236,7 @@ def _weigh_decodes(
         slots = registration.max_num_seqs
         candidates.append(
             DecodeCandidate(
-                registration.endpoint.instance_id,
+                instance.instance_id,
                 num_seqs,
                 context_tokens,
                 book.free_blocks,

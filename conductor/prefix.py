@@ -29,7 +29,7 @@ class PrefixMap:
         self._directory = directory
         self._keys = keys
         self._lengths = directory.prefix_lengths(keys)
-        self._holders: dict[int, frozenset[InstanceId]] = {}
+        self._holders: dict[int, frozenset[InstanceId]] = {}  # by index in `keys`, as asked for
         self._stores = {
             store.instance_id: store
             for store in members.with_role(Role.STORE)
@@ -42,16 +42,13 @@ class PrefixMap:
             if length > self.best_blocks:
                 self.best_store, self.best_blocks = store, length
 
-    def device_blocks(self, instance: Instance) -> int:
-        """Leading blocks in the instance's own device cache."""
-        return self._lengths.get(instance.instance_id, 0)
-
-    def own_blocks(self, instance: Instance, device_blocks: int) -> int:
-        """Leading blocks in its device cache, continued by its home store node."""
+    def own_blocks(self, instance: Instance) -> tuple[int, int]:
+        """Leading blocks in the device cache, and with the home store node's blocks that continue them."""
+        device_blocks = self._lengths.get(instance.instance_id, 0)
         home = instance.registration.home_store
         if home is None or home not in self._stores:
-            return device_blocks
-        return self._extent(home, device_blocks)
+            return device_blocks, device_blocks
+        return device_blocks, self._extent(home, device_blocks)
 
     def sources(self, reader: Instance, first: int, end: int) -> tuple[PrefixSource, ...]:
         """Store nodes for the blocks [first, end): on the reader's host first, then the least loaded holder."""
@@ -71,9 +68,8 @@ class PrefixMap:
         return tuple(runs)
 
     def _nearest(self, reader: Instance, position: int) -> Instance | None:
-        holding = [
-            s for s in self._stores.values() if self._extent(s.instance_id, position) > position
-        ]
+        holders = self._holders_of(position)
+        holding = [store for name, store in self._stores.items() if name in holders]
         if not holding:
             return None
         home, host = reader.registration.home_store, reader.endpoint.host
