@@ -1,0 +1,189 @@
+"""Server-sent events of streamed replies, formatted by hand.
+
+All that is the same in every chunk of a choice is formatted once per request; a chunk is then a few string joins.
+Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring
+from typing import Any, Protocol
+
+from gateway.feed import Piece
+from gateway.logprobs import chat_logprobs, completion_logprobs
+from gateway.tokenizer import Tokenizer
+from protocol.request import Token
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heading:
+    """What a reply's chunks have in common."""
+
+    id: str
+    created: int  # Unix seconds
+    model: str
+
+    def opening(self, kind: str) -> str:
+        """A chunk up to its choices."""
+        name, model = encode_basestring(self.id), encode_basestring(self.model)
+        return f'data: {{"id":{name},"object":"{kind}","created":{self.created},"model":{model}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wants:
+    """What the client asked to see."""
+
+    usage: bool
+    token_ids: bool
+    logprobs: bool
+
+
+class Chunks(Protocol):
+    """The chunks of one streamed reply, in the order of the methods."""
+
+    def first(self) -> str:
+        """What comes before any output."""
+        ...
+
+    def piece(self, piece: Piece) -> str:
+        """A chunk for new output; empty when there is nothing to show."""
+        ...
+
+    def usage(self, usage: dict[str, Any]) -> str:
+        """The chunk with `choices: []`."""
+        ...
+
+
+class _Chunks:
+    """What chat and completions share."""
+
+    kind = ""
+    text_opening = ""  # between the choice's index and its text
+    text_closing = ""
+
+    def __init__(self, heading: Heading, wants: Wants, tokenizer: Tokenizer) -> None:
+        self._wants = wants
+        self._tokenizer = tokenizer
+        self._opening = heading.opening(self.kind)
+        self._closing = ',"usage":null}\n\n' if wants.usage else "}\n\n"
+
+    def piece(self, piece: Piece) -> str:
+        wants = self._wants
+        if not (piece.text or piece.finish_reason or wants.token_ids or wants.logprobs):
+            return ""
+        return self._chunk(piece.index, piece.text, piece.tokens, piece.finish_reason)
+
+    def usage(self, usage: dict[str, Any]) -> str:
+        return f'{self._opening},"choices":[],"usage":{_compact(usage)}}}\n\n'
+
+    def _chunk(
+        self,
+        index: int,
+        text: str,
+        tokens: Sequence[Token],
+        finish_reason: str | None,
+        extra: str = "",
+    ) -> str:
+        logprobs = _compact(self._logprobs(index, tokens)) if self._wants.logprobs else "null"
+        reason = f'"{finish_reason}"' if finish_reason else "null"
+        if self._wants.token_ids:
+            ids = ",".join(str(token.token_id) for token in tokens)
+            extra += f',"token_ids":[{ids}]'
+        return (
+            f'{self._opening},"choices":[{{"index":{index},{self.text_opening}'
+            f"{encode_basestring(text)}{self.text_closing}"
+            f',"logprobs":{logprobs},"finish_reason":{reason}{extra}}}]{self._closing}'
+        )
+
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatChunks(_Chunks):
+    """`chat.completion.chunk`."""
+
+    kind = "chat.completion.chunk"
+    text_opening = '"delta":{"content":'
+    text_closing = "}"
+
+    def __init__(
+        self,
+        heading: Heading,
+        wants: Wants,
+        tokenizer: Tokenizer,
+        *,
+        num_choices: int,
+        prompt_token_ids: Sequence[int],
+    ) -> None:
+        super().__init__(heading, wants, tokenizer)
+        self._num_choices = num_choices
+        self._prompt_token_ids = prompt_token_ids
+
+    def first(self) -> str:
+        """The role of each choice's message."""
+        ids = ""
+        if self._wants.token_ids:
+            ids = f',"prompt_token_ids":{_compact(list(self._prompt_token_ids))}'
+        return "".join(
+            f'{self._opening}{ids if index == 0 else ""},"choices":[{{"index":{index},"delta":'
+            '{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+            f"{self._closing}"
+            for index in range(self._num_choices)
+        )
+
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
+        return {"content": chat_logprobs(tokens, self._tokenizer)}
+
+
+class CompletionChunks(_Chunks):
+    """`text_completion`, of which streams have no further form."""
+
+    kind = "text_completion"
+    text_opening = '"text":'
+
+    def __init__(
+        self,
+        heading: Heading,
+        wants: Wants,
+        tokenizer: Tokenizer,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]],
+        echoes: Sequence[str],
+    ) -> None:
+        """One entry of `prompt_token_ids` and `echoes` (text put before the output) per choice."""
+        super().__init__(heading, wants, tokenizer)
+        self._prompt_token_ids = prompt_token_ids
+        self._echoes = echoes
+        self._offsets = [len(echo) for echo in echoes]
+
+    def first(self) -> str:
+        """The echoed prompts, if they were asked for, and the prompts' token ids."""
+        chunks = []
+        for index, echo in enumerate(self._echoes):
+            extra = ""
+            if self._wants.token_ids:
+                ids = _compact(list(self._prompt_token_ids[index]))
+                extra = f',"prompt_token_ids":{ids}'
+            if echo or extra:
+                chunks.append(self._chunk(index, echo, (), None, extra))
+        return "".join(chunks)
+
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
+        columns, self._offsets[index] = completion_logprobs(
+            tokens, self._tokenizer, self._offsets[index]
+        )
+        return columns
+
+
+def error_chunk(body: bytes) -> bytes:
+    """An error after the first byte of a stream."""
+    return b"data: " + body + b"\n\n"
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,232 @@
+"""The cluster as the gateway sees it: who is there, and the calls and streams to them.
+
+One poll of the conductor per second for the view; one Events stream per worker, opened when the view or a placement
+first names it and opened again when it breaks. Whoever listens is told of every break at once: what was under way
+on a broken stream is lost, whether or not the worker lives. Knows nothing about single requests' lives or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.tasks import TaskGroup
+from protocol.errors import MoonserveError, NoWorker, Overloaded, PeerLost
+from protocol.ids import GatewayId, RequestId, Role
+from protocol.pb import conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protocol.request import Endpoint, Placement
+from protocol.rpc import Channels, failure_from_wire
+from protocol.wire import endpoint_from_wire, placement_from_wire, role_from_wire
+
+log = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 1.0
+_CALL_TIMEOUT_S = 5.0
+# A view older than this says nothing about who is alive.
+_VIEW_LIFETIME_S = 5.0
+_REOPEN_DELAY_S = 0.2
+
+_WORKER_ROLES = (Role.PREFILL, Role.DECODE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the running workers say about the model they serve."""
+
+    fingerprint: str
+    block_size: int
+    max_model_len: int
+
+
+class Cluster:
+    """Client of the conductor and of all workers. Used in one event loop."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        conductor_address: str,
+        gateway_id: GatewayId,
+        *,
+        on_batch: Callable[[str, worker_pb2.EventBatch], None],
+        on_lost: Callable[[str, MoonserveError], None],
+    ) -> None:
+        self._channels = channels
+        self._conductor = conductor_pb2_grpc.ConductorStub(channels.to(conductor_address))
+        self._gateway_id = gateway_id
+        self._on_batch = on_batch
+        self._on_lost = on_lost
+        self._view: conductor_pb2.ClusterView | None = None
+        self._viewed_at = 0.0
+        self._streams: dict[str, _Stream] = {}
+        self._tasks = TaskGroup()
+
+    @property
+    def view(self) -> conductor_pb2.ClusterView | None:
+        """The last view, unless it is too old to mean anything."""
+        age_s = asyncio.get_running_loop().time() - self._viewed_at
+        return self._view if age_s < _VIEW_LIFETIME_S else None
+
+    @property
+    def is_ready(self) -> bool:
+        """A request could be placed."""
+        return self.view is not None and self.view.ready
+
+    def facts(self) -> ModelFacts:
+        """Raises NoWorker while no worker has told."""
+        view = self.view
+        if view is None or not view.fingerprint:
+            raise NoWorker("no worker has joined the cluster yet")
+        return ModelFacts(
+            fingerprint=view.fingerprint,
+            block_size=view.layout.block_size,
+            max_model_len=view.max_model_len,
+        )
+
+    async def run(self) -> None:
+        """Keeps the view fresh until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def refresh(self) -> None:
+        """One look at the cluster; a failure leaves the old view to age."""
+        try:
+            view = await self._channels.call(
+                self._conductor.GetCluster,
+                conductor_pb2.GetClusterRequest(),
+                timeout_s=_CALL_TIMEOUT_S,
+            )
+        except MoonserveError as error:
+            log.debug("no view of the cluster: %s", error)
+            return
+        self._view, self._viewed_at = view, asyncio.get_running_loop().time()
+        await self._follow(view)
+
+    async def place(self, request: conductor_pb2.PlaceRequest, timeout_s: float) -> Placement:
+        """Raises Overloaded, NoWorker or PeerLost among others."""
+        reply = await self._channels.call(
+            self._conductor.Place, request, timeout_s=min(timeout_s, _CALL_TIMEOUT_S)
+        )
+        match reply.WhichOneof("outcome"):
+            case "placement":
+                return placement_from_wire(reply.placement)
+            case "overloaded":
+                raise _overloaded(reply.overloaded)
+            case _:
+                raise failure_from_wire(reply.failure)
+
+    async def submit(self, endpoint: Endpoint, request: worker_pb2.SubmitRequest) -> None:
+        """Hands a request to a prefill worker."""
+        await self._channels.call(
+            self._worker(endpoint.rpc_address).Submit,
+            request,
+            timeout_s=min(request.timeout_s, _CALL_TIMEOUT_S),
+        )
+
+    async def cancel(self, endpoint: Endpoint, request_id: RequestId) -> None:
+        """Best effort: a worker that cannot be told gives up by itself when the gateway's stream is gone."""
+        with contextlib.suppress(MoonserveError):
+            await self._channels.call(
+                self._worker(endpoint.rpc_address).Cancel,
+                worker_pb2.CancelRequest(request_id=request_id),
+                timeout_s=_CALL_TIMEOUT_S,
+            )
+
+    async def report(self, request: conductor_pb2.ReportRequest) -> None:
+        """Best effort: the conductor lets predicted load expire."""
+        with contextlib.suppress(MoonserveError):
+            await self._channels.call(self._conductor.Report, request, timeout_s=_CALL_TIMEOUT_S)
+
+    async def explain(self, request_id: str) -> conductor_pb2.ExplainReply:
+        """Why a request went where it went."""
+        return await self._channels.call(
+            self._conductor.Explain,
+            conductor_pb2.ExplainRequest(request_id=request_id),
+            timeout_s=_CALL_TIMEOUT_S,
+        )
+
+    def listen(self, endpoint: Endpoint) -> None:
+        """Makes sure that the worker's tokens reach us."""
+        known = self._streams.get(endpoint.instance_id)
+        if known is not None and known.endpoint.epoch >= endpoint.epoch:
+            return
+        stream = self._streams[endpoint.instance_id] = _Stream(endpoint=endpoint)
+        if known is not None and known.task is not None:
+            known.task.cancel()
+        stream.task = self._tasks.start(self._listen(stream), name=f"events {endpoint.instance_id}")
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+
+    def _worker(self, rpc_address: str) -> Any:
+        return worker_pb2_grpc.WorkerStub(self._channels.to(rpc_address))
+
+    async def _follow(self, view: conductor_pb2.ClusterView) -> None:
+        present: dict[str, Endpoint] = {}
+        for instance in view.instances:
+            if role_from_wire(instance.role) in _WORKER_ROLES:
+                endpoint = endpoint_from_wire(instance.endpoint)
+                present[endpoint.instance_id] = endpoint
+                self.listen(endpoint)
+        for instance_id in self._streams.keys() - present.keys():
+            await self._drop_broken(instance_id)
+
+    async def _drop_broken(self, instance_id: str) -> None:
+        """Forgets a worker that is neither in the view nor connected."""
+        stream = self._streams[instance_id]
+        if stream.is_open or stream.task is None:
+            return
+        del self._streams[instance_id]
+        stream.task.cancel()
+        await self._channels.forget(stream.endpoint.rpc_address)
+
+    async def _listen(self, stream: _Stream) -> None:
+        """Opens the stream over and over until cancelled."""
+        instance_id = stream.endpoint.instance_id
+        while True:
+            error = await self._listen_once(stream)
+            stream.is_open = False
+            if self._streams.get(instance_id) is stream:
+                self._on_lost(instance_id, error)
+            await asyncio.sleep(_REOPEN_DELAY_S)
+
+    async def _listen_once(self, stream: _Stream) -> MoonserveError:
+        """Delivers what comes; returns why nothing comes any more."""
+        endpoint = stream.endpoint
+        try:
+            async for batch in self._channels.stream(
+                self._worker(endpoint.rpc_address).Events,
+                worker_pb2.EventsRequest(gateway_id=self._gateway_id),
+            ):
+                stream.is_open = True
+                self._on_batch(endpoint.instance_id, batch)
+        except MoonserveError as error:
+            return PeerLost(
+                f"lost the stream from {endpoint.instance_id}: {error.message}",
+                instance_id=endpoint.instance_id,
+            )
+        return PeerLost(
+            f"{endpoint.instance_id} ended its stream", instance_id=endpoint.instance_id
+        )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Stream:
+    """The Events stream from one worker."""
+
+    endpoint: Endpoint
+    is_open: bool = False  # something has come on it since it was opened
+    task: asyncio.Task[None] | None = None
+
+
+def _overloaded(message: conductor_pb2.Overloaded) -> Overloaded:
+    return Overloaded(
+        message.reason or "no instance can meet the latency targets now",
+        retry_after_s=message.retry_after_s,
+        predicted_ttft_s=message.predicted_ttft_s,
+        predicted_tbt_s=message.predicted_tbt_s,
+    )

@@ -1,0 +1,34 @@
+"""Options of the gateway process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.config import option
+from protocol.process import ProcessConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(ProcessConfig):
+    """`moonserve gateway`."""
+
+    instance_id: str = option("gateway-0", help="name of this gateway in the cluster")
+    port: int = option(8000, help="port of the OpenAI-compatible server; 0 lets the system choose")
+    model: str = option(
+        help="folder of the model; only its tokenizer and its configuration are read"
+    )
+    served_model_name: tuple[str, ...] = option(
+        (), help="names under which clients ask for the model; by default the folder's name"
+    )
+    api_key: tuple[str, ...] = option(
+        (), help="keys that clients may present; none = open to all", masked=True
+    )
+    max_body_bytes: int = option(
+        8 * 2**20, help="longest request body that is accepted", unit="bytes"
+    )
+    body_timeout_s: float = option(30.0, help="seconds within which a body must have arrived")
+    request_timeout_s: float = option(600.0, help="seconds after which a request is ended")
+    slow_client_s: float = option(
+        30.0, help="seconds without reading after which a client is given up"
+    )
+    drain_s: float = option(3.0, help="seconds that requests under way get when the gateway stops")

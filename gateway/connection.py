@@ -1,0 +1,40 @@
+"""What ASGI has no word for: to end a client's connection.
+
+uvicorn's `send` is a method of its request cycle, which knows the transport. The front door leaves a Connection in the
+scope; with any other server the methods do nothing and the connection lives on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.types import Scope, Send
+
+_KEY = "moonserve.connection"
+
+
+class Connection:
+    """The client's connection behind one request."""
+
+    def __init__(self, send: Send | None) -> None:
+        self._cycle: Any = getattr(send, "__self__", None)
+
+    @classmethod
+    def of(cls, scope: Scope) -> Connection:
+        """The connection that `attach` left in the scope."""
+        found: Connection | None = scope.get(_KEY)
+        return found or cls(None)
+
+    def attach(self, scope: Scope) -> None:
+        scope[_KEY] = self
+
+    def close_after_reply(self) -> None:
+        """No further request on this connection."""
+        if hasattr(self._cycle, "keep_alive"):
+            self._cycle.keep_alive = False
+
+    def abort(self) -> None:
+        """Drops the connection and whatever is still buffered for it."""
+        transport = getattr(self._cycle, "transport", None)
+        if transport is not None:
+            transport.abort()

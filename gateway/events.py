@@ -1,0 +1,172 @@
+"""What happens to one request at the gateway (events) and what is to be done about it (actions).
+
+`attempt` counts placements from 1; each has its own cluster-wide request id, so that what an abandoned attempt still
+sends can be told apart. Pure data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protocol.errors import MoonserveError
+from protocol.ids import RequestId
+from protocol.request import Endpoint, FinishReason, Placement, PrefillReport, Token
+
+
+class ReportPhase(StrEnum):
+    """What the conductor is told about a placement."""
+
+    FIRST_TOKEN = "first_token"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The request was accepted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    attempt: int
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceFailed:
+    attempt: int
+    error: MoonserveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryDue:
+    """The pause before placing again is over."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitFailed:
+    attempt: int
+    error: MoonserveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensArrived:
+    attempt: int
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillReported:
+    attempt: int
+    report: PrefillReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFailed:
+    """A worker gave the request up."""
+
+    attempt: int
+    instance_id: str
+    error: MoonserveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceLost:
+    """The stream from a worker broke; whether it died or only the connection cannot be told."""
+
+    instance_id: str
+    error: MoonserveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aborted:
+    """The request must end now: the client left, the deadline passed, the gateway stops."""
+
+    error: MoonserveError
+
+
+Event = (
+    Started
+    | Placed
+    | PlaceFailed
+    | RetryDue
+    | SubmitFailed
+    | TokensArrived
+    | PrefillReported
+    | WorkerFailed
+    | InstanceLost
+    | Aborted
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Ask the conductor, then Placed or PlaceFailed."""
+
+    attempt: int
+    request_id: RequestId
+    token_ids: tuple[int, ...]  # the prompt and what has been generated
+    max_tokens: int  # still to come
+    excluded: frozenset[str]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Hand the request to the placement's prefill worker; only failure returns as an event."""
+
+    attempt: int
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    placement: Placement
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """RetryDue after `delay_s`."""
+
+    attempt: int
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelAt:
+    """Tell the workers of an attempt to let go of it."""
+
+    request_id: RequestId
+    endpoints: tuple[Endpoint, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Tell the conductor what became of a placement."""
+
+    request_id: RequestId
+    phase: ReportPhase
+    elapsed_s: float
+    cached_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    """Output for the client; `finish_reason` is set on the last one."""
+
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The request ends in this error."""
+
+    error: MoonserveError
+
+
+Action = Place | Submit | Pause | CancelAt | Report | Emit | Fail

@@ -1,0 +1,244 @@
+"""One choice under way: runs what its state asks for and brings the results back as events.
+
+The shell around `gateway.state`. Everything here happens in one event loop; tasks are held by the gateway's group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gateway.cluster import Cluster
+from gateway.detokenize import TextOutput
+from gateway.events import (
+    Aborted,
+    Action,
+    CancelAt,
+    Emit,
+    Event,
+    Fail,
+    Pause,
+    Place,
+    Placed,
+    PlaceFailed,
+    Report,
+    ReportPhase,
+    RetryDue,
+    Started,
+    Submit,
+    SubmitFailed,
+)
+from gateway.feed import Piece
+from gateway.state import RequestState
+from gateway.tasks import TaskGroup
+from gateway.timings import Timings
+from gateway.wish import Choice, Wish
+from protocol.errors import DeadlineExceeded, MoonserveError
+from protocol.ids import GatewayId, RequestId
+from protocol.keys import BlockKey, block_keys, pack_keys, root_key
+from protocol.metrics import RequestMetrics
+from protocol.pb import conductor_pb2
+from protocol.request import Placement, Request
+from protocol.wire import submission_to_wire
+
+log = logging.getLogger(__name__)
+
+_PHASES = {
+    ReportPhase.FIRST_TOKEN: conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN,
+    ReportPhase.FINISHED: conductor_pb2.ReportRequest.PHASE_FINISHED,
+    ReportPhase.FAILED: conductor_pb2.ReportRequest.PHASE_FAILED,
+    ReportPhase.CANCELLED: conductor_pb2.ReportRequest.PHASE_CANCELLED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What every generation of a gateway uses."""
+
+    gateway_id: GatewayId
+    cluster: Cluster
+    tasks: TaskGroup
+    metrics: RequestMetrics
+    routes: dict[str, Generation]  # by the current attempt's id
+
+
+class Reader(Protocol):
+    """Who receives the output; gateway.service.Answer."""
+
+    def on_piece(self, piece: Piece) -> None: ...
+
+    def on_failure(self, error: MoonserveError) -> None: ...
+
+
+class Generation:
+    """One choice, from its acceptance to its end."""
+
+    def __init__(
+        self,
+        *,
+        request_id: RequestId,
+        wish: Wish,
+        choice: Choice,
+        output: TextOutput,
+        reader: Reader,
+        surroundings: Surroundings,
+        timeout_s: float,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._wish = wish
+        self._choice = choice
+        self._reader = reader
+        self._around = surroundings
+        self._arrived_at = self._loop.time()
+        self._timings = Timings(surroundings.metrics, self._arrived_at)
+        deadline_at = self._arrived_at + timeout_s
+        self.state = RequestState(
+            request_id=request_id,
+            prompt=choice.token_ids,
+            sampling=choice.sampling,
+            output=output,
+            deadline_at=deadline_at,
+        )
+        self._keys: tuple[BlockKey, ...] = ()  # of the current attempt's tokens
+        self._route_id: RequestId | None = None
+        self._deadline = self._loop.call_at(deadline_at, self._expire)
+
+    def start(self) -> None:
+        self._timings.accepted(len(self._choice.token_ids))
+        self.deliver(Started())
+
+    def deliver(self, event: Event) -> None:
+        """Takes an event and does what follows from it."""
+        for action in self.state.handle(event, self._loop.time()):
+            self._run(action)
+
+    def abort(self, error: MoonserveError) -> None:
+        """Ends the generation now; nothing happens when it has ended."""
+        self.deliver(Aborted(error=error))
+
+    @property
+    def placement(self) -> Placement | None:
+        return self.state.placement
+
+    def _run(self, action: Action) -> None:
+        match action:
+            case Emit():
+                self._emit(action)
+            case Place():
+                self._route(action.request_id)
+                self._start(self._place(action))
+            case Submit():
+                self._start(self._submit(action))
+            case Pause():
+                event = RetryDue(attempt=action.attempt)
+                self._loop.call_later(action.delay_s, self.deliver, event)
+            case CancelAt():
+                for endpoint in action.endpoints:
+                    self._start(self._around.cluster.cancel(endpoint, action.request_id))
+            case Report():
+                self._start(self._report(action))
+            case Fail():
+                self._end()
+                self._timings.failed(action.error)
+                self._reader.on_failure(action.error)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._around.tasks.start(coroutine, name=self.state.attempt_id)
+
+    def _emit(self, action: Emit) -> None:
+        report = self.state.report
+        self._timings.tokens(len(action.tokens), self._loop.time(), report)
+        if action.finish_reason is not None:
+            self._end()
+            self._timings.finished(
+                action.finish_reason, len(self.state.generated), self._loop.time()
+            )
+        self._reader.on_piece(
+            Piece(
+                index=self._choice.index,
+                text=action.text,
+                tokens=action.tokens,
+                finish_reason=action.finish_reason,
+            )
+        )
+
+    async def _place(self, action: Place) -> None:
+        cluster = self._around.cluster
+        try:
+            self._keys = self._chain(action.token_ids)
+            placement = await cluster.place(self._place_request(action), action.timeout_s)
+        except MoonserveError as error:
+            self.deliver(PlaceFailed(attempt=action.attempt, error=error))
+            return
+        for endpoint in (placement.prefill, placement.decode):
+            cluster.listen(endpoint)
+        self.deliver(Placed(attempt=action.attempt, placement=placement))
+
+    def _chain(self, token_ids: tuple[int, ...]) -> tuple[BlockKey, ...]:
+        """Block keys; tenants with different salts never share a block."""
+        facts = self._around.cluster.facts()
+        root = root_key(facts.fingerprint, self._wish.cache_salt)
+        return tuple(block_keys(root, token_ids, facts.block_size))
+
+    def _place_request(self, action: Place) -> conductor_pb2.PlaceRequest:
+        return conductor_pb2.PlaceRequest(
+            request_id=action.request_id,
+            block_keys=pack_keys(self._keys),
+            num_prompt_tokens=len(action.token_ids),
+            max_tokens=action.max_tokens,
+            ttft_slo_s=self._wish.ttft_slo_s,
+            tbt_slo_s=self._wish.tbt_slo_s,
+            priority=self._wish.priority,
+            tenant=self._wish.tenant,
+            excluded_instances=sorted(action.excluded),
+        )
+
+    async def _submit(self, action: Submit) -> None:
+        request = Request(
+            request_id=action.request_id,
+            gateway_id=self._around.gateway_id,
+            token_ids=action.token_ids,
+            num_prompt_tokens=len(self._choice.token_ids),
+            block_keys=self._keys,
+            sampling=self._choice.sampling,
+            priority=self._wish.priority,
+            timeout_s=action.timeout_s,
+        )
+        message = submission_to_wire(request, action.placement)
+        try:
+            await self._around.cluster.submit(action.placement.prefill, message)
+        except MoonserveError as error:
+            self.deliver(SubmitFailed(attempt=action.attempt, error=error))
+
+    async def _report(self, action: Report) -> None:
+        await self._around.cluster.report(
+            conductor_pb2.ReportRequest(
+                request_id=action.request_id,
+                phase=_PHASES[action.phase],
+                elapsed_s=action.elapsed_s,
+                cached_tokens=action.cached_tokens,
+                output_tokens=action.output_tokens,
+            )
+        )
+
+    def _route(self, request_id: RequestId) -> None:
+        """Events of this attempt are for us, those of an earlier one for nobody."""
+        self._unroute()
+        if self.state.attempt > 1 and request_id not in self._around.routes:
+            self._timings.retried()
+        self._route_id = request_id
+        self._around.routes[request_id] = self
+
+    def _unroute(self) -> None:
+        if self._route_id is not None:
+            self._around.routes.pop(self._route_id, None)
+
+    def _end(self) -> None:
+        self._unroute()
+        self._deadline.cancel()
+
+    def _expire(self) -> None:
+        self.abort(DeadlineExceeded("the request took longer than its time limit"))

@@ -1,0 +1,111 @@
+"""Endpoints for operators: liveness, readiness, metrics, version, the cluster's state and its page."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from gateway.errors import ApiError
+from gateway.service import Gateway
+from protocol.errors import NoWorker
+from protocol.pb import conductor_pb2
+from protocol.wire import role_from_wire
+
+_PAGE = Path(__file__).with_name("dashboard.html")
+
+
+class Operations:
+    """Handlers that do not concern the model."""
+
+    def __init__(
+        self, gateway: Gateway, registry: CollectorRegistry, names: tuple[str, ...]
+    ) -> None:
+        self._gateway = gateway
+        self._registry = registry
+        self._names = names
+        self._page = _PAGE.read_text(encoding="utf-8")
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: the process lives."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: a request would be served; 503 while draining or without workers."""
+        if self._gateway.is_draining:
+            raise NoWorker("this gateway is shutting down")
+        if not self._gateway.is_ready:
+            raise NoWorker("the cluster has no prefill or no decode worker")
+        return JSONResponse({"status": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics in Prometheus' text form."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self, request: Request) -> Response:
+        """GET /version"""
+        return JSONResponse({"version": package_version()})
+
+    async def cluster(self, request: Request) -> Response:
+        """GET /v1/cluster: what runs where, as of at most a second ago."""
+        view = self._gateway.cluster.view
+        if view is None:
+            raise NoWorker("the conductor does not answer")
+        return JSONResponse(
+            {
+                "ready": self._gateway.is_ready,
+                "models": self._names,
+                "fingerprint": view.fingerprint,
+                "max_model_len": view.max_model_len,
+                "layout": _plain(view.layout) if view.HasField("layout") else None,
+                "requests": self._gateway.num_live,
+                "instances": [_instance(instance) for instance in view.instances],
+            }
+        )
+
+    async def explain(self, request: Request) -> Response:
+        """GET /v1/explain/{request_id}: why a request went where it went."""
+        request_id = request.path_params["request_id"]
+        reply = await self._gateway.cluster.explain(request_id)
+        if not reply.found:
+            raise ApiError(404, f"no decision about {request_id!r} is remembered", code="not_found")
+        return Response(reply.decision_json, media_type="application/json")
+
+    async def dashboard(self, request: Request) -> Response:
+        """GET /dashboard: the cluster's state for people."""
+        return HTMLResponse(self._page)
+
+
+def package_version() -> str:
+    """Of the installed package."""
+    try:
+        return version("moonserve")
+    except PackageNotFoundError:
+        return "unknown"  # run from a source tree that is not installed
+
+
+def _instance(instance: conductor_pb2.InstanceView) -> dict[str, Any]:
+    return {
+        "instance_id": instance.endpoint.instance_id,
+        "role": role_from_wire(instance.role).value,
+        "rpc_address": instance.endpoint.rpc_address,
+        "host": instance.endpoint.host,
+        "epoch": instance.endpoint.epoch,
+        "draining": instance.draining,
+        "last_heard_s": instance.last_heard_s,
+        "num_blocks": instance.num_blocks,
+        "indexed_blocks": instance.indexed_blocks,
+        "load": {field.name: getattr(instance.load, field.name) for field in _LOAD_FIELDS},
+    }
+
+
+_LOAD_FIELDS = conductor_pb2.Load.DESCRIPTOR.fields
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    return MessageToDict(message, preserving_proto_field_name=True)

@@ -1,0 +1,150 @@
+"""Replies that wait for the cluster: a whole body or a stream, each with an eye on the client.
+
+Lean ASGI: nothing stands between a chunk and the server's `send`, which waits while the client's buffers are full. A
+client that leaves or stops reading ends its request in the cluster. Nothing is sent before the first output, so that
+every failure up to then has its own status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.chunks import DONE, Chunks, error_chunk
+from gateway.connection import Connection
+from gateway.errors import reply_for
+from gateway.feed import Piece
+from gateway.service import Answer
+from protocol.errors import Cancelled, MoonserveError
+
+log = logging.getLogger(__name__)
+
+
+class ClusterReply(Response):
+    """A reply whose content comes from an answer under way."""
+
+    def __init__(self, answer: Answer, slow_client_s: float) -> None:
+        super().__init__()
+        self._answer = answer
+        self._slow_client_s = slow_client_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive), name="client watcher")
+        connection = Connection.of(scope)
+        try:
+            await self._deliver(send, connection)
+        except TimeoutError:
+            log.info("a client did not read for %.0f s", self._slow_client_s)
+            connection.abort()
+        finally:
+            watcher.cancel()
+            # Nothing happens when all is finished; else nobody is left to read the rest.
+            self._answer.cancel(Cancelled("the client went away"))
+
+    async def _watch(self, receive: Receive) -> None:
+        """Ends the request in the cluster as soon as the client has left."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._answer.cancel(Cancelled("the client went away"))
+
+    async def _deliver(self, send: Send, connection: Connection) -> None:
+        raise NotImplementedError
+
+    async def _send_error(self, send: Send, error: MoonserveError) -> None:
+        reply = reply_for(error)
+        await self._start(send, reply.status, b"application/json", reply.headers)
+        await self._send(send, reply.body(), more=False)
+
+    async def _start(
+        self, send: Send, status: int, content_type: bytes, headers: Mapping[str, str]
+    ) -> None:
+        raw = [(b"content-type", content_type)]
+        raw += [(name.encode(), value.encode()) for name, value in headers.items()]
+        placement = self._answer.placement
+        if placement is not None:
+            raw.append((b"x-prefill-instance-id", placement.prefill.instance_id.encode()))
+            raw.append((b"x-decode-instance-id", placement.decode.instance_id.encode()))
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
+        """Raises TimeoutError when the client takes nothing for too long."""
+        async with asyncio.timeout(self._slow_client_s):
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class WholeReply(ClusterReply):
+    """One JSON body, once everything is there."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        slow_client_s: float,
+        render: Callable[[list[list[Piece]]], bytes],
+    ) -> None:
+        """`render` gets the pieces of each choice."""
+        super().__init__(answer, slow_client_s)
+        self._render = render
+
+    async def _deliver(self, send: Send, connection: Connection) -> None:
+        collected: list[list[Piece]] = [[] for _ in self._answer.generations]
+        try:
+            while not self._answer.is_complete:
+                for piece in await self._answer.take():
+                    collected[piece.index].append(piece)
+        except MoonserveError as error:
+            await self._send_error(send, error)
+            return
+        body = self._render(collected)
+        length = {"content-length": str(len(body))}
+        await self._start(send, 200, b"application/json", length)
+        await self._send(send, body, more=False)
+
+
+class StreamReply(ClusterReply):
+    """Server-sent events, one write per wake-up."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        slow_client_s: float,
+        chunks: Chunks,
+        usage: Callable[[], dict[str, Any]] | None,
+    ) -> None:
+        """`usage` is asked at the end, when the client wants to know."""
+        super().__init__(answer, slow_client_s)
+        self._chunks = chunks
+        self._usage = usage
+
+    async def _deliver(self, send: Send, connection: Connection) -> None:
+        try:
+            pieces = await self._answer.take()
+        except MoonserveError as error:
+            await self._send_error(send, error)
+            return
+        await self._start(
+            send, 200, b"text/event-stream; charset=utf-8", {"cache-control": "no-cache"}
+        )
+        try:
+            await self._stream(send, pieces)
+        except MoonserveError as error:
+            connection.close_after_reply()
+            await self._send(send, error_chunk(reply_for(error).body()), more=False)
+
+    async def _stream(self, send: Send, pieces: list[Piece]) -> None:
+        text = self._chunks.first()
+        while True:
+            text += "".join(map(self._chunks.piece, pieces))
+            if self._answer.is_complete:
+                break
+            if text:
+                await self._send(send, text.encode(), more=True)
+            text = ""
+            pieces = await self._answer.take()
+        if self._usage is not None:
+            text += self._chunks.usage(self._usage())
+        await self._send(send, text.encode() + DONE, more=False)

@@ -1,0 +1,224 @@
+"""Bodies of requests: what clients may send, checked field by field before anything is done with it.
+
+Frozen pydantic models in strict mode: no number is made from a string, no NaN passes, every number has bounds. A
+failure names the parameter as OpenAI does. Unknown parameters are ignored with one warning each. Knows neither the
+model's limits nor the tokenizer; `gateway.params` checks against those.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gateway.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20  # OpenAI's own limit for chat
+_MAX_STOPS = 32
+_MAX_WARNED_NAMES = 1_000
+
+_Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+_StopString = Annotated[str, Field(min_length=1, max_length=1_000)]
+_Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class StreamOptions(_Body):
+    """Options of a streamed reply."""
+
+    include_usage: bool | None = None
+
+
+class SamplingBody(_Body):
+    """Parameters that chat and completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: _Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    stop: _StopString | Annotated[list[_StopString], Field(max_length=_MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=1_024)] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+    user: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1_024)] | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatMessage(_Body):
+    """One turn; what else it carries goes to the chat template."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[dict[str, Any]] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates expect it: text parts joined. Raises ApiError for parts that are not text."""
+        return {**self.model_dump(), "content": self._text()}
+
+    def _text(self) -> str | None:
+        if not isinstance(self.content, list):
+            return self.content
+        texts = [part.get("text") for part in self.content if part.get("type") == "text"]
+        if len(texts) < len(self.content) or not all(isinstance(text, str) for text in texts):
+            raise ApiError(
+                400, "only parts of type text with a string are supported", param="messages"
+            )
+        return "\n".join(str(text) for text in texts)
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: Any  # a union of four list shapes, which gateway.params tells apart in one pass
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+
+
+class TokenizeBody(_Body):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None  # default: for prompts yes, for messages no
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(_Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[_TokenId]
+
+
+# Parameters that exist elsewhere and would change the output, by the values that ask for nothing.
+_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none"),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "use_beam_search": (None, False),
+    "prompt_logprobs": (None,),
+    "include_stop_str_in_output": (None, False),
+    "continue_final_message": (None, False),
+    "chat_template": (None,),
+    "truncate_prompt_tokens": (None,),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "bad_words": (None, []),
+    "logits_processors": (None, []),
+}
+
+B = TypeVar("B", bound=_Body)
+
+
+class BodyParser:
+    """Bodies from bytes, and the memory of which unknown parameters have been warned about."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def parse(self, cls: type[B], raw: bytes) -> B:
+        """Raises ApiError (400) naming the parameter."""
+        try:
+            body = cls.model_validate_json(raw)
+        except ValidationError as error:
+            raise _refusal(error) from error
+        self._check_extra(body)
+        return body
+
+    def _check_extra(self, body: _Body) -> None:
+        given = body.model_extra or {}
+        for name, harmless in _NOT_BUILT.items():
+            value = given.get(name, getattr(body, name, None))
+            if value not in harmless:
+                raise ApiError(
+                    400,
+                    f"{name} is not supported by this server yet",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        for name in given.keys() - _NOT_BUILT.keys() - self._warned:
+            if len(self._warned) < _MAX_WARNED_NAMES:
+                self._warned.add(name)
+                log.warning("ignoring the unknown parameter %.100r", name)
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
+    param = _param(first["loc"])
+    where = f"{param}: " if param else ""
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    return ApiError(400, f"{where}{first['msg']}", param=param, code=code)
+
+
+def _param(location: tuple[int | str, ...]) -> str | None:
+    """`("messages", 0, "content", "str")` → `messages[0].content`; a union's branch names are left out."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "list"):
+            name += f".{part}" if name else part
+    return name or None

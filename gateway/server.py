@@ -1,0 +1,140 @@
+"""The gateway process: builds everything from the configuration, serves, and ends in order.
+
+On a stop `/ready` turns to 503 at once, requests under way get `drain_s`, what is left ends in an error, and only then
+the sockets close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from gateway.api import Api, Served
+from gateway.app import build_app
+from gateway.config import GatewayConfig
+from gateway.operations import Operations
+from gateway.service import Gateway
+from gateway.tokenizer import Tokenizer, load_tokenizer, load_vocab_size
+from protocol.errors import ConfigError
+from protocol.ids import GatewayId, new_id
+from protocol.metrics import request_metrics
+from protocol.process import Lifecycle
+from protocol.rpc import Channels
+
+log = logging.getLogger(__name__)
+
+_DRAIN_POLL_S = 0.05
+_KEEP_ALIVE_S = 60
+
+
+async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
+    """Runs the gateway until the lifecycle stops."""
+    if config.conductor is None:
+        raise ConfigError("--conductor HOST:PORT must be given")
+    listener = bind(config.host, config.port)
+    lifecycle.progress("loading tokenizer")
+    tokenizer = load_tokenizer(Path(config.model))
+    channels = Channels(config.cluster_token)
+    served = _served(config, tokenizer)
+    registry = CollectorRegistry()
+    gateway = Gateway(
+        channels=channels,
+        conductor_address=config.conductor,
+        # Streams of an earlier life must not be taken for ours.
+        gateway_id=GatewayId(new_id(config.instance_id)),
+        tokenizer=tokenizer,
+        metrics=request_metrics(registry, served.names[0], config.instance_id),
+        timeout_s=config.request_timeout_s,
+    )
+    app = build_app(
+        Api(gateway, tokenizer, served, config),
+        Operations(gateway, registry, served.names),
+        config.api_key,
+    )
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+    )
+    try:
+        await _run(gateway, server, listener, lifecycle, config.drain_s)
+    finally:
+        await channels.close()
+
+
+async def _run(
+    gateway: Gateway,
+    server: _Server,
+    listener: socket.socket,
+    lifecycle: Lifecycle,
+    drain_s: float,
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(gateway.run(), name="follow the cluster")
+        serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
+        host, port = listener.getsockname()[:2]
+        lifecycle.ready(http=f"http://{host}:{port}")
+        await lifecycle.stopping.wait()
+        gateway.is_draining = True
+        await _drain(gateway, drain_s)
+        await gateway.close()
+        server.should_exit = True
+        await serving
+        following.cancel()
+
+
+async def _drain(gateway: Gateway, drain_s: float) -> None:
+    """Waits until nothing is under way, at most `drain_s`."""
+    ends_at = asyncio.get_running_loop().time() + drain_s
+    while gateway.num_live and asyncio.get_running_loop().time() < ends_at:
+        await asyncio.sleep(_DRAIN_POLL_S)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers; the process has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError where the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        hint = "the port is in use; choose another with --port" if taken else str(error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {hint}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _served(config: GatewayConfig, tokenizer: Tokenizer) -> Served:
+    folder = Path(config.model)
+    return Served(
+        names=config.served_model_name or (folder.resolve().name,),
+        vocab_size=load_vocab_size(folder) or tokenizer.size,
+        created=int(time.time()),
+    )

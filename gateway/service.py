@@ -1,0 +1,196 @@
+"""The gateway between HTTP and the cluster: accepts wishes, keeps their generations, hands out what workers send.
+
+Everything runs in one event loop. A batch of events from a worker is sorted by request and given to each generation
+synchronously, so that a reply's writer wakes once per batch. Does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from gateway.cluster import Cluster
+from gateway.detokenize import TextOutput
+from gateway.events import Event, InstanceLost, PrefillReported, TokensArrived, WorkerFailed
+from gateway.feed import Feed, Piece
+from gateway.generation import Generation, Surroundings
+from gateway.tasks import TaskGroup
+from gateway.tokenizer import Tokenizer
+from gateway.wish import Choice, Wish
+from protocol.errors import Cancelled, MoonserveError, NoWorker
+from protocol.ids import GatewayId, RequestId
+from protocol.metrics import RequestMetrics
+from protocol.pb import worker_pb2
+from protocol.request import Placement, Token
+from protocol.rpc import Channels, failure_from_wire
+from protocol.wire import prefill_report_from_wire, token_from_wire
+
+log = logging.getLogger(__name__)
+
+# Enough for any client that reads at all; at 1,000 tokens a second it is 4 s of output.
+_MAX_UNREAD_TOKENS = 4096
+_GOODBYE_S = 1.0
+
+
+class Answer:
+    """All choices of one wish, as the reply's writer reads them."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._feed = Feed(_MAX_UNREAD_TOKENS)
+        self._unfinished = num_choices
+        self.generations: list[Generation] = []
+
+    async def take(self) -> list[Piece]:
+        """New output of one or more choices. Raises the error that ended the request."""
+        pieces = await self._feed.take()
+        self._unfinished -= sum(piece.finish_reason is not None for piece in pieces)
+        return pieces
+
+    @property
+    def is_complete(self) -> bool:
+        """Every choice's last piece has been taken."""
+        return self._unfinished == 0
+
+    @property
+    def placement(self) -> Placement | None:
+        """Of the first choice."""
+        return self.generations[0].placement
+
+    def cancel(self, error: MoonserveError) -> None:
+        """Ends what is still under way."""
+        for generation in self.generations:
+            generation.abort(error)
+
+    def on_piece(self, piece: Piece) -> None:
+        if not self._feed.put(piece):
+            self.cancel(Cancelled("the client reads too slowly"))
+
+    def on_failure(self, error: MoonserveError) -> None:
+        """One failed choice ends the others: a reply is whole or an error."""
+        self._feed.fail(error)
+        self.cancel(error)
+
+
+class Gateway:
+    """Accepts requests and follows them to their end."""
+
+    def __init__(
+        self,
+        *,
+        channels: Channels,
+        conductor_address: str,
+        gateway_id: GatewayId,
+        tokenizer: Tokenizer,
+        metrics: RequestMetrics,
+        timeout_s: float,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._timeout_s = timeout_s
+        self._routes: dict[str, Generation] = {}
+        self._tasks = TaskGroup()
+        self.cluster = Cluster(
+            channels,
+            conductor_address,
+            gateway_id,
+            on_batch=self._on_batch,
+            on_lost=self._on_lost,
+        )
+        self._surroundings = Surroundings(
+            gateway_id=gateway_id,
+            cluster=self.cluster,
+            tasks=self._tasks,
+            metrics=metrics,
+            routes=self._routes,
+        )
+        self.is_draining = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.cluster.is_ready and not self.is_draining
+
+    @property
+    def num_live(self) -> int:
+        """Generations that have not ended."""
+        return len(self._routes)
+
+    def ask(self, wish: Wish) -> Answer:
+        """Starts a wish's generations. Raises NoWorker while the gateway stops."""
+        if self.is_draining:
+            raise NoWorker("this gateway is shutting down")
+        answer = Answer(len(wish.choices))
+        answer.generations = [self._generation(wish, choice, answer) for choice in wish.choices]
+        for generation in answer.generations:
+            generation.start()
+        return answer
+
+    async def run(self) -> None:
+        """Follows the cluster until cancelled."""
+        await self.cluster.run()
+
+    async def close(self) -> None:
+        """Fails what is under way, says so to the workers, then closes the streams."""
+        self.is_draining = True
+        for generation in list(self._routes.values()):
+            generation.abort(NoWorker("this gateway was shut down"))
+        await self._tasks.drain(_GOODBYE_S)
+        await self._tasks.cancel()
+        await self.cluster.close()
+
+    def _generation(self, wish: Wish, choice: Choice, answer: Answer) -> Generation:
+        suffix = f".{choice.index}" if choice.index else ""
+        return Generation(
+            request_id=RequestId(wish.request_id + suffix),
+            wish=wish,
+            choice=choice,
+            output=TextOutput(
+                self._tokenizer.decoder(skip_special_tokens=choice.skip_special_tokens),
+                choice.stops,
+                choice.sampling.min_tokens,
+            ),
+            reader=answer,
+            surroundings=self._surroundings,
+            timeout_s=self._timeout_s,
+        )
+
+    def _on_batch(self, instance_id: str, batch: worker_pb2.EventBatch) -> None:
+        for report in batch.prefills:
+            if (generation := self._routes.get(report.request_id)) is not None:
+                event = PrefillReported(
+                    attempt=generation.state.attempt, report=prefill_report_from_wire(report)
+                )
+                self._deliver(generation, event)
+        for generation, tokens in self._by_generation(batch):
+            attempt = generation.state.attempt
+            self._deliver(generation, TokensArrived(attempt=attempt, tokens=tuple(tokens)))
+        for failed in batch.failures:
+            if (generation := self._routes.get(failed.request_id)) is not None:
+                failure = WorkerFailed(
+                    attempt=generation.state.attempt,
+                    instance_id=instance_id,
+                    error=failure_from_wire(failed.failure),
+                )
+                self._deliver(generation, failure)
+
+    def _by_generation(self, batch: worker_pb2.EventBatch) -> list[tuple[Generation, list[Token]]]:
+        found: dict[str, tuple[Generation, list[Token]]] = {}
+        for event in batch.tokens:
+            request_id = event.request_id
+            entry = found.get(request_id)
+            if entry is None:
+                generation = self._routes.get(request_id)
+                if generation is None:
+                    continue  # ended, or an abandoned attempt
+                entry = found[request_id] = (generation, [])
+            wants_logprobs = entry[0].state.sampling.num_logprobs is not None
+            entry[1].append(token_from_wire(event, with_logprobs=wants_logprobs))
+        return list(found.values())
+
+    def _on_lost(self, instance_id: str, error: MoonserveError) -> None:
+        for generation in list(self._routes.values()):
+            self._deliver(generation, InstanceLost(instance_id=instance_id, error=error))
+
+    def _deliver(self, generation: Generation, event: Event) -> None:
+        try:
+            generation.deliver(event)
+        except Exception:  # a bug met by one request must not end the stream of all others
+            log.exception("request %s failed inside the gateway", generation.state.request_id)
+            generation.abort(MoonserveError("internal error"))

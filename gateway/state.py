@@ -1,0 +1,371 @@
+"""The life of one request at the gateway, from its first placement to its last token, across losses.
+
+    PLACING → PREFILLING → DECODING → FINISHED
+       ↑          │            │
+       └── PAUSED ←────────────┘          any → FAILED
+
+The rule: the client sees each token index exactly once and in order. A token is accepted when its index is the next
+one, ignored when lower; one that is higher waits for the prefill worker's (two workers send on two connections) and
+is otherwise a loss. After a loss the request goes on elsewhere from its prompt and the tokens emitted so far.
+
+Pure: events in, actions out. Does not know HTTP, gRPC, tokenizers or the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from gateway.events import (
+    Aborted,
+    Action,
+    CancelAt,
+    Emit,
+    Event,
+    Fail,
+    InstanceLost,
+    Pause,
+    Place,
+    Placed,
+    PlaceFailed,
+    PrefillReported,
+    Report,
+    ReportPhase,
+    RetryDue,
+    Started,
+    Submit,
+    SubmitFailed,
+    TokensArrived,
+    WorkerFailed,
+)
+from protocol.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    IntegrityError,
+    MoonserveError,
+    NoWorker,
+    Overloaded,
+    PeerLost,
+)
+from protocol.ids import RequestId
+from protocol.request import FinishReason, Placement, PrefillReport, SamplingParams, Token
+
+MAX_ATTEMPTS = 3
+
+# A killed worker is restarted within seconds; a request that already has tokens is worth waiting for it.
+_PATIENCE_S = 5.0
+_PAUSE_S = 0.25
+
+
+class Phase(StrEnum):
+    """Where a request is."""
+
+    PLACING = "placing"
+    PAUSED = "paused"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+LIVE = frozenset({Phase.PLACING, Phase.PAUSED, Phase.PREFILLING, Phase.DECODING})
+_WITH_WORKERS = frozenset({Phase.PREFILLING, Phase.DECODING})
+
+
+class Output(Protocol):
+    """Text of the tokens; gateway.detokenize.TextOutput."""
+
+    @property
+    def stopped(self) -> bool: ...
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestState:
+    """One choice of one prompt."""
+
+    request_id: RequestId
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    output: Output
+    deadline_at: float
+
+    phase: Phase = Phase.PLACING
+    attempt: int = 1
+    generated: list[int] = field(default_factory=list)  # token ids emitted, in index order
+    placement: Placement | None = None  # PREFILLING, DECODING; then the last one
+    placed_at: float = 0.0  # with placement
+    first_index: int = 0  # PREFILLING, DECODING: index of the first token of this attempt
+    early: dict[int, Token] = field(
+        default_factory=dict
+    )  # PREFILLING: from decode, before the first
+    report: PrefillReport | None = None  # of the first attempt that had one
+    excluded: frozenset[str] = frozenset()
+    impatient_at: float | None = None  # since placing began to fail: when to give up
+    error: MoonserveError | None = None  # FAILED
+
+    @property
+    def attempt_id(self) -> RequestId:
+        """The id under which the cluster knows the current attempt."""
+        return attempt_id(self.request_id, self.attempt)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV was re-used, as far as reported."""
+        return min(self.report.cached_tokens, len(self.prompt)) if self.report else 0
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do about `event`. Events of a finished request or an earlier attempt are ignored."""
+        if getattr(event, "attempt", self.attempt) != self.attempt:
+            return []
+        if self.phase not in LIVE:
+            return self._give_back(event)
+        handler: Callable[[RequestState, Event, float], list[Action]] = _HANDLERS[type(event)]
+        return handler(self, event, now)
+
+    def validate(self) -> None:
+        """Raises AssertionError where the state contradicts itself."""
+        assert len(self.generated) <= self.sampling.max_tokens
+        assert 1 <= self.attempt <= MAX_ATTEMPTS
+        assert (self.phase is Phase.FAILED) == (self.error is not None)
+        assert self.phase not in _WITH_WORKERS or self.placement is not None
+        assert not self.early or self.phase is Phase.PREFILLING
+        assert self.first_index <= len(self.generated)
+
+    # Placing
+
+    def _on_started(self, event: Started, now: float) -> list[Action]:
+        return self._place(now)
+
+    def _place(self, now: float) -> list[Action]:
+        if now >= self.deadline_at:
+            return self._fail(DeadlineExceeded("the request took longer than its time limit"), now)
+        self.phase = Phase.PLACING
+        self.first_index = len(self.generated)
+        return [
+            Place(
+                attempt=self.attempt,
+                request_id=self.attempt_id,
+                token_ids=self._tokens(),
+                max_tokens=self.sampling.max_tokens - len(self.generated),
+                excluded=self.excluded,
+                timeout_s=self.deadline_at - now,
+            )
+        ]
+
+    def _on_placed(self, event: Placed, now: float) -> list[Action]:
+        if self.phase is not Phase.PLACING:
+            return []
+        self.phase = Phase.PREFILLING
+        self.placement, self.placed_at, self.impatient_at = event.placement, now, None
+        return [
+            Submit(
+                attempt=self.attempt,
+                request_id=self.attempt_id,
+                token_ids=self._tokens(),
+                placement=event.placement,
+                timeout_s=max(0.001, self.deadline_at - now),
+            )
+        ]
+
+    def _on_place_failed(self, event: PlaceFailed, now: float) -> list[Action]:
+        if self.phase is not Phase.PLACING:
+            return []
+        may_recover = isinstance(event.error, PeerLost) or (
+            self.attempt > 1 and isinstance(event.error, NoWorker | Overloaded)
+        )
+        if self.impatient_at is None:
+            self.impatient_at = now + _PATIENCE_S
+        if not may_recover or now >= self.impatient_at:
+            return self._fail(event.error, now)
+        self.excluded = frozenset()  # a restarted instance has the name of the one that was lost
+        self.phase = Phase.PAUSED
+        return [Pause(attempt=self.attempt, delay_s=_PAUSE_S)]
+
+    def _on_retry_due(self, event: RetryDue, now: float) -> list[Action]:
+        return self._place(now) if self.phase is Phase.PAUSED else []
+
+    # Tokens
+
+    def _on_prefill_reported(self, event: PrefillReported, now: float) -> list[Action]:
+        if self.report is None:
+            self.report = event.report
+        return []
+
+    def _on_tokens(self, event: TokensArrived, now: float) -> list[Action]:
+        if self.phase not in _WITH_WORKERS:
+            return []
+        accepted = self._in_order(event.tokens)
+        if accepted is None:
+            return self._lose(
+                IntegrityError("a token went missing between worker and gateway"), now
+            )
+        return self._emit(accepted, now) if accepted else []
+
+    def _in_order(self, tokens: tuple[Token, ...]) -> list[Token] | None:
+        """The tokens that follow those emitted; None when one is missing for good."""
+        accepted: list[Token] = []
+        following = len(self.generated)
+        for token in tokens:
+            if token.index == following:
+                accepted.append(token)
+                following += 1
+                while (waiting := self.early.pop(following, None)) is not None:
+                    accepted.append(waiting)
+                    following += 1
+            elif token.index > following:
+                if following > self.first_index:
+                    return None
+                self.early[token.index] = token
+        if self.early and following > self.first_index:
+            return None
+        return accepted
+
+    def _emit(self, tokens: list[Token], now: float) -> list[Action]:
+        actions: list[Action] = []
+        is_first = len(self.generated) == self.first_index
+        text, taken, reason = self._read(tokens)
+        self.generated += (token.token_id for token in taken)
+        self.phase = Phase.DECODING
+        if is_first:
+            actions.append(self._report(ReportPhase.FIRST_TOKEN, now))
+        actions.append(Emit(text=text, tokens=tuple(taken), finish_reason=reason))
+        if reason is not None:
+            self.phase = Phase.FINISHED
+            actions.append(self._report(ReportPhase.FINISHED, now))
+            if self.output.stopped:
+                actions.append(self._cancel())
+        return actions
+
+    def _read(self, tokens: list[Token]) -> tuple[str, list[Token], FinishReason | None]:
+        """Text, tokens used, and why the generation ends with them if it does."""
+        parts: list[str] = []
+        for count, token in enumerate(tokens, start=1):
+            if (
+                token.finish_reason is not FinishReason.STOP
+            ):  # the text of a stop token is no output
+                parts.append(self.output.push(token.token_id))
+            if self.output.stopped:
+                return "".join(parts), tokens[:count], FinishReason.STOP
+            if token.finish_reason is not None:
+                parts.append(self.output.finish())
+                reason = FinishReason.STOP if self.output.stopped else token.finish_reason
+                return "".join(parts), tokens[:count], reason
+        return "".join(parts), tokens, None
+
+    # Losses
+
+    def _on_submit_failed(self, event: SubmitFailed, now: float) -> list[Action]:
+        if self.placement is None or self.phase is not Phase.PREFILLING:
+            return []
+        return self._lose(event.error, now, {self.placement.prefill.instance_id})
+
+    def _on_worker_failed(self, event: WorkerFailed, now: float) -> list[Action]:
+        if self.placement is None or self.phase not in _WITH_WORKERS:
+            return []
+        return self._lose(event.error, now, suspects(event, self.placement))
+
+    def _on_instance_lost(self, event: InstanceLost, now: float) -> list[Action]:
+        if self.placement is None or self.phase not in _WITH_WORKERS:
+            return []
+        if event.instance_id == self.placement.decode.instance_id:
+            return self._lose(event.error, now, {event.instance_id})
+        is_prefill = event.instance_id == self.placement.prefill.instance_id
+        # With the second token of the attempt the handoff is over and prefill no longer matters.
+        if is_prefill and len(self.generated) < self.first_index + 2:
+            return self._lose(event.error, now, {event.instance_id})
+        return []
+
+    def _on_aborted(self, event: Aborted, now: float) -> list[Action]:
+        return self._fail(event.error, now)
+
+    def _lose(
+        self, error: MoonserveError, now: float, excluded: set[str] | None = None
+    ) -> list[Action]:
+        """The attempt is over; place again where that may help."""
+        if not error.retryable or self.attempt == MAX_ATTEMPTS:
+            return self._fail(error, now)
+        actions: list[Action] = [self._cancel(), self._report(ReportPhase.FAILED, now)]
+        self.early.clear()
+        self.excluded |= excluded or set()
+        self.attempt += 1
+        return [*actions, *self._place(now)]
+
+    def _fail(self, error: MoonserveError, now: float) -> list[Action]:
+        actions: list[Action] = []
+        if self.phase in _WITH_WORKERS:
+            left = isinstance(error, Cancelled)
+            actions.append(self._cancel())
+            actions.append(self._report(ReportPhase.CANCELLED if left else ReportPhase.FAILED, now))
+        self.phase, self.error = Phase.FAILED, error
+        self.early.clear()
+        return [*actions, Fail(error=error)]
+
+    def _give_back(self, event: Event) -> list[Action]:
+        """A placement that came too late is of no use, and the conductor counts its load."""
+        if self.phase is not Phase.FAILED or not isinstance(event, Placed):
+            return []
+        return [
+            Report(
+                request_id=self.attempt_id,
+                phase=ReportPhase.CANCELLED,
+                elapsed_s=0.0,
+                cached_tokens=0,
+                output_tokens=0,
+            )
+        ]
+
+    # Pieces
+
+    def _tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.generated)
+
+    def _cancel(self) -> CancelAt:
+        placement = self.placement
+        endpoints = (placement.prefill, placement.decode) if placement else ()
+        return CancelAt(request_id=self.attempt_id, endpoints=endpoints)
+
+    def _report(self, phase: ReportPhase, now: float) -> Report:
+        return Report(
+            request_id=self.attempt_id,
+            phase=phase,
+            elapsed_s=now - self.placed_at if self.placement else 0.0,
+            cached_tokens=self.cached_tokens,
+            output_tokens=len(self.generated) - self.first_index,
+        )
+
+
+def attempt_id(request_id: RequestId, attempt: int) -> RequestId:
+    """Workers remember cancelled ids for a while, so that each attempt needs its own."""
+    return request_id if attempt == 1 else RequestId(f"{request_id}~{attempt}")
+
+
+def suspects(event: WorkerFailed, placement: Placement) -> set[str]:
+    """Which instances to avoid next time: those the error names, else the reporter, else its lost peer."""
+    prefill, decode = placement.prefill.instance_id, placement.decode.instance_id
+    named = {prefill, decode} & set(event.error.ids.values())
+    if named:
+        return named
+    if event.instance_id == prefill and isinstance(event.error, PeerLost):
+        return {decode}
+    return {event.instance_id}
+
+
+# One row per event; typed loosely because each handler takes its own event class.
+_HANDLERS: dict[type, Callable[..., list[Action]]] = {
+    Started: RequestState._on_started,
+    Placed: RequestState._on_placed,
+    PlaceFailed: RequestState._on_place_failed,
+    RetryDue: RequestState._on_retry_due,
+    SubmitFailed: RequestState._on_submit_failed,
+    TokensArrived: RequestState._on_tokens,
+    PrefillReported: RequestState._on_prefill_reported,
+    WorkerFailed: RequestState._on_worker_failed,
+    InstanceLost: RequestState._on_instance_lost,
+    Aborted: RequestState._on_aborted,
+}

@@ -1,0 +1,66 @@
+"""One generation's share of the metrics: what is counted, and when. Times are the gateway's own monotonic clock."""
+
+from __future__ import annotations
+
+from protocol.errors import MoonserveError
+from protocol.metrics import RequestMetrics
+from protocol.request import FinishReason, PrefillReport
+
+
+class Timings:
+    """Follows one generation; exactly one of `finished` and `failed` ends it."""
+
+    def __init__(self, metrics: RequestMetrics, arrived_at: float) -> None:
+        self._metrics = metrics
+        self._arrived_at = arrived_at
+        self._first_at: float | None = None
+        self._last_at = arrived_at
+        self._num_prompt_tokens = 0
+
+    def accepted(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._metrics.waiting.inc()
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._metrics.prompt_length.observe(num_prompt_tokens)
+
+    def tokens(self, count: int, now: float, report: PrefillReport | None) -> None:
+        """`count` tokens arrived together: one gap, then none."""
+        metrics = self._metrics
+        metrics.generation_tokens.inc(count)
+        if self._first_at is None:
+            self._begin_decoding(now, report)
+            count -= 1
+        elif count:
+            metrics.inter_token_s.observe(now - self._last_at)
+            count -= 1
+        for _ in range(count):
+            metrics.inter_token_s.observe(0.0)
+        self._last_at = now
+
+    def retried(self) -> None:
+        self._metrics.retries.inc()
+
+    def finished(self, reason: FinishReason, num_tokens: int, now: float) -> None:
+        metrics = self._metrics
+        metrics.running.dec()
+        metrics.succeeded(reason.value)
+        metrics.e2e_s.observe(now - self._arrived_at)
+        metrics.generation_length.observe(num_tokens)
+        if self._first_at is not None:
+            metrics.decode_s.observe(now - self._first_at)
+
+    def failed(self, error: MoonserveError) -> None:
+        (self._metrics.waiting if self._first_at is None else self._metrics.running).dec()
+        self._metrics.failed(error.code)
+
+    def _begin_decoding(self, now: float, report: PrefillReport | None) -> None:
+        metrics = self._metrics
+        self._first_at = now
+        metrics.waiting.dec()
+        metrics.running.inc()
+        metrics.ttft_s.observe(now - self._arrived_at)
+        if report is not None:
+            metrics.queue_s.observe(report.queue_s)
+            metrics.prefill_s.observe(report.load_s + report.compute_s)
+            metrics.prefix_queries.inc(self._num_prompt_tokens)
+            metrics.prefix_hits.inc(min(report.cached_tokens, self._num_prompt_tokens))

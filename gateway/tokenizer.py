@@ -1,0 +1,271 @@
+"""A model folder's tokenizer: text to tokens, conversations to prompts, and what decoding needs.
+
+Reads `tokenizer.json` with the `tokenizers` library; a folder without one is left to `transformers.AutoTokenizer`.
+Encoding releases the interpreter's lock, so long texts may be encoded in a thread. Knows nothing about requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from gateway.chat_template import ChatTemplate
+from gateway.detokenize import ByteDecoder, TextDecoder, WindowDecoder
+from protocol.errors import ConfigError, InvalidRequest
+
+_NAMED_SPECIAL_TOKENS = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+
+
+class Codec(Protocol):
+    """What is asked of a tokenizer library."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+    def token_text(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling."""
+        ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    @property
+    def is_byte_level(self) -> bool: ...
+
+
+class Tokenizer:
+    """Text, tokens and conversations of one model."""
+
+    def __init__(
+        self, codec: Codec, template: ChatTemplate | None, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._codec = codec
+        self._template = template
+        self.eos_token_ids = eos_token_ids
+        self._bytes = _byte_table(codec) if codec.is_byte_level else None
+        self._bytes_without_special = self._bytes and [
+            b"" if token_id in codec.special_ids else spelled
+            for token_id, spelled in enumerate(self._bytes)
+        ]
+
+    @property
+    def size(self) -> int:
+        """One more than the greatest token id."""
+        return self._codec.size
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, a bound on how few tokens a text can become."""
+        spellings = (self._codec.token_text(token_id) or "" for token_id in range(self.size))
+        return max(1, *map(len, spellings))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._codec.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of a whole sequence."""
+        return self._codec.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes; for tokenizers that are not byte-level those of its decoded text."""
+        if self._bytes is not None:
+            return self._bytes[token_id] if token_id < len(self._bytes) else b""
+        return self.decode([token_id]).encode()
+
+    def token_name(self, token_id: int) -> str:
+        """One token as text for people, with replacement characters for parts of characters."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def decoder(self, *, skip_special_tokens: bool = True) -> TextDecoder:
+        """A fresh incremental decoder."""
+        if self._bytes is not None and self._bytes_without_special is not None:
+            return ByteDecoder(self._bytes_without_special if skip_special_tokens else self._bytes)
+        return WindowDecoder(
+            lambda ids: self._codec.decode(ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as the prompt text the model was trained on."""
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _FastCodec:
+    """`tokenizers` directly."""
+
+    inner: FastTokenizer
+    size: int
+    special_ids: frozenset[int]
+    is_byte_level: bool
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self.inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str | None:
+        return self.inner.id_to_token(token_id)
+
+
+class _SlowCodec:
+    """A `transformers` tokenizer, for folders without tokenizer.json."""
+
+    is_byte_level = False
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.size = max(len(inner), inner.vocab_size)
+        self.special_ids = frozenset(inner.all_special_ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        text: str = self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str | None:
+        text: str | None = self._inner.convert_ids_to_tokens(token_id)
+        return text
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder. Raises ConfigError that says what is missing."""
+    if not folder.is_dir():
+        raise ConfigError(f"--model {folder}: no such folder")
+    config = _read_json(folder / "tokenizer_config.json")
+    source = _template_source(folder, config)
+    special = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
+    template = ChatTemplate(source, special) if source else None
+    eos = _eos_token_ids(folder)
+    if (folder / "tokenizer.json").exists():
+        return Tokenizer(_fast_codec(folder / "tokenizer.json"), template, eos)
+    return Tokenizer(_slow_codec(folder), template, eos)
+
+
+def _fast_codec(path: Path) -> _FastCodec:
+    try:
+        inner = FastTokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception for every bad file
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    inner.no_truncation()
+    inner.no_padding()
+    added = inner.get_added_tokens_decoder()
+    decoder = json.loads(inner.to_str()).get("decoder") or {}
+    return _FastCodec(
+        inner=inner,
+        size=max(inner.get_vocab().values(), default=-1) + 1,
+        special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
+        is_byte_level=decoder.get("type") == "ByteLevel",
+    )
+
+
+def _slow_codec(folder: Path) -> _SlowCodec:
+    from transformers import AutoTokenizer  # slow to import, and most folders do not need it
+
+    try:
+        return _SlowCodec(AutoTokenizer.from_pretrained(str(folder)))
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ConfigError(f"{folder} has no tokenizer that can be read: {error}") from error
+
+
+def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """`chat_template.jinja` beats `chat_template.json` beats the entry in tokenizer_config.json."""
+    standalone = folder / "chat_template.jinja"
+    if standalone.exists():
+        return standalone.read_text(encoding="utf-8")
+    template = _read_json(folder / "chat_template.json").get("chat_template")
+    template = template or config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens; an entry is a string or a dict with `content`."""
+    found: dict[str, str] = {}
+    for name in _NAMED_SPECIAL_TOKENS:
+        token = config.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _eos_token_ids(folder: Path) -> frozenset[int]:
+    """generation_config.json's, else config.json's; one id or a list."""
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_json(folder / name).get("eos_token_id")
+        if isinstance(eos, int):
+            return frozenset({eos})
+        if isinstance(eos, list):
+            return frozenset(token_id for token_id in eos if isinstance(token_id, int))
+    return frozenset()
+
+
+def load_vocab_size(folder: Path) -> int | None:
+    """The model's vocabulary, which may be padded beyond the tokenizer's; None when it does not say."""
+    size = _read_json(folder / "config.json").get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return content
+
+
+def _byte_table(codec: Codec) -> list[bytes]:
+    alphabet = _byte_alphabet()
+    return [_spell(codec.token_text(token_id) or "", alphabet) for token_id in range(codec.size)]
+
+
+def _spell(token: str, alphabet: Mapping[str, int]) -> bytes:
+    """A token with a character outside the alphabet (an added token) stands for itself, as in `tokenizers`."""
+    try:
+        return bytes([alphabet[char] for char in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: printable Latin-1 is itself, the rest is moved beyond U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + place): byte for place, byte in enumerate(moved)
+    }

@@ -1,0 +1,101 @@
+"""Replies that are not streamed, as JSON. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.chunks import Heading, Wants
+from gateway.feed import Piece
+from gateway.logprobs import chat_logprobs, completion_logprobs
+from gateway.tokenizer import Tokenizer
+from protocol.request import Token
+
+
+def render_chat(
+    heading: Heading,
+    wants: Wants,
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    choices: Sequence[Sequence[Piece]],
+    usage: dict[str, Any],
+) -> bytes:
+    """A `chat.completion`; `choices` are the pieces of each."""
+    rendered = []
+    for index, pieces in enumerate(choices):
+        tokens = _tokens(pieces)
+        rendered.append(
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": _text(pieces), "refusal": None},
+                "logprobs": {"content": chat_logprobs(tokens, tokenizer)}
+                if wants.logprobs
+                else None,
+                "finish_reason": pieces[-1].finish_reason,
+                **_token_ids(wants, tokens),
+            }
+        )
+    prompt = {"prompt_token_ids": prompt_token_ids} if wants.token_ids else {}
+    return _body("chat.completion", heading, rendered, usage, prompt)
+
+
+def render_completion(
+    heading: Heading,
+    wants: Wants,
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[Sequence[int]],
+    echoes: Sequence[str],
+    choices: Sequence[Sequence[Piece]],
+    usage: dict[str, Any],
+) -> bytes:
+    """A `text_completion`; one entry of the sequences per choice."""
+    rendered = []
+    for index, pieces in enumerate(choices):
+        tokens = _tokens(pieces)
+        logprobs = None
+        if wants.logprobs:
+            logprobs, _ = completion_logprobs(tokens, tokenizer, len(echoes[index]))
+        prompt = {"prompt_token_ids": prompt_token_ids[index]} if wants.token_ids else {}
+        rendered.append(
+            {
+                "index": index,
+                "text": echoes[index] + _text(pieces),
+                "logprobs": logprobs,
+                "finish_reason": pieces[-1].finish_reason,
+                **prompt,
+                **_token_ids(wants, tokens),
+            }
+        )
+    return _body("text_completion", heading, rendered, usage, {})
+
+
+def _body(
+    kind: str,
+    heading: Heading,
+    choices: list[dict[str, Any]],
+    usage: dict[str, Any],
+    extra: dict[str, Any],
+) -> bytes:
+    body = {
+        "id": heading.id,
+        "object": kind,
+        "created": heading.created,
+        "model": heading.model,
+        "choices": choices,
+        "usage": usage,
+        **extra,
+    }
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def _tokens(pieces: Sequence[Piece]) -> list[Token]:
+    return [token for piece in pieces for token in piece.tokens]
+
+
+def _token_ids(wants: Wants, tokens: Sequence[Token]) -> dict[str, Any]:
+    return {"token_ids": [token.token_id for token in tokens]} if wants.token_ids else {}

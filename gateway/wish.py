@@ -1,0 +1,31 @@
+"""What one HTTP request asks of the cluster, after validation and tokenizing. Frozen, free of I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One continuation of one prompt."""
+
+    index: int  # in the reply
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stops: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """All choices of one request and what they share."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    ttft_slo_s: float = 0.0  # 0 = the conductor's default
+    tbt_slo_s: float = 0.0
