@@ -85,6 +85,7 @@ def main(
     argv: Sequence[str] | None,
     *,
     prog: str,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> int:
     """Body of a `__main__.py`: configuration from flags, environment and TOML, then the service until it ends."""
     try:
@@ -97,10 +98,15 @@ def main(
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
-    return run(config, lambda lifecycle: service(config, lifecycle))
+    return run(config, lambda lifecycle: service(config, lifecycle), loop_factory=loop_factory)
 
 
-def run(config: ProcessConfig, service: Callable[[Lifecycle], Awaitable[None]]) -> int:
+def run(
+    config: ProcessConfig,
+    service: Callable[[Lifecycle], Awaitable[None]],
+    *,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> int:
     """Runs `service` until it returns and gives the exit code.
 
     A ConfigError is one line and exit code 2, any other error a logged traceback and 1.
@@ -109,7 +115,8 @@ def run(config: ProcessConfig, service: Callable[[Lifecycle], Awaitable[None]]) 
     die_with_parent()
     lifecycle = Lifecycle(config.status_fd)
     try:
-        asyncio.run(_serve(lifecycle, service))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_serve(lifecycle, service))
     except ConfigError as error:
         lifecycle.failed(str(error))
         sys.stderr.write(f"{config.instance_id}: {error}\n")
