@@ -89,7 +89,12 @@ class Acceptor:
                 target=self._serve, args=(target,), name="transfer-target", daemon=True
             )
             self._serving[target.connection] = thread
-        thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process may not have more threads
+                _log.warning("cannot serve a connection: %s", error)
+                del self._serving[target.connection]
+                sock.close()
 
     def _serve(self, target: Target) -> None:
         connection = target.connection

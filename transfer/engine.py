@@ -94,6 +94,7 @@ class TransferEngine:
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             listener.close()
+        self._hosted.windows.close_all()
         self._hosted.segments.close()
 
     def allocate(self, nbytes: int, location: str = "cpu:0", *, readable: bool = False) -> Segment:

@@ -37,7 +37,7 @@ def require_inside(rows: Rows, side: int, nbytes: int) -> None:
     offsets, lengths = rows[:, side], rows[:, LENGTH]
     if offsets.min(initial=0) < 0 or lengths.min(initial=0) < 0:
         raise InvalidRequest("negative offset or length")
-    if bool((lengths > nbytes - np.minimum(offsets, nbytes)).any()):
+    if bool((lengths > nbytes - offsets).any()):
         raise InvalidRequest(f"out of bounds of a segment of {nbytes} bytes")
 
 

@@ -145,21 +145,26 @@ class ShmTarget(StreamTarget):
     def __init__(self, connection: Connection, hosted: Hosted) -> None:
         super().__init__(connection, hosted)
         self._offered: dict[int, PeerMemory | None] = {}
-        self._handlers[Kind.MAP] = self._lend
-        self._handlers[Kind.WRITE_FROM] = self._write_from
 
     def serve(self) -> None:
         while True:
             data, fd = self.connection.receive_with_fd(HEADER_BYTES)
             try:
-                header = decode(data)
-                if header.kind is Kind.OFFER:
-                    self._accept_offer(header, fd)
-                else:
-                    self.dispatch(header)
+                self._take(decode(data), fd)
             finally:
                 if fd is not None:
                     os.close(fd)
+
+    def _take(self, header: Header, fd: int | None) -> None:
+        match header.kind:
+            case Kind.OFFER:
+                self._accept_offer(header, fd)
+            case Kind.MAP:
+                self._lend(header)
+            case Kind.WRITE_FROM:
+                self._write_from(header)
+            case _:
+                self.dispatch(header)
 
     def close(self) -> None:
         _close_all(self._offered.values())

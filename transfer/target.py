@@ -35,10 +35,6 @@ class StreamTarget:
         self.connection = connection
         self._segments = hosted.segments
         self._windows = hosted.windows
-        self._handlers: dict[Kind, Callable[[Header], None]] = {
-            Kind.READ: self._read,
-            Kind.WRITE: self._write,
-        }
 
     def serve(self) -> None:
         """Until the peer is gone: raises PeerLost, or ProtocolViolation when it talks nonsense."""
@@ -46,10 +42,13 @@ class StreamTarget:
             self.dispatch(decode(self.connection.receive_bytes(HEADER_BYTES)))
 
     def dispatch(self, header: Header) -> None:
-        handler = self._handlers.get(header.kind)
-        if handler is None:
-            raise ProtocolViolation(f"{header.kind.name} is not for this transport")
-        handler(header)
+        match header.kind:
+            case Kind.READ:
+                self._read(header)
+            case Kind.WRITE:
+                self._write(header)
+            case kind:
+                raise ProtocolViolation(f"{kind.name} is not for this transport")
 
     def close(self) -> None:
         """Gives back what the connection's peer had mapped here: nothing, on a plain stream."""

@@ -91,6 +91,10 @@ class WindowTable:
         window.close()
         return window.segment
 
+    def close_all(self) -> None:
+        for window_id in list(self._windows):
+            self.close(window_id)
+
     def find(self, window_id: int, segment_id: int) -> Window:
         """Raises StaleLease for a closed window, InvalidRequest for one that never was."""
         window = self._windows.get(window_id)

@@ -1,0 +1,118 @@
+"""Engines in pairs, and engines in processes that can be stopped and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine
+
+TOKEN = "token of the test cluster"
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Pair:
+    """`near` initiates; `far` owns `memory`, readable, with one window over all of it."""
+
+    near: TransferEngine
+    far: TransferEngine
+    local: Segment
+    memory: Segment
+    window_id: int
+
+    @property
+    def remote(self) -> RemoteSegment:
+        return RemoteSegment(self.far.address, self.memory.segment_id)
+
+    def read(self, to: int, start: int, length: int) -> Transfer:
+        return Transfer(Op.READ, self.local, to, self.remote, start, length)
+
+    def write(self, start: int, to: int, length: int, window_id: int | None = None) -> Transfer:
+        window_id = window_id or self.window_id
+        return Transfer(Op.WRITE, self.local, start, self.remote, to, length, window_id)
+
+    def run(self, *transfers: Transfer, deadline_s: float = 10.0) -> None:
+        self.near.submit(transfers, deadline_s=deadline_s).wait(deadline_s + 5)
+
+
+class PeerInProcess:
+    """Drives tests/transfer/peer_process.py."""
+
+    def __init__(self, transports: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.transfer.peer_process", TOKEN, transports],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def tell(self, *command: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, *command: Any) -> Any:
+        self.tell(*command)
+        return self.answer()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make_engine(transport: str) -> Iterator[Callable[..., TransferEngine]]:
+    engines: list[TransferEngine] = []
+
+    def make(token: str = TOKEN, **options: Any) -> TransferEngine:
+        engine = TransferEngine(cluster_token=token, transports=(transport,), **options)
+        engine.start()
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def pair(make_engine: Callable[..., TransferEngine]) -> Pair:
+    near, far = make_engine(), make_engine()
+    nbytes = 1 << 20
+    memory = far.allocate(nbytes, readable=True)
+    memory.buffer[:] = bytes(i * 7 % 256 for i in range(256)) * (nbytes // 256)
+    return Pair(near, far, near.allocate(nbytes), memory, far.open_window(memory, [(0, nbytes)]))
+
+
+@pytest.fixture
+def peer(transport: str) -> Iterator[PeerInProcess]:
+    process = PeerInProcess(transport)
+    yield process
+    process.end()

@@ -1,0 +1,103 @@
+"""A batch is told to everyone who waits, once, whoever they are."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from protocol.errors import DeadlineExceeded, PeerLost
+from tests.transfer.conftest import Pair
+from transfer import Batch
+
+
+def test_waiting_longer_than_allowed_is_an_error_and_the_batch_goes_on() -> None:
+    released: list[bool] = []
+    batch = Batch(2, 2, lambda: released.append(True))
+    batch.settle_part({})
+    with pytest.raises(DeadlineExceeded):
+        batch.wait(0.01)
+    assert not batch.done
+    assert not released
+    batch.settle_part({1: PeerLost("gone")})
+    assert batch.done
+    assert released == [True]
+    for _ in range(2):
+        with pytest.raises(PeerLost):
+            batch.wait(0)
+
+
+def test_all_waiting_threads_are_woken() -> None:
+    batch = Batch(1, 1, lambda: None)
+    threads = [threading.Thread(target=batch.wait, args=(10,)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    batch.settle_part({})
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+async def test_a_batch_can_be_awaited_by_many_and_again(pair: Pair) -> None:
+    batch = pair.near.submit([pair.read(0, 0, 4096)], deadline_s=10)
+
+    async def waiter() -> None:
+        await batch
+
+    await asyncio.gather(*(waiter() for _ in range(5)))
+    await batch
+    assert batch.errors == (None,)
+    assert pair.local.buffer[:4096] == pair.memory.buffer[:4096]
+
+
+async def test_awaiting_a_failed_batch_raises(pair: Pair) -> None:
+    pair.far.close()
+    with pytest.raises(PeerLost):
+        await pair.near.submit([pair.read(0, 0, 4096)], deadline_s=10)
+
+
+async def test_cancelling_a_waiter_leaves_the_batch_and_other_waiters_alone() -> None:
+    batch = Batch(1, 1, lambda: None)
+
+    async def waiter() -> str:
+        await batch
+        return "done"
+
+    impatient, patient = asyncio.create_task(waiter()), asyncio.create_task(waiter())
+    await asyncio.sleep(0)
+    impatient.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await impatient
+    threading.Thread(target=batch.settle_part, args=({},)).start()
+    assert await asyncio.wait_for(patient, 5) == "done"
+
+
+async def test_a_cancelled_task_may_be_followed_by_others_on_the_same_memory(pair: Pair) -> None:
+    async def move() -> None:
+        await pair.near.submit([pair.read(0, 0, 1 << 20)], deadline_s=10)
+
+    for _ in range(20):
+        task = asyncio.create_task(move())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await move()
+    assert pair.local.buffer == pair.memory.buffer
+
+
+def test_a_loop_that_was_closed_is_not_told() -> None:
+    batch = Batch(1, 1, lambda: None)
+    loop = asyncio.new_event_loop()
+
+    async def waiter() -> None:
+        await batch
+
+    task = loop.create_task(waiter())
+    loop.run_until_complete(asyncio.sleep(0))
+    task.cancel()
+    loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+    loop.close()
+    batch.settle_part({})
+    assert batch.done

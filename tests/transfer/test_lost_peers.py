@@ -1,0 +1,208 @@
+"""Peers that die, stop, restart, or were never what they seemed: every batch ends in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from protocol.errors import Incompatible, InvalidRequest, PeerLost, Unauthenticated
+from tests.transfer.conftest import Pair, PeerInProcess
+from transfer import FaultPlan, Op, RemoteSegment, Segment, Transfer, TransferEngine
+from transfer.address import Address, parse
+
+Make = Callable[..., TransferEngine]
+
+
+class WritesTo:
+    """A window in another process and a way to write into it."""
+
+    def __init__(self, engine: TransferEngine, peer: PeerInProcess, nbytes: int = 4096) -> None:
+        self.engine = engine
+        self.address = peer.ask("address")
+        self.segment_id = peer.ask("allocate", nbytes, 0, True)
+        self.window_id = peer.ask("open_window", self.segment_id, [(0, nbytes)])
+        self.local: Segment = engine.allocate(nbytes)
+        self.local.buffer[:] = b"w" * nbytes
+        remote = RemoteSegment(self.address, self.segment_id)
+        self.transfer = Transfer(Op.WRITE, self.local, 0, remote, 0, nbytes, self.window_id)
+
+
+def test_a_killed_peer_fails_its_batches_long_before_their_deadline(
+    make_engine: Make, peer: PeerInProcess
+) -> None:
+    to = WritesTo(make_engine(), peer, nbytes=8 << 20)
+    to.engine.submit([to.transfer], deadline_s=10).wait(10)
+    peer.stop()
+    under_way = [to.engine.submit([to.transfer], deadline_s=60) for _ in range(3)]
+    assert not any(batch.done for batch in under_way)
+    peer.process.kill()
+    for batch in under_way:
+        with pytest.raises(PeerLost):
+            batch.wait(5)
+    with pytest.raises(PeerLost):
+        to.engine.submit([to.transfer], deadline_s=60).wait(5)
+
+
+def test_a_stopped_peer_fails_each_batch_at_its_own_deadline(
+    make_engine: Make, peer: PeerInProcess
+) -> None:
+    to = WritesTo(make_engine(), peer)
+    to.engine.submit([to.transfer], deadline_s=10).wait(10)
+    peer.stop()
+    begin = time.monotonic()
+    long = to.engine.submit([to.transfer], deadline_s=0.6)
+    short = to.engine.submit([to.transfer], deadline_s=0.1)
+    with pytest.raises(PeerLost):
+        short.wait(5)
+    assert not long.done
+    with pytest.raises(PeerLost):
+        long.wait(5)
+    assert 0.6 <= time.monotonic() - begin < 2
+    peer.resume()
+    to.engine.submit([to.transfer], deadline_s=10).wait(10)
+
+
+def test_a_read_that_timed_out_never_touches_memory_later(
+    make_engine: Make, peer: PeerInProcess
+) -> None:
+    engine = make_engine()
+    address = peer.ask("address")
+    nbytes = 8 << 20
+    segment_id = peer.ask("allocate", nbytes, 9, True)
+    local = engine.allocate(nbytes)
+    remote = RemoteSegment(address, segment_id)
+    peer.stop()
+    batch = engine.submit([Transfer(Op.READ, local, 0, remote, 0, nbytes)], deadline_s=0.1)
+    with pytest.raises(PeerLost):
+        batch.wait(5)
+    after = bytes(local.buffer)
+    peer.resume()
+    assert peer.ask("address") == address
+    assert local.buffer == after
+
+
+def test_a_stopped_writer_cannot_write_once_its_window_was_closed(
+    make_engine: Make, peer: PeerInProcess
+) -> None:
+    engine = make_engine()
+    size = 8 << 20
+    memory = engine.allocate(size)
+    window_id = engine.open_window(memory, [(0, size)])
+    peer.tell("write_until_refused", engine.address, memory.segment_id, window_id, size)
+    assert peer.answer() == "started"
+    peer.stop()
+    engine.close_window(window_id)
+    frozen = bytes(memory.buffer)
+    peer.resume()
+    assert peer.answer() == "stale"
+    assert memory.buffer == frozen
+
+
+def test_a_closing_window_does_not_wait_for_a_writer_that_went_silent(
+    make_engine: Make, peer: PeerInProcess
+) -> None:
+    engine = make_engine()
+    size = 8 << 20
+    memory = engine.allocate(size)
+    window_id = engine.open_window(memory, [(0, size)])
+    peer.tell("write_until_refused", engine.address, memory.segment_id, window_id, size)
+    assert peer.answer() == "started"
+    peer.stop()
+    begin = time.monotonic()
+    engine.close_window(window_id)
+    assert time.monotonic() - begin < 1
+    engine.deregister(memory)
+
+
+def test_another_incarnation_is_not_taken_for_the_old_peer(pair: Pair, make_engine: Make) -> None:
+    old, new = parse(pair.far.address), parse(make_engine().address)
+    impostor = str(Address(old.instance, new.host, new.endpoints))
+    batch = pair.near.submit(
+        [Transfer(Op.READ, pair.local, 0, RemoteSegment(impostor, 1), 0, 10)], deadline_s=10
+    )
+    with pytest.raises(PeerLost):
+        batch.wait(10)
+
+
+def test_a_closed_peer_is_lost_and_its_successor_is_reached(pair: Pair, make_engine: Make) -> None:
+    pair.run(pair.read(0, 0, 10))
+    pair.far.close()
+    with pytest.raises(PeerLost):
+        pair.run(pair.read(0, 0, 10))
+    successor = make_engine()
+    memory = successor.allocate(100, readable=True)
+    remote = RemoteSegment(successor.address, memory.segment_id)
+    pair.run(Transfer(Op.READ, pair.local, 0, remote, 0, 100))
+
+
+def test_a_forgotten_peer_fails_its_batches_now(make_engine: Make, peer: PeerInProcess) -> None:
+    to = WritesTo(make_engine(), peer)
+    to.engine.submit([to.transfer], deadline_s=10).wait(10)
+    peer.stop()
+    batches = [to.engine.submit([to.transfer], deadline_s=60) for _ in range(3)]
+    to.engine.forget(to.address)
+    for batch in batches:
+        with pytest.raises(PeerLost):
+            batch.wait(5)
+    peer.resume()
+    to.engine.submit([to.transfer], deadline_s=10).wait(10)  # and may be met again
+
+
+def test_closing_the_engine_fails_what_is_under_way(make_engine: Make, peer: PeerInProcess) -> None:
+    to = WritesTo(make_engine(), peer)
+    peer.stop()
+    batch = to.engine.submit([to.transfer], deadline_s=60)
+    to.engine.close()
+    with pytest.raises(PeerLost):
+        batch.wait(5)
+    with pytest.raises(InvalidRequest):
+        to.engine.submit([to.transfer], deadline_s=60)
+
+
+def test_a_wrong_token_is_refused_by_both_sides(pair: Pair, make_engine: Make) -> None:
+    stranger = make_engine(token="another token")
+    local = stranger.allocate(100)
+    batch = stranger.submit([Transfer(Op.READ, local, 0, pair.remote, 0, 10)], deadline_s=10)
+    with pytest.raises(Unauthenticated):
+        batch.wait(10)
+    assert bytes(local.buffer) == bytes(100)
+
+
+def test_an_address_of_another_version_or_none_at_all_is_refused(pair: Pair) -> None:
+    for address, error in (
+        (pair.far.address.replace("ms1", "ms2", 1), Incompatible),
+        ("ms1;id=zz;host=x", InvalidRequest),
+        ("nonsense", InvalidRequest),
+    ):
+        remote = RemoteSegment(address, 1)
+        with pytest.raises(error):
+            pair.run(Transfer(Op.READ, pair.local, 0, remote, 0, 10))
+
+
+def test_peers_without_a_common_transport_are_lost_to_each_other(
+    pair: Pair, transport: str
+) -> None:
+    other = "tcp" if transport == "shm" else "shm"
+    with TransferEngine(cluster_token="t", transports=(other,)) as stranger:
+        remote = RemoteSegment(stranger.address, 1)
+        with pytest.raises(PeerLost, match="common"):
+            pair.run(Transfer(Op.READ, pair.local, 0, remote, 0, 10))
+
+
+def test_ordered_faults_happen_and_then_stop(make_engine: Make) -> None:
+    faults = FaultPlan(corrupt_writes=1, drop_connections=1)
+    near, far = make_engine(faults=faults), make_engine()
+    memory = far.allocate(100)
+    window_id = far.open_window(memory, [(0, 100)])
+    local = near.allocate(100)
+    local.buffer[:] = b"g" * 100
+    remote = RemoteSegment(far.address, memory.segment_id)
+    write = Transfer(Op.WRITE, local, 0, remote, 0, 100, window_id)
+    with pytest.raises(PeerLost, match="fault"):
+        near.submit([write], deadline_s=10).wait(10)
+    near.submit([write], deadline_s=10).wait(10)
+    assert sum(a != b for a, b in zip(memory.buffer, local.buffer, strict=True)) == 1
+    near.submit([write], deadline_s=10).wait(10)
+    assert memory.buffer == local.buffer == b"g" * 100

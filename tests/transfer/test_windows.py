@@ -1,0 +1,73 @@
+"""Windows: what they let through, and what closing them promises."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import InvalidRequest, StaleLease
+from transfer import scatter
+from transfer.segments import Segment, SegmentTable
+from transfer.windows import WindowTable
+
+
+def segment(nbytes: int = 100) -> Segment:
+    return SegmentTable().register(bytearray(nbytes), "cpu:0", readable=False)
+
+
+@given(
+    allowed=st.sets(st.integers(0, 24), min_size=1),
+    start=st.integers(-5, 110),
+    length=st.integers(-5, 110),
+)
+def test_a_write_is_let_through_exactly_when_all_its_bytes_are_allowed(
+    allowed: set[int], start: int, length: int
+) -> None:
+    table, memory = WindowTable(), segment()
+    window_id = table.open(memory, [(4 * unit, 4) for unit in allowed])
+    rows = scatter.unpack(scatter.pack([(start, 0, length)]))
+    permitted = {4 * unit + i for unit in allowed for i in range(4)}
+    window = table.find(window_id, memory.segment_id)
+    if length > 0 and set(range(start, start + length)) <= permitted:
+        window.require_inside(rows)
+    elif length != 0:
+        with pytest.raises(InvalidRequest):
+            window.require_inside(rows)
+
+
+def test_closing_waits_for_the_store_under_way_and_refuses_the_next() -> None:
+    table, memory = WindowTable(), segment()
+    window = table.find(table.open(memory, [(0, 10)]), memory.segment_id)
+    closed = threading.Event()
+
+    def close() -> None:
+        table.close(window.window_id)
+        closed.set()
+
+    closer = threading.Thread(target=close)
+    with window:
+        closer.start()
+        assert not closed.wait(0.05)
+    assert closed.wait(5)
+    closer.join()
+    with pytest.raises(StaleLease), window:
+        pytest.fail("stored through a closed window")
+
+
+def test_ids_are_never_used_again() -> None:
+    table, memory = WindowTable(), segment()
+    first = table.open(memory, [(0, 10)])
+    assert table.close(first) is memory
+    assert table.close(first) is None
+    assert table.open(memory, [(0, 10)]) != first
+    with pytest.raises(StaleLease):
+        table.find(first, memory.segment_id)
+
+
+@pytest.mark.parametrize("ranges", [[], [(0, 0)], [(-1, 2)], [(95, 6)], [(0, 10), (9, 2)]])
+def test_ranges_that_make_no_sense_are_refused(ranges: list[tuple[int, int]]) -> None:
+    with pytest.raises(InvalidRequest):
+        WindowTable().open(segment(), ranges)
