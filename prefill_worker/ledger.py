@@ -17,7 +17,7 @@ from prefill_worker.puts import WriteBehind
 from prefill_worker.queue import RequestQueue
 from prefill_worker.sequence import ENDED, Phase, Sequence
 from prefill_worker.tombstones import Tombstones
-from protocol.errors import MoonserveError, PeerError
+from protocol.errors import InvalidRequest, MoonserveError, PeerError
 from protocol.ids import RequestId
 from protocol.keys import NO_PARENT, BlockKey
 
@@ -164,7 +164,8 @@ class Ledger:
 
 
 def as_retryable(error: MoonserveError) -> MoonserveError:
-    """What a gateway is told about a peer's refusal: another placement may well succeed."""
-    if error.retryable or error.code in ("invalid_request", "overloaded"):
+    """What a gateway is told about a peer's refusal: another placement may well succeed, unless the request is at
+    fault."""
+    if error.retryable or isinstance(error, InvalidRequest):
         return error
     return PeerError(f"the decode worker refused: {error.message}", **error.ids)

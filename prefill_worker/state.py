@@ -28,6 +28,7 @@ from prefill_worker.steps import Steps
 from protocol.errors import Cancelled, InvalidRequest, MoonserveError
 from protocol.ids import LeaseId, RequestId
 from protocol.keys import BlockKey
+from protocol.request import Endpoint
 
 
 class PrefillState:
@@ -147,6 +148,14 @@ class PrefillState:
     def needs_home_store(self) -> bool:
         """Whether blocks cannot be put until HomeStoreFound says where."""
         return self._ledger.home_store is not None and self._ledger.puts.needs_home
+
+    def held_landings(self) -> list[tuple[RequestId, Endpoint, LeaseId]]:
+        """Leases that must not run out while work goes on."""
+        return [
+            (sequence.request_id, sequence.placement.decode, sequence.lease_id)
+            for sequence in self._ledger.admitted.values()
+            if sequence.landing is not None and not sequence.handed_off
+        ]
 
     def next_deadline(self) -> float | None:
         """When a Tick is due."""

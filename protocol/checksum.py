@@ -17,3 +17,20 @@ def checksum(pieces: Iterable[memoryview | bytes]) -> int:
     for piece in pieces:
         state.update(piece)
     return state.intdigest()
+
+
+class RunningChecksum:
+    """The same checksum for a writer that has its pieces one after the other; `add` them in order."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def add(self, piece: memoryview | bytes) -> None:
+        self._state.update(piece)
+
+    @property
+    def value(self) -> int:
+        """Of all pieces so far."""
+        return self._state.intdigest()

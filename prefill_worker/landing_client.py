@@ -1,0 +1,107 @@
+"""The prefill side of the `Landing` service of decode workers: reserve, renew, commit, release."""
+
+from __future__ import annotations
+
+from prefill_worker import events as ev
+from prefill_worker.actions import CommitHandoff, ReserveLanding
+from protocol.errors import MoonserveError, PeerError, PeerLost
+from protocol.ids import LeaseId
+from protocol.keys import pack_keys, pack_tokens
+from protocol.pb import worker_pb2, worker_pb2_grpc
+from protocol.request import Endpoint
+from protocol.rpc import Channels
+from protocol.wire import sampling_to_wire
+
+# A decode worker that is full for this long is a reason to be placed elsewhere.
+RESERVE_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 5.0
+# Committing verifies every landed byte: a second covers ten gigabytes.
+COMMIT_TIMEOUT_S = 10.0
+
+
+class LandingClient:
+    """Talks to any decode worker. Calls are idempotent by lease id."""
+
+    def __init__(self, channels: Channels, *, fingerprint: str, ttl_s: float) -> None:
+        self._channels = channels
+        self._fingerprint = fingerprint
+        self._ttl_s = ttl_s
+
+    def _stub(self, decode: Endpoint) -> worker_pb2_grpc.LandingAsyncStub:
+        stub: worker_pb2_grpc.LandingAsyncStub = worker_pb2_grpc.LandingStub(
+            self._channels.to(decode.rpc_address)
+        )
+        return stub
+
+    async def reserve(self, action: ReserveLanding) -> ev.Landing:
+        """Raises MoonserveError when refused, not reachable, or not granted in time."""
+        request = worker_pb2.ReserveRequest(
+            lease_id=action.lease_id,
+            request_id=action.request_id,
+            fingerprint=self._fingerprint,
+            num_tokens=action.num_tokens,
+            block_keys=pack_keys(action.block_keys),
+            ttl_s=self._ttl_s,
+        )
+        timeout_s = min(action.timeout_s, RESERVE_TIMEOUT_S)
+        lease = await self._channels.call(
+            self._stub(action.decode).Reserve, request, timeout_s=timeout_s
+        )
+        return _landing_from_wire(lease, action.num_tokens)
+
+    async def renew(self, decode: Endpoint, lease_id: LeaseId) -> None:
+        """Raises StaleLease when the lease is gone."""
+        request = worker_pb2.RenewRequest(lease_id=lease_id, ttl_s=self._ttl_s)
+        await self._channels.call(self._stub(decode).Renew, request, timeout_s=CALL_TIMEOUT_S)
+
+    async def commit(self, action: CommitHandoff) -> tuple[int, ...]:
+        """Gives the indexes of corrupt blocks; empty = the decode worker goes on. Raises MoonserveError."""
+        request = _commit_to_wire(action)
+        stub = self._stub(action.decode)
+        timeout_s = max(min(action.timeout_s, COMMIT_TIMEOUT_S), CALL_TIMEOUT_S)
+        try:
+            reply = await self._channels.call(stub.Commit, request, timeout_s=timeout_s)
+        except PeerLost:  # the answer may have been lost, not the commit: ask again
+            reply = await self._channels.call(stub.Commit, request, timeout_s=CALL_TIMEOUT_S)
+        return tuple(reply.corrupt)
+
+    async def release(self, decode: Endpoint, lease_id: LeaseId) -> None:
+        """Raises MoonserveError when the decode worker cannot be told; the lease then runs out by itself."""
+        request = worker_pb2.ReleaseRequest(lease_id=lease_id)
+        await self._channels.call(self._stub(decode).Release, request, timeout_s=CALL_TIMEOUT_S)
+
+
+def _landing_from_wire(lease: worker_pb2.LandingLease, num_tokens: int) -> ev.Landing:
+    if lease.num_cached_blocks > len(lease.block_ids) or not lease.block_ids:
+        raise PeerError(f"a landing of {len(lease.block_ids)} blocks for {num_tokens} tokens")
+    return ev.Landing(
+        lease_id=LeaseId(lease.lease_id),
+        block_ids=tuple(lease.block_ids),
+        num_cached_blocks=lease.num_cached_blocks,
+        transfer_address=lease.transfer_address,
+        segment_id=lease.segment_id,
+        window_id=lease.window_id,
+        num_blocks=lease.num_blocks,
+        ttl_s=lease.ttl_s,
+    )
+
+
+def _commit_to_wire(action: CommitHandoff) -> worker_pb2.CommitRequest:
+    request = action.request
+    return worker_pb2.CommitRequest(
+        lease_id=action.lease_id,
+        request_id=request.request_id,
+        gateway_id=request.gateway_id,
+        token_ids=pack_tokens((*request.token_ids, action.first_token_id)),
+        num_prompt_tokens=request.num_prompt_tokens,
+        block_keys=pack_keys(request.block_keys),
+        checksums=action.checksums,
+        sampling=sampling_to_wire(request.sampling),
+        priority=request.priority,
+        timeout_s=action.timeout_s,
+    )
+
+
+def lost(error: MoonserveError) -> bool:
+    """Whether a renewal's failure means that the lease is gone, and not merely that one call was slow."""
+    return not isinstance(error, PeerLost)

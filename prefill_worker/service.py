@@ -1,0 +1,288 @@
+"""The prefill worker's I/O: performs the actions of `state` and brings their outcomes back as events.
+
+The only part that awaits and reads the clock. Everything runs in one event loop; the engine has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from engine.batch import Sampled, Slice
+from kvstore.client import StoreClient
+from prefill_worker import actions as act
+from prefill_worker import events as ev
+from prefill_worker.landing import KvMemory, Route, StepWriter, block_runs
+from prefill_worker.landing_client import LandingClient, lost
+from prefill_worker.state import PrefillState
+from prefill_worker.stores import load_prefix, put_blocks
+from prefill_worker.tasks import Operations
+from protocol.errors import Cancelled, MoonserveError
+from protocol.ids import GatewayId, LeaseId, RequestId
+from protocol.pb import conductor_pb2, worker_pb2
+from protocol.request import Endpoint
+from protocol.streams import GatewayStreams
+from transfer import Batch, Transfer, TransferEngine
+
+log = logging.getLogger(__name__)
+
+# A decode worker that takes longer than this for some megabytes is stuck.
+WRITE_DEADLINE_S = 10.0
+
+
+class StepRunner(Protocol):
+    """The engine as this service sees it: `engine.runtime.EngineThread`."""
+
+    async def execute(
+        self, slices: Sequence[Slice], on_layer: Callable[[int], None] | None = None
+    ) -> list[Sampled | None]: ...
+
+
+class PrefillService:
+    """One prefill worker's live part. `wake` tells the cluster that blocks or load changed."""
+
+    def __init__(
+        self,
+        state: PrefillState,
+        *,
+        engine: StepRunner,
+        memory: KvMemory,
+        transfer: TransferEngine,
+        landings: LandingClient,
+        stores: StoreClient,
+        landing_ttl_s: float,
+        wake: Callable[[], None] = lambda: None,
+        look_for_home: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state = state
+        self._engine = engine
+        self._memory = memory
+        self._transfer = transfer
+        self._landings = landings
+        self._stores = stores
+        self._landing_ttl_s = landing_ttl_s
+        self._wake = wake
+        self._look_for_home = look_for_home
+        self._clock = clock
+        self.streams = GatewayStreams(on_lost=self._gateway_lost)
+        self._operations = Operations(self.post)
+        self._reservations: dict[RequestId, asyncio.Task[ev.Event | None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._performers = self._performer_table()
+        self._operations.start(self._keep_landings())
+
+    def _performer_table(self) -> Mapping[type, Callable[[Any], object]]:
+        start, stores, memory = self._operations.start, self._stores, self._memory
+        return {
+            act.ReserveLanding: self._start_reserve,
+            act.WithdrawReservation: lambda action: self._withdraw(action.request_id),
+            act.ReleaseLanding: lambda action: start(self._release(action)),
+            act.LoadPrefix: lambda action: start(load_prefix(stores, memory, action)),
+            act.SendBlocks: lambda action: start(self._send_blocks(action)),
+            act.RunStep: lambda action: start(self._run_step(action)),
+            act.SendFirstToken: self._send_first_token,
+            act.Fail: self._send_failure,
+            act.CommitHandoff: lambda action: start(self._commit(action)),
+            act.PutBlocks: lambda action: start(put_blocks(stores, memory, action)),
+        }
+
+    # -- life
+
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        """Done, with the exception, when a bug of ours makes going on pointless."""
+        return self._operations.failed
+
+    async def drained(self) -> None:
+        """Waits until no request is here."""
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Ends what is under way. The transfer engine and the engine thread are the caller's to close."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.streams.close()
+        await self._operations.stop()
+
+    def load(self) -> conductor_pb2.Load:
+        """For heartbeats."""
+        state = self._state
+        return conductor_pb2.Load(
+            num_waiting=state.num_waiting,
+            num_running=state.num_running,
+            free_blocks=state.num_free_blocks,
+            held_blocks=state.num_held_blocks,
+            queued_tokens=state.queued_tokens,
+        )
+
+    def status(self) -> worker_pb2.WorkerStatus:
+        """For people and tests."""
+        return worker_pb2.WorkerStatus(
+            load=self.load(),
+            num_blocks=self._state.num_blocks,
+            cached_blocks=self._state.num_cached_blocks,
+            counters={name: count for name, count in self._state.counters.items() if count},
+        )
+
+    def validate(self) -> None:
+        """Raises AssertionError when the state's bookkeeping is broken."""
+        self._state.validate()
+
+    # -- events in, actions out
+
+    def post(self, event: ev.Event) -> None:
+        """Handles an event at once."""
+        for action in self._state.handle(event, self._clock()):
+            self._performers[type(action)](action)
+        self._set_timer()
+        self._wake()
+        if self._state.needs_home_store:
+            self._look_for_home()
+        if self._state.is_idle:
+            self._idle.set()
+        else:
+            self._idle.clear()
+
+    def home_found(self, store: Endpoint) -> None:
+        self.post(ev.HomeStoreFound(store=store))
+
+    def _gateway_lost(self, gateway_id: GatewayId) -> None:
+        log.warning("gateway %s is gone; its requests end", gateway_id)
+        self.post(ev.GatewayLost(gateway_id=gateway_id))
+
+    def _set_timer(self) -> None:
+        due_at = self._state.next_deadline()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due_at is not None:
+            delay_s = max(0.0, due_at - self._clock())
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(delay_s, self.post, ev.Tick())
+
+    # -- landing
+
+    def _start_reserve(self, action: act.ReserveLanding) -> None:
+        withdrawn = Cancelled("the reservation was withdrawn", request=action.request_id)
+        task = self._operations.start(
+            self._reserve(action),
+            when_cancelled=ev.LandingRefused(request_id=action.request_id, error=withdrawn),
+        )
+        self._reservations[action.request_id] = task
+        task.add_done_callback(lambda _done: self._reservations.pop(action.request_id, None))
+
+    def _withdraw(self, request_id: RequestId) -> None:
+        task = self._reservations.get(request_id)
+        if task is not None:
+            task.cancel()
+
+    async def _reserve(self, action: act.ReserveLanding) -> ev.Event:
+        try:
+            landing = await self._landings.reserve(action)
+        except MoonserveError as error:
+            return ev.LandingRefused(request_id=action.request_id, error=error)
+        return ev.LandingGranted(request_id=action.request_id, landing=landing)
+
+    async def _release(self, action: act.ReleaseLanding) -> None:
+        try:
+            await self._landings.release(action.decode, action.lease_id)
+        except MoonserveError as error:
+            log.info("landing %s left to run out: %s", action.lease_id, error)
+
+    async def _commit(self, action: act.CommitHandoff) -> ev.Event:
+        request_id = action.request.request_id
+        try:
+            corrupt = await self._landings.commit(action)
+        except MoonserveError as error:
+            return ev.HandoffFailed(request_id=request_id, error=error)
+        if corrupt:
+            log.warning("blocks %s of %s arrived corrupt", corrupt, request_id)
+            return ev.HandoffCorrupt(request_id=request_id, indexes=corrupt)
+        return ev.HandoffAccepted(request_id=request_id)
+
+    async def _keep_landings(self) -> None:
+        """Renews the leases of whatever takes long, until cancelled."""
+        while True:
+            await asyncio.sleep(self._landing_ttl_s / 3)
+            for request_id, decode, lease_id in self._state.held_landings():
+                self._operations.start(self._renew(request_id, decode, lease_id))
+
+    async def _renew(
+        self, request_id: RequestId, decode: Endpoint, lease_id: LeaseId
+    ) -> ev.Event | None:
+        try:
+            await self._landings.renew(decode, lease_id)
+        except MoonserveError as error:
+            if lost(error):
+                return ev.LandingLost(request_id=request_id, lease_id=lease_id, error=error)
+            log.info("renewal of %s will be tried again: %s", lease_id, error)
+        return None
+
+    # -- computing and sending
+
+    async def _run_step(self, action: act.RunStep) -> ev.Event | None:
+        writer = StepWriter(self._memory, action.plans, self._submit)
+        try:
+            sampled = await self._engine.execute(
+                [plan.slice for plan in action.plans], writer.on_layer
+            )
+        except Exception as error:  # whatever the engine raises ends these requests, not the worker
+            log.exception("a step failed")
+            outcome: ev.Event = ev.StepFailed(error=_as_failure(error))
+        else:
+            outcome = ev.StepDone(
+                slices=tuple(
+                    ev.SliceDone(
+                        request_id=plan.slice.request_id, sampled=result, checksums=checksums
+                    )
+                    for plan, result, checksums in zip(
+                        action.plans, sampled, writer.checksums(), strict=True
+                    )
+                )
+            )
+        self.post(outcome)
+        for position, plan in enumerate(action.plans):
+            if plan.landing is not None:
+                sent = partial(writer.sent, position)
+                self._operations.start(_writes(plan.slice.request_id, sent))
+        return None
+
+    def _submit(self, transfers: Sequence[Transfer]) -> Batch:
+        return self._transfer.submit(transfers, deadline_s=WRITE_DEADLINE_S)
+
+    async def _send_blocks(self, action: act.SendBlocks) -> ev.Event:
+        layout = self._memory.layout
+        route = Route(self._memory, action.landing, block_runs(action.pairs, layout))
+        return await _writes(action.request_id, partial(self._send, route))
+
+    async def _send(self, route: Route) -> None:
+        await self._submit(route.transfers(range(self._memory.layout.pieces_per_block)))
+
+    # -- to the gateway
+
+    def _send_first_token(self, action: act.SendFirstToken) -> None:
+        self.streams.send(action.gateway_id, tokens=[action.token], prefills=[action.report])
+
+    def _send_failure(self, action: act.Fail) -> None:
+        self.streams.send(action.gateway_id, failures=[(action.request_id, action.error)])
+
+
+async def _writes(request_id: RequestId, sent: Callable[[], Awaitable[None]]) -> ev.Event:
+    """The outcome of some writes as an event."""
+    try:
+        await sent()
+    except MoonserveError as error:
+        return ev.WritesFailed(request_id=request_id, error=error)
+    return ev.WritesDone(request_id=request_id)
+
+
+def _as_failure(error: Exception) -> MoonserveError:
+    """A step's error as its requests' gateways may see it."""
+    return error if isinstance(error, MoonserveError) else MoonserveError("the engine failed")

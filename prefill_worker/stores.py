@@ -1,0 +1,131 @@
+"""The worker's dealings with store nodes: prefixes in, computed blocks out.
+
+The store client verifies what it reads; what did not arrive well counts as not there. The home store's endpoint comes
+from the conductor, and is asked for again whenever a put failed, since a restarted store has another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kvstore.client import PutObject, StoreClient
+from prefill_worker import events as ev
+from prefill_worker.actions import LoadPrefix, PrefixPart, PutBlocks
+from prefill_worker.landing import KvMemory
+from protocol.errors import MoonserveError
+from protocol.pb import conductor_pb2, conductor_pb2_grpc
+from protocol.request import Endpoint
+from protocol.rpc import Channels
+from protocol.wire import endpoint_from_wire
+
+log = logging.getLogger(__name__)
+
+# Reading a gigabyte from local memory takes a tenth of a second; beyond this, computing is the better bet.
+READ_DEADLINE_S = 5.0
+PUT_DEADLINE_S = 10.0
+# Bounds how often the conductor is asked while a store is down.
+HOME_RETRY_S = 1.0
+CALL_TIMEOUT_S = 5.0
+
+
+async def load_prefix(
+    client: StoreClient, memory: KvMemory, action: LoadPrefix
+) -> ev.PrefixLoaded | ev.PrefixLoadFailed:
+    """Reads the parts in order; the first block that is missing or bad ends the prefix."""
+    checksums: list[int] = []
+    for part in action.parts:
+        try:
+            good = await _load_part(client, memory, part)
+        except MoonserveError as error:
+            log.warning(
+                "prefix of %s not read from %s: %s",
+                action.request_id,
+                part.store.instance_id,
+                error,
+            )
+            if not checksums:
+                return ev.PrefixLoadFailed(request_id=action.request_id, error=error)
+            break
+        checksums += good
+        if len(good) < len(part.keys):
+            break
+    return ev.PrefixLoaded(request_id=action.request_id, checksums=tuple(checksums))
+
+
+async def _load_part(client: StoreClient, memory: KvMemory, part: PrefixPart) -> list[int]:
+    """Checksums of the leading blocks that are good."""
+    lease = await client.lease(part.store, part.keys)
+    try:
+        places = [memory.pieces_of(block) for block in part.blocks[: len(lease.objects)]]
+        num_good = await client.read(lease, memory.segment, places, deadline_s=READ_DEADLINE_S)
+    finally:
+        await client.release(lease)
+    return [found.checksum for found in lease.objects[:num_good]]
+
+
+async def put_blocks(
+    client: StoreClient, memory: KvMemory, action: PutBlocks
+) -> ev.PutDone | ev.PutFailed:
+    """Writes blocks from the pool into the home store."""
+    objects = [
+        PutObject(
+            key=item.key,
+            parent=item.parent,
+            checksum=item.checksum,
+            pieces=memory.pieces_of(item.block),
+        )
+        for item in action.items
+    ]
+    try:
+        result = await client.put(action.store, objects, memory.segment, deadline_s=PUT_DEADLINE_S)
+    except MoonserveError as error:
+        log.warning("put to %s failed: %s", action.store.instance_id, error)
+        return ev.PutFailed(put_id=action.put_id, error=error)
+    return ev.PutDone(put_id=action.put_id, num_refused=result.refused, corrupt=result.corrupt)
+
+
+class HomeFinder:
+    """Asks the conductor where the home store is, as often as `look` is called for."""
+
+    def __init__(
+        self, channels: Channels, conductor: str, home_store: str, found: Callable[[Endpoint], None]
+    ) -> None:
+        self._channels = channels
+        self._stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(
+            channels.to(conductor)
+        )
+        self._home_store = home_store
+        self._found = found
+        self._wanted = asyncio.Event()
+        self._wanted.set()
+
+    def look(self) -> None:
+        """The endpoint is not known, or was wrong."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            endpoint = await self._find()
+            if endpoint is None:
+                self._wanted.set()
+            else:
+                self._found(endpoint)
+            await asyncio.sleep(HOME_RETRY_S)
+
+    async def _find(self) -> Endpoint | None:
+        try:
+            view = await self._channels.call(
+                self._stub.GetCluster, conductor_pb2.GetClusterRequest(), timeout_s=CALL_TIMEOUT_S
+            )
+        except MoonserveError as error:
+            log.info("home store not found: %s", error)
+            return None
+        for instance in view.instances:
+            if instance.endpoint.instance_id == self._home_store:
+                return endpoint_from_wire(instance.endpoint)
+        return None
