@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from protocol.config import option
 from protocol.errors import ConfigError
 
@@ -57,7 +58,7 @@ class ServeConfig:
     ttft_slo: float = option(30.0, help="seconds to the first token that placement must meet")
     tbt_slo: float = option(1.0, help="seconds between tokens that placement must meet")
     balancing_threshold: float = option(
-        2.0, help="re-use ratio above which a remote prefix is fetched (Algorithm 1)"
+        DEFAULT_BALANCING_THRESHOLD, help="re-use ratio above which a remote prefix is fetched (Algorithm 1)"
     )
     api_key: tuple[str, ...] = option((), help="keys that clients must present", masked=True)
 
