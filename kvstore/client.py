@@ -1,136 +1,117 @@
-"""The workers' side of the store: leases, one-sided reads and writes, verification; and a plain key-value interface.
+"""The client of the store: blocks for workers (`BlockClient`), plain keys and values for everybody else.
 
-Rules: every operation is bounded by its deadline; bytes that do not match their checksum never count as read; a
-failed or cancelled operation leaves no lease and no reservation behind, and returns only when no transfer touches the
-caller's memory any more. It does not know what the bytes mean.
+A plain key is any bytes up to 64 KiB and is stored under its digest; a value is any bytes that fit into the node's
+segment, the empty ones included. Missing, empty, unreachable and full are four different answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
 
-from protocol.keys import BlockKey
-from protocol.pb import kvstore_pb2
+from kvstore.block_client import BlockClient, left, now, right_s
+from kvstore.objects import LeasedObject, Pieces, PutObject, PutResult, ReadLease
+from kvstore.scratch import Scratch
+from kvstore.state import Outcome
+from protocol.checksum import checksum
+from protocol.errors import DeadlineExceeded, IntegrityError, InvalidRequest, Overloaded
+from protocol.keys import KEY_BYTES, BlockKey
 from protocol.request import Endpoint
 from protocol.rpc import Channels
-from transfer import RemoteSegment, Segment, TransferEngine
+from transfer import TransferEngine
 
-Pieces = Sequence[tuple[int, int]]
-"""(local_offset, length) of the parts of one object, in order."""
+__all__ = [
+    "LeasedObject",
+    "Pieces",
+    "PutObject",
+    "PutResult",
+    "ReadLease",
+    "StoreClient",
+    "plain_key",
+]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeasedObject:
-    """One object as it lies in the node's segment."""
-
-    key: BlockKey
-    offset: int
-    length: int
-    checksum: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadLease:
-    """The right to read the leading objects of a list of keys until it expires or is released."""
-
-    lease_id: str
-    store: Endpoint
-    segment: RemoteSegment
-    objects: tuple[LeasedObject, ...]  # of the leading keys that are present
-    expires_at: float  # event loop's clock; not later than the node thinks
+# Leaves time to say so when another writer has not finished.
+WAIT_SHARE = 0.9
+MAX_PLAIN_KEY_BYTES = 64 * 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutObject:
-    """An object to store: where its pieces lie in local memory, and its checksum as made by its writer."""
-
-    key: BlockKey
-    parent: BlockKey | None  # None = its chain starts here
-    checksum: int
-    pieces: Sequence[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutResult:
-    """What became of each object of a put."""
-
-    stored: int
-    present: int  # it was there already, or another writer is storing it
-    refused: int  # no space that could be had
-    corrupt: tuple[BlockKey, ...]  # arrived with another checksum and were dropped
+def plain_key(key: bytes) -> BlockKey:
+    """The block key under which a plain key of up to 64 KiB is stored: its BLAKE2b digest, apart from all chains."""
+    if len(key) > MAX_PLAIN_KEY_BYTES:
+        raise InvalidRequest(
+            f"a key has at most {MAX_PLAIN_KEY_BYTES} bytes, not {len(key)}", param="key"
+        )
+    return BlockKey(hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"moonserve-plain").digest())
 
 
-class StoreClient:
-    """Reads from and writes to any store node."""
+class StoreClient(BlockClient):
+    """Blocks, and plain keys and values."""
 
-    def __init__(self, channels: Channels, transfer: TransferEngine) -> None: ...
+    def __init__(self, channels: Channels, transfer: TransferEngine) -> None:
+        super().__init__(channels, transfer)
+        self._scratch = Scratch(transfer)
 
-    async def lease(
-        self,
-        store: Endpoint,
-        keys: Sequence[BlockKey],
-        *,
-        ttl_s: float = 10.0,
-        timeout_s: float = 2.0,
-    ) -> ReadLease:
-        """Leases the longest run of leading keys that the node holds; maybe none."""
-        raise NotImplementedError
-
-    async def read(
-        self,
-        lease: ReadLease,
-        local: Segment,
-        places: Sequence[Pieces],
-        *,
-        deadline_s: float,
-    ) -> int:
-        """Reads object i into the pieces `places[i]`; gives the number of leading objects that are good."""
-        raise NotImplementedError
-
-    async def release(self, lease: ReadLease) -> None:
-        """Gives a lease back; no-op when it has expired or the node is gone."""
-        raise NotImplementedError
-
-    async def put(
-        self,
-        store: Endpoint,
-        objects: Sequence[PutObject],
-        local: Segment,
-        *,
-        deadline_s: float = 10.0,
-    ) -> PutResult:
-        """Stores objects from local memory; they are visible when this returns."""
-        raise NotImplementedError
-
-    async def exists(
-        self, store: Endpoint, keys: Sequence[BlockKey], *, timeout_s: float = 2.0
-    ) -> list[bool]:
-        raise NotImplementedError
-
-    async def remove(
-        self,
-        store: Endpoint,
-        keys: Sequence[BlockKey],
-        *,
-        corrupt: bool = False,
-        timeout_s: float = 2.0,
-    ) -> int:
-        """Removes objects; gives how many were there."""
-        raise NotImplementedError
-
-    async def stats(
-        self, store: Endpoint, *, timeout_s: float = 2.0
-    ) -> kvstore_pb2.StoreStatsReply:
-        raise NotImplementedError
+    async def close(self) -> None:
+        """Waits for what is being given back."""
+        await super().close()
+        self._scratch.close()
 
     async def get(self, store: Endpoint, key: bytes, *, deadline_s: float = 10.0) -> bytes | None:
-        """The value of a plain key; None when there is none."""
-        raise NotImplementedError
+        """The value of a plain key; None when there is none, `b""` when it is empty.
+
+        Raises PeerLost when the node cannot be reached, IntegrityError when the value had rotted (it is then removed).
+        """
+        give_up_at = now() + deadline_s
+        ttl_s = right_s(deadline_s)
+        lease = await self.lease(store, [plain_key(key)], ttl_s=ttl_s, timeout_s=deadline_s)
+        if not lease.objects:
+            return None
+        try:
+            return await self._read_value(lease, give_up_at)
+        finally:
+            self.release_soon(lease)
 
     async def put_bytes(
         self, store: Endpoint, key: bytes, value: bytes, *, deadline_s: float = 10.0
     ) -> None:
-        """Stores a value under a plain key."""
-        raise NotImplementedError
+        """Stores a value under a plain key; readable by everybody when this returns.
+
+        Values are immutable: storing an equal one again succeeds, also beside another writer of it. Raises
+        InvalidRequest (another value is there; the value can never fit), Overloaded (no space that could be had),
+        IntegrityError (it arrived damaged), PeerLost, DeadlineExceeded.
+        """
+        give_up_at = now() + deadline_s
+        async with self._scratch.borrow(len(value)) as local:
+            local.buffer[: len(value)] = value
+            wish = PutObject(
+                key=plain_key(key),
+                parent=None,
+                checksum=checksum([value]),
+                pieces=[(0, len(value))],
+            )
+            [outcome], corrupt = await self._put(
+                store, [wish], local, give_up_at, wait_share=WAIT_SHARE
+            )
+        if corrupt:
+            raise IntegrityError("the value arrived damaged and was dropped")
+        if outcome is Outcome.FULL:
+            raise Overloaded("the store is full of objects in use", retry_after_s=1.0)
+        if outcome is Outcome.IN_PROGRESS:
+            raise DeadlineExceeded("another writer of this key did not finish in time")
+        if outcome is Outcome.PRESENT:
+            await self._require_equal(store, wish, give_up_at)
+
+    async def _read_value(self, lease: ReadLease, give_up_at: float) -> bytes:
+        [stored] = lease.objects
+        async with self._scratch.borrow(stored.length) as local:
+            place = [(0, stored.length)]
+            if not await self.read(lease, local, [place], deadline_s=left(give_up_at)):
+                raise IntegrityError("the value did not match its checksum and was removed")
+            return bytes(local.buffer[: stored.length])
+
+    async def _require_equal(self, store: Endpoint, wish: PutObject, give_up_at: float) -> None:
+        """Raises InvalidRequest when another value is stored under the key."""
+        lease = await self.lease(store, [wish.key], timeout_s=left(give_up_at))
+        self.release_soon(lease)
+        for stored in lease.objects:  # none, when it has been removed since: then it had been there
+            if (stored.length, stored.checksum) != (wish.length, wish.checksum):
+                raise InvalidRequest("another value is stored under this key; remove it first")

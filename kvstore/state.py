@@ -84,14 +84,19 @@ class Reservation:
     slots: tuple[Slot, ...]  # one per wish
     objects: dict[BlockKey, StoredObject]  # the granted ones
     expires_at: float
-    window_id: int | None = None  # set once the shell has opened it
+    window_id: int | None = None  # set once the shell has opened it; None = nothing to write
     phase: Phase = Phase.OPEN
     checksums: Mapping[BlockKey, int] = field(default_factory=dict)  # COMMITTING
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """(offset, length) of what may be written."""
-        return [(stored.offset, stored.length) for stored in self.objects.values()]
+        """(offset, length) of what may be written; empty objects are complete as they are."""
+        return [(o.offset, o.length) for o in self.objects.values() if o.length]
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether nothing was granted and other writers' ends would change the answer."""
+        return not self.objects and any(s.outcome is Outcome.IN_PROGRESS for s in self.slots)
 
     def advance(self, step: Step) -> None:
         following = _NEXT.get((self.phase, step))
@@ -189,10 +194,10 @@ class StoreState:
         reservation.checksums = dict(checksums)
         return None
 
-    def landed(self, reservation_id: str) -> list[Landed]:
-        """What a commit under way has to verify."""
+    def landed(self, reservation_id: str) -> tuple[int | None, list[Landed]]:
+        """The window that a commit under way has to close, and what it has to verify then."""
         reservation = self._reservations[reservation_id]
-        return [
+        return reservation.window_id, [
             Landed(key=key, offset=stored.offset, length=stored.length, checksum=checksum)
             for key, checksum in reservation.checksums.items()
             if (stored := reservation.objects[key])

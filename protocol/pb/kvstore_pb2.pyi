@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from protocol.pb import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -503,6 +504,7 @@ class StoreStatsReply(_message.Message):
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     NUM_OBJECTS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
     capacity_bytes: _builtins.int
     free_bytes: _builtins.int
     held_bytes: _builtins.int
@@ -514,6 +516,10 @@ class StoreStatsReply(_message.Message):
     num_objects: _builtins.int
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def endpoint(self) -> _common_pb2.Endpoint:
+        """without rpc_address: the caller knows what it dialled"""
+
     def __init__(
         self,
         *,
@@ -524,10 +530,11 @@ class StoreStatsReply(_message.Message):
         reserved_bytes: _builtins.int = ...,
         num_objects: _builtins.int = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        endpoint: _common_pb2.Endpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "counters", b"counters", "free_bytes", b"free_bytes", "held_bytes", b"held_bytes", "leased_bytes", b"leased_bytes", "num_objects", b"num_objects", "reserved_bytes", b"reserved_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "counters", b"counters", "endpoint", b"endpoint", "free_bytes", b"free_bytes", "held_bytes", b"held_bytes", "leased_bytes", b"leased_bytes", "num_objects", b"num_objects", "reserved_bytes", b"reserved_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

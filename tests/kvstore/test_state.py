@@ -67,7 +67,7 @@ def test_an_object_is_visible_only_after_its_commit_was_verified() -> None:
     assert state.exists([key(1), key(2)]) == [False, False]
     assert state.commit("r", {key(1): 11, key(2): 22}, 1.0) is None
     assert state.exists([key(1)]) == [False]
-    assert [item.checksum for item in state.landed("r")] == [11, 22]
+    assert [item.checksum for item in state.landed("r")[1]] == [11, 22]
     state.verified("r", [], 1.0)
     assert heard.present == {key(1): None, key(2): key(1)}
     lease = state.lease("l", [key(1), key(2), key(3)], 10.0, 1.0)

@@ -1,0 +1,17 @@
+"""`python -m kvstore`: one node of the KV store."""
+
+from __future__ import annotations
+
+import sys
+
+from kvstore.config import StoreConfig
+from kvstore.node import serve
+from protocol import process
+
+
+def main(argv: list[str] | None = None) -> int:
+    return process.main(StoreConfig, serve, argv, prog="kvstore")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

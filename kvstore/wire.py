@@ -1,0 +1,94 @@
+"""Between the node's state and its protobuf messages; refuses what is malformed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvstore.catalog import Usage
+from kvstore.state import Lease, Outcome, Reservation, Slot, Wish
+from protocol.errors import InvalidRequest
+from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
+from protocol.pb import kvstore_pb2
+from protocol.request import Endpoint
+from protocol.wire import endpoint_to_wire
+
+_WireSlot = kvstore_pb2.StoreReserveReply.Slot
+_OUTCOMES = {
+    Outcome.GRANTED: _WireSlot.OUTCOME_GRANTED,
+    Outcome.PRESENT: _WireSlot.OUTCOME_PRESENT,
+    Outcome.IN_PROGRESS: _WireSlot.OUTCOME_IN_PROGRESS,
+    Outcome.FULL: _WireSlot.OUTCOME_FULL,
+}
+_OUTCOMES_BACK = {value: outcome for outcome, value in _OUTCOMES.items()}
+
+
+def keys_from_wire(keys: Iterable[bytes]) -> list[BlockKey]:
+    """Raises InvalidRequest for a key of another length."""
+    return [_key(key) for key in keys]
+
+
+def wishes_from_wire(message: kvstore_pb2.StoreReserveRequest) -> list[Wish]:
+    """Raises InvalidRequest for malformed keys."""
+    return [
+        Wish(key=_key(wish.key), parent=_parent(wish.parent), length=wish.length)
+        for wish in message.wishes
+    ]
+
+
+def reservation_to_wire(reservation: Reservation, segment_id: int) -> kvstore_pb2.StoreReserveReply:
+    slots = [_WireSlot(outcome=_OUTCOMES[s.outcome], offset=s.offset) for s in reservation.slots]
+    return kvstore_pb2.StoreReserveReply(
+        slots=slots, segment_id=segment_id, window_id=reservation.window_id or 0
+    )
+
+
+def slots_from_wire(message: kvstore_pb2.StoreReserveReply) -> list[Slot]:
+    """Raises KeyError for an outcome that this version does not know."""
+    return [Slot(outcome=_OUTCOMES_BACK[s.outcome], offset=s.offset) for s in message.slots]
+
+
+def checksums_from_wire(message: kvstore_pb2.StoreCommitRequest) -> dict[BlockKey, int]:
+    """Raises InvalidRequest unless there is one checksum for each key."""
+    if len(message.keys) != len(message.checksums):
+        raise InvalidRequest(
+            f"{len(message.keys)} keys with {len(message.checksums)} checksums", param="checksums"
+        )
+    return dict(zip(keys_from_wire(message.keys), message.checksums, strict=True))
+
+
+def lease_to_wire(lease: Lease, segment_id: int) -> kvstore_pb2.StoreLeaseReply:
+    objects = [
+        kvstore_pb2.StoreLeaseReply.Object(
+            offset=stored.offset,
+            length=stored.length,
+            checksum=stored.checksum,
+            generation=stored.generation,
+        )
+        for stored in lease.objects
+    ]
+    return kvstore_pb2.StoreLeaseReply(objects=objects, segment_id=segment_id)
+
+
+def usage_to_wire(
+    usage: Usage, counters: Mapping[str, int], endpoint: Endpoint
+) -> kvstore_pb2.StoreStatsReply:
+    return kvstore_pb2.StoreStatsReply(
+        capacity_bytes=usage.capacity,
+        free_bytes=usage.free,
+        held_bytes=usage.held,
+        leased_bytes=usage.leased,
+        reserved_bytes=usage.reserved,
+        num_objects=usage.num_objects,
+        counters=dict(counters),
+        endpoint=endpoint_to_wire(endpoint),
+    )
+
+
+def _key(key: bytes) -> BlockKey:
+    if len(key) != KEY_BYTES:
+        raise InvalidRequest(f"a key has {KEY_BYTES} bytes, not {len(key)}", param="keys")
+    return BlockKey(key)
+
+
+def _parent(parent: bytes) -> BlockKey | None:
+    return None if not parent or parent == NO_PARENT else _key(parent)
