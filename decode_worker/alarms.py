@@ -18,6 +18,7 @@ class AlarmKind(Enum):
     ENDED_LEASE = auto()
     SEQUENCE = auto()
     TOMBSTONE = auto()
+    SEEN = auto()
 
 
 class Alarms:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from decode_worker import events
-from decode_worker.actions import Action, RefuseLease, RejectCommit, RunStep
+from decode_worker.actions import Action, RefuseLease, RunStep
 from decode_worker.alarms import AlarmKind, Alarms
 from decode_worker.counters import Counters
 from decode_worker.events import Event
@@ -27,6 +27,8 @@ from protocol.ids import RequestId
 
 # A cancellation may overtake its request by as long as that waits at the prefill worker.
 TOMBSTONE_S = 60.0
+# A late cancellation of a request that was here must not hit its next attempt, which has the same id.
+MEMORY_S = 60.0
 
 
 class DecodeState:
@@ -38,7 +40,8 @@ class DecodeState:
         self._alarms = Alarms()
         self._landings = Landings(pool, limits, self._alarms, self.counters)
         self._schedule = Schedule(pool, limits, self._alarms, self.counters)
-        self._tombstones: dict[RequestId, float] = {}  # → when to forget
+        self._tombstones: dict[RequestId, float] = {}  # cancelled before they came → when to forget
+        self._seen: dict[RequestId, float] = {}  # committed here → when to forget
         self._draining = False
         self._handlers = self._table()
 
@@ -129,7 +132,7 @@ class DecodeState:
         }
 
     def _reserve(self, event: events.ReserveRequested, now: float, out: list[Action]) -> None:
-        if event.request_id in self._tombstones:
+        if self._tombstones.pop(event.request_id, None) is not None:
             cancelled = Cancelled("the request was cancelled", request=event.request_id)
             out.append(RefuseLease(lease_id=event.lease_id, error=cancelled))
         elif self._draining:
@@ -139,18 +142,14 @@ class DecodeState:
             self._landings.reserve(event, out)
 
     def _commit(self, event: events.CommitRequested, now: float, out: list[Action]) -> None:
-        request_id = event.request.request_id
-        if request_id in self._tombstones:
-            cancelled = Cancelled("the request was cancelled", request=request_id)
-            out.append(RejectCommit(lease_id=event.lease_id, error=cancelled))
-            self._landings.release(event.lease_id, now, out)
-        else:
-            self._landings.commit(event, now, out)
+        self._seen[event.request.request_id] = now + MEMORY_S
+        self._alarms.set(now + MEMORY_S, AlarmKind.SEEN, event.request.request_id)
+        self._landings.commit(event, now, out)
 
     def _cancel(self, event: events.RequestCancelled, now: float, out: list[Action]) -> None:
         landing = self._landings.cancel(event.request_id, now, out)
         running = self._schedule.cancel(event.request_id)
-        if not landing and not running:
+        if not landing and not running and event.request_id not in self._seen:
             self._tombstones[event.request_id] = now + TOMBSTONE_S
             self._alarms.set(now + TOMBSTONE_S, AlarmKind.TOMBSTONE, event.request_id)
 
@@ -183,8 +182,9 @@ class DecodeState:
             case AlarmKind.SEQUENCE:
                 self._schedule.time_out(key, now, out)
             case AlarmKind.TOMBSTONE:
-                if self._tombstones.get(key, now) <= now:
-                    self._tombstones.pop(key, None)
+                _forget(self._tombstones, key, now)
+            case AlarmKind.SEEN:
+                _forget(self._seen, key, now)
 
     # -- what follows from any event
 
@@ -223,3 +223,8 @@ class DecodeState:
             assert self._pool.references_of(block) == references[block], f"block {block} leaks"
         total = self.num_free_blocks + self.num_held_blocks + self.num_leased_blocks
         assert total == self._pool.num_blocks, "blocks are lost"
+
+
+def _forget(entries: dict[RequestId, float], request_id: RequestId, now: float) -> None:
+    if entries.get(request_id, now + 1.0) <= now:
+        del entries[request_id]

@@ -257,14 +257,27 @@ def test_a_cancelled_landing_ends_wherever_it_is(moment: str) -> None:
     assert not driver.tokens
 
 
-def test_a_cancellation_that_overtakes_its_request_is_remembered_for_a_minute() -> None:
+def test_a_cancellation_that_overtakes_its_request_refuses_its_reservation() -> None:
     driver = Driver()
     driver.cancel("r")
     (refusal,) = driver.reserve(PROMPT)
     assert isinstance(refusal, actions.RefuseLease)
     assert isinstance(refusal.error, Cancelled)
+
+
+def test_a_cancellation_of_an_unknown_request_is_forgotten_after_a_minute() -> None:
+    driver = Driver()
+    driver.cancel("r")
     driver.wait(60.0)
-    assert only(driver.reserve(PROMPT, lease_id="later"), actions.GrantLease)
+    assert only(driver.reserve(PROMPT), actions.GrantLease)
+
+
+def test_a_late_cancellation_does_not_hit_the_next_attempt_at_a_request() -> None:
+    driver = Driver()
+    driver.start(PROMPT, max_tokens=2)
+    driver.compute()
+    driver.cancel("r")
+    assert only(driver.reserve(PROMPT, lease_id="again"), actions.GrantLease)
 
 
 def test_a_lost_gateway_ends_its_committed_landings() -> None:

@@ -1,0 +1,199 @@
+"""A minimal prefill worker: computes prompts with its own engine and hands them off over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.batch import Sampled, Slice
+from engine.config import load_model_config
+from engine.engine import Engine
+from protocol.checksum import checksum
+from protocol.ids import RequestId, new_id
+from protocol.keys import block_keys, pack_keys, pack_tokens, root_key
+from protocol.layout import KvLayout
+from protocol.pb import worker_pb2, worker_pb2_grpc
+from protocol.request import Request, SamplingParams
+from protocol.rpc import Channels
+from protocol.wire import sampling_to_wire
+from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 64
+TOKEN = "secret"
+
+
+def load_engine(path: Path, num_blocks: int, memory: memoryview | None = None) -> Engine:
+    config = load_model_config(path)
+    layout = config.kv_layout(BLOCK_SIZE, "float32")
+    return Engine.load(path, config=config, layout=layout, num_blocks=num_blocks, memory=memory)
+
+
+def layout_of(path: Path) -> KvLayout:
+    return load_model_config(path).kv_layout(BLOCK_SIZE, "float32")
+
+
+class InlineCompute:
+    """An engine in a thread of its own, as the product runs it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._executor = ThreadPoolExecutor(1)
+
+    def execute(self, slices: Sequence[Slice]) -> Awaitable[list[Sampled | None]]:
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._executor, self.engine.execute, slices)
+
+    def close(self) -> None:
+        self._executor.shutdown()
+
+
+def generate(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The coupled reference: greedy tokens of one sequence alone in one engine."""
+    token_ids = list(prompt)
+    piece = Slice(
+        request_id=RequestId("reference"),
+        token_ids=token_ids,
+        start=0,
+        end=len(token_ids),
+        block_table=range(engine.num_blocks),
+        sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0),
+        num_prompt_tokens=len(prompt),
+        samples=True,
+    )
+    for _ in range(num_tokens):
+        (sampled,) = engine.execute([piece])
+        assert sampled is not None
+        token_ids.append(sampled.token_id)
+        piece.start, piece.end = piece.end, piece.end + 1
+    return token_ids[len(prompt) :]
+
+
+@dataclass
+class Prompt:
+    """What this client computed for one request, in its own blocks from 0 on."""
+
+    request: Request
+    lease_id: str
+
+
+class PrefillClient:
+    """One request at a time."""
+
+    def __init__(
+        self, path: Path, transfer: TransferEngine, channels: Channels, address: str
+    ) -> None:
+        self.layout = layout_of(path)
+        self.segment: Segment = transfer.allocate(self.layout.pool_bytes(NUM_BLOCKS))
+        self.engine = load_engine(path, NUM_BLOCKS, self.segment.buffer)
+        self.root = root_key(self.engine.fingerprint)
+        self.channels = channels
+        self.transfer = transfer
+        self.landing = worker_pb2_grpc.LandingStub(channels.to(address))
+        self.worker = worker_pb2_grpc.WorkerStub(channels.to(address))
+
+    def compute(self, token_ids: Sequence[int], max_tokens: int, **wishes: object) -> Prompt:
+        """Fills own blocks with the prompt's KV and samples the first token."""
+        (first,) = generate(self.engine, token_ids, 1)
+        values = {
+            "request_id": new_id("req"),
+            "gateway_id": "gateway-0",
+            "sampling": SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            **wishes,
+        }
+        request = Request(
+            token_ids=(*token_ids, first),
+            num_prompt_tokens=len(token_ids),
+            block_keys=tuple(block_keys(self.root, token_ids, BLOCK_SIZE)),
+            **values,  # type: ignore[arg-type]
+        )
+        return Prompt(request, new_id("lease"))
+
+    async def reserve(
+        self, prompt: Prompt, *, ttl_s: float = 30.0, timeout_s: float = 10.0, fingerprint: str = ""
+    ) -> worker_pb2.LandingLease:
+        message = worker_pb2.ReserveRequest(
+            lease_id=prompt.lease_id,
+            request_id=prompt.request.request_id,
+            fingerprint=fingerprint or self.engine.fingerprint,
+            num_tokens=len(prompt.request.token_ids) - 1,
+            block_keys=pack_keys(prompt.request.block_keys),
+            ttl_s=ttl_s,
+        )
+        return await self.channels.call(self.landing.Reserve, message, timeout_s=timeout_s)
+
+    async def write(
+        self, prompt: Prompt, lease: worker_pb2.LandingLease, indexes: Sequence[int] | None = None
+    ) -> None:
+        """Writes the blocks that are not cached there, valid tokens only."""
+        chosen = range(lease.num_cached_blocks, len(lease.block_ids))
+        transfers = [
+            self._transfer(prompt, lease, index, piece)
+            for index in (chosen if indexes is None else indexes)
+            for piece in range(self.layout.pieces_per_block)
+        ]
+        if transfers:
+            await self.transfer.submit(transfers, deadline_s=10.0)
+
+    def _transfer(
+        self, prompt: Prompt, lease: worker_pb2.LandingLease, index: int, piece: int
+    ) -> Transfer:
+        return Transfer(
+            op=Op.WRITE,
+            local=self.segment,
+            local_offset=self.layout.pool_offset(NUM_BLOCKS, piece, index),
+            remote=RemoteSegment(lease.transfer_address, lease.segment_id),
+            remote_offset=self.layout.pool_offset(lease.num_blocks, piece, lease.block_ids[index]),
+            length=self._valid_bytes(prompt, index),
+            window_id=lease.window_id,
+        )
+
+    def _valid_bytes(self, prompt: Prompt, index: int) -> int:
+        num_tokens = len(prompt.request.token_ids) - 1
+        return min(BLOCK_SIZE, num_tokens - index * BLOCK_SIZE) * self.layout.token_bytes
+
+    def checksum(self, prompt: Prompt, index: int) -> int:
+        length = self._valid_bytes(prompt, index)
+        offsets = (
+            self.layout.pool_offset(NUM_BLOCKS, piece, index)
+            for piece in range(self.layout.pieces_per_block)
+        )
+        return checksum(self.segment.buffer[at : at + length] for at in offsets)
+
+    async def commit(self, prompt: Prompt, lease: worker_pb2.LandingLease) -> list[int]:
+        """Indexes of corrupt blocks."""
+        request = prompt.request
+        indexes = range(lease.num_cached_blocks, len(lease.block_ids))
+        message = worker_pb2.CommitRequest(
+            lease_id=lease.lease_id,
+            request_id=request.request_id,
+            gateway_id=request.gateway_id,
+            token_ids=pack_tokens(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            block_keys=pack_keys(request.block_keys),
+            checksums=[self.checksum(prompt, index) for index in indexes],
+            sampling=sampling_to_wire(request.sampling),
+            priority=request.priority,
+            timeout_s=request.timeout_s,
+        )
+        reply = await self.channels.call(self.landing.Commit, message, timeout_s=10.0)
+        return list(reply.corrupt)
+
+    async def hand_off(self, prompt: Prompt) -> worker_pb2.LandingLease:
+        """Reserve, write, commit."""
+        lease = await self.reserve(prompt)
+        await self.write(prompt, lease)
+        assert await self.commit(prompt, lease) == []
+        return lease
+
+    async def release(self, lease_id: str) -> None:
+        message = worker_pb2.ReleaseRequest(lease_id=lease_id)
+        await self.channels.call(self.landing.Release, message, timeout_s=5.0)
+
+    async def status(self) -> worker_pb2.WorkerStatus:
+        return await self.channels.call(
+            self.worker.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=5.0
+        )

@@ -1,0 +1,384 @@
+"""A decode worker over real sockets, real memory and a real (tiny) model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from decode_worker import service as service_module
+from decode_worker.limits import Limits
+from decode_worker.service import DecodeService, landing_ranges
+from decode_worker.servicers import LandingServicer, LandingZone, WorkerServicer
+from decode_worker.state import DecodeState
+from engine.block_pool import BlockPool
+from protocol.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Incompatible,
+    InvalidRequest,
+    Overloaded,
+    StaleLease,
+)
+from protocol.layout import KvLayout
+from protocol.pb import common_pb2, worker_pb2, worker_pb2_grpc
+from protocol.request import SamplingParams
+from protocol.rpc import Channels, RpcServer
+from tests.decode_worker.prefill_client import (
+    BLOCK_SIZE,
+    TOKEN,
+    InlineCompute,
+    PrefillClient,
+    Prompt,
+    generate,
+    layout_of,
+    load_engine,
+)
+from tests.random_models import make_model
+from transfer import FaultPlan, TransferEngine
+
+T = TypeVar("T")
+LIMIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model("llama", path)
+    return path
+
+
+@dataclass
+class Received:
+    """What one gateway heard."""
+
+    tokens: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # (index, token id)
+    finished: dict[str, common_pb2.FinishReason] = field(default_factory=dict)
+    failures: dict[str, common_pb2.Failure] = field(default_factory=dict)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def listen(self, client: PrefillClient, gateway_id: str) -> None:
+        request = worker_pb2.EventsRequest(gateway_id=gateway_id)
+        async for batch in client.channels.stream(client.worker.Events, request):
+            async with self.changed:
+                self._take(batch)
+                self.changed.notify_all()
+
+    def _take(self, batch: worker_pb2.EventBatch) -> None:
+        for event in batch.tokens:
+            entry = (event.index, event.token_id)
+            self.tokens.setdefault(event.request_id, []).append(entry)
+            if event.finish_reason:
+                self.finished[event.request_id] = event.finish_reason
+        for failed in batch.failures:
+            self.failures[failed.request_id] = failed.failure
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT_S), self.changed:
+            await self.changed.wait_for(condition)
+
+    async def all_of(self, prompt: Prompt) -> list[int]:
+        """The tokens of a request, the first one included, once it has finished."""
+        name = prompt.request.request_id
+        await self.until(lambda: name in self.finished or name in self.failures)
+        assert name in self.finished, self.failures[name]
+        indexes = [index for index, _ in self.tokens[name]]
+        assert indexes == list(range(1, len(indexes) + 1))
+        return [prompt.request.token_ids[-1], *(token for _, token in self.tokens[name])]
+
+
+@dataclass
+class World:
+    """A decode worker, a prefill client and a gateway's ears."""
+
+    client: PrefillClient
+    received: Received
+    service: DecodeService
+    decode_transfer: TransferEngine
+
+    async def complete(self, prompt: Prompt) -> list[int]:
+        await self.client.hand_off(prompt)
+        return await self.received.all_of(prompt)
+
+    async def idle(self) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await self.service.idle.wait()
+        self.service.state.validate()
+        assert self.service.state.num_free_blocks == self.service.state.num_blocks
+
+
+@asynccontextmanager
+async def world(
+    path: Path, *, num_blocks: int = 48, faults: FaultPlan | None = None, **limits: int
+) -> AsyncIterator[World]:
+    values = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 512, **limits}
+    layout = layout_of(path)
+    pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda _: None)
+    state = DecodeState(pool, Limits(block_size=BLOCK_SIZE, **values))
+    channels, server = Channels(TOKEN), RpcServer(TOKEN)
+    stop = asyncio.Event()
+    with (
+        TransferEngine(cluster_token=TOKEN) as transfer,
+        TransferEngine(cluster_token=TOKEN, faults=faults) as sender,
+    ):
+        segment = transfer.allocate(layout.pool_bytes(num_blocks))
+        engine = load_engine(path, num_blocks, segment.buffer)
+        compute = InlineCompute(engine)
+        service = DecodeService(state, compute, transfer, segment, layout)
+        zone = LandingZone(
+            transfer_address=transfer.address,
+            segment_id=segment.segment_id,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            fingerprint=engine.fingerprint,
+        )
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(service), server.grpc)
+        worker_pb2_grpc.add_LandingServicer_to_server(LandingServicer(service, zone), server.grpc)
+        address = await server.start("127.0.0.1", 0)
+        client = PrefillClient(path, sender, channels, address)
+        received = Received()
+        work = asyncio.create_task(service.run(stop))
+        ears = asyncio.create_task(received.listen(client, "gateway-0"))
+        try:
+            yield World(client, received, service, transfer)
+        finally:
+            stop.set()
+            await asyncio.wait_for(work, LIMIT_S)
+            ears.cancel()
+            await asyncio.wait({ears})
+            await channels.close()
+            await server.stop(0)
+            service.streams.close()
+            compute.close()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [(seed * 37 + 11 * i * i + 5 * i) % 250 for i in range(length)]
+
+
+async def refused(call: Awaitable[T], error: type[BaseException]) -> str:
+    with pytest.raises(error) as caught:
+        await asyncio.wait_for(call, LIMIT_S)
+    return str(caught.value)
+
+
+async def test_handed_off_requests_continue_exactly_as_the_coupled_engine(
+    model_path: Path,
+) -> None:
+    """Prompts around block borders, several in one batch."""
+    async with world(model_path) as w:
+        prompts = [
+            w.client.compute(prompt_of(length, length), 20)
+            for length in (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 29)
+        ]
+        for prompt in prompts:  # the client's blocks hold one prompt at a time
+            ids = prompt.request.token_ids[:-1]
+            again = w.client.compute(ids, 20)
+            assert again.request.token_ids == prompt.request.token_ids
+            await w.client.hand_off(prompt)
+        for prompt in prompts:
+            expected = generate(w.client.engine, prompt.request.token_ids[:-1], 20)
+            assert await w.received.all_of(prompt) == expected
+        await w.idle()
+
+
+async def test_a_shared_prefix_is_not_sent_and_changes_nothing(model_path: Path) -> None:
+    async with world(model_path) as w:
+        first = w.client.compute(prompt_of(30), 5)
+        await w.complete(first)
+        second = w.client.compute([*prompt_of(24), 1, 2, 3], 10)
+        lease = await w.client.hand_off(second)
+        assert lease.num_cached_blocks == 3
+        expected = generate(w.client.engine, second.request.token_ids[:-1], 10)
+        assert await w.received.all_of(second) == expected
+        await w.idle()
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_a_corrupted_write_is_found_and_repaired(
+    model_path: Path, in_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_thread:
+        monkeypatch.setattr(service_module, "VERIFY_INLINE_BYTES", 0)
+    async with world(model_path, faults=FaultPlan(corrupt_writes=1)) as w:
+        prompt = w.client.compute(prompt_of(20), 8)
+        lease = await w.client.reserve(prompt)
+        await w.client.write(prompt, lease)
+        corrupt = await w.client.commit(prompt, lease)
+        assert len(corrupt) == 1
+        await w.client.write(prompt, lease, corrupt)
+        assert await w.client.commit(prompt, lease) == []
+        expected = generate(w.client.engine, prompt.request.token_ids[:-1], 8)
+        assert await w.received.all_of(prompt) == expected
+        assert (await w.client.status()).counters["integrity_failures"] == 1
+        await w.idle()
+
+
+async def test_preemption_changes_no_token(model_path: Path) -> None:
+    """Three sequences that together outgrow the pool."""
+    async with world(model_path, num_blocks=10, max_num_batched_tokens=12) as w:
+        prompts = []
+        for seed in range(3):
+            prompts.append(w.client.compute(prompt_of(14, seed), 40))
+            await w.client.hand_off(prompts[-1])
+        for prompt in prompts:
+            expected = generate(w.client.engine, prompt.request.token_ids[:-1], 40)
+            assert await w.received.all_of(prompt) == expected
+        counters = (await w.client.status()).counters
+        assert counters["num_preemptions"] > 0
+        assert counters["recomputed_tokens"] > 0
+        await w.idle()
+
+
+async def test_a_write_after_the_release_is_refused(model_path: Path) -> None:
+    async with world(model_path) as w:
+        prompt = w.client.compute(prompt_of(20), 8)
+        lease = await w.client.reserve(prompt)
+        await w.client.release(lease.lease_id)
+        await w.idle()
+        await refused(w.client.write(prompt, lease), StaleLease)
+        await refused(w.client.commit(prompt, lease), StaleLease)
+
+
+async def test_a_write_after_the_commit_is_refused(model_path: Path) -> None:
+    async with world(model_path) as w:
+        prompt = w.client.compute(prompt_of(20), 4)
+        lease = await w.client.hand_off(prompt)
+        await w.received.all_of(prompt)
+        await refused(w.client.write(prompt, lease), StaleLease)
+        await w.idle()
+
+
+async def test_other_weights_are_refused_and_both_named(model_path: Path) -> None:
+    async with world(model_path) as w:
+        prompt = w.client.compute(prompt_of(5), 4)
+        message = await refused(w.client.reserve(prompt, fingerprint="other"), Incompatible)
+        assert "prefill=other" in message
+        assert f"decode={w.client.engine.fingerprint}" in message
+
+
+async def test_a_submission_is_refused(model_path: Path) -> None:
+    async with world(model_path) as w:
+        call = w.client.channels.call(
+            w.client.worker.Submit, worker_pb2.SubmitRequest(), timeout_s=5.0
+        )
+        await refused(call, InvalidRequest)
+
+
+async def test_a_full_pool_makes_reservations_wait_and_then_refuses_them(model_path: Path) -> None:
+    async with world(model_path, num_blocks=4) as w:
+        first = w.client.compute(prompt_of(24), 4)
+        await w.client.reserve(first)
+        second = w.client.compute(prompt_of(16, 1), 4)
+        await refused(w.client.reserve(second, timeout_s=0.3), Overloaded)
+        waiting = asyncio.create_task(w.client.reserve(w.client.compute(prompt_of(16, 2), 4)))
+        await wait_until_queued(w)
+        await w.client.release(first.lease_id)
+        lease = await asyncio.wait_for(waiting, LIMIT_S)
+        assert len(lease.block_ids) == 2
+
+
+async def wait_until_queued(w: World) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while w.service.state.num_waiting == 0:
+            await w.client.status()
+
+
+async def test_a_cancelled_reserve_call_gives_up_its_place(model_path: Path) -> None:
+    async with world(model_path, num_blocks=4) as w:
+        first = w.client.compute(prompt_of(24), 4)
+        await w.client.reserve(first)
+        waiting = asyncio.create_task(w.client.reserve(w.client.compute(prompt_of(16, 2), 4)))
+        await wait_until_queued(w)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        async with asyncio.timeout(LIMIT_S):
+            while (await w.client.status()).load.num_waiting:
+                pass
+
+
+async def test_a_cancelled_request_ends_and_frees_everything(model_path: Path) -> None:
+    async with world(model_path) as w:
+        prompt = w.client.compute(prompt_of(20), 400)
+        await w.client.hand_off(prompt)
+        name = prompt.request.request_id
+        await w.received.until(lambda: name in w.received.tokens)
+        cancel = worker_pb2.CancelRequest(request_id=name)
+        await w.client.channels.call(w.client.worker.Cancel, cancel, timeout_s=5.0)
+        await w.idle()
+        assert name not in w.received.finished
+
+
+async def test_a_cancellation_ahead_of_the_handoff_refuses_it(model_path: Path) -> None:
+    async with world(model_path) as w:
+        prompt = w.client.compute(prompt_of(20), 4)
+        cancel = worker_pb2.CancelRequest(request_id=prompt.request.request_id)
+        await w.client.channels.call(w.client.worker.Cancel, cancel, timeout_s=5.0)
+        await refused(w.client.reserve(prompt), Cancelled)
+
+
+async def test_a_request_out_of_time_fails_at_its_gateway(model_path: Path) -> None:
+    async with world(model_path) as w:
+        prompt = w.client.compute(prompt_of(20), 400, timeout_s=0.05)
+        await w.client.hand_off(prompt)
+        name = prompt.request.request_id
+        await w.received.until(lambda: name in w.received.failures)
+        assert w.received.failures[name].code == DeadlineExceeded.code
+        await w.idle()
+
+
+async def test_what_the_engine_raises_fails_the_request_and_not_the_worker(
+    model_path: Path,
+) -> None:
+    async with world(model_path) as w:
+        prompt = w.client.compute(prompt_of(20), 4)
+        lease = await w.client.reserve(prompt)
+        await w.client.write(prompt, lease)
+        bad = Prompt(prompt.request, prompt.lease_id)
+        bad.request = _with_last_token(bad, 10**6)
+        assert await w.client.commit(bad, lease) == []
+        name = prompt.request.request_id
+        await w.received.until(lambda: name in w.received.failures)
+        good = w.client.compute(prompt_of(9), 4)
+        assert len(await w.complete(good)) == 4
+        await w.idle()
+
+
+def _with_last_token(prompt: Prompt, token_id: int):  # noqa: ANN202 - a Request
+    from dataclasses import replace
+
+    return replace(prompt.request, token_ids=(*prompt.request.token_ids[:-1], token_id))
+
+
+async def test_sampled_tokens_depend_on_seed_and_position_only(model_path: Path) -> None:
+    """The same request alone, and beside another one."""
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=7)
+    async with world(model_path) as w:
+        alone = w.client.compute(prompt_of(20), 12, sampling=sampling)
+        expected = await w.complete(alone)
+        neighbour = w.client.compute(prompt_of(33, 3), 40)
+        await w.client.hand_off(neighbour)
+        again = w.client.compute(prompt_of(20), 12, sampling=sampling)
+        assert await w.complete(again) == expected
+        await w.received.all_of(neighbour)
+        await w.idle()
+
+
+async def test_the_status_accounts_for_every_block(model_path: Path) -> None:
+    async with world(model_path, num_blocks=16) as w:
+        prompt = w.client.compute(prompt_of(20), 4)
+        await w.client.reserve(prompt)
+        status = await w.client.status()
+        load = status.load
+        assert (load.leased_blocks, load.free_blocks, load.held_blocks) == (3, 13, 0)
+        assert status.num_blocks == 16
+
+
+def test_landing_ranges_join_neighbouring_blocks() -> None:
+    layout = KvLayout(num_layers=1, block_size=2, num_kv_heads=1, head_dim=1, dtype="float32")
+    assert landing_ranges([5, 1, 2], layout, 10) == [(8, 16), (40, 8), (88, 16), (120, 8)]
