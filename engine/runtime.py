@@ -1,0 +1,46 @@
+"""The engine's own thread, so that an event loop stays responsive while a step computes.
+
+torch releases the interpreter lock inside its operations; one dedicated thread keeps steps in order and gives the
+engine its single caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from engine.batch import Sampled, Slice
+from engine.engine import Engine
+
+
+class EngineThread:
+    """Steps run one after another in the order of the calls."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+
+    async def execute(
+        self, slices: Sequence[Slice], on_layer: Callable[[int], None] | None = None
+    ) -> list[Sampled | None]:
+        """`Engine.execute` in the engine's thread; `on_layer` is called there too. A step cannot be interrupted: when
+        the caller is cancelled this waits for the step's end before it re-raises, so that blocks the step writes to
+        are never released under it."""
+        loop = asyncio.get_running_loop()
+        step = loop.run_in_executor(self._executor, self.engine.execute, slices, on_layer)
+        try:
+            return await asyncio.shield(step)
+        except asyncio.CancelledError:
+            await asyncio.wait([step])
+            if not step.cancelled():
+                step.exception()  # retrieved: the cancelled caller is not interested
+            raise
+
+    async def run(self, function: Callable[[], object]) -> None:
+        """Runs something that needs the engine to itself, such as a measurement, between steps."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, function)
+
+    def close(self) -> None:
+        """Waits for the step under way and ends the thread."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
