@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from engine.batch import Sampled, Slice
-from kvstore.client import StoreClient
+from kvstore.block_client import BlockClient
 from prefill_worker import actions as act
 from prefill_worker import events as ev
 from prefill_worker.landing import KvMemory, Route, StepWriter, block_runs
@@ -53,7 +53,7 @@ class PrefillService:
         memory: KvMemory,
         transfer: TransferEngine,
         landings: LandingClient,
-        stores: StoreClient,
+        stores: BlockClient,
         landing_ttl_s: float,
         wake: Callable[[], None] = lambda: None,
         look_for_home: Callable[[], None] = lambda: None,
@@ -110,6 +110,7 @@ class PrefillService:
             self._timer.cancel()
         self.streams.close()
         await self._operations.stop()
+        await self._stores.close()
 
     def load(self) -> conductor_pb2.Load:
         """For heartbeats."""

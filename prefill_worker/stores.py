@@ -10,7 +10,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvstore.client import PutObject, StoreClient
+from kvstore.block_client import BlockClient
+from kvstore.objects import PutObject
 from prefill_worker import events as ev
 from prefill_worker.actions import LoadPrefix, PrefixPart, PutBlocks
 from prefill_worker.landing import KvMemory
@@ -31,7 +32,7 @@ CALL_TIMEOUT_S = 5.0
 
 
 async def load_prefix(
-    client: StoreClient, memory: KvMemory, action: LoadPrefix
+    client: BlockClient, memory: KvMemory, action: LoadPrefix
 ) -> ev.PrefixLoaded | ev.PrefixLoadFailed:
     """Reads the parts in order; the first block that is missing or bad ends the prefix."""
     checksums: list[int] = []
@@ -54,19 +55,21 @@ async def load_prefix(
     return ev.PrefixLoaded(request_id=action.request_id, checksums=tuple(checksums))
 
 
-async def _load_part(client: StoreClient, memory: KvMemory, part: PrefixPart) -> list[int]:
+async def _load_part(client: BlockClient, memory: KvMemory, part: PrefixPart) -> list[int]:
     """Checksums of the leading blocks that are good."""
     lease = await client.lease(part.store, part.keys)
+    if not lease.objects:
+        return []
     try:
         places = [memory.pieces_of(block) for block in part.blocks[: len(lease.objects)]]
         num_good = await client.read(lease, memory.segment, places, deadline_s=READ_DEADLINE_S)
     finally:
-        await client.release(lease)
-    return [found.checksum for found in lease.objects[:num_good]]
+        client.release_soon(lease)
+    return [stored.checksum for stored in lease.objects[:num_good]]
 
 
 async def put_blocks(
-    client: StoreClient, memory: KvMemory, action: PutBlocks
+    client: BlockClient, memory: KvMemory, action: PutBlocks
 ) -> ev.PutDone | ev.PutFailed:
     """Writes blocks from the pool into the home store."""
     objects = [
