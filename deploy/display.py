@@ -81,7 +81,7 @@ class Display:
                 child.spec.instance_id,
                 str(child.pid or ""),
                 Text(_state(child), style=_STYLES.get(child.stage, "yellow")),
-                "  ".join(f"{name} {value}" for name, value in child.facts.items()),
+                child.facts.get("http") or child.facts.get("rpc", ""),
             )
         return table
 
