@@ -66,9 +66,12 @@ class StoreClient(BlockClient):
         if not lease.objects:
             return None
         try:
-            return await self._read_value(lease, give_up_at)
-        finally:
+            value = await self._read_value(lease, give_up_at)
+        except BaseException:  # cancellation too
             self.release_soon(lease)
+            raise
+        await self.release(lease)  # waited for, so that a following put finds the space
+        return value
 
     async def put_bytes(
         self, store: Endpoint, key: bytes, value: bytes, *, deadline_s: float = 10.0
@@ -111,7 +114,7 @@ class StoreClient(BlockClient):
     async def _require_equal(self, store: Endpoint, wish: PutObject, give_up_at: float) -> None:
         """Raises InvalidRequest when another value is stored under the key."""
         lease = await self.lease(store, [wish.key], timeout_s=left(give_up_at))
-        self.release_soon(lease)
+        await self.release(lease)
         for stored in lease.objects:  # none, when it has been removed since: then it had been there
             if (stored.length, stored.checksum) != (wish.length, wish.checksum):
                 raise InvalidRequest("another value is stored under this key; remove it first")

@@ -1,0 +1,146 @@
+"""Real store nodes for tests: processes of their own, found by their ready report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from kvstore.allocator import ALIGNMENT
+from kvstore.client import PutObject, StoreClient
+from protocol.checksum import checksum
+from protocol.keys import BlockKey
+from protocol.pb import kvstore_pb2
+from protocol.request import Endpoint
+from protocol.rpc import Channels
+from transfer import FaultPlan, Segment, TransferEngine
+
+T = TypeVar("T")
+
+TOKEN = "store-tests"
+ROOT = Path(__file__).parents[2]
+UNIT = ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A running node process."""
+
+    process: subprocess.Popen[bytes]
+    rpc_address: str
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.terminate()
+        assert self.process.wait(timeout=10) == 0
+
+    def flip_byte(self, offset: int, segment_bytes: int) -> None:
+        """Damages one byte of the node's segment behind its back."""
+        maps = Path(f"/proc/{self.process.pid}/maps").read_text()
+        for match in re.finditer(r"^([0-9a-f]+)-([0-9a-f]+) rw.*memfd:", maps, re.MULTILINE):
+            start, end = (int(text, 16) for text in match.groups())
+            if end - start >= segment_bytes:
+                break
+        else:
+            raise AssertionError("the node maps no such segment")
+        with open(f"/proc/{self.process.pid}/mem", "r+b", buffering=0) as memory:
+            memory.seek(start + offset)
+            [byte] = memory.read(1)
+            memory.seek(start + offset)
+            memory.write(bytes([byte ^ 1]))
+
+
+@contextlib.contextmanager
+def running_node(*flags: str, instance_id: str = "store-0") -> Iterator[Node]:
+    """A node that is ready; ended by SIGTERM, with exit code 0, unless the test ended it."""
+    read_fd, write_fd = os.pipe()
+    command = [sys.executable, "-m", "kvstore", "--instance-id", instance_id, *flags]
+    environment = {**os.environ, "MOONSERVE_CLUSTER_TOKEN": TOKEN}
+    process = subprocess.Popen(
+        [*command, "--status-fd", str(write_fd), "--log-level", "error"],
+        cwd=ROOT,
+        env=environment,
+        pass_fds=[write_fd],
+    )
+    os.close(write_fd)
+    try:
+        node = Node(process, _ready_address(read_fd))
+        yield node
+        if process.poll() is None:
+            node.stop()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _ready_address(read_fd: int) -> str:
+    with open(read_fd) as reports:
+        for line in reports:
+            report = json.loads(line)
+            if "ready" in report:
+                address: str = report["ready"]["rpc"]
+                return address
+    raise AssertionError("the node ended before it was ready")
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    rpc_address: str, transport: str = "shm", *, faults: FaultPlan | None = None
+) -> AsyncIterator[tuple[StoreClient, TransferEngine, Endpoint]]:
+    """A client of a node over one transport."""
+    channels = Channels(TOKEN)
+    with TransferEngine(cluster_token=TOKEN, transports=[transport], faults=faults) as transfer:
+        client = StoreClient(channels, transfer)
+        try:
+            yield client, transfer, await client.locate(rpc_address, timeout_s=10.0)
+        finally:
+            await client.close()
+            await channels.close()
+
+
+async def until_stats(
+    client: StoreClient, store: Endpoint, holds: Callable[[kvstore_pb2.StoreStatsReply], bool]
+) -> kvstore_pb2.StoreStatsReply:
+    """The first statistics for which `holds`; fails after 5 s."""
+
+    async def poll() -> kvstore_pb2.StoreStatsReply:
+        while not holds(stats := await client.stats(store)):  # noqa: ASYNC110 - it is elsewhere
+            await asyncio.sleep(0.01)
+        return stats
+
+    return await within(5.0, poll())
+
+
+async def within(timeout_s: float, body: Awaitable[T]) -> T:
+    """The result of `body`, in time."""
+    return await asyncio.wait_for(body, timeout_s)
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "little"))
+
+
+def chain_of(local: Segment, numbers: range, length: int, *, pieces: int = 1) -> list[PutObject]:
+    """A chain of objects whose bytes lie back to back in `local`, each in `pieces` pieces in reverse order."""
+    size = length // pieces
+    objects = []
+    for index, number in enumerate(numbers):
+        base = index * length
+        places = [(base + n * size, size) for n in reversed(range(pieces))]
+        memory = [local.buffer[offset : offset + n] for offset, n in places]
+        parent = key(number - 1) if index else None
+        objects.append(
+            PutObject(key=key(number), parent=parent, checksum=checksum(memory), pieces=places)
+        )
+    return objects
