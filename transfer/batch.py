@@ -14,6 +14,10 @@ from typing import Any
 from protocol.errors import DeadlineExceeded, MoonserveError
 
 
+def _nothing() -> None:
+    pass
+
+
 class Batch:
     """Awaitable. Raises the first transfer's error when any failed; `errors` has all of them."""
 
@@ -48,12 +52,14 @@ class Batch:
                 self._errors[index] = error
             if self._parts_left == 1:
                 self._on_done()  # before anybody can see it done
+                self._on_done = _nothing  # what it holds is held no longer
             self._parts_left -= 1
             if self._parts_left:
                 return
         self._gate.release()
         for callback in self._callbacks:
             callback()
+        self._callbacks.clear()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks the thread. Raises DeadlineExceeded when the batch is not done in time."""

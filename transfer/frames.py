@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from protocol.errors import (
     Incompatible,
@@ -62,19 +62,22 @@ _ERRORS: dict[Code, type[MoonserveError]] = {
     Code.UNAUTHENTICATED: Unauthenticated,
     Code.PEER_LOST: PeerLost,
 }
+_KIND_OF = {int(kind): kind for kind in Kind}
+_CODE_OF = {int(code): code for code in Code}
 _CODES = {error: code for code, error in _ERRORS.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
-    """`count` rows (a request) or bytes of text (a reply) follow, then `nbytes` of payload.
+class Header(NamedTuple):
+    """A tuple because one is made per frame on the hot path.
+
+    `entries` rows (a request) or bytes of text (a reply) follow, then `nbytes` of payload.
 
     A reply to MAP carries the segment's size in `nbytes` and no payload; OFFER likewise.
     """
 
     kind: Kind
     code: Code = Code.OK
-    count: int = 0
+    entries: int = 0
     segment_id: int = 0
     window_id: int = 0
     source_id: int = 0
@@ -86,37 +89,19 @@ HEADER_BYTES = _HEADER.size
 
 
 def encode(header: Header) -> bytes:
-    return _HEADER.pack(
-        _MAGIC,
-        header.kind,
-        header.code,
-        header.count,
-        header.segment_id,
-        header.window_id,
-        header.source_id,
-        header.nbytes,
-    )
+    return _HEADER.pack(_MAGIC, *header)
 
 
 def decode(data: bytes | bytearray) -> Header:
     magic, kind, code, count, segment_id, window_id, source_id, nbytes = _HEADER.unpack(data)
     if magic != _MAGIC:
         raise ProtocolViolation("not a frame")
-    try:
-        known_kind, known_code = Kind(kind), Code(code)
-    except ValueError as error:
-        raise ProtocolViolation("unknown kind of frame") from error
+    known_kind, known_code = _KIND_OF.get(kind), _CODE_OF.get(code)
+    if known_kind is None or known_code is None:
+        raise ProtocolViolation("unknown kind of frame")
     if count > (_MAX_TEXT_BYTES if known_kind is Kind.REPLY else MAX_ROWS):
         raise ProtocolViolation("oversized frame")
-    return Header(
-        kind=known_kind,
-        code=known_code,
-        count=count,
-        segment_id=segment_id,
-        window_id=window_id,
-        source_id=source_id,
-        nbytes=nbytes,
-    )
+    return Header(known_kind, known_code, count, segment_id, window_id, source_id, nbytes)
 
 
 def request(header: Header, rows: Sequence[Row] = ()) -> bytes:
@@ -124,14 +109,14 @@ def request(header: Header, rows: Sequence[Row] = ()) -> bytes:
 
 
 def receive_rows(connection: Connection, header: Header) -> scatter.Rows:
-    return scatter.unpack(connection.receive_bytes(header.count * scatter.ROW_BYTES))
+    return scatter.unpack(connection.receive_bytes(header.entries * scatter.ROW_BYTES))
 
 
 def refusal(error: MoonserveError) -> bytes:
     """The reply that makes the initiator raise the same error."""
     text = str(error).encode()[:_MAX_TEXT_BYTES]
     code = _CODES.get(type(error), Code.INVALID_REQUEST)
-    return encode(Header(kind=Kind.REPLY, code=code, count=len(text))) + text
+    return encode(Header(kind=Kind.REPLY, code=code, entries=len(text))) + text
 
 
 def accept_reply(connection: Connection, data: bytes | bytearray) -> Header:
@@ -140,7 +125,7 @@ def accept_reply(connection: Connection, data: bytes | bytearray) -> Header:
     if reply.kind is not Kind.REPLY:
         raise ProtocolViolation(f"a reply was due, {reply.kind.name} came")
     if reply.code is not Code.OK:
-        raise error_of(reply.code, connection.receive_bytes(reply.count).decode(errors="replace"))
+        raise error_of(reply.code, connection.receive_bytes(reply.entries).decode(errors="replace"))
     return reply
 
 

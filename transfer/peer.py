@@ -41,7 +41,7 @@ class Job:
 
 
 class Peer:
-    """`put` never blocks. `on_idle` is asked whether the thread may end."""
+    """`put` never blocks. `may_retire` is asked before the thread ends of its own accord."""
 
     def __init__(
         self,
@@ -89,11 +89,18 @@ class Peer:
 
     def _run(self) -> None:
         try:
-            while (job := self._next_job()) is not None:
-                self._perform(job)
+            while self._perform_next():
+                pass
         finally:
             self._disconnect()
             self._fail_waiting()
+
+    def _perform_next(self) -> bool:
+        """A function of its own, so that an idle thread holds no job and so no memory."""
+        job = self._next_job()
+        if job is not None:
+            self._perform(job)
+        return job is not None
 
     def _next_job(self) -> Job | None:
         """None: the thread is to end."""
@@ -135,7 +142,7 @@ class Peer:
             else:
                 session.write(move, corrupt=self._faults.take_corrupt_write())
         except (InvalidRequest, StaleLease) as refused:
-            errors.update(dict.fromkeys(move.indices, refused))
+            errors.update(dict.fromkeys(move.indices, _without_frames(refused)))
 
     def _ready(self, job: Job) -> Session:
         """A live session, told the job's deadline."""
@@ -197,4 +204,13 @@ class Peer:
             _log.error("transfer failed", exc_info=error)
             error = PeerLost(f"transfer failed: {error!r}")
         error.ids.setdefault("peer", self.address.partition(";host=")[0])
-        return error
+        return _without_frames(error)
+
+
+def _without_frames(error: MoonserveError) -> MoonserveError:
+    """An error outlives its batch; the frames in its traceback would keep the memory alive with it."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

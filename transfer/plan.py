@@ -8,6 +8,9 @@ from protocol.errors import InvalidRequest, MoonserveError
 from transfer.base import Move, Op, Transfer
 from transfer.frames import MAX_ROWS
 
+_LIMIT = 1 << 62
+"""Keeps sums of what is checked later within 64 bits."""
+
 
 def by_address(transfers: Sequence[Transfer]) -> dict[str, list[int]]:
     """Indices of the transfers for each peer."""
@@ -29,45 +32,35 @@ def moves(
     open_moves: dict[tuple[Op, int, int, int | None], Move] = {}
     errors: dict[int, MoonserveError] = {}
     for index in indices:
+        # Runs once per piece of KV: no calls on the common path.
         transfer = transfers[index]
-        if (error := _fault(transfer)) is not None:
-            errors[index] = error
+        local, length = transfer.local_offset, transfer.length
+        remote, segment = transfer.remote_offset, transfer.local
+        if local < 0 or length < 0 or local + length > segment.nbytes or not 0 <= remote < _LIMIT:
+            errors[index] = _out_of_bounds(transfer)
             continue
-        key = (
-            transfer.op,
-            transfer.local.segment_id,
-            transfer.remote.segment_id,
-            transfer.window_id,
-        )
+        key = (transfer.op, segment.segment_id, transfer.remote.segment_id, transfer.window_id)
         move = open_moves.get(key)
         if move is None or len(move.rows) >= MAX_ROWS:
             move = open_moves[key] = _move_for(transfer)
             planned.append(move)
         move.indices.append(index)
-        _append(move, transfer)
+        rows = move.rows
+        if rows:
+            last_remote, last_local, last_length = rows[-1]
+            if last_remote + last_length == remote and last_local + last_length == local:
+                rows[-1] = (last_remote, last_local, last_length + length)
+                continue
+        rows.append((remote, local, length))
     return planned, errors
 
 
-def _fault(transfer: Transfer) -> InvalidRequest | None:
-    start, length = transfer.local_offset, transfer.length
-    if start < 0 or length < 0 or start + length > transfer.local.nbytes:
-        return InvalidRequest(f"({start}, {length}) is out of bounds of {transfer.local}")
-    if not 0 <= transfer.remote_offset < 1 << 62:
-        return InvalidRequest(f"remote offset {transfer.remote_offset} is out of bounds")
-    if transfer.window_id is None and transfer.op is Op.WRITE:
-        return InvalidRequest("a WRITE needs a window")
-    return None
+def _out_of_bounds(transfer: Transfer) -> InvalidRequest:
+    return InvalidRequest(
+        f"out of bounds: {transfer.length} bytes at {transfer.local_offset} of {transfer.local}, "
+        f"at {transfer.remote_offset} of the remote segment"
+    )
 
 
 def _move_for(transfer: Transfer) -> Move:
     return Move(transfer.op, transfer.local, transfer.remote.segment_id, transfer.window_id)
-
-
-def _append(move: Move, transfer: Transfer) -> None:
-    remote, local, length = transfer.remote_offset, transfer.local_offset, transfer.length
-    if move.rows:
-        last_remote, last_local, last_length = move.rows[-1]
-        if last_remote + last_length == remote and last_local + last_length == local:
-            move.rows[-1] = (last_remote, last_local, last_length + length)
-            return
-    move.rows.append((remote, local, length))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ _GIL_BYTES = 65536
 
 
 def pack(rows: Sequence[Row]) -> bytes:
-    return struct.pack(f"<{3 * len(rows)}q", *(number for row in rows for number in row))
+    return struct.pack(f"<{3 * len(rows)}q", *chain.from_iterable(rows))
 
 
 def unpack(data: bytes | bytearray) -> Rows:

@@ -38,6 +38,9 @@ from transfer.target import StreamTarget
 _STEP_BYTES = 4 << 20
 """A store of this size is under way for about a millisecond, the longest that close_window waits."""
 
+_BACKLOG_S = 0.5
+"""How long to wait for a peer that does not take connections (stopped, or flooded)."""
+
 
 class ShmTransport:
     name = "shm"
@@ -63,9 +66,9 @@ class ShmTransport:
     def connect(self, dial: Dial) -> ShmSession:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # Blocks only while the peer's backlog is full; a non-blocking one could not wait.
-            left_us = max(1, int((dial.deadline_at - time.monotonic()) * 1e6))
-            timeout = struct.pack("@ll", *divmod(left_us, 1_000_000))
+            # Blocks only while the peer's backlog is full; a non-blocking connect could not wait.
+            left_s = min(dial.deadline_at - time.monotonic(), _BACKLOG_S)
+            timeout = struct.pack("@ll", 0, max(1, int(left_s * 1e6)))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
             sock.connect("\0" + dial.address.endpoints[self.name])
         except OSError as error:
@@ -107,7 +110,7 @@ class ShmSession(StreamSession):
             self._offered.add(source.segment_id)
         header = Header(
             kind=Kind.WRITE_FROM,
-            count=len(move.rows),
+            entries=len(move.rows),
             segment_id=move.segment_id,
             window_id=window_of(move),
             source_id=source.segment_id,

@@ -31,7 +31,7 @@ class StreamSession:
 
     def read(self, move: Move) -> None:
         nbytes = scatter.total(move.rows)
-        header = Header(kind=Kind.READ, count=len(move.rows), segment_id=move.segment_id)
+        header = Header(kind=Kind.READ, entries=len(move.rows), segment_id=move.segment_id)
         self._connection.send([request(header, move.rows)])
         if self.reply().nbytes != nbytes:
             raise ProtocolViolation("the peer answers with another number of bytes")
@@ -40,7 +40,7 @@ class StreamSession:
     def write(self, move: Move, *, corrupt: bool) -> None:
         header = Header(
             kind=Kind.WRITE,
-            count=len(move.rows),
+            entries=len(move.rows),
             segment_id=move.segment_id,
             window_id=window_of(move),
             nbytes=scatter.total(move.rows),

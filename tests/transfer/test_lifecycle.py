@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -60,6 +61,37 @@ def test_lost_peers_leave_nothing_behind(pair: Pair, make_engine: Callable[..., 
             peer.join()
     del memory, other
     assert census() == before
+
+
+def test_an_idle_peer_that_is_gone_costs_no_thread(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transfer.peer._IDLE_S", 0.01)
+    pair.run(pair.read(0, 0, 10))
+    (peer,) = pair.near._peers.values()
+    assert peer.running
+    pair.far.close()
+    peer.join()
+    assert not pair.near._peers
+    with pytest.raises(PeerLost):
+        pair.run(pair.read(0, 0, 10))
+
+
+def test_a_failed_batch_keeps_no_memory_alive(pair: Pair) -> None:
+    local = pair.near.allocate(4096)
+    batch = pair.near.submit(
+        [Transfer(Op.READ, local, 0, RemoteSegment(pair.far.address, 999), 0, 10)], deadline_s=10
+    )
+    with pytest.raises(InvalidRequest):
+        batch.wait(10)
+    (error,) = batch.errors
+    del batch
+    gone = weakref.ref(local.memory)
+    pair.near.deregister(local)
+    del local
+    pair.run(pair.read(0, 0, 10))  # by now the peer's thread has left the first batch
+    assert error is not None
+    assert gone() is None
 
 
 def test_a_segment_in_use_cannot_be_deregistered(

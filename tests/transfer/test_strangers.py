@@ -80,7 +80,7 @@ def test_well_formed_nonsense_is_refused_and_stores_nothing(
     before = bytes(pair.memory.buffer)
     connection = authenticated(pair.far.address)
     header = Header(
-        kind=kind, count=count, segment_id=numbers, window_id=numbers, source_id=numbers
+        kind=kind, entries=count, segment_id=numbers, window_id=numbers, source_id=numbers
     )
     connection.send([encode(header), rows[: 24 * count]])
     connection.close()
