@@ -33,6 +33,9 @@ class DecodeConfig(ProcessConfig):
     max_num_batched_tokens: int = option(512, help="tokens computed in one step")
     enable_prefix_caching: bool = option(True, help="share the KV of equal prefixes")
     num_threads: int = option(1, help="compute threads")
+    profile_dir: str | None = option(
+        None, help="folder that keeps measured speeds; below the user's cache folder when not given"
+    )
     drain_timeout_s: float = option(
         5.0, help="seconds that running requests may take to finish when the worker stops"
     )

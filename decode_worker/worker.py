@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -34,6 +35,8 @@ from transfer import Segment, TransferEngine
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+
+Profiles = tuple[conductor_pb2.PrefillProfile, conductor_pb2.DecodeProfile]
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +72,11 @@ class DecodeWorker:
         config: DecodeConfig,
         plan: PoolPlan,
         engine: Engine,
+        profiles: Profiles,
         transfer: TransferEngine,
         segment: Segment,
     ) -> None:
-        # Here and in `_load`, so that a wrong flag is told before torch is imported.
+        # Here and in the functions below, so that a wrong flag is told before torch is imported.
         from engine.runtime import EngineThread
 
         self._config = config
@@ -101,14 +105,8 @@ class DecodeWorker:
         )
         state = DecodeState(pool, plan.limits)
         self.service = DecodeService(state, self._thread, transfer, segment, plan.layout)
-        self._profiles: tuple[conductor_pb2.PrefillProfile, conductor_pb2.DecodeProfile] | None
-        self._profiles = None
-
-    async def measure(self, engine: Engine) -> None:
-        """How fast this engine is, for the conductor's predictions. Overwrites the pool: do it first."""
-        from engine.profile import measure
-
-        self._profiles = await asyncio.to_thread(measure, engine)
+        self._profiles = profiles
+        self._membership: Membership | None = None
 
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serves until told to stop. Raises ConfigError when the port is taken, or what ended the membership."""
@@ -142,6 +140,9 @@ class DecodeWorker:
 
     async def _drain(self) -> None:
         """Takes nothing new and lets what runs finish, for as long as the configuration allows."""
+        if self._membership is not None:
+            self._membership.draining = True
+            self._membership.wake()
         self.service.handle(events.DrainStarted())
         try:
             await asyncio.wait_for(self.service.idle.wait(), self._config.drain_timeout_s)
@@ -155,7 +156,7 @@ class DecodeWorker:
             yield None
             return
         channels = Channels(self._config.cluster_token)
-        membership = Membership(
+        self._membership = membership = Membership(
             channels,
             self._config.conductor,
             self._registration(),
@@ -174,7 +175,8 @@ class DecodeWorker:
             await channels.close()
 
     def _registration(self) -> conductor_pb2.RegisterRequest:
-        registration = conductor_pb2.RegisterRequest(
+        prefill, decode = self._profiles
+        return conductor_pb2.RegisterRequest(
             endpoint=endpoint_to_wire(self._endpoint),
             role=common_pb2.ROLE_DECODE,
             layout=layout_to_wire(self._plan.layout),
@@ -182,12 +184,9 @@ class DecodeWorker:
             num_blocks=self._plan.num_blocks,
             max_num_seqs=self._plan.limits.max_num_seqs,
             max_model_len=self._plan.limits.max_model_len,
+            prefill_profile=prefill,
+            decode_profile=decode,
         )
-        if self._profiles is not None:
-            prefill, decode = self._profiles
-            registration.prefill_profile.CopyFrom(prefill)
-            registration.decode_profile.CopyFrom(decode)
-        return registration
 
 
 async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
@@ -203,9 +202,9 @@ async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
         lifecycle.progress("allocating memory")
         segment = await asyncio.to_thread(_allocate, transfer, plan)
         engine = await asyncio.to_thread(_load, path, model, config, plan, segment, lifecycle)
-        worker = DecodeWorker(config, plan, engine, transfer, segment)
         lifecycle.progress("measuring")
-        await worker.measure(engine)
+        profiles = await asyncio.to_thread(_measure, engine, config)
+        worker = DecodeWorker(config, plan, engine, profiles, transfer, segment)
         await worker.run(lifecycle)
 
 
@@ -237,6 +236,15 @@ def _load(
         load_format=config.load_format,
         progress=lifecycle.progress,
     )
+
+
+def _measure(engine: Engine, config: DecodeConfig) -> Profiles:
+    """How fast this engine is, for the conductor's predictions. Overwrites the pool."""
+    from engine.profile import measure_cached, profile_folder
+
+    kept_in = config.profile_dir
+    folder = Path(kept_in) if kept_in else profile_folder(os.environ, Path.home())
+    return measure_cached(engine, folder)
 
 
 async def _first_end(

@@ -1,0 +1,223 @@
+"""A decode worker from start to stop: registration, block events, drain, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode_worker.config import DecodeConfig, plan_pool
+from decode_worker.worker import serve
+from engine.config import load_model_config
+from protocol.errors import ConfigError, NoWorker
+from protocol.keys import unpack_keys
+from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2
+from protocol.process import Lifecycle
+from protocol.rpc import Channels, RpcServer
+from tests.decode_worker.prefill_client import BLOCK_SIZE, TOKEN, PrefillClient
+from tests.random_models import make_model
+from transfer import TransferEngine
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model("llama", path)
+    return path
+
+
+def config_of(model_path: Path, tmp_path: Path, **changes: Any) -> DecodeConfig:
+    values = {
+        "instance_id": "decode-0",
+        "model": str(model_path),
+        "dtype": "float32",
+        "cluster_token": TOKEN,
+        "block_size": BLOCK_SIZE,
+        "kv_cache_memory": 1 << 20,
+        "profile_dir": str(tmp_path),
+        **changes,
+    }
+    return DecodeConfig(**values)
+
+
+class Conductor(conductor_pb2_grpc.ConductorServicer):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.registrations: asyncio.Queue[conductor_pb2.RegisterRequest] = asyncio.Queue()
+        self.blocks: set[bytes] = set()
+        self.draining = False
+        self.left = asyncio.Event()
+        self.changed = asyncio.Condition()
+
+    async def Register(
+        self, request: conductor_pb2.RegisterRequest, context: object
+    ) -> conductor_pb2.RegisterReply:
+        await self.registrations.put(request)
+        return conductor_pb2.RegisterReply(heartbeat_interval_s=0.05, lease_s=5.0)
+
+    async def Heartbeat(
+        self, request: conductor_pb2.HeartbeatRequest, context: object
+    ) -> conductor_pb2.HeartbeatReply:
+        async with self.changed:
+            self.draining = self.draining or request.draining
+            self.blocks.update(unpack_keys(request.events.added_keys))
+            self.changed.notify_all()
+        return conductor_pb2.HeartbeatReply(known=True)
+
+    async def Deregister(
+        self, request: conductor_pb2.DeregisterRequest, context: object
+    ) -> conductor_pb2.DeregisterReply:
+        self.left.set()
+        return conductor_pb2.DeregisterReply()
+
+
+@asynccontextmanager
+async def cluster(
+    model_path: Path, tmp_path: Path
+) -> AsyncIterator[tuple[Conductor, PrefillClient, Lifecycle, asyncio.Task[None]]]:
+    conductor, server, channels = Conductor(), RpcServer(TOKEN), Channels(TOKEN)
+    conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, server.grpc)
+    address = await server.start("127.0.0.1", 0)
+    lifecycle = Lifecycle(None)
+    worker = asyncio.create_task(
+        serve(config_of(model_path, tmp_path, conductor=address), lifecycle)
+    )
+    with TransferEngine(cluster_token=TOKEN) as transfer:
+        try:
+            registration = await asyncio.wait_for(conductor.registrations.get(), LIMIT_S)
+            assert registration.role == common_pb2.ROLE_DECODE
+            assert registration.decode_profile.c0 + registration.decode_profile.c1 > 0
+            rpc_address = registration.endpoint.rpc_address
+            yield (
+                conductor,
+                PrefillClient(model_path, transfer, channels, rpc_address),
+                lifecycle,
+                worker,
+            )
+        finally:
+            lifecycle.stopping.set()
+            await asyncio.wait_for(worker, LIMIT_S)
+            await channels.close()
+            await server.stop(0)
+
+
+async def test_a_worker_registers_serves_announces_its_blocks_and_leaves(
+    model_path: Path, tmp_path: Path
+) -> None:
+    async with cluster(model_path, tmp_path) as (conductor, client, lifecycle, worker):
+        prompt = client.compute(list(range(20)), 6)
+        await client.hand_off(prompt)
+        tokens = 0
+        request = worker_pb2.EventsRequest(gateway_id="gateway-0")
+        async with asyncio.timeout(LIMIT_S):
+            async for batch in client.channels.stream(client.worker.Events, request):
+                tokens += len(batch.tokens)
+                if tokens == 5:
+                    break
+            async with conductor.changed:
+                await conductor.changed.wait_for(
+                    lambda: conductor.blocks == set(prompt.request.block_keys)
+                )
+        lifecycle.stopping.set()
+        await asyncio.wait_for(worker, LIMIT_S)
+        assert conductor.left.is_set()
+
+
+async def test_a_draining_worker_says_so_refuses_new_work_and_finishes_old(
+    model_path: Path, tmp_path: Path
+) -> None:
+    async with cluster(model_path, tmp_path) as (conductor, client, lifecycle, worker):
+        prompt = client.compute(list(range(20)), 300)
+        await client.hand_off(prompt)
+        lifecycle.stopping.set()
+        async with asyncio.timeout(LIMIT_S), conductor.changed:
+            await conductor.changed.wait_for(lambda: conductor.draining)
+        with pytest.raises(NoWorker):
+            await client.reserve(client.compute(list(range(9)), 4))
+        finished = False
+        request = worker_pb2.EventsRequest(gateway_id="gateway-0")
+        async with asyncio.timeout(LIMIT_S):
+            async for batch in client.channels.stream(client.worker.Events, request):
+                finished = finished or any(event.finish_reason for event in batch.tokens)
+                if finished:
+                    break
+        await asyncio.wait_for(worker, LIMIT_S)
+
+
+def test_a_pool_plan_fits_the_memory(model_path: Path, tmp_path: Path) -> None:
+    model = load_model_config(model_path)
+    plan = plan_pool(config_of(model_path, tmp_path, kv_cache_memory=100_000), model)
+    assert plan.num_blocks == 100_000 // plan.layout.block_bytes
+    assert plan.limits.max_model_len == plan.num_blocks * BLOCK_SIZE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_cache_memory": 10},
+        {"max_model_len": 100_000},
+        {"max_model_len": 1_000, "kv_cache_memory": 100_000},
+    ],
+)
+def test_what_does_not_fit_is_told_with_its_flag(
+    model_path: Path, tmp_path: Path, changes: dict[str, int]
+) -> None:
+    config = config_of(model_path, tmp_path, **changes)
+    with pytest.raises(ConfigError, match=r"--(kv-cache-memory|max-model-len)"):
+        plan_pool(config, load_model_config(model_path))
+
+
+def test_a_batch_must_hold_a_token_of_each_sequence(model_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens 4"):
+        config_of(model_path, tmp_path, max_num_seqs=8, max_num_batched_tokens=4)
+
+
+def start(*flags: str, status_fd: int | None = None) -> subprocess.Popen[str]:
+    environment = {**os.environ, "MOONSERVE_CLUSTER_TOKEN": TOKEN}
+    command = [sys.executable, "-m", "decode_worker", "--instance-id", "decode-0", *flags]
+    passed = ()
+    if status_fd is not None:
+        command += ["--status-fd", str(status_fd)]
+        passed = (status_fd,)
+    return subprocess.Popen(
+        command, env=environment, pass_fds=passed, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_process_becomes_ready_and_ends_on_sigterm(model_path: Path, tmp_path: Path) -> None:
+    read_fd, write_fd = os.pipe()
+    flags = ("--model", str(model_path), "--kv-cache-memory", "1MiB", "--profile-dir")
+    process = start(*flags, str(tmp_path), status_fd=write_fd)
+    os.close(write_fd)
+    stages: list[str] = []
+    with os.fdopen(read_fd) as status:
+        for line in status:
+            entry = json.loads(line)
+            stages.append(entry.get("stage", "ready"))
+            if "ready" in entry:
+                break
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, errors
+    assert stages[-1] == "ready"
+    assert "measuring" in stages
+
+
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_2() -> None:
+    process = start("--model", "/does/not/exist")
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2
+    assert len(errors.strip().splitlines()) == 1
+    assert "/does/not/exist" in errors
