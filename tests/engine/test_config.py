@@ -1,0 +1,138 @@
+"""Reading config.json: what it means, and one clear complaint for each way it can be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import load_model_config
+from protocol.errors import ConfigError
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 7,
+}
+
+
+def write(path: Path, **fields: Any) -> Path:
+    (path / "config.json").write_text(json.dumps({**BASE, **fields}))
+    return path
+
+
+def test_a_llama_config_is_read(tmp_path: Path) -> None:
+    config = load_model_config(write(tmp_path, rope_theta=5e5))
+    assert (config.head_dim, config.num_kv_heads, config.num_layers) == (16, 2, 3)
+    assert config.rope.theta == 5e5
+    assert config.eos_token_ids == (7,)
+    assert config.sliding_windows == (None, None, None)
+    layout = config.kv_layout(32, "auto")
+    assert (layout.dtype, layout.head_dim, layout.num_kv_heads) == ("bfloat16", 16, 2)
+
+
+def test_end_tokens_of_both_files_are_joined(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    assert load_model_config(tmp_path).eos_token_ids == (9, 7)
+
+
+def test_rope_is_read_in_its_old_and_its_new_form(tmp_path: Path) -> None:
+    old = load_model_config(
+        write(tmp_path, rope_theta=2e4, rope_scaling={"type": "linear", "factor": 2.0})
+    )
+    new = load_model_config(
+        write(tmp_path, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 2e4})
+    )
+    assert old.rope == new.rope
+    assert new.rope.factor == 2.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, (8, 8, 8)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 3),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8}, (None,) * 3),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            (None, 8, 8),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            },
+            (8, None, None),
+        ),
+    ],
+)
+def test_sliding_windows_are_read_per_layer(
+    fields: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    assert load_model_config(write(tmp_path, **fields)).sliding_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel; supported are LlamaForCausalLM"),
+        ({"architectures": None}, "architectures"),
+        ({"hidden_size": 65}, "hidden_size 65 is not a multiple"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers must be an integer"),
+        ({"num_hidden_layers": 0}, "at least 1"),
+        ({"head_dim": 15}, "even"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"torch_dtype": "int8"}, "int8"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
+        ({"rope_scaling": "linear"}, "must be an object"),
+    ],
+)
+def test_a_bad_config_is_refused_with_its_reason(
+    fields: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        load_model_config(write(tmp_path, **fields))
+    assert "config.json" in str(caught.value)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_model_config(tmp_path / "nowhere")
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        load_model_config(tmp_path)
+
+
+def test_broken_json_is_located(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{\n  "vocab_size": 3,,\n}')
+    with pytest.raises(ConfigError, match="line 2, column"):
+        load_model_config(tmp_path)
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="float64"):
+        load_model_config(write(tmp_path)).kv_layout(16, "float64")

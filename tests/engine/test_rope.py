@@ -1,0 +1,86 @@
+"""Rotary frequencies equal those of transformers for every supported type."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from engine.config import load_model_config
+from engine.rope import RopeTable, apply_rope
+from tests.engine.conftest import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE
+
+HEAD_DIM = 32
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 500_000.0},
+    LINEAR_ROPE,
+    LLAMA3_ROPE,
+    YARN_ROPE,
+    {**YARN_ROPE, "truncate": False, "beta_fast": 20.0, "beta_slow": 2.0},
+    {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.5},
+    {**YARN_ROPE, "attention_factor": 1.25},
+    {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: "-".join(map(str, rope.values())))
+def test_cosines_and_sines_equal_those_of_transformers(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
+    config = LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=2,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=1024,
+        rope_parameters=dict(rope),
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    positions = torch.arange(1000)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    own = load_model_config(tmp_path)
+    found_cos, found_sin = RopeTable(own.rope, HEAD_DIM, torch.float32).rows(positions, 1000)
+    torch.testing.assert_close(found_cos[:, 0], cos[0], atol=1e-6, rtol=1e-6)
+    half = HEAD_DIM // 2
+    torch.testing.assert_close(found_sin[:, 0, half:], sin[0, :, half:], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found_sin[:, 0, :half], -sin[0, :, :half], atol=1e-6, rtol=1e-6)
+
+
+def test_a_position_means_the_same_however_far_the_table_has_grown(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": 8,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 1,
+                "max_position_embeddings": 64,
+                "rope_scaling": rope,
+            }
+        )
+    )
+    config = load_model_config(tmp_path)
+    positions = torch.tensor([3, 63, 64, 90])
+    small = RopeTable(config.rope, HEAD_DIM, torch.float32).rows(positions, 91)
+    table = RopeTable(config.rope, HEAD_DIM, torch.float32)
+    table.rows(torch.tensor([999]), 1000)
+    for one, other in zip(small, table.rows(positions, 1000), strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+
+
+def test_rotation_keeps_lengths_and_position_zero() -> None:
+    heads = torch.randn(5, 3, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    angles = torch.arange(5)[:, None, None] * torch.ones(HEAD_DIM // 2)
+    cos = torch.cat((angles.cos(), angles.cos()), -1)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1)
+    rotated = apply_rope(heads, cos, sin)
+    torch.testing.assert_close(rotated[0], heads[0])
+    torch.testing.assert_close(rotated.norm(dim=-1), heads.norm(dim=-1))

@@ -1,0 +1,133 @@
+"""Loading checkpoints: sharded or not, complete or refused with a list."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import load_model_config
+from engine.weights import load_weights
+from protocol.errors import ConfigError
+from tests.random_models import make_model
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    make_model("llama", tmp_path, tie_word_embeddings=False)
+    return tmp_path
+
+
+def rewrite(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def load(path: Path) -> str:
+    return load_weights(path, load_model_config(path), torch.float32).digest
+
+
+def test_projections_are_fused_in_order(checkpoint: Path) -> None:
+    stored = load_file(checkpoint / "model.safetensors")
+    weights = load_weights(checkpoint, load_model_config(checkpoint), torch.float32)
+    parts = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(weights.layers[1].qkv, torch.cat(parts))
+    parts = [stored[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(weights.layers[0].gate_up, torch.cat(parts))
+    assert torch.equal(weights.lm_head, stored["lm_head.weight"])
+
+
+def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+    single, sharded = tmp_path / "single", tmp_path / "sharded"
+    make_model("qwen3", single)
+    make_model("qwen3", sharded, max_shard_size="50KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    assert load(single) == load(sharded)
+
+
+def test_progress_ends_at_one(checkpoint: Path) -> None:
+    seen: list[float] = []
+    load_weights(
+        checkpoint,
+        load_model_config(checkpoint),
+        torch.float32,
+        progress=lambda _stage, fraction: seen.append(fraction),
+    )
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def test_the_digest_sees_every_stored_byte(checkpoint: Path) -> None:
+    before = load(checkpoint)
+    tensors = load_file(checkpoint / "model.safetensors")
+    rewrite(checkpoint, tensors)
+    assert load(checkpoint) == before
+    tensors["model.norm.weight"][3] += 1e-6
+    rewrite(checkpoint, tensors)
+    assert load(checkpoint) != before
+
+
+def test_missing_tensors_are_listed(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    rewrite(checkpoint, tensors)
+    with pytest.raises(ConfigError, match=r"missing model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(checkpoint)
+
+
+def test_unexpected_and_misshapen_tensors_are_listed_together(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.0.adapter.weight"] = torch.zeros(2)
+    tensors["model.norm.weight"] = torch.zeros(65)
+    rewrite(checkpoint, tensors)
+    with pytest.raises(ConfigError) as caught:
+        load(checkpoint)
+    assert "unexpected model.layers.0.adapter.weight" in str(caught.value)
+    assert "model.norm.weight [65] instead of [64]" in str(caught.value)
+
+
+def test_a_long_list_is_cut(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    rewrite(checkpoint, {"model.norm.weight": tensors["model.norm.weight"]})
+    with pytest.raises(ConfigError, match=r"missing .* and \d+ more"):
+        load(checkpoint)
+
+
+def test_tied_models_may_store_their_head_twice(tmp_path: Path) -> None:
+    make_model("llama", tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    rewrite(tmp_path, tensors)
+    weights = load_weights(tmp_path, load_model_config(tmp_path), torch.float32)
+    assert weights.lm_head is weights.embedding
+
+
+def test_absent_weights_are_named(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has no weights"):
+        load(checkpoint)
+
+
+def test_an_absent_shard_is_named(tmp_path: Path) -> None:
+    make_model("llama", tmp_path, max_shard_size="50KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[0]
+    shard.unlink()
+    with pytest.raises(ConfigError, match=shard.name):
+        load(tmp_path)
+
+
+def test_a_truncated_file_and_a_broken_index_are_refused(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="cannot be read as safetensors"):
+        load(checkpoint)
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weights": {}}))
+    with pytest.raises(ConfigError, match="not a safetensors index"):
+        load(checkpoint)
+
+
+def test_an_unknown_load_format_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="gguf"):
+        load_weights(checkpoint, load_model_config(checkpoint), torch.float32, load_format="gguf")
