@@ -32,6 +32,7 @@ from gateway.events import (
     SubmitFailed,
 )
 from gateway.feed import Piece
+from gateway.routes import Routes
 from gateway.state import RequestState
 from gateway.tasks import TaskGroup
 from gateway.timings import Timings
@@ -62,7 +63,7 @@ class Surroundings:
     cluster: Cluster
     tasks: TaskGroup
     metrics: RequestMetrics
-    routes: dict[str, Generation]  # by the current attempt's id
+    routes: Routes[Generation]
 
 
 class Reader(Protocol):
@@ -226,18 +227,15 @@ class Generation:
 
     def _route(self, request_id: RequestId) -> None:
         """Events of this attempt are for us, those of an earlier one for nobody."""
-        self._unroute()
-        if self.state.attempt > 1 and request_id not in self._around.routes:
+        previous, self._route_id = self._route_id, request_id
+        self._around.routes.add(request_id, self)
+        if previous is not None and previous != request_id:
+            self._around.routes.remove(previous)
             self._timings.retried()
-        self._route_id = request_id
-        self._around.routes[request_id] = self
-
-    def _unroute(self) -> None:
-        if self._route_id is not None:
-            self._around.routes.pop(self._route_id, None)
 
     def _end(self) -> None:
-        self._unroute()
+        if self._route_id is not None:
+            self._around.routes.remove(self._route_id)
         self._deadline.cancel()
 
     def _expire(self) -> None:

@@ -32,7 +32,6 @@ from protocol.rpc import Channels
 
 log = logging.getLogger(__name__)
 
-_DRAIN_POLL_S = 0.05
 _KEEP_ALIVE_S = 60
 
 
@@ -86,24 +85,17 @@ async def _run(
     drain_s: float,
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
+        await gateway.cluster.refresh()
         following = tasks.create_task(gateway.run(), name="follow the cluster")
         serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
         host, port = listener.getsockname()[:2]
         lifecycle.ready(http=f"http://{host}:{port}")
         await lifecycle.stopping.wait()
-        gateway.is_draining = True
-        await _drain(gateway, drain_s)
+        await gateway.drain(drain_s)
         await gateway.close()
         server.should_exit = True
         await serving
         following.cancel()
-
-
-async def _drain(gateway: Gateway, drain_s: float) -> None:
-    """Waits until nothing is under way, at most `drain_s`."""
-    ends_at = asyncio.get_running_loop().time() + drain_s
-    while gateway.num_live and asyncio.get_running_loop().time() < ends_at:
-        await asyncio.sleep(_DRAIN_POLL_S)
 
 
 class _Server(uvicorn.Server):

@@ -6,6 +6,8 @@ synchronously, so that a reply's writer wakes once per batch. Does not know HTTP
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 
 from gateway.cluster import Cluster
@@ -13,6 +15,7 @@ from gateway.detokenize import TextOutput
 from gateway.events import Event, InstanceLost, PrefillReported, TokensArrived, WorkerFailed
 from gateway.feed import Feed, Piece
 from gateway.generation import Generation, Surroundings
+from gateway.routes import Routes
 from gateway.tasks import TaskGroup
 from gateway.tokenizer import Tokenizer
 from gateway.wish import Choice, Wish
@@ -85,7 +88,7 @@ class Gateway:
     ) -> None:
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
-        self._routes: dict[str, Generation] = {}
+        self._routes: Routes[Generation] = Routes()
         self._tasks = TaskGroup()
         self.cluster = Cluster(
             channels,
@@ -126,10 +129,17 @@ class Gateway:
         """Follows the cluster until cancelled."""
         await self.cluster.run()
 
+    async def drain(self, timeout_s: float) -> None:
+        """Accepts nothing more and waits until nothing is under way, at most so long."""
+        self.is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._routes.wait_empty()
+
     async def close(self) -> None:
         """Fails what is under way, says so to the workers, then closes the streams."""
         self.is_draining = True
-        for generation in list(self._routes.values()):
+        for generation in self._routes.all():
             generation.abort(NoWorker("this gateway was shut down"))
         await self._tasks.drain(_GOODBYE_S)
         await self._tasks.cancel()
@@ -153,7 +163,7 @@ class Gateway:
 
     def _on_batch(self, instance_id: str, batch: worker_pb2.EventBatch) -> None:
         for report in batch.prefills:
-            if (generation := self._routes.get(report.request_id)) is not None:
+            if (generation := self._routes.find(report.request_id)) is not None:
                 event = PrefillReported(
                     attempt=generation.state.attempt, report=prefill_report_from_wire(report)
                 )
@@ -162,7 +172,7 @@ class Gateway:
             attempt = generation.state.attempt
             self._deliver(generation, TokensArrived(attempt=attempt, tokens=tuple(tokens)))
         for failed in batch.failures:
-            if (generation := self._routes.get(failed.request_id)) is not None:
+            if (generation := self._routes.find(failed.request_id)) is not None:
                 failure = WorkerFailed(
                     attempt=generation.state.attempt,
                     instance_id=instance_id,
@@ -176,7 +186,7 @@ class Gateway:
             request_id = event.request_id
             entry = found.get(request_id)
             if entry is None:
-                generation = self._routes.get(request_id)
+                generation = self._routes.find(request_id)
                 if generation is None:
                     continue  # ended, or an abandoned attempt
                 entry = found[request_id] = (generation, [])
@@ -185,7 +195,7 @@ class Gateway:
         return list(found.values())
 
     def _on_lost(self, instance_id: str, error: MoonserveError) -> None:
-        for generation in list(self._routes.values()):
+        for generation in self._routes.all():
             self._deliver(generation, InstanceLost(instance_id=instance_id, error=error))
 
     def _deliver(self, generation: Generation, event: Event) -> None:

@@ -1,0 +1,336 @@
+"""One request's life: events in, actions out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.events import (
+    Aborted,
+    CancelAt,
+    Emit,
+    Fail,
+    InstanceLost,
+    Pause,
+    Place,
+    Placed,
+    PlaceFailed,
+    PrefillReported,
+    Report,
+    ReportPhase,
+    RetryDue,
+    Started,
+    Submit,
+    SubmitFailed,
+    TokensArrived,
+    WorkerFailed,
+)
+from gateway.state import MAX_ATTEMPTS, Phase, RequestState
+from protocol.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    IntegrityError,
+    InvalidRequest,
+    NoWorker,
+    Overloaded,
+    PeerLost,
+)
+from protocol.ids import RequestId
+from protocol.request import (
+    Endpoint,
+    FinishReason,
+    Placement,
+    PrefillReport,
+    SamplingParams,
+    Token,
+    finish_reason,
+)
+
+EOS = 99
+
+
+class Letters:
+    """Token 3 is `d`; the stop string is `z`."""
+
+    stopped = False
+
+    def push(self, token_id: int) -> str:
+        self.stopped = token_id == 25
+        return "" if self.stopped else chr(ord("a") + token_id)
+
+    def finish(self) -> str:
+        return ""
+
+
+def new_state(max_tokens: int = 5, deadline_at: float = 100.0) -> RequestState:
+    return RequestState(
+        request_id=RequestId("r"),
+        prompt=(7, 8, 9),
+        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=frozenset({EOS})),
+        output=Letters(),
+        deadline_at=deadline_at,
+    )
+
+
+def endpoint(name: str) -> Endpoint:
+    return Endpoint(instance_id=name, epoch=1, rpc_address=name, transfer_address="", host="h")
+
+
+def placement(prefill: str = "p0", decode: str = "d0") -> Placement:
+    return Placement(request_id=RequestId("r"), prefill=endpoint(prefill), decode=endpoint(decode))
+
+
+def placed(state: RequestState, **names: str) -> list:
+    return state.handle(Placed(attempt=state.attempt, placement=placement(**names)), 1.0)
+
+
+def arrived(state: RequestState, *indexes: int, attempt: int | None = None, ids: dict | None = None):
+    tokens = []
+    for index in indexes:
+        token_id = (ids or {}).get(index, index)
+        reason = finish_reason(state.sampling, index, token_id)
+        tokens.append(
+            Token(request_id=state.attempt_id, index=index, token_id=token_id, finish_reason=reason)
+        )
+    event = TokensArrived(attempt=attempt or state.attempt, tokens=tuple(tokens))
+    return state.handle(event, 2.0)
+
+
+def of(kind: type, actions: list) -> list:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+@pytest.fixture
+def state():
+    made = new_state()
+    made.handle(Started(), 0.0)
+    yield made
+    made.validate()
+
+
+@pytest.fixture
+def decoding(state):
+    placed(state)
+    arrived(state, 0)
+    arrived(state, 1)
+    return state
+
+
+def test_a_request_is_placed_submitted_read_and_finished(state) -> None:
+    (submit,) = placed(state)
+    assert isinstance(submit, Submit)
+    assert submit.token_ids == (7, 8, 9)
+    assert state.phase is Phase.PREFILLING
+    report, emit = arrived(state, 0)
+    assert report.phase is ReportPhase.FIRST_TOKEN
+    assert report.elapsed_s == 1.0
+    assert emit.text == "a"
+    assert state.phase is Phase.DECODING
+    emit, report = arrived(state, 1, 2, 3, 4)
+    assert (emit.text, emit.finish_reason) == ("bcde", FinishReason.LENGTH)
+    assert report.phase is ReportPhase.FINISHED
+    assert state.phase is Phase.FINISHED
+
+
+def test_a_stop_token_ends_the_request_and_has_no_text(decoding) -> None:
+    actions = arrived(decoding, 2, ids={2: EOS})
+    (emit,) = of(Emit, actions)
+    assert (emit.text, emit.finish_reason, len(emit.tokens)) == ("", FinishReason.STOP, 1)
+    assert of(CancelAt, actions) == []
+
+
+def test_a_stop_string_ends_the_request_and_cancels_at_both_workers(decoding) -> None:
+    actions = arrived(decoding, 2, 3, ids={2: 25})
+    (emit,) = of(Emit, actions)
+    assert (emit.text, emit.finish_reason, len(emit.tokens)) == ("", FinishReason.STOP, 1)
+    (cancel,) = of(CancelAt, actions)
+    assert [e.instance_id for e in cancel.endpoints] == ["p0", "d0"]
+
+
+def test_duplicates_are_ignored(decoding) -> None:
+    assert arrived(decoding, 0, 1) == []
+    (emit,) = arrived(decoding, 1, 2)
+    assert emit.text == "c"
+
+
+def test_tokens_of_decode_may_overtake_the_first_one(state) -> None:
+    placed(state)
+    assert arrived(state, 1) == []
+    assert arrived(state, 2, 3) == []
+    (emit,) = of(Emit, arrived(state, 0))
+    assert emit.text == "abcd"
+
+
+def test_a_gap_is_a_loss_and_goes_on_elsewhere_from_what_was_emitted(decoding) -> None:
+    cancel, report, place = arrived(decoding, 3)
+    assert cancel.request_id == "r"
+    assert report.phase is ReportPhase.FAILED
+    assert place.request_id == "r~2"
+    assert place.token_ids == (7, 8, 9, 0, 1)
+    assert place.max_tokens == 3
+
+
+def test_an_abandoned_attempt_is_not_heard_any_more(decoding) -> None:
+    decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
+    assert arrived(decoding, 2, attempt=1) == []
+    placed(decoding, decode="d1")
+    (emit,) = of(Emit, arrived(decoding, 2))
+    assert emit.text == "c"
+
+
+def test_a_lost_decode_worker_is_excluded(decoding) -> None:
+    (place,) = of(
+        Place, decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
+    )
+    assert place.excluded == {"d0"}
+
+
+def test_a_lost_prefill_worker_does_not_matter_after_the_handoff(decoding) -> None:
+    event = InstanceLost(instance_id="p0", error=PeerLost("gone"))
+    assert decoding.handle(event, 3.0) == []
+
+
+def test_a_prefill_worker_lost_before_the_handoff_is_replaced(state) -> None:
+    placed(state)
+    arrived(state, 0)
+    event = InstanceLost(instance_id="p0", error=PeerLost("gone"))
+    (place,) = of(Place, state.handle(event, 3.0))
+    assert place.excluded == {"p0"}
+    assert place.token_ids == (7, 8, 9, 0)
+
+
+def test_the_loss_of_an_instance_that_has_no_part_in_it_is_nothing(decoding) -> None:
+    event = InstanceLost(instance_id="d7", error=PeerLost("gone"))
+    assert decoding.handle(event, 3.0) == []
+
+
+@pytest.mark.parametrize(
+    ("instance_id", "error", "excluded"),
+    [
+        ("p0", PeerLost("decode gone"), {"d0"}),
+        ("p0", PeerLost("it was", instance_id="p0"), {"p0"}),
+        ("p0", IntegrityError("bad bytes"), {"p0"}),
+        ("d0", IntegrityError("bad bytes"), {"d0"}),
+    ],
+)
+def test_who_is_avoided_next_time(state, instance_id, error, excluded) -> None:
+    placed(state)
+    event = WorkerFailed(attempt=1, instance_id=instance_id, error=error)
+    (place,) = of(Place, state.handle(event, 2.0))
+    assert place.excluded == excluded
+
+
+def test_three_attempts_are_enough(state) -> None:
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        placed(state)
+        event = WorkerFailed(attempt=attempt, instance_id="d0", error=PeerLost("gone"))
+        actions = state.handle(event, 2.0)
+    assert of(Place, actions) == []
+    assert isinstance(of(Fail, actions)[0].error, PeerLost)
+
+
+def test_a_failure_that_repeating_cannot_help_ends_the_request(state) -> None:
+    placed(state)
+    event = WorkerFailed(attempt=1, instance_id="p0", error=InvalidRequest("no"))
+    assert of(Fail, state.handle(event, 2.0))
+    assert state.phase is Phase.FAILED
+
+
+@pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=2.0), NoWorker("none")])
+def test_the_first_placement_is_refused_at_once(state, error) -> None:
+    (fail,) = state.handle(PlaceFailed(attempt=1, error=error), 0.0)
+    assert fail.error is error
+
+
+@pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=2.0), NoWorker("none")])
+def test_a_request_with_tokens_waits_for_a_worker_to_come_back(decoding, error) -> None:
+    decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
+    (pause,) = decoding.handle(PlaceFailed(attempt=2, error=error), 3.0)
+    assert isinstance(pause, Pause)
+    (place,) = decoding.handle(RetryDue(attempt=2), 3.5)
+    assert place.excluded == frozenset()
+    (fail,) = decoding.handle(PlaceFailed(attempt=2, error=error), 30.0)
+    assert fail.error is error
+
+
+def test_a_failed_submission_avoids_that_prefill_worker(state) -> None:
+    placed(state)
+    (place,) = of(Place, state.handle(SubmitFailed(attempt=1, error=PeerLost("x")), 2.0))
+    assert place.excluded == {"p0"}
+
+
+def test_no_attempt_begins_after_the_deadline(state) -> None:
+    placed(state)
+    actions = state.handle(SubmitFailed(attempt=1, error=PeerLost("x")), 101.0)
+    assert isinstance(of(Fail, actions)[0].error, DeadlineExceeded)
+
+
+def test_a_client_that_leaves_cancels_at_both_workers_and_reports_it(decoding) -> None:
+    cancel, report, fail = decoding.handle(Aborted(error=Cancelled("left")), 3.0)
+    assert isinstance(cancel, CancelAt)
+    assert isinstance(report, Report)
+    assert report.phase is ReportPhase.CANCELLED
+    assert isinstance(fail, Fail)
+    assert decoding.handle(Aborted(error=Cancelled("left")), 3.0) == []
+
+
+def test_a_placement_that_comes_too_late_is_given_back(state) -> None:
+    state.handle(Aborted(error=Cancelled("left")), 0.5)
+    (report,) = placed(state)
+    assert report.phase is ReportPhase.CANCELLED
+
+
+def test_cached_tokens_are_those_of_the_first_attempt(state) -> None:
+    for cached in (2, 500):
+        report = PrefillReport(
+            request_id=RequestId("r"), cached_tokens=cached, queue_s=0, load_s=0, compute_s=0
+        )
+        state.handle(PrefillReported(attempt=1, report=report), 1.0)
+    assert state.cached_tokens == 2
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("tokens"), st.lists(st.integers(0, 8), min_size=1, max_size=4)),
+    st.tuples(st.sampled_from(["placed", "lost p0", "lost d0", "submit failed", "no worker"])),
+    st.tuples(st.sampled_from(["retry", "abort", "worker failed", "late"])),
+)
+
+
+@given(st.lists(STEPS, max_size=25))
+def test_whatever_happens_tokens_are_emitted_exactly_once_and_the_end_comes_once(steps) -> None:
+    state = new_state(max_tokens=7)
+    actions = state.handle(Started(), 0.0)
+    for kind, *rest in steps:
+        match kind:
+            case "tokens":
+                actions += arrived(state, *rest[0])
+            case "placed":
+                actions += placed(state)
+            case "lost p0" | "lost d0":
+                lost = InstanceLost(instance_id=kind[-2:], error=PeerLost("x"))
+                actions += state.handle(lost, 2.0)
+            case "submit failed":
+                actions += state.handle(
+                    SubmitFailed(attempt=state.attempt, error=PeerLost("x")), 2.0
+                )
+            case "no worker":
+                actions += state.handle(
+                    PlaceFailed(attempt=state.attempt, error=NoWorker("x")), 2.0
+                )
+            case "retry":
+                actions += state.handle(RetryDue(attempt=state.attempt), 2.0)
+            case "abort":
+                actions += state.handle(Aborted(error=Cancelled("x")), 2.0)
+            case "worker failed":
+                failed = WorkerFailed(
+                    attempt=state.attempt, instance_id="d0", error=IntegrityError("x")
+                )
+                actions += state.handle(failed, 2.0)
+            case "late":
+                actions += arrived(state, 0, 1, 2, attempt=state.attempt + 1)
+        state.validate()
+    indexes = [token.index for emit in of(Emit, actions) for token in emit.tokens]
+    assert indexes == list(range(len(indexes)))
+    ends = len(of(Fail, actions)) + sum(e.finish_reason is not None for e in of(Emit, actions))
+    assert ends == (state.phase in (Phase.FINISHED, Phase.FAILED))
