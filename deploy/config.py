@@ -58,7 +58,8 @@ class ServeConfig:
     ttft_slo: float = option(30.0, help="seconds to the first token that placement must meet")
     tbt_slo: float = option(1.0, help="seconds between tokens that placement must meet")
     balancing_threshold: float = option(
-        DEFAULT_BALANCING_THRESHOLD, help="re-use ratio above which a remote prefix is fetched (Algorithm 1)"
+        DEFAULT_BALANCING_THRESHOLD,
+        help="re-use ratio above which a remote prefix is fetched (Algorithm 1)",
     )
     api_key: tuple[str, ...] = option((), help="keys that clients must present", masked=True)
 

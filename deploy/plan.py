@@ -7,7 +7,7 @@ process to process is said here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from conductor.config import ConductorConfig
@@ -67,11 +67,7 @@ def _gateway_spec(config: ServeConfig, model_path: str, conductor: str) -> Proce
         "port": str(config.port),
         "served_model_name": ",".join(names),
     }
-    spec = _spec(config, "gateway-0", "gateway", GatewayConfig, values)
-    if not config.api_key:
-        return spec
-    # Not as a flag: process lists show flags.
-    return replace(spec, environment={"MOONSERVE_API_KEY": ",".join(config.api_key)})
+    return _spec(config, "gateway-0", "gateway", GatewayConfig, values)
 
 
 def _home(config: ServeConfig, index: int) -> dict[str, str]:
@@ -87,12 +83,19 @@ def _spec(
     values: Mapping[str, str],
 ) -> ProcessSpec:
     flags: list[str] = ["--instance-id", instance_id]
+    environment: dict[str, str] = {}
     for option in options_of(config_class):
         if option.name in values:
             flags += [option.flag, values[option.name]]
         elif _is_shared(config, option):
-            flags += _inherited(option, getattr(config, option.name))
-    return ProcessSpec(instance_id=instance_id, module=module, flags=tuple(flags))
+            inherited = _inherited(option, getattr(config, option.name))
+            if option.masked and inherited:  # process lists show flags
+                environment[option.env] = inherited[-1]
+            else:
+                flags += inherited
+    return ProcessSpec(
+        instance_id=instance_id, module=module, flags=tuple(flags), environment=environment
+    )
 
 
 def _is_shared(config: ServeConfig, option: Option) -> bool:

@@ -80,6 +80,7 @@ class Option:
     help: str
     choices: tuple[str, ...]
     secret: bool
+    masked: bool
     unit: str
 
     @property
@@ -190,6 +191,7 @@ def _option_of(field: dataclasses.Field[Any], kind: Any) -> Option:
         help=field.metadata["help"],
         choices=field.metadata["choices"],
         secret=field.metadata["secret"],
+        masked=field.metadata["masked"],
         unit=field.metadata["unit"],
     )
 
