@@ -124,11 +124,12 @@ class Cancelled(MoonserveError):
 
 
 def error_classes() -> dict[str, type[MoonserveError]]:
-    """Every class of the tree by its `code`."""
+    """The class that introduces each `code`; classes without a code of their own stay within one process."""
     found: dict[str, type[MoonserveError]] = {}
     pending: list[type[MoonserveError]] = [MoonserveError]
     while pending:
         cls = pending.pop()
-        found[cls.code] = cls
+        if "code" in vars(cls):
+            found[cls.code] = cls
         pending.extend(cls.__subclasses__())
     return found
