@@ -123,17 +123,24 @@ class Peer:
             job.fail(PeerLost("the peer was given up"))
 
     def _perform(self, job: Job) -> None:
-        planned, errors = plan.moves(job.transfers, job.indices)
+        errors: dict[int, MoonserveError] = {}
+        left = set(job.indices)
         try:
-            session = self._ready(job)
-            for move in planned:
-                self._carry(session, move, errors)
+            self._carry_all(job, errors, left)
         except Exception as error:  # also a bug of ours must end the batch, not this thread
             self._disconnect()
-            lost = self._translated(error)
-            for index in job.indices:
-                errors.setdefault(index, lost)
+            errors.update(dict.fromkeys(left, self._translated(error)))
         job.batch.settle_part(errors)
+
+    def _carry_all(self, job: Job, errors: dict[int, MoonserveError], left: set[int]) -> None:
+        """Takes from `left` what has ended, well or with an error of its own."""
+        planned, faulty = plan.moves(job.transfers, job.indices)
+        errors.update(faulty)
+        left.difference_update(faulty)
+        session = self._ready(job)
+        for move in planned:
+            self._carry(session, move, errors)
+            left.difference_update(move.indices)
 
     def _carry(self, session: Session, move: Move, errors: dict[int, MoonserveError]) -> None:
         try:

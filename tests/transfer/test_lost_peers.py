@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,21 @@ def test_a_stopped_peer_fails_each_batch_at_its_own_deadline(
     assert 0.6 <= time.monotonic() - begin < 2
     peer.resume()
     to.engine.submit([to.transfer], deadline_s=10).wait(10)
+
+
+@pytest.mark.parametrize("transport", ["shm"])
+def test_what_ended_before_the_peer_fell_silent_stays_ended(
+    make_engine: Make, peer: PeerInProcess
+) -> None:
+    """Mapped memory can be read while its owner is stopped; only the owner can store."""
+    to = WritesTo(make_engine(), peer)
+    read = replace(to.transfer, op=Op.READ, window_id=None)
+    to.engine.submit([read, to.transfer], deadline_s=10).wait(10)
+    peer.stop()
+    batch = to.engine.submit([read, to.transfer], deadline_s=0.1)
+    with pytest.raises(PeerLost):
+        batch.wait(5)
+    assert [type(error) for error in batch.errors] == [type(None), PeerLost]
 
 
 def test_a_read_that_timed_out_never_touches_memory_later(
