@@ -167,9 +167,8 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
 
     async def close(self) -> None:
         """Waits for what is under way; call it once no more calls come in."""
-        if self._timer is not None:
-            self._timer.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)  # their callers were told
+        self._set_timer(None)
         self._threads.shutdown()
 
     def _reserve(self, request: kvstore_pb2.StoreReserveRequest) -> Reservation:
