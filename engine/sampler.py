@@ -108,7 +108,7 @@ def draw(weights: Row, sampling: SamplingParams, position: int) -> int:
     in vocabulary order, at the number that belongs to (seed, position)."""
     candidates = filter_tokens(weights, sampling)
     kept = weights if candidates is None else weights[candidates]
-    cumulative = np.cumsum(kept, dtype=np.float64)
+    cumulative = _cumulative(kept)
     target = uniform(sampling.seed, position) * cumulative[-1]
     index = int(np.searchsorted(cumulative, target, side="right"))
     index = min(index, len(kept) - 1)
@@ -119,35 +119,51 @@ def filter_tokens(weights: Row, sampling: SamplingParams) -> npt.NDArray[np.intp
     """The tokens that min-p, top-k and top-p leave, in vocabulary order; None = all. Ties go to the lower token."""
     if sampling.min_p <= 0 and sampling.top_p >= 1 and not 0 < sampling.top_k < len(weights):
         return None
-    candidates = np.flatnonzero(weights >= _floor(weights, sampling))
-    kept = weights[candidates]
-    if 0 < sampling.top_k < len(candidates):
-        kth = np.partition(kept, -sampling.top_k)[-sampling.top_k]
-        candidates = candidates[kept >= kth]
-        kept = weights[candidates]
-    best_first = np.argsort(-kept, kind="stable")
-    if sampling.top_k > 0:
-        best_first = best_first[: sampling.top_k]
+    total = float(weights.sum(dtype=np.float64))
+    best_first = _best_first(weights, _floor(weights, total, sampling), sampling.top_k)
     if sampling.top_p < 1:
-        best_first = best_first[: _nucleus(kept[best_first], sampling, weights)]
-    return np.sort(candidates[best_first])
+        best_first = best_first[: _nucleus(best_first, total, sampling)]
+    candidates = np.flatnonzero(weights >= best_first[-1])
+    surplus = len(candidates) - len(best_first)
+    if surplus > 0:
+        tied = np.flatnonzero(weights[candidates] == best_first[-1])
+        candidates = np.delete(candidates, tied[-surplus:])
+    return candidates
 
 
-def _floor(weights: Row, sampling: SamplingParams) -> float:
-    """A weight below which no token can stay. For top-p alone: all tokens below (1 - p) / vocab together weigh less
-    than 1 - p, so the nucleus lies above; that spares sorting the whole vocabulary."""
-    floor = sampling.min_p * float(weights.max())
-    if sampling.top_p < 1 and sampling.top_k <= 0 and sampling.min_p <= 0:
-        floor = (1 - sampling.top_p) / len(weights) * 0.5  # half: rounding must not matter
-    return floor
+def _best_first(weights: Row, floor: float, top_k: int) -> Row:
+    """Weights not below `floor`, at most `top_k` of them if that is positive, in descending order."""
+    if 0 < top_k < len(weights):
+        best: Row = torch.from_numpy(weights).topk(top_k).values.numpy()
+        return best[best >= floor]
+    return np.sort(weights[weights >= floor])[::-1]
 
 
-def _nucleus(kept: Row, sampling: SamplingParams, weights: Row) -> int:
+def _floor(weights: Row, total: float, sampling: SamplingParams) -> float:
+    """A weight below which no token can stay. For top-p alone: all tokens below (1 - p) / vocab of the total together
+    weigh less than 1 - p of it, so the nucleus lies above; that spares sorting the whole vocabulary."""
+    if _is_top_p_alone(sampling):
+        return (1 - sampling.top_p) * total / len(weights) * 0.5  # half: rounding must not matter
+    return sampling.min_p * float(weights.max())
+
+
+def _nucleus(best_first: Row, total: float, sampling: SamplingParams) -> int:
     """How many of the best tokens it takes to reach top_p of what the other filters left."""
-    cumulative = np.cumsum(kept, dtype=np.float64)
-    whole = sampling.top_k <= 0 and sampling.min_p <= 0
-    total = float(weights.sum(dtype=np.float64)) if whole else float(cumulative[-1])
-    return int(np.searchsorted(cumulative, sampling.top_p * total, side="left")) + 1
+    cumulative = _cumulative(best_first)
+    whole = total if _is_top_p_alone(sampling) else float(cumulative[-1])
+    return int(np.searchsorted(cumulative, sampling.top_p * whole, side="left")) + 1
+
+
+def _cumulative(weights: Row) -> npt.NDArray[np.float64]:
+    """Running sums in double precision; torch is three times as fast at them as numpy."""
+    sums: npt.NDArray[np.float64] = (
+        torch.from_numpy(np.ascontiguousarray(weights)).cumsum(0, dtype=torch.float64).numpy()
+    )
+    return sums
+
+
+def _is_top_p_alone(sampling: SamplingParams) -> bool:
+    return sampling.top_p < 1 and sampling.top_k <= 0 and sampling.min_p <= 0
 
 
 # -- reporting

@@ -1,0 +1,208 @@
+"""Choosing tokens: distributions, filters, penalties, log-probabilities, and independence of everything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.batch import Slice
+from engine.sampler import adjust, draw, filter_tokens, sample
+from protocol.ids import RequestId
+from protocol.request import SamplingParams
+
+VOCAB = 12
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 100, **fields})
+
+
+def piece(
+    tokens: list[int], sampling: SamplingParams, num_prompt_tokens: int | None = None
+) -> Slice:
+    return Slice(
+        request_id=RequestId("request"),
+        token_ids=tokens,
+        start=len(tokens) - 1,
+        end=len(tokens),
+        block_table=[0],
+        sampling=sampling,
+        num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
+        samples=True,
+    )
+
+
+def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def test_zero_temperature_takes_the_best_token() -> None:
+    logits = random_logits(5)
+    slices = [piece([1], params(temperature=0.0)) for _ in range(5)]
+    assert [one.token_id for one in sample(logits, slices)] == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 1.7},
+        {"top_k": 4},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"top_k": 6, "top_p": 0.9, "min_p": 0.02, "temperature": 1.3},
+    ],
+    ids=str,
+)
+def test_frequencies_over_positions_follow_the_filtered_distribution(
+    fields: dict[str, Any],
+) -> None:
+    """Chi-square over 4,000 positions of one seed."""
+    logits = random_logits(1)
+    sampling = params(seed=11, **fields)
+    weights = torch.softmax(logits[0] / sampling.temperature, -1).numpy()
+    expected = reference_filter(weights.astype(np.float64), sampling)
+    counts = np.zeros(VOCAB)
+    for position in range(4000):
+        counts[draw(weights, sampling, position)] += 1
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    chi_square = np.sum((counts[kept] - 4000 * expected[kept]) ** 2 / (4000 * expected[kept]))
+    # 0.1 % quantiles of chi-square with 0 … 11 degrees of freedom
+    limits = [0.1, 10.8, 13.8, 16.3, 18.5, 20.5, 22.5, 24.3, 26.1, 27.9, 29.6, 31.3]
+    assert chi_square < limits[int(kept.sum()) - 1]
+
+
+def reference_filter(
+    weights: np.ndarray[Any, np.dtype[np.float64]], sampling: SamplingParams
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """min-p, top-k, top-p, one after the other on renormalised probabilities, as plainly as possible."""
+    probabilities = weights / weights.sum()
+    probabilities[probabilities < sampling.min_p * probabilities.max()] = 0
+    order = sorted(range(len(weights)), key=lambda token: (-probabilities[token], token))
+    if sampling.top_k > 0:
+        for token in order[sampling.top_k :]:
+            probabilities[token] = 0
+    probabilities /= probabilities.sum()
+    if sampling.top_p < 1:
+        reached = 0.0
+        for token in order:
+            if reached >= sampling.top_p:
+                probabilities[token] = 0
+            reached += probabilities[token]
+    return probabilities / probabilities.sum()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    vocab=st.integers(1, 60),
+    top_k=st.integers(0, 70),
+    top_p=st.sampled_from([0.01, 0.3, 0.77, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.4, 1.0]),
+    ties=st.booleans(),
+)
+def test_filters_keep_what_the_plain_reference_keeps(
+    seed: int, vocab: int, top_k: int, top_p: float, min_p: float, ties: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    # multiples of a power of two, so that neither side's sums round
+    weights = (rng.integers(1, 4 if ties else 1000, vocab) / 1024).astype(np.float32)
+    sampling = params(top_k=top_k, top_p=top_p, min_p=min_p)
+    kept = filter_tokens(weights, sampling)
+    found = np.arange(vocab) if kept is None else kept
+    expected = np.flatnonzero(reference_filter(weights.astype(np.float64), sampling))
+    if top_p == 1.0 or not ties:
+        assert found.tolist() == expected.tolist()
+    assert len(found) >= 1
+    assert sorted(set(found.tolist())) == found.tolist()
+
+
+def test_a_draw_depends_on_seed_and_position_only() -> None:
+    """Alone, beside others, first or last: the same token."""
+    logits = random_logits(6, vocab=200, seed=3)
+    wishes = [
+        params(temperature=0.8, seed=5),
+        params(temperature=0.0),
+        params(temperature=1.5, top_p=0.9, seed=6),
+        params(temperature=1.0, top_k=20, seed=7, repetition_penalty=1.3),
+        params(temperature=0.7, min_p=0.02, seed=8),
+        params(temperature=1.0, seed=5),
+    ]
+    slices = [piece([1, 2, 3], wish) for wish in wishes]
+    together = [one.token_id for one in sample(logits, slices)]
+    alone = [sample(logits[row : row + 1], slices[row : row + 1])[0].token_id for row in range(6)]
+    backwards = [one.token_id for one in sample(logits.flip(0), slices[::-1])][::-1]
+    assert together == alone == backwards
+
+
+def test_seeds_and_positions_make_a_difference() -> None:
+    logits = torch.zeros(1, 1000)
+    by_seed = {sample(logits, [piece([1], params(seed=seed))])[0].token_id for seed in range(20)}
+    by_position = {
+        sample(logits, [piece([1] * n, params(seed=1))])[0].token_id for n in range(1, 21)
+    }
+    assert len(by_seed) > 15
+    assert len(by_position) > 15
+
+
+def test_penalties_follow_their_definitions() -> None:
+    """Repetition over prompt and output, presence and frequency over the output alone."""
+    sampling = params(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    row = np.array([1.0, -1.0, 2.0, -2.0, 3.0], dtype=np.float32)
+    adjust(row, piece([0, 1, 2, 2, 3], sampling, num_prompt_tokens=2))
+    expected = [0.5, -2.0, 1.0 - 0.5 - 2 * 0.25, -4.0 - 0.5 - 0.25, 3.0]
+    assert row.tolist() == pytest.approx(expected)
+
+
+def test_bias_and_min_tokens_reach_greedy_choices_too() -> None:
+    logits = torch.tensor([[5.0, 1.0, 0.0, 0.0]])
+    biased = params(temperature=0.0, logit_bias={2: 10.0})
+    assert sample(logits, [piece([1], biased)])[0].token_id == 2
+    waiting = params(temperature=0.0, min_tokens=2, stop_token_ids=frozenset({0}))
+    tokens = [9, 9]
+    chosen = []
+    for _ in range(3):
+        chosen.append(sample(logits, [piece(tokens, waiting, num_prompt_tokens=2)])[0].token_id)
+        tokens = [*tokens, chosen[-1]]
+    assert chosen == [1, 1, 0]
+
+
+def test_logits_are_left_as_they_were() -> None:
+    logits = random_logits(2)
+    before = logits.clone()
+    wish = params(repetition_penalty=1.5, logit_bias={1: 3.0}, temperature=0.3)
+    sample(logits, [piece([1, 2], wish), piece([1], params())])
+    assert torch.equal(logits, before)
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Before temperature, penalties and filters; the sampled token's even when it is not among the best."""
+    logits = random_logits(3, vocab=50)
+    expected = torch.log_softmax(logits, -1)
+    slices = [
+        piece([1], params(temperature=1.5, num_logprobs=4, logit_bias={7: 100.0})),
+        piece([1], params(num_logprobs=None)),
+        piece([1], params(temperature=0.0, num_logprobs=0)),
+    ]
+    first, second, third = sample(logits, slices)
+    assert first.token_id == 7
+    assert first.logprobs is not None
+    assert first.logprobs.sampled == pytest.approx(float(expected[0, 7]))
+    assert [token for token, _ in first.logprobs.top] == expected[0].topk(4).indices.tolist()
+    assert second.logprobs is None
+    assert third.logprobs is not None
+    assert third.logprobs.top == ()
+    assert third.logprobs.sampled == pytest.approx(float(expected[2].max()))
+
+
+def test_more_logprobs_than_tokens_are_all_tokens() -> None:
+    [found] = sample(random_logits(1), [piece([1], params(num_logprobs=99))])
+    assert found.logprobs is not None
+    assert len(found.logprobs.top) == VOCAB
