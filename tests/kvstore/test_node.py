@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -320,6 +321,24 @@ async def test_a_node_killed_during_a_get_is_lost_within_the_deadline(
         assert time.monotonic() - started_at < 3.5
         with pytest.raises(PeerLost):
             await client.get(store, b"k", deadline_s=1.0)
+
+
+async def test_a_node_that_hangs_costs_no_more_than_the_deadline(own_node: Node) -> None:
+    async with connected(own_node.rpc_address) as (client, transfer, store):
+        await client.put_bytes(store, b"k", b"v")
+        local = transfer.allocate(BLOCK)
+        own_node.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(PeerLost):
+                await within(3.0, client.get(store, b"k", deadline_s=0.3))
+            with pytest.raises(PeerLost):
+                await within(
+                    3.0, client.put(store, chain_of(local, range(1), BLOCK), local, deadline_s=0.3)
+                )
+        finally:
+            own_node.process.send_signal(signal.SIGCONT)
+        assert await client.get(store, b"k") == b"v"
+        await until_stats(client, store, lambda s: s.leased_bytes == s.reserved_bytes == 0)
 
 
 async def test_strangers_and_malformed_calls_are_refused(shared_node: Node) -> None:
