@@ -136,7 +136,7 @@ def _best_first(weights: Row, floor: float, top_k: int) -> Row:
     if 0 < top_k < len(weights):
         best: Row = torch.from_numpy(weights).topk(top_k).values.numpy()
         return best[best >= floor]
-    return np.sort(weights[weights >= floor])[::-1]
+    return np.sort(weights[weights >= floor])[::-1].copy()
 
 
 def _floor(weights: Row, total: float, sampling: SamplingParams) -> float:
@@ -156,9 +156,7 @@ def _nucleus(best_first: Row, total: float, sampling: SamplingParams) -> int:
 
 def _cumulative(weights: Row) -> npt.NDArray[np.float64]:
     """Running sums in double precision; torch is three times as fast at them as numpy."""
-    sums: npt.NDArray[np.float64] = (
-        torch.from_numpy(np.ascontiguousarray(weights)).cumsum(0, dtype=torch.float64).numpy()
-    )
+    sums: npt.NDArray[np.float64] = torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
     return sums
 
 
