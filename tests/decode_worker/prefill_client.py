@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.batch import Sampled, Slice
+from engine.batch import Slice
 from engine.config import load_model_config
 from engine.engine import Engine
+from engine.generate import generate
 from protocol.checksum import checksum
 from protocol.ids import RequestId, new_id
 from protocol.keys import block_keys, pack_keys, pack_tokens, root_key
@@ -36,40 +35,11 @@ def layout_of(path: Path) -> KvLayout:
     return load_model_config(path).kv_layout(BLOCK_SIZE, "float32")
 
 
-class InlineCompute:
-    """An engine in a thread of its own, as the product runs it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._executor = ThreadPoolExecutor(1)
-
-    def execute(self, slices: Sequence[Slice]) -> Awaitable[list[Sampled | None]]:
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._executor, self.engine.execute, slices)
-
-    def close(self) -> None:
-        self._executor.shutdown()
-
-
-def generate(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The coupled reference: greedy tokens of one sequence alone in one engine."""
-    token_ids = list(prompt)
-    piece = Slice(
-        request_id=RequestId("reference"),
-        token_ids=token_ids,
-        start=0,
-        end=len(token_ids),
-        block_table=range(engine.num_blocks),
-        sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0),
-        num_prompt_tokens=len(prompt),
-        samples=True,
-    )
-    for _ in range(num_tokens):
-        (sampled,) = engine.execute([piece])
-        assert sampled is not None
-        token_ids.append(sampled.token_id)
-        piece.start, piece.end = piece.end, piece.end + 1
-    return token_ids[len(prompt) :]
+def coupled(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The reference: greedy tokens of one sequence alone in one engine. Overwrites the engine's pool."""
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
+    (generation,) = generate(engine, [prompt], sampling)
+    return list(generation.token_ids)
 
 
 @dataclass
@@ -97,15 +67,28 @@ class PrefillClient:
 
     def compute(self, token_ids: Sequence[int], max_tokens: int, **wishes: object) -> Prompt:
         """Fills own blocks with the prompt's KV and samples the first token."""
-        (first,) = generate(self.engine, token_ids, 1)
+        sampling = wishes.pop("sampling", SamplingParams(max_tokens=max_tokens, temperature=0.0))
+        assert isinstance(sampling, SamplingParams)
+        piece = Slice(
+            request_id=RequestId("prefill"),
+            token_ids=token_ids,
+            start=0,
+            end=len(token_ids),
+            block_table=range(NUM_BLOCKS),
+            sampling=sampling,
+            num_prompt_tokens=len(token_ids),
+            samples=True,
+        )
+        (first,) = self.engine.execute([piece])
+        assert first is not None
         values = {
             "request_id": new_id("req"),
             "gateway_id": "gateway-0",
-            "sampling": SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            "sampling": sampling,
             **wishes,
         }
         request = Request(
-            token_ids=(*token_ids, first),
+            token_ids=(*token_ids, first.token_id),
             num_prompt_tokens=len(token_ids),
             block_keys=tuple(block_keys(self.root, token_ids, BLOCK_SIZE)),
             **values,  # type: ignore[arg-type]

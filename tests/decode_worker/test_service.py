@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from decode_worker.service import DecodeService, landing_ranges
 from decode_worker.servicers import LandingServicer, LandingZone, WorkerServicer
 from decode_worker.state import DecodeState
 from engine.block_pool import BlockPool
+from engine.runtime import EngineThread
 from protocol.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -32,10 +33,9 @@ from protocol.rpc import Channels, RpcServer
 from tests.decode_worker.prefill_client import (
     BLOCK_SIZE,
     TOKEN,
-    InlineCompute,
     PrefillClient,
     Prompt,
-    generate,
+    coupled,
     layout_of,
     load_engine,
 )
@@ -128,7 +128,7 @@ async def world(
     ):
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
         engine = load_engine(path, num_blocks, segment.buffer)
-        compute = InlineCompute(engine)
+        compute = EngineThread(engine)
         service = DecodeService(state, compute, transfer, segment, layout)
         zone = LandingZone(
             transfer_address=transfer.address,
@@ -182,7 +182,7 @@ async def test_handed_off_requests_continue_exactly_as_the_coupled_engine(
             assert again.request.token_ids == prompt.request.token_ids
             await w.client.hand_off(prompt)
         for prompt in prompts:
-            expected = generate(w.client.engine, prompt.request.token_ids[:-1], 20)
+            expected = coupled(w.client.engine, prompt.request.token_ids[:-1], 20)
             assert await w.received.all_of(prompt) == expected
         await w.idle()
 
@@ -194,7 +194,7 @@ async def test_a_shared_prefix_is_not_sent_and_changes_nothing(model_path: Path)
         second = w.client.compute([*prompt_of(24), 1, 2, 3], 10)
         lease = await w.client.hand_off(second)
         assert lease.num_cached_blocks == 3
-        expected = generate(w.client.engine, second.request.token_ids[:-1], 10)
+        expected = coupled(w.client.engine, second.request.token_ids[:-1], 10)
         assert await w.received.all_of(second) == expected
         await w.idle()
 
@@ -213,7 +213,7 @@ async def test_a_corrupted_write_is_found_and_repaired(
         assert len(corrupt) == 1
         await w.client.write(prompt, lease, corrupt)
         assert await w.client.commit(prompt, lease) == []
-        expected = generate(w.client.engine, prompt.request.token_ids[:-1], 8)
+        expected = coupled(w.client.engine, prompt.request.token_ids[:-1], 8)
         assert await w.received.all_of(prompt) == expected
         assert (await w.client.status()).counters["integrity_failures"] == 1
         await w.idle()
@@ -227,7 +227,7 @@ async def test_preemption_changes_no_token(model_path: Path) -> None:
             prompts.append(w.client.compute(prompt_of(14, seed), 40))
             await w.client.hand_off(prompts[-1])
         for prompt in prompts:
-            expected = generate(w.client.engine, prompt.request.token_ids[:-1], 40)
+            expected = coupled(w.client.engine, prompt.request.token_ids[:-1], 40)
             assert await w.received.all_of(prompt) == expected
         counters = (await w.client.status()).counters
         assert counters["num_preemptions"] > 0
@@ -339,20 +339,14 @@ async def test_what_the_engine_raises_fails_the_request_and_not_the_worker(
         prompt = w.client.compute(prompt_of(20), 4)
         lease = await w.client.reserve(prompt)
         await w.client.write(prompt, lease)
-        bad = Prompt(prompt.request, prompt.lease_id)
-        bad.request = _with_last_token(bad, 10**6)
-        assert await w.client.commit(bad, lease) == []
+        outside_vocabulary = (*prompt.request.token_ids[:-1], 10**6)
+        prompt.request = replace(prompt.request, token_ids=outside_vocabulary)
+        assert await w.client.commit(prompt, lease) == []
         name = prompt.request.request_id
         await w.received.until(lambda: name in w.received.failures)
         good = w.client.compute(prompt_of(9), 4)
         assert len(await w.complete(good)) == 4
         await w.idle()
-
-
-def _with_last_token(prompt: Prompt, token_id: int):  # noqa: ANN202 - a Request
-    from dataclasses import replace
-
-    return replace(prompt.request, token_ids=(*prompt.request.token_ids[:-1], token_id))
 
 
 async def test_sampled_tokens_depend_on_seed_and_position_only(model_path: Path) -> None:
