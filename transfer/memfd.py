@@ -56,8 +56,9 @@ class PeerMemory:
             size = os.fstat(fd).st_size
             if not sealed or not 0 < nbytes <= size - _PAGE:
                 raise PeerLost("the peer offered memory that could change under us")
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._map = mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ)
+            # Not populated: the pages exist already and fault in 16 at a time when they are first read, while
+            # populating 256 MiB would hold up the first transfer from a peer by tens of milliseconds.
+            self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         except OSError as error:
             raise PeerLost("the peer offered memory that cannot be mapped") from error
         self._marker = _marker(nbytes)
