@@ -1,0 +1,99 @@
+"""Other people's requests: what a cluster is busy with while a test looks at its own."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from types import TracebackType
+from typing import Any
+
+import httpx2 as httpx
+
+from tests.e2e.cluster import Cluster
+
+START_TIMEOUT_S = 60.0
+
+
+class BackgroundLoad:
+    """A number of sampled streams kept going: each thread starts a request as soon as its last one has ended. At the
+    end of the `with` block the streams are dropped wherever they are, which the cluster sees as cancellations."""
+
+    def __init__(
+        self, cluster: Cluster, vocab_size: int, *, streams: int = 8, seed: int = 0
+    ) -> None:
+        self._cluster = cluster
+        self._vocab_size = vocab_size
+        self._stopping = threading.Event()
+        self._flowing = [threading.Event() for _ in range(streams)]
+        self._failures: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._run, args=(f"{seed}-{index}", flowing))
+            for index, flowing in enumerate(self._flowing)
+        ]
+        self.num_finished = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> BackgroundLoad:
+        """Returns when every stream has had its first token."""
+        for thread in self._threads:
+            thread.start()
+        if not all(flowing.wait(START_TIMEOUT_S) for flowing in self._flowing):
+            self._stop()
+            raise AssertionError(
+                f"the load does not flow: {self._failures}\n{self._cluster.logs()}"
+            )
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop()
+        if error is None:
+            assert not self._failures, self._failures
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, name: str, flowing: threading.Event) -> None:
+        dice = random.Random(name)
+        try:
+            with self._cluster.client() as client:
+                while not self._stopping.is_set():
+                    self._stream(client, self._request(dice), flowing)
+        except (
+            AssertionError,
+            httpx.HTTPError,
+        ) as error:  # the test's thread fails for all of them
+            self._failures.append(f"stream {name}: {error!r}")
+
+    def _request(self, dice: random.Random) -> dict[str, Any]:
+        return {
+            "prompt": dice.choices(range(self._vocab_size), k=dice.randint(1, 200)),
+            "max_tokens": dice.randint(8, 48),
+            "temperature": dice.uniform(0.5, 1.5),
+            "top_p": dice.choice((1.0, 0.9)),
+            "ignore_eos": True,
+            "stream": True,
+        }
+
+    def _stream(
+        self, client: httpx.Client, request: dict[str, Any], flowing: threading.Event
+    ) -> None:
+        with client.stream("POST", "/v1/completions", json=request) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if self._stopping.is_set():
+                    return
+                if line == "data: [DONE]":
+                    break
+                if line.startswith("data: "):
+                    assert "error" not in json.loads(line.removeprefix("data: ")), line
+                    flowing.set()
+        with self._lock:
+            self.num_finished += 1
