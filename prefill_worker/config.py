@@ -36,8 +36,8 @@ class PrefillConfig(ProcessConfig):
         "fcfs", help="order of waiting requests", choices=("fcfs", "priority")
     )
     num_threads: int = option(1, help="compute threads")
-    profile_cache: str | None = option(
-        None, help="folder that keeps the measured speed; measured at each start when not given"
+    profile_dir: str | None = option(
+        None, help="folder that keeps measured speeds; ~/.cache/moonserve/profiles when not given"
     )
     home_store: str | None = option(
         None, help="instance id of the store node that keeps this worker's blocks"

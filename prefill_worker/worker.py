@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -83,6 +84,7 @@ class PrefillWorker:
         self._blocks = BlockLog()
         self._wakers = Wakers()
         self._profiles: Profiles | None = None
+        self._membership: Membership | None = None  # while it runs, if there is a conductor
         state = PrefillState(
             plan.limits,
             lease_prefix=new_id(config.instance_id),
@@ -109,12 +111,13 @@ class PrefillWorker:
 
     async def measure(self, engine: Engine) -> None:
         """How fast this engine is, for the conductor's predictions. Overwrites the pool: do it first."""
-        from engine.profile import measure, measure_cached
+        from engine.profile import measure_cached, profile_folder
 
-        folder = self._config.profile_cache
+        kept_in = self._config.profile_dir
+        folder = Path(kept_in) if kept_in else profile_folder(os.environ, Path.home())
 
         def work() -> None:
-            self._profiles = measure_cached(engine, Path(folder)) if folder else measure(engine)
+            self._profiles = measure_cached(engine, folder)
 
         await self._thread.run(work)
 
@@ -143,6 +146,9 @@ class PrefillWorker:
     async def _drain(self) -> None:
         """Takes nothing new and lets what is here finish, for as long as the configuration allows."""
         self._servicer.draining = True
+        if self._membership is not None:
+            self._membership.draining = True
+            self._membership.wake()
         try:
             await asyncio.wait_for(self.service.drained(), self._config.drain_timeout_s)
         except TimeoutError:
@@ -154,7 +160,7 @@ class PrefillWorker:
         if self._config.conductor is None:
             yield []
             return
-        membership = Membership(
+        self._membership = membership = Membership(
             self._channels,
             self._config.conductor,
             self._registration(address),

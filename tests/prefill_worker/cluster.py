@@ -1,0 +1,391 @@
+"""A prefill worker over real sockets, memory and a real (tiny) model, with a real decode worker and the ears of a
+gateway. Gates hold it at the boundaries where a test wants to look or to cancel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from decode_worker.limits import Limits as DecodeLimits
+from decode_worker.service import DecodeService
+from decode_worker.servicers import LandingServicer, LandingZone
+from decode_worker.servicers import WorkerServicer as DecodeServicer
+from decode_worker.state import DecodeState
+from engine.batch import Sampled, Slice
+from engine.block_pool import BlockPool
+from engine.config import load_model_config
+from engine.engine import Engine
+from engine.generate import generate
+from engine.runtime import EngineThread
+from kvstore.block_client import BlockClient
+from kvstore.objects import ReadLease
+from prefill_worker.actions import CommitHandoff
+from prefill_worker.landing import KvMemory
+from prefill_worker.landing_client import LandingClient
+from prefill_worker.ledger import Limits
+from prefill_worker.service import PrefillService
+from prefill_worker.servicer import WorkerServicer
+from prefill_worker.state import PrefillState
+from protocol.keys import BlockKey
+from protocol.layout import KvLayout
+from protocol.pb import common_pb2, worker_pb2, worker_pb2_grpc
+from protocol.process import Lifecycle, host_identity
+from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
+from protocol.rpc import Channels, RpcServer
+from protocol.wire import submission_to_wire
+from tests.prefill_worker.builders import make_request
+from transfer import FaultPlan, TransferEngine
+
+TOKEN = "secret"
+BLOCK_SIZE = 8
+LIMIT_S = 20.0
+
+
+class ReportedLifecycle(Lifecycle):
+    """Tells the test when a process part is ready, and where."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.facts: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+
+    def ready(self, **facts: str) -> None:
+        self.facts.set_result(facts)
+
+
+class Gate:
+    """Open unless closed; `reached` is set while somebody waits at it."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self.reached = asyncio.Event()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def pass_through(self) -> None:
+        self.reached.set()
+        await self._open.wait()
+
+
+class GatedEngine:
+    """An engine whose steps a test can hold."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self.thread = thread
+        self.gate = Gate()
+        self.num_tokens = 0
+
+    async def execute(
+        self, slices: Sequence[Slice], on_layer: Callable[[int], None] | None = None
+    ) -> list[Sampled | None]:
+        await self.gate.pass_through()
+        self.num_tokens += sum(piece.num_tokens for piece in slices)
+        return await self.thread.execute(slices, on_layer)
+
+
+class GatedStores(BlockClient):
+    """A store client whose reads a test can hold."""
+
+    def __init__(self, channels: Channels, transfer: TransferEngine) -> None:
+        super().__init__(channels, transfer)
+        self.gate = Gate()
+
+    async def lease(
+        self,
+        store: Endpoint,
+        keys: Sequence[BlockKey],
+        *,
+        ttl_s: float = 10.0,
+        timeout_s: float = 2.0,
+    ) -> ReadLease:
+        await self.gate.pass_through()
+        return await super().lease(store, keys, ttl_s=ttl_s, timeout_s=timeout_s)
+
+
+class GatedLandings(LandingClient):
+    """A landing client whose commits a test can hold."""
+
+    def __init__(self, channels: Channels, *, fingerprint: str, ttl_s: float) -> None:
+        super().__init__(channels, fingerprint=fingerprint, ttl_s=ttl_s)
+        self.gate = Gate()
+
+    async def commit(self, action: CommitHandoff) -> tuple[int, ...]:
+        await self.gate.pass_through()
+        return await super().commit(action)
+
+
+@dataclass
+class Ears:
+    """What a gateway heard from all workers."""
+
+    tokens: dict[str, dict[int, int]] = field(default_factory=dict)
+    reports: dict[str, worker_pb2.PrefillReport] = field(default_factory=dict)
+    finished: set[str] = field(default_factory=set)
+    failures: dict[str, common_pb2.Failure] = field(default_factory=dict)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def listen(self, channels: Channels, address: str) -> None:
+        stub = worker_pb2_grpc.WorkerStub(channels.to(address))
+        request = worker_pb2.EventsRequest(gateway_id="gateway-0")
+        async for batch in channels.stream(stub.Events, request):
+            async with self.changed:
+                self._take(batch)
+                self.changed.notify_all()
+
+    def _take(self, batch: worker_pb2.EventBatch) -> None:
+        for event in batch.tokens:
+            tokens = self.tokens.setdefault(event.request_id, {})
+            assert event.index not in tokens, "a token came twice"
+            tokens[event.index] = event.token_id
+            if event.finish_reason:
+                self.finished.add(event.request_id)
+        self.reports.update({report.request_id: report for report in batch.prefills})
+        self.failures.update({failed.request_id: failed.failure for failed in batch.failures})
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT_S), self.changed:
+            await self.changed.wait_for(holds)
+
+    async def all_tokens(self, name: str) -> list[int]:
+        await self.until(lambda: name in self.finished or name in self.failures)
+        assert name not in self.failures, self.failures[name]
+        return [token for _, token in sorted(self.tokens[name].items())]
+
+    async def first_token(self, name: str) -> int:
+        await self.until(lambda: bool(self.tokens.get(name)))
+        return self.tokens[name][0]
+
+    async def failure(self, name: str) -> common_pb2.Failure:
+        await self.until(lambda: name in self.failures)
+        return self.failures[name]
+
+
+@dataclass
+class Cluster:
+    """One prefill worker and what surrounds it."""
+
+    service: PrefillService
+    engine: GatedEngine
+    stores: GatedStores
+    landings: GatedLandings
+    faults: FaultPlan
+    fingerprint: str
+    prefill: Endpoint
+    decode: Endpoint
+    decoder: DecodeService
+    channels: Channels
+    ears: Ears
+    reference: Engine
+
+    def request(self, name: str, token_ids: Sequence[int], **options: int | float) -> Request:
+        return make_request(
+            name,
+            token_ids,
+            block_size=BLOCK_SIZE,
+            fingerprint=self.fingerprint,
+            **options,  # type: ignore[arg-type]
+        )
+
+    async def submit(
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        *,
+        sources: Sequence[PrefixSource] = (),
+        decode: Endpoint | None = None,
+        **options: int | float,
+    ) -> None:
+        request = self.request(name, token_ids, **options)
+        placement = Placement(
+            request_id=request.request_id,
+            prefill=self.prefill,
+            decode=decode or self.decode,
+            prefix_sources=tuple(sources),
+        )
+        stub = worker_pb2_grpc.WorkerStub(self.channels.to(self.prefill.rpc_address))
+        await self.channels.call(
+            stub.Submit, submission_to_wire(request, placement), timeout_s=LIMIT_S
+        )
+
+    async def cancel(self, name: str) -> None:
+        """At both workers, as a gateway does it."""
+        for endpoint in (self.prefill, self.decode):
+            stub = worker_pb2_grpc.WorkerStub(self.channels.to(endpoint.rpc_address))
+            request = worker_pb2.CancelRequest(request_id=name)
+            await self.channels.call(stub.Cancel, request, timeout_s=LIMIT_S)
+
+    async def status(self) -> worker_pb2.WorkerStatus:
+        stub = worker_pb2_grpc.WorkerStub(self.channels.to(self.prefill.rpc_address))
+        status: worker_pb2.WorkerStatus = await self.channels.call(
+            stub.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=LIMIT_S
+        )
+        return status
+
+    def expected(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        """The coupled engine's answer."""
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        return generate(self.reference, [token_ids], sampling)[0].token_ids
+
+    async def assert_drained(self) -> None:
+        """No block is held on either side."""
+        async with asyncio.timeout(LIMIT_S):
+            await self.service.drained()
+            if not self.decoder.state.is_idle:
+                await self.decoder.idle.wait()
+        self.service.validate()
+        self.decoder.state.validate()
+        status = await self.status()
+        assert status.load.free_blocks == status.num_blocks
+        decode = self.decoder.state
+        assert decode.num_free_blocks == decode.num_blocks
+
+
+@asynccontextmanager
+async def cluster(
+    path: Path,
+    *,
+    num_blocks: int = 48,
+    decode_blocks: int = 48,
+    budget: int = 20,
+    home_store: str | None = None,
+    landing_ttl_s: float = 30.0,
+) -> AsyncIterator[Cluster]:
+    """Everything in one process, torn down in reverse order."""
+    layout = load_model_config(path).kv_layout(BLOCK_SIZE, "float32")
+    faults = FaultPlan()
+    async with AsyncExitStack() as stack:
+        transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN, faults=faults))
+        channels = Channels(TOKEN)
+        stack.push_async_callback(channels.close)
+        decode, decoder = await stack.enter_async_context(_decoder(path, decode_blocks))
+        segment = transfer.allocate(layout.pool_bytes(num_blocks))
+        thread = EngineThread(_load(path, layout, num_blocks, segment.buffer))
+        stack.callback(thread.close)
+        engine, stores = GatedEngine(thread), GatedStores(channels, transfer)
+        landings = GatedLandings(
+            channels, fingerprint=thread.engine.fingerprint, ttl_s=landing_ttl_s
+        )
+        service = PrefillService(
+            _make_state(num_blocks, budget, home_store),
+            engine=engine,
+            memory=KvMemory(segment, layout, num_blocks),
+            transfer=transfer,
+            landings=landings,
+            stores=stores,
+            landing_ttl_s=landing_ttl_s,
+        )
+        stack.push_async_callback(service.stop)
+        address = await stack.enter_async_context(_served(service))
+        prefill = _endpoint("prefill-0", address, transfer.address)
+        ears = Ears()
+        for endpoint in (prefill, decode):
+            await stack.enter_async_context(_listening(ears, channels, endpoint))
+        yield Cluster(
+            service=service,
+            engine=engine,
+            stores=stores,
+            landings=landings,
+            faults=faults,
+            fingerprint=thread.engine.fingerprint,
+            prefill=prefill,
+            decode=decode,
+            decoder=decoder,
+            channels=channels,
+            ears=ears,
+            reference=_load(path, layout, 64, None),
+        )
+        assert not service.failed.done(), service.failed
+
+
+def _make_state(num_blocks: int, budget: int, home_store: str | None) -> PrefillState:
+    limits = Limits(
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        max_model_len=1000,
+        max_num_batched_tokens=budget,
+        max_num_seqs=8,
+    )
+    return PrefillState(
+        limits,
+        lease_prefix="prefill-0",
+        home_store=home_store,
+        on_added=lambda key, parent: None,
+        on_removed=lambda key: None,
+    )
+
+
+def _load(path: Path, layout: KvLayout, num_blocks: int, memory: memoryview | None) -> Engine:
+    config = load_model_config(path)
+    return Engine.load(path, config=config, layout=layout, num_blocks=num_blocks, memory=memory)
+
+
+def _endpoint(name: str, rpc_address: str, transfer_address: str) -> Endpoint:
+    return Endpoint(
+        instance_id=name,
+        epoch=1,
+        rpc_address=rpc_address,
+        transfer_address=transfer_address,
+        host=host_identity(),
+    )
+
+
+@asynccontextmanager
+async def _served(service: PrefillService) -> AsyncIterator[str]:
+    server = RpcServer(TOKEN)
+    servicer = WorkerServicer(service, block_size=BLOCK_SIZE, vocab_size=260)
+    worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server.grpc)
+    try:
+        yield await server.start("127.0.0.1", 0)
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def _decoder(path: Path, num_blocks: int) -> AsyncIterator[tuple[Endpoint, DecodeService]]:
+    """The product's decode worker, without its process."""
+    layout = load_model_config(path).kv_layout(BLOCK_SIZE, "float32")
+    pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda _: None)
+    limits = DecodeLimits(
+        block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=1000
+    )
+    server, ended = RpcServer(TOKEN), asyncio.Event()
+    with TransferEngine(cluster_token=TOKEN) as transfer:
+        segment = transfer.allocate(layout.pool_bytes(num_blocks))
+        thread = EngineThread(_load(path, layout, num_blocks, segment.buffer))
+        service = DecodeService(DecodeState(pool, limits), thread, transfer, segment, layout)
+        zone = LandingZone(
+            transfer_address=transfer.address,
+            segment_id=segment.segment_id,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            fingerprint=thread.engine.fingerprint,
+        )
+        worker_pb2_grpc.add_WorkerServicer_to_server(DecodeServicer(service), server.grpc)
+        worker_pb2_grpc.add_LandingServicer_to_server(LandingServicer(service, zone), server.grpc)
+        address = await server.start("127.0.0.1", 0)
+        working = asyncio.create_task(service.run(ended))
+        try:
+            yield _endpoint("decode-0", address, transfer.address), service
+        finally:
+            ended.set()
+            await asyncio.wait_for(working, LIMIT_S)
+            await server.stop(0)
+            service.streams.close()
+            thread.close()
+
+
+@asynccontextmanager
+async def _listening(ears: Ears, channels: Channels, endpoint: Endpoint) -> AsyncIterator[None]:
+    task = asyncio.create_task(ears.listen(channels, endpoint.rpc_address))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})

@@ -1,0 +1,268 @@
+"""Any order of arrivals, answers, failures and cancellations keeps the books, and all blocks come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prefill_worker import actions as act
+from prefill_worker import events as ev
+from prefill_worker.state import PrefillState
+from protocol.errors import PeerLost
+from protocol.ids import GatewayId, RequestId
+from protocol.request import Token
+from tests.prefill_worker.builders import (
+    HOME,
+    endpoint,
+    granted,
+    make_request,
+    make_state,
+    step_done,
+    submitted,
+)
+
+GATEWAYS = ("gateway-0", "gateway-1")
+LOST = PeerLost("gone")
+
+Answer = Callable[[str], ev.Event]
+"""The event that answers an operation, well ("good") or in one of the bad ways."""
+
+
+class PrefillWorkers(RuleBasedStateMachine):
+    """Plays the world around one worker: each action waits in `under_way` until some rule answers it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.num_requests = 0
+        self.live: set[str] = set()  # neither a last token, a failure nor a handoff seen
+        self.gateway_of: dict[str, str] = {}
+        self.first_tokens: dict[str, Token] = {}
+        self.under_way: list[tuple[str, Answer]] = []
+        self.reserving: dict[str, act.ReserveLanding] = {}
+        self.state: PrefillState = make_state()
+
+    @initialize(
+        num_blocks=st.integers(2, 12),
+        budget=st.integers(1, 12),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        puts=st.integers(1, 4),
+    )
+    def start(self, num_blocks: int, budget: int, policy: str, puts: int) -> None:
+        self.state = make_state(
+            num_blocks=num_blocks,
+            budget=budget,
+            policy=policy,
+            max_put_blocks=puts,
+            max_pending_puts=2 * puts,
+            max_model_len=40,
+        )
+
+    def post(self, event: ev.Event) -> None:
+        for action in self.state.handle(event, self.now):
+            self.perform(action)
+
+    def perform(self, action: act.Action) -> None:
+        match action:
+            case act.ReserveLanding():
+                self.reserving[action.request_id] = action
+                self.wait(action.request_id, self.answer_reserve(action))
+            case act.LoadPrefix():
+                self.wait(action.request_id, self.answer_load(action))
+            case act.SendBlocks():
+                self.wait(action.request_id, self.answer_writes(action.request_id))
+            case act.RunStep():
+                self.check_step(action)
+                self.wait("step", self.answer_step(action))
+            case act.CommitHandoff():
+                self.wait(action.request.request_id, self.answer_commit(action))
+            case act.PutBlocks():
+                self.wait("put", self.answer_put(action))
+            case act.SendFirstToken():
+                name = action.token.request_id
+                assert name in self.live, "a token after the end"
+                assert name not in self.first_tokens, "a second first token"
+                self.first_tokens[name] = action.token
+                if action.token.finish_reason:
+                    self.live.remove(name)
+            case act.Fail():
+                assert action.request_id in self.live, "a failure after the end"
+                self.live.remove(action.request_id)
+            case act.WithdrawReservation() | act.ReleaseLanding():
+                pass
+
+    def wait(self, name: str, answer: Answer) -> None:
+        self.under_way.append((name, answer))
+
+    def check_step(self, step: act.RunStep) -> None:
+        plans = step.plans
+        assert sum(p.slice.num_tokens for p in plans) <= self.state_budget
+        assert len({p.slice.request_id for p in plans}) == len(plans)
+
+    @property
+    def state_budget(self) -> int:
+        return self.state._ledger.limits.max_num_batched_tokens
+
+    # -- answers
+
+    def answer_reserve(self, action: act.ReserveLanding) -> Answer:
+        refused = ev.LandingRefused(request_id=action.request_id, error=LOST)
+        num_full = action.num_tokens // 4
+        return lambda how: (
+            granted(action, num_cached=num_full if how == "odd" else 0) if how != "bad" else refused
+        )
+
+    def answer_load(self, action: act.LoadPrefix) -> Answer:
+        num_keys = sum(len(part.keys) for part in action.parts)
+
+        def answer(how: str) -> ev.Event:
+            if how == "bad":
+                return ev.PrefixLoadFailed(request_id=action.request_id, error=LOST)
+            num_good = num_keys if how == "good" else num_keys - 1
+            return ev.PrefixLoaded(
+                request_id=action.request_id, checksums=tuple(range(2000, 2000 + num_good))
+            )
+
+        return answer
+
+    def answer_writes(self, name: RequestId) -> Answer:
+        return lambda how: (
+            ev.WritesFailed(request_id=name, error=LOST)
+            if how == "bad"
+            else ev.WritesDone(request_id=name)
+        )
+
+    def answer_step(self, action: act.RunStep) -> Answer:
+        def answer(how: str) -> ev.Event:
+            for plan in action.plans:
+                if plan.landing is not None:
+                    name = plan.slice.request_id
+                    self.wait(name, self.answer_writes(name))
+            if how == "bad":
+                return ev.StepFailed(error=LOST)
+            return step_done(action, token_id=42 if how == "good" else 43)
+
+        return answer
+
+    def answer_commit(self, action: act.CommitHandoff) -> Answer:
+        name = action.request.request_id
+
+        def answer(how: str) -> ev.Event:
+            if how == "bad":
+                return ev.HandoffFailed(request_id=name, error=LOST)
+            num_blocks = -(-len(action.request.token_ids) // 4)
+            if how == "odd" and action.checksums:
+                first_sent = num_blocks - len(action.checksums)
+                return ev.HandoffCorrupt(request_id=name, indexes=(first_sent,))
+            if self.state._ledger.sequences[name].phase == "committing":
+                self.live.remove(name)
+            return ev.HandoffAccepted(request_id=name)
+
+        return answer
+
+    def answer_put(self, action: act.PutBlocks) -> Answer:
+        def answer(how: str) -> ev.Event:
+            if how == "bad":
+                return ev.PutFailed(put_id=action.put_id, error=LOST)
+            corrupt = (action.items[0].key,) if how == "odd" else ()
+            return ev.PutDone(put_id=action.put_id, num_refused=0, corrupt=corrupt)
+
+        return answer
+
+    # -- rules
+
+    @rule(
+        shared=st.integers(0, 20),
+        own=st.integers(1, 24),
+        max_tokens=st.integers(1, 3),
+        gateway=st.sampled_from(GATEWAYS),
+        priority=st.integers(-1, 1),
+        sources=st.integers(0, 4),
+        timeout_s=st.sampled_from([5.0, 600.0]),
+    )
+    def submit(
+        self,
+        shared: int,
+        own: int,
+        max_tokens: int,
+        gateway: str,
+        priority: int,
+        sources: int,
+        timeout_s: float,
+    ) -> None:
+        self.num_requests += 1
+        name = f"r{self.num_requests}"
+        self.gateway_of[name] = gateway
+        request = make_request(
+            name,
+            [*range(shared), *(1000 * self.num_requests + i for i in range(own))],
+            max_tokens=max_tokens,
+            gateway=gateway,
+            priority=priority,
+            timeout_s=timeout_s,
+            stop_token_ids=frozenset({43}),
+        )
+        self.live.add(name)
+        placed = [(HOME, 0, sources), (endpoint("store-1"), sources, 2)] if sources else []
+        self.post(submitted(request, sources=placed))
+
+    @precondition(lambda self: self.num_requests)
+    @rule(data=st.data(), own=st.integers(1, 24))
+    def come_back(self, data: st.DataObject, own: int) -> None:
+        """A request that ended here is placed here again, under its old id."""
+        name = f"r{data.draw(st.integers(1, self.num_requests))}"
+        if name not in self.live:
+            self.live.add(name)
+            self.first_tokens.pop(name, None)
+            gateway = self.gateway_of[name]
+            self.post(submitted(make_request(name, range(own), gateway=gateway)))
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), how=st.sampled_from(["good", "good", "odd", "bad"]))
+    def answer(self, data: st.DataObject, how: str) -> None:
+        position = data.draw(st.integers(0, len(self.under_way) - 1))
+        _, answer = self.under_way.pop(position)
+        self.post(answer(how))
+
+    @precondition(lambda self: self.num_requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(1, self.num_requests))
+        self.post(ev.CancelRequested(request_id=RequestId(f"r{number}")))
+
+    @rule(gateway=st.sampled_from(GATEWAYS))
+    def lose_gateway(self, gateway: str) -> None:
+        self.live -= {name for name in self.live if self.gateway_of[name] == gateway}
+        self.post(ev.GatewayLost(gateway_id=GatewayId(gateway)))
+
+    @rule(seconds=st.floats(0.1, 4.0))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.post(ev.Tick())
+
+    @rule(epoch=st.integers(1, 2))
+    def find_home(self, epoch: int) -> None:
+        self.post(ev.HomeStoreFound(store=endpoint("store-0", epoch=epoch)))
+
+    @invariant()
+    def books_are_kept(self) -> None:
+        self.state.validate()
+
+    def teardown(self) -> None:
+        """When every operation is answered, everyone has heard the outcome and every block is free."""
+        while self.under_way:
+            _, answer = self.under_way.pop(0)
+            self.post(answer("good"))
+            self.state.validate()
+        assert self.state.is_idle
+        assert self.state.num_held_blocks == 0
+        assert not self.live, "some request ended silently"
+
+
+PrefillWorkers.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestPrefillWorkers = PrefillWorkers.TestCase
