@@ -24,6 +24,8 @@ RETRY_S = 0.5
 CALL_TIMEOUT_S = 5.0
 # Bounds one message to about 2 MiB.
 MAX_EVENTS = 50_000
+# While the conductor is away, more changes than this are worth less than a snapshot.
+MAX_PENDING = 200_000
 
 
 class BlockLog:
@@ -33,26 +35,36 @@ class BlockLog:
         self._present: dict[BlockKey, BlockKey] = {}  # key → parent, in order of arrival
         self._pending: list[tuple[BlockKey, BlockKey | None]] = []  # parent None = removed
         self._next_seq = 1  # number of the first pending event
+        self._snapshot_due = False  # changes were dropped, only a snapshot tells everything
 
     def added(self, key: BlockKey, parent: BlockKey | None) -> None:
         """`key` can be served from now on; `parent` None when its chain starts here."""
         if key not in self._present:
             self._present[key] = parent or NO_PARENT
-            self._pending.append((key, parent or NO_PARENT))
+            self._note(key, parent or NO_PARENT)
 
     def removed(self, key: BlockKey) -> None:
         if self._present.pop(key, None) is not None:
-            self._pending.append((key, None))
+            self._note(key, None)
+
+    def _note(self, key: BlockKey, parent: BlockKey | None) -> None:
+        if len(self._pending) == MAX_PENDING:
+            self._next_seq += len(self._pending)
+            self._pending.clear()
+            self._snapshot_due = True
+        self._pending.append((key, parent))
 
     @property
     def has_changes(self) -> bool:
         return bool(self._pending)
 
     def changes(self) -> conductor_pb2.BlockEvents:
-        """The oldest pending changes, up to the first one that reverses the kind; `acknowledge` them when delivered.
+        """The oldest pending changes, up to a key's second one; `acknowledge` them when delivered.
 
-        A message lists additions and removals apart, so one that mixed both could not keep their order.
+        A message lists additions and removals apart, so it could not tell the order of two changes of one key.
         """
+        if self._snapshot_due:
+            return self.snapshot()
         events = conductor_pb2.BlockEvents(first_seq=self._next_seq)
         batch = self._leading_run()
         added = [(key, parent) for key, parent in batch if parent is not None]
@@ -83,8 +95,11 @@ class BlockLog:
 
     def acknowledge(self, events: conductor_pb2.BlockEvents) -> None:
         """`events`, made here before, arrived."""
+        if events.next_seq < self._next_seq:
+            return  # it was under way while its changes were dropped
         del self._pending[: events.next_seq - self._next_seq]
         self._next_seq = events.next_seq
+        self._snapshot_due &= not events.snapshot
 
 
 class Membership:

@@ -17,6 +17,7 @@ import grpc.aio
 
 from protocol.errors import (
     Cancelled,
+    ConfigError,
     DeadlineExceeded,
     Incompatible,
     InvalidRequest,
@@ -105,8 +106,12 @@ class RpcServer:
     async def start(self, host: str, port: int) -> str:
         """Listens and returns `host:port`, with the port chosen by the system when `port` is 0.
 
-        Raises OSError when the port is taken.
+        Raises OSError when the port is taken and ConfigError for an address that peers cannot dial.
         """
+        if host in ("", "0.0.0.0", "::"):
+            raise ConfigError(
+                f"--host {host!r} would be published to peers, who cannot dial it; name an address"
+            )
         try:
             bound = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
+from protocol import membership
 from protocol.keys import BlockKey, unpack_keys
 from protocol.membership import BlockLog
 from protocol.pb.conductor_pb2 import BlockEvents
@@ -60,3 +63,21 @@ def test_unacknowledged_changes_are_sent_again() -> None:
     again = log.changes()
     assert again.first_seq == first.first_seq
     assert unpack_keys(again.added_keys) == [key(1), key(2)]
+
+
+def test_too_many_unsent_changes_become_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_PENDING", 10)
+    log = BlockLog()
+    log.added(key(0), None)
+    under_way = log.changes()
+    for number in range(1, 25):
+        log.added(key(number), None)
+    log.acknowledge(under_way)
+    events = log.changes()
+    assert events.snapshot
+    assert len(unpack_keys(events.added_keys)) == 25
+    log.acknowledge(events)
+    assert not log.has_changes
+    log.removed(key(3))
+    assert not log.changes().snapshot
+    assert log.changes().first_seq == events.next_seq
