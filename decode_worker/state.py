@@ -195,7 +195,8 @@ class DecodeState:
         if not self._schedule.is_stepping:
             slices = self._schedule.next_step(out)
             if slices:
-                out.append(RunStep(slices=slices))
+                # First: tokens travel while the engine computes, not before.
+                out.insert(0, RunStep(slices=slices))
         if self._landings.num_queued and not self._schedule.has_preempted:
             # Each running sequence will want a block soon: leave it one rather than preempt right away.
             self._landings.admit(self._schedule.num_running, now, out)

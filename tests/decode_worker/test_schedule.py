@@ -50,6 +50,12 @@ def test_the_tokens_of_a_step_leave_as_one_message_per_gateway() -> None:
     ]
 
 
+def test_the_next_step_starts_before_the_tokens_of_the_last_one_leave() -> None:
+    driver = Driver()
+    driver.start([1])
+    assert [type(action) for action in driver.compute()] == [actions.RunStep, actions.SendTokens]
+
+
 def test_at_most_max_num_seqs_run_and_the_others_keep_their_blocks() -> None:
     driver = Driver(max_num_seqs=1)
     driver.start([1], "a", max_tokens=2)
