@@ -73,6 +73,7 @@ class PrefillService:
         self._operations = Operations(self.post)
         self._reservations: dict[RequestId, asyncio.Task[ev.Event | None]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at: float | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._performers = self._performer_table()
@@ -160,13 +161,18 @@ class PrefillService:
 
     def _set_timer(self) -> None:
         due_at = self._state.next_deadline()
+        if due_at == self._timer_at:
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer, self._timer_at = None, due_at
         if due_at is not None:
             delay_s = max(0.0, due_at - self._clock())
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(delay_s, self.post, ev.Tick())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = self._timer_at = None
+        self.post(ev.Tick())
 
     # -- landing
 

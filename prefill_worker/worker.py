@@ -48,12 +48,14 @@ Profiles = tuple[conductor_pb2.PrefillProfile, conductor_pb2.DecodeProfile]
 class Wakers:
     """Whom to tell when something changes; they exist only while the worker is a member of a cluster."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: BlockLog) -> None:
+        self._blocks = blocks
         self.changed: Callable[[], None] | None = None
         self.home_wanted: Callable[[], None] | None = None
 
     def wake(self) -> None:
-        if self.changed is not None:
+        """Load travels with the next heartbeat; blocks are worth one of their own."""
+        if self.changed is not None and self._blocks.has_changes:
             self.changed()
 
     def look_for_home(self) -> None:
@@ -82,7 +84,7 @@ class PrefillWorker:
         self._channels = Channels(config.cluster_token)
         self._thread = EngineThread(engine)
         self._blocks = BlockLog()
-        self._wakers = Wakers()
+        self._wakers = Wakers(self._blocks)
         self._profiles: Profiles | None = None
         self._membership: Membership | None = None  # while it runs, if there is a conductor
         state = PrefillState(

@@ -286,7 +286,7 @@ async def cluster(
         prefill = _endpoint("prefill-0", address, transfer.address)
         ears = Ears()
         for endpoint in (prefill, decode):
-            await stack.enter_async_context(_listening(ears, channels, endpoint))
+            await stack.enter_async_context(listening(ears, channels, endpoint))
         yield Cluster(
             service=service,
             engine=engine,
@@ -382,7 +382,7 @@ async def _decoder(path: Path, num_blocks: int) -> AsyncIterator[tuple[Endpoint,
 
 
 @asynccontextmanager
-async def _listening(ears: Ears, channels: Channels, endpoint: Endpoint) -> AsyncIterator[None]:
+async def listening(ears: Ears, channels: Channels, endpoint: Endpoint) -> AsyncIterator[None]:
     task = asyncio.create_task(ears.listen(channels, endpoint.rpc_address))
     try:
         yield

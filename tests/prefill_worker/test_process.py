@@ -1,0 +1,173 @@
+"""The worker as a process: it joins the cluster, serves, finds its home store, and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conductor.config import ConductorConfig
+from conductor.service import serve as serve_conductor
+from engine.config import load_model_config
+from kvstore.config import StoreConfig
+from kvstore.node import serve as serve_store
+from prefill_worker.__main__ import main
+from prefill_worker.config import PrefillConfig, plan_pool
+from protocol.config import load
+from protocol.errors import ConfigError
+from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2_grpc
+from protocol.rpc import Channels
+from protocol.wire import endpoint_from_wire, submission_to_wire
+from tests.prefill_worker.builders import make_placement, make_request
+from tests.prefill_worker.cluster import LIMIT_S, TOKEN, Ears, ReportedLifecycle, listening
+from tests.random_models import make_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model("llama", path)
+    return path
+
+
+@asynccontextmanager
+async def running(serve: Callable[[Any, Any], Awaitable[None]], config: Any) -> AsyncIterator[str]:
+    """A part of the cluster in this process; gives its RPC address."""
+    lifecycle = ReportedLifecycle()
+    task = asyncio.ensure_future(serve(config, lifecycle))
+    facts = await asyncio.wait_for(lifecycle.facts, LIMIT_S)
+    try:
+        yield facts["rpc"]
+    finally:
+        lifecycle.stopping.set()
+        await asyncio.wait_for(task, LIMIT_S)
+
+
+@asynccontextmanager
+async def prefill_process(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A worker process and its RPC address, once it is ready."""
+    read_fd, write_fd = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "prefill_worker",
+        *flags,
+        "--status-fd",
+        str(write_fd),
+        cwd=ROOT,
+        env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+        pass_fds=[write_fd],
+    )
+    os.close(write_fd)
+    try:
+        yield process, await asyncio.to_thread(_ready_address, read_fd)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def _ready_address(read_fd: int) -> str:
+    with open(read_fd) as reports:
+        for line in reports:
+            report = json.loads(line)
+            if "ready" in report:
+                address: str = report["ready"]["rpc"]
+                return address
+    raise AssertionError("the worker ended before it was ready")
+
+
+async def until_member(
+    channels: Channels, conductor: str, name: str, *, num_blocks: int = 0
+) -> tuple[conductor_pb2.ClusterView, conductor_pb2.InstanceView]:
+    stub = conductor_pb2_grpc.ConductorStub(channels.to(conductor))
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            view = await channels.call(
+                stub.GetCluster, conductor_pb2.GetClusterRequest(), timeout_s=LIMIT_S
+            )
+            for instance in view.instances:
+                known = instance.indexed_blocks >= num_blocks
+                if instance.endpoint.instance_id == name and known:
+                    return view, instance
+            await asyncio.sleep(0.02)
+
+
+async def test_a_process_joins_serves_stores_and_leaves(model_path: Path, tmp_path: Path) -> None:
+    channels = Channels(TOKEN)
+    conductor_config = ConductorConfig(cluster_token=TOKEN)
+    async with running(serve_conductor, conductor_config) as conductor:
+        store_config = StoreConfig(
+            instance_id="store-0", cluster_token=TOKEN, conductor=conductor, dram=4 * 2**20
+        )
+        flags = {
+            "--instance-id": "prefill-0",
+            "--model": str(model_path),
+            "--dtype": "float32",
+            "--block-size": "8",
+            "--kv-cache-memory": "1MiB",
+            "--conductor": conductor,
+            "--home-store": "store-0",
+            "--profile-dir": str(tmp_path),
+        }
+        async with (
+            running(serve_store, store_config),
+            prefill_process(*(part for pair in flags.items() for part in pair)) as (process, rpc),
+        ):
+            view, member = await until_member(channels, conductor, "prefill-0")
+            assert member.role == common_pb2.ROLE_PREFILL
+            assert member.endpoint.rpc_address == rpc
+            assert view.max_model_len == 1024
+
+            request = make_request(
+                "r", range(20), max_tokens=1, block_size=8, fingerprint=view.fingerprint
+            )
+            ears, stub = Ears(), worker_pb2_grpc.WorkerStub(channels.to(rpc))
+            async with listening(ears, channels, endpoint_from_wire(member.endpoint)):
+                message = submission_to_wire(request, make_placement(request))
+                await channels.call(stub.Submit, message, timeout_s=LIMIT_S)
+                await ears.all_tokens("r")
+
+            # Two full blocks, computed here and put into the store that the conductor knows.
+            await until_member(channels, conductor, "prefill-0", num_blocks=2)
+            await until_member(channels, conductor, "store-0", num_blocks=2)
+
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
+            view, _ = await until_member(channels, conductor, "store-0")
+            assert [i.endpoint.instance_id for i in view.instances] == ["store-0"]
+        await channels.close()
+
+
+def test_a_wrong_configuration_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--instance-id", "p", "--model", "x", "--block-sise", "8"]) == 2
+    assert "did you mean --block-size?" in capsys.readouterr().err
+    assert main(["--instance-id", "p", "--model", "x", "--home-store", "store-0"]) == 2
+    assert "--home-store needs --conductor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--kv-cache-memory", "100"], "holds no block"),
+        (["--max-model-len", "5000"], "positions"),
+        (["--max-model-len", "1000", "--kv-cache-memory", "64KiB"], "--kv-cache-memory"),
+    ],
+)
+def test_a_pool_that_cannot_be_is_refused(model_path: Path, flags: list[str], word: str) -> None:
+    arguments = ["--instance-id", "p", "--model", str(model_path), *flags]
+    config = load(PrefillConfig, arguments, prog="prefill_worker", environ={})
+    with pytest.raises(ConfigError, match=word):
+        plan_pool(config, load_model_config(model_path))
