@@ -62,6 +62,13 @@ class ServeConfig:
         help="re-use ratio above which a remote prefix is fetched (Algorithm 1)",
     )
     api_key: tuple[str, ...] = option((), help="keys that clients must present", masked=True)
+    request_timeout_s: float = option(600.0, help="seconds after which a request is ended")
+    body_timeout_s: float = option(
+        30.0, help="seconds within which a request's body must have arrived"
+    )
+    slow_client_s: float = option(
+        30.0, help="seconds without reading after which a client is given up"
+    )
 
     log_dir: str | None = option(
         None, help="folder for the processes' logs; below the user's state folder when not given"
