@@ -1,4 +1,4 @@
-"""What ASGI has no word for: to end a client's connection.
+"""What ASGI has no word for: to end a client's connection, and to wait for its reading after the last byte.
 
 uvicorn's `send` is a method of its request cycle, which knows the transport. The front door leaves a Connection in the
 scope; with any other server the methods do nothing and the connection lives on.
@@ -27,6 +27,12 @@ class Connection:
 
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self
+
+    async def drained(self) -> None:
+        """Until the client has taken what was sent, but for the last buffer's worth."""
+        flow = getattr(self._cycle, "flow", None)
+        if flow is not None and flow.write_paused:
+            await flow.drain()
 
     def close_after_reply(self) -> None:
         """No further request on this connection."""

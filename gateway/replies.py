@@ -32,15 +32,16 @@ class ClusterReply(Response):
         super().__init__()
         self._answer = answer
         self._slow_client_s = slow_client_s
+        self._connection = Connection(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive), name="client watcher")
-        connection = Connection.of(scope)
+        self._connection = Connection.of(scope)
         try:
-            await self._deliver(send, connection)
+            await self._deliver(send)
         except TimeoutError:
             log.info("a client did not read for %.0f s", self._slow_client_s)
-            connection.abort()
+            self._connection.abort()
         finally:
             watcher.cancel()
             # Nothing happens when all is finished; else nobody is left to read the rest.
@@ -52,7 +53,7 @@ class ClusterReply(Response):
             pass
         self._answer.cancel(Cancelled("the client went away"))
 
-    async def _deliver(self, send: Send, connection: Connection) -> None:
+    async def _deliver(self, send: Send) -> None:
         raise NotImplementedError
 
     async def _send_error(self, send: Send, error: MoonserveError) -> None:
@@ -75,6 +76,7 @@ class ClusterReply(Response):
         """Raises TimeoutError when the client takes nothing for too long."""
         async with asyncio.timeout(self._slow_client_s):
             await send({"type": "http.response.body", "body": body, "more_body": more})
+            await self._connection.drained()
 
 
 class WholeReply(ClusterReply):
@@ -90,7 +92,7 @@ class WholeReply(ClusterReply):
         super().__init__(answer, slow_client_s)
         self._render = render
 
-    async def _deliver(self, send: Send, connection: Connection) -> None:
+    async def _deliver(self, send: Send) -> None:
         collected: list[list[Piece]] = [[] for _ in self._answer.generations]
         try:
             while not self._answer.is_complete:
@@ -120,7 +122,7 @@ class StreamReply(ClusterReply):
         self._chunks = chunks
         self._usage = usage
 
-    async def _deliver(self, send: Send, connection: Connection) -> None:
+    async def _deliver(self, send: Send) -> None:
         try:
             pieces = await self._answer.take()
         except MoonserveError as error:
@@ -132,7 +134,7 @@ class StreamReply(ClusterReply):
         try:
             await self._stream(send, pieces)
         except MoonserveError as error:
-            connection.close_after_reply()
+            self._connection.close_after_reply()
             await self._send(send, error_chunk(reply_for(error).body()), more=False)
 
     async def _stream(self, send: Send, pieces: list[Piece]) -> None:

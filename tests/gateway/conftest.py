@@ -35,7 +35,11 @@ class RecordingLifecycle(Lifecycle):
 async def running_gateway(cluster: ScriptedCluster, **options: object) -> AsyncIterator[str]:
     """The gateway's URL."""
     config = GatewayConfig(
-        model=str(MODEL), port=0, conductor=cluster.address, cluster_token=CLUSTER_TOKEN, drain_s=0.2
+        model=str(MODEL),
+        port=0,
+        conductor=cluster.address,
+        cluster_token=CLUSTER_TOKEN,
+        drain_s=0.2,
     )
     config = dataclasses.replace(config, **options)
     lifecycle = RecordingLifecycle()
@@ -57,7 +61,9 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 async def cluster(tokenizer: Tokenizer) -> AsyncIterator[ScriptedCluster]:
-    made = ScriptedCluster(tokens=tokenizer.encode(" to be or not to be", add_special_tokens=False))
+    made = ScriptedCluster(
+        tokens=tokenizer.encode(" to be or not to be" * 200, add_special_tokens=False)
+    )
     await made.start()
     yield made
     await made.stop()

@@ -60,16 +60,16 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             host="here",
         )
 
-    async def Submit(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def Submit(self, request, context):
         self._cluster.submitted(self, request)
         return worker_pb2.SubmitReply()
 
-    async def Cancel(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def Cancel(self, request, context):
         self._cluster.cancels.append((self.instance_id, request.request_id))
         self._cluster.changed()
         return worker_pb2.CancelReply()
 
-    async def Events(self, request, context) -> AsyncIterator[worker_pb2.EventBatch]:  # noqa: ANN001, N802
+    async def Events(self, request, context) -> AsyncIterator[worker_pb2.EventBatch]:
         async for batch in self.streams.events(GatewayId(request.gateway_id)):
             yield batch
 
@@ -127,9 +127,7 @@ class Run:
         self.decode.streams.send(self.gateway_id, tokens=tokens)
 
     def fail(self, error: MoonserveError, by: ScriptedWorker) -> None:
-        by.streams.send(
-            self.gateway_id, failures=[(RequestId(self.message.request_id), error)]
-        )
+        by.streams.send(self.gateway_id, failures=[(RequestId(self.message.request_id), error)])
 
     def play(self, token_ids: Sequence[int], *, cached_tokens: int = 0) -> None:
         """The rest of `token_ids` (the whole output, by index), until a finish reason."""
@@ -161,6 +159,8 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
     cancels: list[tuple[str, str]] = field(default_factory=list)
     reports: list[conductor_pb2.ReportRequest] = field(default_factory=list)
     address: str = ""
+    max_model_len: int = MAX_MODEL_LEN
+    place_gate: asyncio.Event | None = None  # placements wait for it
 
     async def start(self, *, num_prefill: int = 2, num_decode: int = 2) -> None:
         self._changed = asyncio.Condition()
@@ -169,9 +169,9 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
         conductor_pb2_grpc.add_ConductorServicer_to_server(self, self.server.grpc)
         self.address = await self.server.start("127.0.0.1", 0)
         for number in range(num_prefill):
-            await self._add(f"prefill-{number}", common_pb2.ROLE_PREFILL)
+            await self.add(f"prefill-{number}", common_pb2.ROLE_PREFILL)
         for number in range(num_decode):
-            await self._add(f"decode-{number}", common_pb2.ROLE_DECODE)
+            await self.add(f"decode-{number}", common_pb2.ROLE_DECODE)
 
     async def stop(self) -> None:
         for task in list(self._tasks):
@@ -217,7 +217,7 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _add(self, instance_id: str, role: common_pb2.Role) -> None:
+    async def add(self, instance_id: str, role: common_pb2.Role) -> None:
         worker = self.workers[instance_id] = ScriptedWorker(self, instance_id, role)
         await worker.start()
 
@@ -230,7 +230,7 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
 
     # The conductor
 
-    async def GetCluster(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def GetCluster(self, request, context):
         alive = [w for w in self.workers.values() if w.instance_id not in self.dead]
         has_both = all(
             self._alive(role) for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
@@ -244,13 +244,15 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
                 num_layers=1, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=64, dtype="float32"
             ),
             fingerprint="f00d",
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=self.max_model_len,
             ready=has_both,
         )
 
-    async def Place(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def Place(self, request, context):
         self.places.append(request)
         self.changed()
+        if self.place_gate is not None:
+            await self.place_gate.wait()
         if self.place_replies:
             return self.place_replies.pop(0)
         chosen = [
@@ -272,11 +274,11 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
             )
         )
 
-    async def Report(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def Report(self, request, context):
         self.reports.append(request)
         self.changed()
         return conductor_pb2.ReportReply()
 
-    async def Explain(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def Explain(self, request, context):
         known = any(place.request_id == request.request_id for place in self.places)
         return conductor_pb2.ExplainReply(found=known, decision_json='{"because":"scripted"}')

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.conftest import MODEL
 
 from gateway.detokenize import REPLACEMENT, ByteDecoder, StopMatcher, TextOutput, WindowDecoder
 from gateway.tokenizer import load_tokenizer
+from tests.gateway.conftest import MODEL
 
 TOKENIZER = load_tokenizer(MODEL)
 TEXTS = st.text(max_size=40)

@@ -85,7 +85,9 @@ def placed(state: RequestState, **names: str) -> list:
     return state.handle(Placed(attempt=state.attempt, placement=placement(**names)), 1.0)
 
 
-def arrived(state: RequestState, *indexes: int, attempt: int | None = None, ids: dict | None = None):
+def arrived(
+    state: RequestState, *indexes: int, attempt: int | None = None, ids: dict | None = None
+):
     tokens = []
     for index in indexes:
         token_id = (ids or {}).get(index, index)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
+from collections.abc import Iterable
+from typing import Any
 
-import aiohttp
+from protocol.errors import MoonserveError, PeerLost
 
-from tests.gateway.scripted_cluster import ScriptedCluster
-from gateway.tokenizer import Tokenizer
-
-CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 6}
+TEXT = {"prompt": "hello", "stream": True, "max_tokens": 6}
 
 
-async def events_of(http: aiohttp.ClientSession, path: str, body: dict) -> list[str]:
+def joined(lists: Iterable[list[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+async def raw_events(http, path: str, body: dict[str, Any]) -> list[str]:
     async with http.post(path, json=body) as reply:
         assert reply.status == 200, await reply.text()
-        assert reply.content_type == "text/event-stream"
+        assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
         text = (await reply.read()).decode()
     assert text.endswith("\n\n")
     parts = text[:-2].split("\n\n")
@@ -23,12 +29,208 @@ async def events_of(http: aiohttp.ClientSession, path: str, body: dict) -> list[
     return [part.removeprefix("data: ") for part in parts]
 
 
-async def test_a_chat_stream_has_a_role_then_text_then_a_reason_then_done(http, cluster) -> None:
-    """CONVENTIONS: first delta names the role, finish_reason in the last content chunk, [DONE] last."""
-    *chunks, done = await events_of(http, "/v1/chat/completions", CHAT | {"max_tokens": 6})
+async def events(http, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    *chunks, done = await raw_events(http, path, body)
     assert done == "[DONE]"
     parsed = [json.loads(chunk) for chunk in chunks]
-    assert parsed[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in parsed)
-    assert " to be or not to be".startswith(text)
-    assert len({(chunk["id"], chunk["created"]) for chunk in parsed}) == 1
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in parsed}) == 1
+    return parsed
+
+
+async def test_a_chat_stream_is_role_then_text_then_reason_then_done(
+    http, cluster, tokenizer
+) -> None:
+    first, *chunks = await events(http, "/v1/chat/completions", CHAT)
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"] == [
+        {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+    ]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    text = "".join(choice["delta"]["content"] for choice in choices)
+    assert text == tokenizer.decode(cluster.tokens[:6])
+    reasons = [choice["finish_reason"] for choice in choices]
+    assert reasons == [None] * (len(reasons) - 1) + ["length"]
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_usage_comes_in_one_more_chunk_and_is_null_before(http, cluster) -> None:
+    cluster.cached_tokens = 5
+    body = CHAT | {"stream_options": {"include_usage": True}}
+    *chunks, last = await events(http, "/v1/chat/completions", body)
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    prompt = len(cluster.submissions[0].token_ids) // 4
+    assert last["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": 6,
+        "total_tokens": prompt + 6,
+        "prompt_tokens_details": {"cached_tokens": 5},
+    }
+
+
+async def test_a_completion_stream_has_text_only(http, cluster, tokenizer) -> None:
+    chunks = await events(http, "/v1/completions", TEXT)
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert set(choices[0]) == {"index", "text", "logprobs", "finish_reason"}
+    assert "".join(c["text"] for c in choices) == tokenizer.decode(cluster.tokens[:6])
+
+
+async def test_token_ids_come_with_each_chunk(http, cluster, tokenizer) -> None:
+    body = TEXT | {"return_token_ids": True, "prompt": ["hello", "you"]}
+    chunks = await events(http, "/v1/completions", body)
+    for index, prompt in enumerate(map(tokenizer.encode, ("hello", "you"))):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert mine[0]["prompt_token_ids"] == prompt
+        assert joined(c["token_ids"] for c in mine) == cluster.tokens[:6]
+    chunks = await events(http, "/v1/chat/completions", CHAT | {"return_token_ids": True})
+    assert chunks[0]["prompt_token_ids"][0] == 0
+    assert joined(c["choices"][0].get("token_ids", []) for c in chunks) == cluster.tokens[:6]
+
+
+async def test_characters_are_whole_and_unescaped_in_chunks(http, cluster, tokenizer) -> None:
+    cluster.tokens = tokenizer.encode("日本🎉", add_special_tokens=False)
+    body = CHAT | {"max_tokens": len(cluster.tokens)}
+    raw = await raw_events(http, "/v1/chat/completions", body)
+    assert any("日" in chunk for chunk in raw)
+    chunks = [json.loads(chunk) for chunk in raw[1:-1]]
+    assert "".join(c["choices"][0]["delta"]["content"] for c in chunks) == "日本🎉"
+    assert all("\ufffd" not in chunk for chunk in raw)
+
+
+async def test_a_stop_string_across_tokens_is_cut_and_cancels_the_rest(
+    http, cluster, tokenizer
+) -> None:
+    body = TEXT | {"stop": ["or no", "unused"]}
+    chunks = await events(http, "/v1/completions", body | {"max_tokens": 100})
+    assert "".join(c["choices"][0]["text"] for c in chunks) == " to be "
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    await cluster.until(lambda: len(cluster.cancels) == 2)
+    assert {instance for instance, _ in cluster.cancels} == {"prefill-0", "decode-0"}
+
+
+async def test_logprobs_stream_in_both_forms(http, cluster, tokenizer) -> None:
+    chat = await events(http, "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2})
+    entries = [e for c in chat[1:] for e in c["choices"][0]["logprobs"]["content"]]
+    assert [bytes(e["bytes"]) for e in entries] == [
+        tokenizer.token_bytes(t) for t in cluster.tokens[:6]
+    ]
+    assert [len(e["top_logprobs"]) for e in entries] == [2] * 6
+    text = await events(http, "/v1/completions", TEXT | {"logprobs": 1})
+    columns = [c["choices"][0]["logprobs"] for c in text]
+    assert joined(c["token_logprobs"] for c in columns) == [-0.25] * 6
+    offsets = joined(c["text_offset"] for c in columns)
+    assert offsets[0] == 0
+    assert offsets == sorted(set(offsets))
+
+
+async def test_echo_repeats_the_prompt_before_each_choice(http, cluster, tokenizer) -> None:
+    chunks = await events(http, "/v1/completions", TEXT | {"echo": True, "n": 2})
+    for index in (0, 1):
+        text = "".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == index)
+        assert text == "hello" + tokenizer.decode(cluster.tokens[:6])
+
+
+async def test_choices_sample_with_consecutive_seeds(http, cluster) -> None:
+    await events(http, "/v1/completions", TEXT | {"n": 3, "seed": 2**64 - 1})
+    seeds = sorted(message.sampling.seed for message in cluster.submissions)
+    assert seeds == [0, 1, 2**64 - 1]
+    await events(http, "/v1/completions", TEXT)
+    assert cluster.submissions[-1].sampling.seed < 2**63
+
+
+async def test_a_failure_after_the_first_byte_ends_the_stream_without_done(http, cluster) -> None:
+    async def dies(run) -> None:
+        run.prefill_done(cluster.tokens[0])
+        run.decoded(run.token(1, cluster.tokens[1]))
+        await cluster.until(lambda: len(cluster.reports) == 1)
+        run.fail(MoonserveError("cannot go on"), by=run.decode)
+
+    cluster.scripts = [dies]
+    raw = await raw_events(http, "/v1/completions", TEXT)
+    assert raw[-1] != "[DONE]"
+    error = json.loads(raw[-1])["error"]
+    assert set(error) >= {"message", "type", "param", "code"}
+    assert error["code"] == "internal_error"
+
+
+async def test_after_a_failed_stream_the_server_closes_the_connection(http, cluster, url) -> None:
+    async def dies(run) -> None:
+        run.prefill_done(cluster.tokens[0])
+        await cluster.until(lambda: len(cluster.reports) == 1)
+        run.fail(MoonserveError("cannot go on"), by=run.decode)
+
+    cluster.scripts = [dies]
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(TEXT).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    async with asyncio.timeout(10):
+        text = await reader.read()  # until the server closes
+    assert b'{"error":' in text.replace(b'{"error": ', b'{"error":')
+    assert b"[DONE]" not in text
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_stream_survives_the_death_of_its_decode_worker(http, cluster, tokenizer) -> None:
+    async def dies(run) -> None:
+        run.prefill_done(cluster.tokens[0], cached_tokens=3)
+        run.decoded(run.token(1, cluster.tokens[1]), run.token(2, cluster.tokens[2]))
+        await cluster.until(lambda: len(cluster.reports) == 1)
+        await cluster.kill("decode-0")
+
+    cluster.scripts = [dies]
+    body = TEXT | {"return_token_ids": True, "stream_options": {"include_usage": True}}
+    *chunks, usage = await events(http, "/v1/completions", body)
+    assert joined(c["choices"][0]["token_ids"] for c in chunks) == cluster.tokens[:6]
+    assert "".join(c["choices"][0]["text"] for c in chunks) == tokenizer.decode(cluster.tokens[:6])
+    assert list(cluster.places[1].excluded_instances) == ["decode-0"]
+    assert cluster.submissions[1].request_id == cluster.submissions[0].request_id + "~2"
+    assert usage["usage"]["completion_tokens"] == 6
+    assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+
+
+async def test_duplicates_and_overtaking_tokens_change_nothing(http, cluster, tokenizer) -> None:
+    async def repeats(run) -> None:
+        tokens = [run.token(index, cluster.tokens[index]) for index in range(6)]
+        run.decoded(*tokens[1:3])
+        run.decoded(*tokens[1:4])
+        run.prefill_done(cluster.tokens[0])
+        run.decoded(*tokens[0:6])
+
+    cluster.scripts = [repeats]
+    chunks = await events(http, "/v1/completions", TEXT | {"return_token_ids": True})
+    assert joined(c["choices"][0]["token_ids"] for c in chunks) == cluster.tokens[:6]
+
+
+async def test_a_missing_token_is_asked_for_again(http, cluster) -> None:
+    async def skips(run) -> None:
+        run.prefill_done(cluster.tokens[0])
+        await cluster.until(lambda: len(cluster.reports) == 1)
+        run.decoded(run.token(2, cluster.tokens[2]))
+
+    cluster.scripts = [skips]
+    chunks = await events(http, "/v1/completions", TEXT | {"return_token_ids": True})
+    assert joined(c["choices"][0]["token_ids"] for c in chunks) == cluster.tokens[:6]
+    assert len(cluster.submissions) == 2
+
+
+async def test_a_worker_that_gives_up_retryably_is_replaced_before_the_first_byte(
+    http, cluster
+) -> None:
+    async def gives_up(run) -> None:
+        run.fail(PeerLost("decode is gone"), by=run.prefill)
+
+    cluster.scripts = [gives_up]
+    async with http.post("/v1/completions", json=TEXT) as reply:
+        assert reply.status == 200
+        assert reply.headers["x-prefill-instance-id"] == "prefill-0"
+        assert reply.headers["x-decode-instance-id"] == "decode-1"
+        assert (await reply.read()).endswith(b"data: [DONE]\n\n")

@@ -8,12 +8,12 @@ import shutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.conftest import MODEL
 from transformers import AutoTokenizer
 
 from gateway.chat_template import ChatTemplate
 from gateway.tokenizer import Tokenizer, _slow_codec, load_tokenizer
 from protocol.errors import ConfigError, InvalidRequest
+from tests.gateway.conftest import MODEL
 
 REFERENCE = AutoTokenizer.from_pretrained(MODEL)
 OURS = load_tokenizer(MODEL)

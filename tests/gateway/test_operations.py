@@ -1,0 +1,133 @@
+"""Health, readiness, metrics, the dashboard, and the process itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+
+import aiohttp
+import pytest
+
+from gateway.__main__ import main
+from gateway.server import bind
+from protocol.errors import ConfigError
+from tests.gateway.conftest import MODEL, running_gateway
+
+TEXT = {"prompt": "hello", "max_tokens": 6}
+
+
+async def get(http, path: str, status: int = 200) -> str:
+    async with http.get(path) as reply:
+        text = await reply.text()
+        assert reply.status == status, text
+        return text
+
+
+async def test_metrics_follow_the_requests(http, cluster) -> None:
+    cluster.cached_tokens = 1
+    async with http.post("/v1/completions", json=TEXT) as reply:
+        usage = (await reply.json())["usage"]
+    text = await get(http, "/metrics")
+
+    def value(name: str, more: str = "") -> float:
+        found = re.search(rf'^{name}{{engine="[^"]+"{more},model_name="demo"}} (\S+)', text, re.M)
+        assert found, name
+        return float(found[1])
+
+    assert value("vllm:prompt_tokens_total") == usage["prompt_tokens"]
+    assert value("vllm:generation_tokens_total") == 6
+    assert value("vllm:time_to_first_token_seconds_count") == 1
+    assert value("vllm:inter_token_latency_seconds_count") == 5
+    assert value("vllm:e2e_request_latency_seconds_count") == 1
+    assert value("vllm:prefix_cache_hits_total") == 1
+    assert value("vllm:num_requests_running") == value("vllm:num_requests_waiting") == 0
+    assert value("vllm:request_success_total", ',finished_reason="length"') == 1
+
+
+async def test_the_cluster_is_shown_as_json_and_as_a_page(http, cluster) -> None:
+    view = json.loads(await get(http, "/v1/cluster"))
+    assert view["ready"] is True
+    assert [i["instance_id"] for i in view["instances"]] == [
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "decode-1",
+    ]
+    assert set(view["instances"][0]) >= {"role", "rpc_address", "load", "num_blocks"}
+    page = await get(http, "/dashboard")
+    assert "v1/cluster" in page
+    assert not re.search(r'(src|href)="?https?:', page)
+
+
+async def test_small_endpoints_answer(http, cluster) -> None:
+    assert json.loads(await get(http, "/version"))["version"]
+    assert json.loads(await get(http, "/health"))["status"] == "ok"
+    document = json.loads(await get(http, "/openapi.json"))
+    schema = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    assert "messages" in schema["content"]["application/json"]["schema"]["properties"]
+    await get(http, "/v1/explain/unknown", 404)
+
+
+async def test_a_gateway_without_workers_is_alive_but_not_ready(cluster) -> None:
+    cluster.dead |= {"decode-0", "decode-1"}
+    async with running_gateway(cluster) as url, aiohttp.ClientSession(url) as http:
+        await get(http, "/health")
+        await get(http, "/ready", 503)
+
+
+async def test_a_gateway_without_conductor_starts_and_answers_503(cluster) -> None:
+    await cluster.server.stop(0)
+    async with running_gateway(cluster) as url, aiohttp.ClientSession(url) as http:
+        await get(http, "/ready", 503)
+        async with http.post("/v1/completions", json=TEXT) as reply:
+            assert reply.status == 503
+
+
+async def test_a_stop_lets_requests_finish_then_fails_the_rest(cluster) -> None:
+    finishing = asyncio.Event()
+
+    async def finishes(run) -> None:
+        run.prefill_done(cluster.tokens[0])
+        await finishing.wait()
+        run.decoded(*(run.token(index, cluster.tokens[index]) for index in range(1, 6)))
+
+    async def stalls(run) -> None:
+        await asyncio.Event().wait()
+
+    cluster.scripts = [finishes, stalls]
+    async with aiohttp.ClientSession() as http:
+        async with running_gateway(cluster, drain_s=0.5) as url:
+            asking = [
+                asyncio.ensure_future(http.post(f"{url}/v1/completions", json=TEXT))
+                for _ in range(2)
+            ]
+            await cluster.until(lambda: len(cluster.reports) == 1 and len(cluster.submissions) == 2)
+            asyncio.get_running_loop().call_later(0.05, finishing.set)
+        replies = await asyncio.gather(*asking)
+        assert sorted(reply.status for reply in replies) == [200, 503]
+        for reply in replies:
+            reply.close()
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2(capfd) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = ["--model", str(MODEL), "--port", str(port), "--conductor", "127.0.0.1:1"]
+        assert main(flags) == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert str(port) in lines[0]
+    assert "--port" in lines[0]
+
+
+@pytest.mark.parametrize("flags", [[], ["--model", "x", "--prot", "1"], ["--model", "x"]])
+def test_bad_flags_are_one_line_and_exit_code_2(flags, capfd) -> None:
+    assert main(flags) == 2
+    assert len(capfd.readouterr().err.strip().splitlines()) == 1
+
+
+def test_a_port_that_is_none_cannot_be_bound() -> None:
+    with pytest.raises(ConfigError):
+        bind("127.0.0.1", 70_000)

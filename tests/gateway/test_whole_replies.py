@@ -1,0 +1,154 @@
+"""Replies that are not streamed, and how parameters reach the workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.keys import block_keys, pack_keys, root_key, unpack_tokens
+from tests.gateway.scripted_cluster import BLOCK_SIZE, MAX_MODEL_LEN
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
+
+
+async def post(http, path: str, body: dict) -> dict:
+    async with http.post(path, json=body) as reply:
+        assert reply.status == 200, await reply.text()
+        return await reply.json()
+
+
+async def test_a_chat_completion_has_openais_form(http, cluster, tokenizer) -> None:
+    async with http.post("/v1/chat/completions", json=CHAT, headers={"X-Request-Id": "abc"}) as r:
+        body = await r.json()
+        assert r.headers["x-request-id"] == "abc"
+        assert r.headers["x-prefill-instance-id"] == "prefill-0"
+        assert r.headers["x-decode-instance-id"] == "decode-0"
+    assert body["id"] == "chatcmpl-abc"
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "demo"
+    (choice,) = body["choices"]
+    assert choice["message"]["content"] == tokenizer.decode(cluster.tokens[:6])
+    assert choice["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == 6
+    assert cluster.submissions[0].request_id.startswith("abc-")
+
+
+async def test_the_prompt_is_the_chat_templates(http, cluster, tokenizer) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    await post(http, "/v1/chat/completions", CHAT | {"messages": messages})
+    text = tokenizer.render_chat(CHAT["messages"])
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    assert unpack_tokens(cluster.submissions[0].token_ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"), [("hi", 1), (["hi", "ho"], 2), ([5, 6], 1), ([[5, 6], [7]], 2)]
+)
+async def test_all_four_shapes_of_prompts_work(http, cluster, prompt, count) -> None:
+    body = await post(http, "/v1/completions", {"prompt": prompt, "n": 2, "max_tokens": 2})
+    assert [choice["index"] for choice in body["choices"]] == list(range(2 * count))
+    total = sum(len(m.token_ids) // 4 for m in cluster.submissions)
+    assert body["usage"]["prompt_tokens"] == total // 2  # each prompt counts once
+
+
+async def test_parameters_reach_the_workers(http, cluster) -> None:
+    await post(
+        http,
+        "/v1/completions",
+        {
+            "prompt": "hi",
+            "max_tokens": 9,
+            "min_tokens": 2,
+            "temperature": 0.5,
+            "top_p": 0.75,
+            "top_k": 7,
+            "min_p": 0.25,
+            "seed": 11,
+            "stop_token_ids": [77],
+            "presence_penalty": 0.5,
+            "frequency_penalty": -0.5,
+            "repetition_penalty": 1.25,
+            "logit_bias": {"5": -100},
+            "logprobs": 3,
+            "priority": -4,
+        },
+    )
+    message = cluster.submissions[0]
+    sampling = message.sampling
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.temperature) == (9, 2, 0.5)
+    assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0.75, 7, 0.25, 11)
+    assert list(sampling.stop_token_ids) == [1, 4, 77]
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert (sampling.repetition_penalty, sampling.num_logprobs) == (1.25, 3)
+    assert dict(sampling.logit_bias) == {5: -100.0}
+    assert message.priority == -4
+    assert cluster.places[0].priority == -4
+
+
+async def test_defaults_are_openais(http, cluster) -> None:
+    await post(http, "/v1/completions", {"prompt": "hi", "ignore_eos": True, "temperature": 0})
+    sampling = cluster.submissions[0].sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (16, 0.0, 1.0)
+    assert list(sampling.stop_token_ids) == []
+    assert not sampling.HasField("num_logprobs")
+    body = await post(http, "/v1/chat/completions", {"messages": CHAT["messages"], "stop": " be"})
+    room = MAX_MODEL_LEN - body["usage"]["prompt_tokens"]
+    assert cluster.submissions[1].sampling.max_tokens == room
+
+
+async def test_the_placement_request_carries_salted_keys_and_targets(http, cluster) -> None:
+    ids = list(range(10, 10 + 2 * BLOCK_SIZE + 1))
+    body = {"prompt": ids, "max_tokens": 3, "cache_salt": "tenant", "user": "u"}
+    headers = {"x-slo-ttft-ms": "500", "x-slo-tbt-ms": "25"}
+    async with http.post("/v1/completions", json=body, headers=headers) as reply:
+        assert reply.status == 200
+    place = cluster.places[0]
+    assert place.block_keys == pack_keys(block_keys(root_key("f00d", "tenant"), ids, BLOCK_SIZE))
+    assert cluster.submissions[0].block_keys == place.block_keys
+    assert (place.num_prompt_tokens, place.max_tokens, place.tenant) == (len(ids), 3, "u")
+    assert (place.ttft_slo_s, place.tbt_slo_s) == (0.5, 0.025)
+
+
+async def test_an_end_token_stops_without_text(http, cluster, tokenizer) -> None:
+    cluster.tokens[3] = 4  # <|im_end|>
+    body = await post(http, "/v1/chat/completions", CHAT | {"return_token_ids": True})
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == tokenizer.decode(cluster.tokens[:3])
+    assert choice["token_ids"] == cluster.tokens[:4]
+    assert body["prompt_token_ids"]
+
+
+async def test_logprobs_have_both_forms(http, cluster, tokenizer) -> None:
+    chat = await post(http, "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 1})
+    first = chat["choices"][0]["logprobs"]["content"][0]
+    assert first["logprob"] == -0.25
+    assert bytes(first["bytes"]) == tokenizer.token_bytes(cluster.tokens[0])
+    assert len(first["top_logprobs"]) == 1
+    body = {"prompt": "hi", "max_tokens": 3, "logprobs": 1}
+    columns = (await post(http, "/v1/completions", body))["choices"][0]["logprobs"]
+    assert columns["tokens"] == [tokenizer.token_name(t) for t in cluster.tokens[:3]]
+    assert columns["token_logprobs"] == [-0.25] * 3
+    assert columns["text_offset"][0] == 0
+
+
+async def test_progress_is_reported_to_the_conductor(http, cluster) -> None:
+    await post(http, "/v1/chat/completions", CHAT)
+    await cluster.until(lambda: len(cluster.reports) == 2)
+    first, finished = cluster.reports
+    assert first.phase == first.PHASE_FIRST_TOKEN
+    assert finished.phase == finished.PHASE_FINISHED
+    assert finished.output_tokens == 6
+    assert 0.0 < first.elapsed_s <= finished.elapsed_s
+
+
+async def test_tokenize_and_detokenize_are_inverse(http, tokenizer) -> None:
+    body = await post(http, "/tokenize", {"prompt": "hello 日本", "return_token_strs": True})
+    assert body["tokens"] == tokenizer.encode("hello 日本")
+    assert body["count"] == len(body["tokens"])
+    assert body["max_model_len"] == MAX_MODEL_LEN
+    assert len(body["token_strs"]) == body["count"]
+    text = await post(http, "/detokenize", {"tokens": body["tokens"]})
+    assert text == {"prompt": "<|bos|>hello 日本"}
+    chat = await post(http, "/tokenize", {"messages": CHAT["messages"]})
+    expected = tokenizer.render_chat(CHAT["messages"])
+    assert chat["tokens"] == tokenizer.encode(expected, add_special_tokens=False)
