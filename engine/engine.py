@@ -38,6 +38,7 @@ class Engine:
         fingerprint: str,
     ) -> None:
         self.config = config
+        self.attention_name = attention.name
         self.layout = pool.layout
         self.num_blocks = pool.num_blocks
         self.memory = pool.memory
@@ -59,11 +60,15 @@ class Engine:
         memory: memoryview | None = None,
         num_threads: int = 1,
         load_format: str = "auto",
-        attention: str = "torch",
+        attention: str = "auto",
+        cache_folder: Path | None = None,
         progress: Progress | None = None,
     ) -> Engine:
         """Loads the weights and lays the KV pool out over `memory` (its own when None). The compute dtype is the
-        layout's. Raises ConfigError. `num_threads` is set for the whole process."""
+        layout's. Raises ConfigError. `num_threads` is set for the whole process.
+
+        `attention`: auto, native or torch. The native kernel is compiled once into `cache_folder`
+        (`engine.machine.cache_folder`); without a folder, or without a C compiler, auto means torch."""
         set_threads(num_threads)
         weights = load_weights(
             model_path,
@@ -74,7 +79,7 @@ class Engine:
         )
         pool = KvPool(layout, num_blocks, memory)
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
-        backend = make_attention(attention, geometry, pool)
+        backend = make_attention(attention, geometry, pool, cache_folder)
         model = Model(config, weights, pool, backend)
         return cls(config, model, backend, pool, make_fingerprint(weights.digest, layout))
 

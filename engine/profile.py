@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +20,7 @@ import torch
 
 from engine.batch import Slice
 from engine.engine import Engine
+from engine.machine import cache_folder, processor
 from protocol.ids import RequestId
 from protocol.pb.conductor_pb2 import DecodeProfile, PrefillProfile
 from protocol.request import SamplingParams
@@ -68,9 +68,8 @@ def measure_cached(engine: Engine, folder: Path) -> tuple[PrefillProfile, Decode
 
 
 def profile_folder(environ: Mapping[str, str], home: Path) -> Path:
-    """Where profiles are kept by the XDG base directory specification."""
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else home / ".cache") / "moonserve" / "profiles"
+    """Where profiles are kept unless the operator says otherwise."""
+    return cache_folder(environ, home) / "profiles"
 
 
 # -- measuring
@@ -156,16 +155,13 @@ def _fit(points: Sequence[_Point]) -> Coefficients:
 
 
 def _identity(engine: Engine) -> str:
-    parts = (engine.fingerprint, astuple(engine.layout), _processor(), torch.get_num_threads())
+    parts = (
+        engine.fingerprint,
+        engine.attention_name,
+        processor(),
+        torch.get_num_threads(),
+    )
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _read(path: Path) -> tuple[PrefillProfile, DecodeProfile] | None:

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 from engine.attention.base import Attention, Geometry, Plan, Span
+from engine.attention.compiler import CompilerError
+from engine.attention.native import NativePagedAttention
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.kv_pool import KvPool
 from protocol.errors import ConfigError
 
-BACKENDS = {"torch": TorchPagedAttention}
+__all__ = ["NAMES", "Attention", "Geometry", "Plan", "Span", "make_attention"]
 
-__all__ = ["BACKENDS", "Attention", "Geometry", "Plan", "Span", "make_attention"]
+NAMES = ("auto", "native", "torch")
+
+log = logging.getLogger(__name__)
 
 
-def make_attention(name: str, geometry: Geometry, pool: KvPool) -> Attention:
-    """The implementation called `name`. Raises ConfigError naming those there are."""
-    backend = BACKENDS.get(name)
-    if backend is None:
-        raise ConfigError(f"attention backend {name!r} is not one of {', '.join(BACKENDS)}")
-    return backend(geometry, pool)
+def make_attention(
+    name: str, geometry: Geometry, pool: KvPool, cache_folder: Path | None
+) -> Attention:
+    """The implementation called `name`; auto takes native where it can be had. Raises ConfigError for an unknown name
+    and for native where it cannot."""
+    if name not in NAMES:
+        raise ConfigError(f"attention backend {name!r} is not one of {', '.join(NAMES)}")
+    if name == "torch" or (name == "auto" and cache_folder is None):
+        return TorchPagedAttention(geometry, pool)
+    try:
+        return NativePagedAttention(geometry, pool, cache_folder)
+    except CompilerError as error:
+        if name == "native":
+            raise ConfigError(f"the native attention kernel is not available: {error}") from error
+        log.warning("native attention kernel not available, using torch: %s", error)
+        return TorchPagedAttention(geometry, pool)

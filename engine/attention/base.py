@@ -14,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.kv_pool import KvPool
-
 Plan = Any
 """What a backend prepared for one step; only it looks inside."""
 
@@ -41,7 +39,7 @@ class Span:
 class Attention(Protocol):
     """Causal attention of a step's tokens over their own sequences."""
 
-    def __init__(self, geometry: Geometry, pool: KvPool) -> None: ...
+    name: str
 
     def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
         """The order in which this backend wants the spans, given their (start, end)."""

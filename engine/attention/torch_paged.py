@@ -1,8 +1,8 @@
-"""Attention in plain torch operations: gather the blocks, then scaled_dot_product_attention.
+"""Attention in plain torch operations, on any machine: the reference for every other backend.
 
 Single tokens (decode) are batched in groups of similar length. The query heads that share a KV head become the rows
 of one small query matrix, so that K and V are read once and never repeated; a group is kept small enough that what
-was gathered is still in cache when it is used. Longer spans (prefill) go one by one.
+was gathered is still in cache when it is used. Prompt chunks go one by one (`engine.attention.chunks`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import Geometry, Span
+from engine.attention.chunks import (
+    Chunk,
+    ChunkAttention,
+    first_block,
+    plan_chunks,
+    singles_first,
+)
 from engine.kv_pool import KvPool
 
 # Measured on one core with 1 MiB of L2: larger gathers are evicted before they are read.
@@ -34,24 +41,15 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Several tokens of one sequence, rows [first, end) of the step."""
-
-    first: int
-    end: int
-    blocks: torch.Tensor | None  # None = the chunk sees nothing but itself
-    num_tokens: int  # of K and V after gathering
-    mask: torch.Tensor | None  # [queries, num_tokens]; None = plain causal
-
-
-@dataclass(frozen=True, slots=True)
 class _Plan:
     groups: list[_Group]
-    chunks: list[_Chunk]
+    chunks: list[Chunk]
 
 
 class TorchPagedAttention:
     """Reference implementation of `Attention`, on any device that torch knows."""
+
+    name = "torch"
 
     def __init__(self, geometry: Geometry, pool: KvPool) -> None:
         self._heads = geometry.num_heads
@@ -59,32 +57,23 @@ class TorchPagedAttention:
         self._queries_per_kv = geometry.num_heads // geometry.num_kv_heads
         self._head_dim = geometry.head_dim
         self._pool = pool
+        self._chunks = ChunkAttention(geometry, pool)
         self._block_size = pool.layout.block_size
         self._dtype = pool.keys[0].dtype
         self._group_blocks = max(1, _GROUP_BYTES // (2 * pool.layout.piece_bytes))
 
     def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
-        """Single tokens first, by length, so that a group is a run of rows of similar length."""
-
-        def rank(index: int) -> tuple[bool, int]:
-            start, end = lengths[index]
-            return end - start > 1, end
-
-        return sorted(range(len(lengths)), key=rank)
+        return singles_first(lengths)
 
     # -- planning
 
     def plan(self, spans: Sequence[Span], window: int | None) -> _Plan:
         singles = [span for span in spans if span.end - span.start == 1]
-        chunks: list[_Chunk] = []
-        row = len(singles)
-        for span in spans[len(singles) :]:
-            chunks.append(self._plan_chunk(span, row, window))
-            row += span.end - span.start
+        chunks = plan_chunks(self._chunks, spans, window)
         return _Plan(self._plan_groups(singles, window), chunks)
 
     def _plan_groups(self, singles: Sequence[Span], window: int | None) -> list[_Group]:
-        counts = [self._last_block(span) - self._first_block(span, window) for span in singles]
+        counts = [self._num_blocks(span, window) for span in singles]
         groups: list[_Group] = []
         first = 0
         while first < len(singles):
@@ -110,8 +99,8 @@ class TorchPagedAttention:
         blocks = np.empty((rows, num_blocks), dtype=np.int64)
         visible = np.empty((rows, 2), dtype=np.int64)  # [from, to) in gathered tokens
         for row, span in enumerate(singles[first:end]):
-            begin = self._first_block(span, window)
-            table = span.blocks[begin : self._last_block(span)]
+            begin = first_block(span, window, self._block_size)
+            table = span.blocks[begin : begin + self._num_blocks(span, window)]
             blocks[row, : len(table)] = table
             blocks[row, len(table) :] = table[0]  # padding must be finite: 0 · NaN is NaN
             offset = begin * self._block_size
@@ -125,27 +114,9 @@ class TorchPagedAttention:
             first, end, num_blocks, torch.from_numpy(blocks.reshape(-1)), mask[:, None, None, :]
         )
 
-    def _plan_chunk(self, span: Span, row: int, window: int | None) -> _Chunk:
-        end_row = row + span.end - span.start
-        if span.start == 0 and (window is None or span.end <= window):
-            return _Chunk(row, end_row, None, span.end, None)
-        begin = self._first_block(span, window)
-        blocks = torch.from_numpy(span.blocks[begin : self._last_block(span)].copy())
-        offset = begin * self._block_size
-        queries = torch.arange(span.start, span.end)[:, None]
-        keys = torch.arange(offset, span.end)[None, :]
-        hidden = keys > queries
-        if window is not None:
-            hidden |= keys <= queries - window
-        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
-        return _Chunk(row, end_row, blocks, span.end - offset, mask)
-
-    def _first_block(self, span: Span, window: int | None) -> int:
-        """The block of the oldest token that the span's first token sees."""
-        return 0 if window is None else max(0, span.start - window + 1) // self._block_size
-
-    def _last_block(self, span: Span) -> int:
-        return -(-span.end // self._block_size)
+    def _num_blocks(self, span: Span, window: int | None) -> int:
+        """Blocks that hold what a single token sees."""
+        return -(-span.end // self._block_size) - first_block(span, window, self._block_size)
 
     # -- computing
 
@@ -158,7 +129,7 @@ class TorchPagedAttention:
         values: torch.Tensor,
     ) -> torch.Tensor:
         parts = [self._attend_group(layer, group, queries) for group in plan.groups]
-        parts += [self._attend_chunk(layer, chunk, queries, keys, values) for chunk in plan.chunks]
+        parts += [self._chunks.attend(layer, chunk, queries, keys, values) for chunk in plan.chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_group(self, layer: int, group: _Group, queries: torch.Tensor) -> torch.Tensor:
@@ -174,32 +145,3 @@ class TorchPagedAttention:
             attn_mask=group.mask,
         )
         return output.reshape(rows, self._heads * self._head_dim)
-
-    def _attend_chunk(
-        self,
-        layer: int,
-        chunk: _Chunk,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        own = slice(chunk.first, chunk.end)
-        if chunk.blocks is None:
-            seen_keys, seen_values = keys[own], values[own]
-        else:
-            seen_keys = _gather(self._pool.keys[layer], chunk.blocks)[: chunk.num_tokens]
-            seen_values = _gather(self._pool.values[layer], chunk.blocks)[: chunk.num_tokens]
-        output = F.scaled_dot_product_attention(
-            queries[own].transpose(0, 1)[None],
-            seen_keys.transpose(0, 1)[None],
-            seen_values.transpose(0, 1)[None],
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
-            enable_gqa=self._queries_per_kv > 1,
-        )
-        return output[0].transpose(0, 1).reshape(own.stop - own.start, -1)
-
-
-def _gather(pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """The tokens of these blocks, in order."""
-    return pool.index_select(0, blocks).flatten(0, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.profile import _fit, _Point, measure, measure_cached, profile_folder
+from engine.profile import _fit, _Point, measure, measure_cached
 from tests.engine.conftest import Pair
 
 
@@ -32,15 +32,9 @@ def test_a_measurement_predicts_times_above_zero(llama: Pair) -> None:
 
 def test_a_measurement_is_made_once_and_kept(llama: Pair, tmp_path: Path) -> None:
     engine = llama.engine()
-    first = measure_cached(engine, tmp_path / "profiles")
-    [kept] = (tmp_path / "profiles").iterdir()
-    assert measure_cached(engine, tmp_path / "profiles") == first
+    first = measure_cached(engine, tmp_path)
+    [kept] = tmp_path.iterdir()
+    assert measure_cached(engine, tmp_path) == first
     kept.write_text("{")
-    measure_cached(engine, tmp_path / "profiles")
+    measure_cached(engine, tmp_path)
     assert kept.read_text() != "{"
-
-
-def test_the_cache_folder_follows_the_xdg_specification() -> None:
-    home = Path("/home/someone")
-    assert profile_folder({}, home) == home / ".cache/moonserve/profiles"
-    assert profile_folder({"XDG_CACHE_HOME": "/c"}, home) == Path("/c/moonserve/profiles")
