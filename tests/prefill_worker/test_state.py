@@ -372,6 +372,17 @@ def test_three_corrupt_handoffs_fail_the_request() -> None:
     assert_drained(state)
 
 
+def test_a_corrupt_handoff_after_the_time_limit_fails_the_request() -> None:
+    """A Tick leaves a commit under way alone; its answer looks at the time."""
+    state = make_state(home=None)
+    run_to_commit(state)
+    assert state.handle(ev.Tick(), 600.0) == []
+    corrupt = ev.HandoffCorrupt(request_id=RequestId("r"), indexes=(0,))
+    actions = state.handle(corrupt, 601.0)
+    assert only(actions, act.Fail).error.code == "deadline"
+    assert_drained(state)
+
+
 def test_a_failed_commit_fails_the_request_for_another_placement() -> None:
     state = make_state(home=None)
     run_to_commit(state)
