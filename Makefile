@@ -32,8 +32,8 @@ format: $(DEV)
 bench: $(DEV)
 	$(BIN)/python -m benchmarks.serving $(ARGS)
 
-docs:
-	@echo "README.md, ARCHITECTURE.md and CONTRIBUTING.md are the documentation; moonserve VERB --help lists every option."
+docs: $(RUNTIME)
+	$(BIN)/python -m deploy.reference docs/configuration.md
 
 PACKAGES := protocol transfer kvstore engine conductor prefill_worker decode_worker gateway traces deploy models benchmarks
 
