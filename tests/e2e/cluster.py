@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx2 as httpx
 import psutil
 
 from deploy.local import LocalCluster
+from protocol.pb import worker_pb2, worker_pb2_grpc
+from protocol.rpc import TOKEN_HEADER
 
 
 class Cluster(LocalCluster):
@@ -44,6 +47,18 @@ class Cluster(LocalCluster):
         """Of the instance's latest start; 0 while it is not a member."""
         found = [i["epoch"] for i in self.instances() if i["instance_id"] == instance_id]
         return found[0] if found else 0
+
+    def counters(self, instance_id: str) -> dict[str, int]:
+        """What a worker counts about itself since its start."""
+        [found] = [i for i in self.instances() if i["instance_id"] == instance_id]
+        with grpc.insecure_channel(found["rpc_address"]) as channel:
+            status = worker_pb2_grpc.WorkerStub(channel).GetStatus(
+                worker_pb2.GetStatusRequest(),
+                metadata=((TOKEN_HEADER, self.token),),
+                timeout=10,
+                wait_for_ready=True,
+            )
+        return dict(status.counters)
 
     def pids(self) -> dict[str, int]:
         """Process id of every instance, by instance id."""

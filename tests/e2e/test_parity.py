@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_PROMPTS = 20
 NUM_TOKENS = 20
 LONGEST = 3_000
+PREFILL_WORKERS = ("prefill-0", "prefill-1")
 
 # Fields of the transformers configuration. Mistral's window is shorter than most prompts.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -169,6 +170,8 @@ def test_a_prefix_from_the_store_is_as_good_as_a_computed_one(tmp_path: Path) ->
         kill_prefill_workers(cluster)
         with BackgroundLoad(cluster, paper.vocab_size, seed=2):
             assert paper.take(cluster) == paper.reusable
+        loaded = [cluster.counters(name)["store_hit_blocks"] for name in PREFILL_WORKERS]
+        assert sum(loaded) * paper.shape.block_size >= sum(paper.reusable)
 
 
 def stored_blocks(cluster: Cluster) -> int:
@@ -179,11 +182,10 @@ def stored_blocks(cluster: Cluster) -> int:
 
 def kill_prefill_workers(cluster: Cluster) -> None:
     """Returns when the supervisor's new ones are members."""
-    pids = {name: pid for name, pid in cluster.pids().items() if name.startswith("prefill")}
-    epochs = {name: cluster.epoch(name) for name in pids}
-    assert len(pids) == 2
-    for pid in pids.values():
-        os.kill(pid, signal.SIGKILL)
+    epochs = {name: cluster.epoch(name) for name in PREFILL_WORKERS}
+    pids = cluster.pids()
+    for name in PREFILL_WORKERS:
+        os.kill(pids[name], signal.SIGKILL)
     cluster.wait_for(
         "their successors", lambda: all(cluster.epoch(n) > e for n, e in epochs.items()), 60
     )

@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 VOCAB_SIZE = 4_096  # of the demo model
 NUM_TOKENS = 64
 REPETITIONS = 20
+FLAGS = ("--dtype", "float32", "--num-threads", "1")
+# A pool of this size holds two or three sequences of the tests' length.
+CRAMPED = (
+    *("--max-model-len", "320", "--kv-cache-memory", str(4 * 2**20), "--block-size", "16"),
+    *("--max-num-batched-tokens", "50", "--max-num-seqs", "32", "--prefill-workers", "2"),
+)
 PROMPT = "Once upon a time there was a"
 
 # Each changes what the plain request would say.
@@ -37,11 +44,14 @@ Said = tuple[str, tuple[int, ...]]  # a choice's text and tokens
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("seeds")
-    model = shutil.copytree(demo_model_path(), folder / "model")
-    flags = ("--dtype", "float32", "--num-threads", "1")
-    with running_cluster(model, folder / "logs", *flags) as cluster:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy: the original may be trained on meanwhile."""
+    return shutil.copytree(demo_model_path(), tmp_path_factory.mktemp("seeds") / "model")
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(model, tmp_path_factory.mktemp("logs"), *FLAGS) as cluster:
         yield cluster
 
 
@@ -49,9 +59,7 @@ def say(cluster: Cluster, **parameters: Any) -> list[Said]:
     """Every choice of one sampled request."""
     wish = {"max_tokens": NUM_TOKENS, "temperature": 1, "seed": 11, "ignore_eos": True}
     answer = cluster.complete(PROMPT, return_token_ids=True, **{**wish, **parameters})
-    said = [(choice["text"], tuple(choice["token_ids"])) for choice in answer["choices"]]
-    assert all(len(token_ids) == NUM_TOKENS for _, token_ids in said)
-    return said
+    return [(choice["text"], tuple(choice["token_ids"])) for choice in answer["choices"]]
 
 
 def test_a_seed_gives_the_same_text_whatever_else_is_in_the_batch(cluster: Cluster) -> None:
@@ -98,3 +106,17 @@ def test_every_way_to_sample_is_as_repeatable(cluster: Cluster) -> None:
     assert rounds == [rounds[0]] * 3
     assert len({plain, *rounds[0]}) == 1 + len(variations), "a parameter changed nothing"
     assert favourite not in rounds[0][-1][1]
+
+
+def test_another_cluster_that_preempts_gives_the_same_text(
+    cluster: Cluster, model: Path, tmp_path: Path
+) -> None:
+    """Other blocks, chunks and workers, and so little memory that sequences are evicted and computed again."""
+    seeds = range(100, 108)
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        expected = list(pool.map(lambda seed: say(cluster, seed=seed, max_tokens=200), seeds))
+        with running_cluster(model, tmp_path, *FLAGS, *CRAMPED) as cramped:
+            found = list(pool.map(lambda seed: say(cramped, seed=seed, max_tokens=200), seeds))
+            counters = cramped.counters("decode-0")
+    assert found == expected
+    assert counters["num_preemptions"] > 0
