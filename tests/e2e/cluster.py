@@ -74,6 +74,11 @@ class Cluster(LocalCluster):
         files = sorted(self.log_dir.glob("*.log"))
         return "\n".join(f"== {path.name}\n{path.read_text()[-4000:]}" for path in files)
 
+    def tracebacks(self) -> list[str]:
+        """Names of the logs that tell of an exception that nobody expected."""
+        files = sorted(self.log_dir.glob("*.log"))
+        return [path.name for path in files if "Traceback" in path.read_text()]
+
     def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 15) -> None:
         """Waits until `condition` holds; fails with the cluster's logs when it does not in time."""
         deadline = time.monotonic() + timeout_s

@@ -1,0 +1,105 @@
+"""What a cluster's processes say of their pools and counters, asked over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from protocol.keys import BlockKey
+from protocol.pb import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protocol.rpc import Channels
+from tests.e2e.cluster import Cluster
+
+CALL_TIMEOUT_S = 5.0
+
+
+class Accounts:
+    """Asks each time anew where an instance is, since a restarted one has another address."""
+
+    def __init__(self, cluster: Cluster, runner: asyncio.Runner, channels: Channels) -> None:
+        self._cluster = cluster
+        self._runner = runner
+        self._channels = channels
+
+    def worker(self, instance_id: str) -> worker_pb2.WorkerStatus:
+        channel = self._channels.to(self._address(instance_id))
+        stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
+        return self._runner.run(
+            self._channels.call(
+                stub.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=CALL_TIMEOUT_S
+            )
+        )
+
+    def store(self, instance_id: str = "store-0") -> kvstore_pb2.StoreStatsReply:
+        stub = self._store_stub(instance_id)
+        return self._runner.run(
+            self._channels.call(
+                stub.Stats, kvstore_pb2.StoreStatsRequest(), timeout_s=CALL_TIMEOUT_S
+            )
+        )
+
+    def places(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
+        """(offset, length) of the objects of these keys in store-0's memory; of the leading ones that it has."""
+        return self._runner.run(self._places(keys))
+
+    async def _places(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
+        call, stub = self._channels.call, self._store_stub("store-0")
+        request = kvstore_pb2.StoreLeaseRequest(lease_id="test", keys=keys, ttl_s=60)
+        reply = await call(stub.Lease, request, timeout_s=CALL_TIMEOUT_S)
+        release = kvstore_pb2.StoreReleaseRequest(lease_id="test")
+        await call(stub.Release, release, timeout_s=CALL_TIMEOUT_S)
+        return [(stored.offset, stored.length) for stored in reply.objects]
+
+    def counter(self, instance_id: str, name: str) -> int:
+        """0 for one that has not been counted yet."""
+        is_store = instance_id.startswith("store")
+        status = self.store(instance_id) if is_store else self.worker(instance_id)
+        return dict(status.counters).get(name, 0)
+
+    def in_use(self) -> list[str]:
+        """What is not free, per instance; empty when everything has been given back."""
+        found: list[str] = []
+        for instance in self._cluster.instances():
+            name = instance["instance_id"]
+            found += self._store_use(name) if instance["role"] == "store" else self._use(name)
+        return found
+
+    def _use(self, name: str) -> list[str]:
+        status = self.worker(name)
+        load = status.load
+        counted = load.free_blocks + load.held_blocks + load.leased_blocks
+        assert counted == status.num_blocks, f"{name} lost blocks: {status}"
+        busy = load.held_blocks or load.leased_blocks or load.num_waiting or load.num_running
+        return [f"{name}: {load}"] if busy else []
+
+    def _store_use(self, name: str) -> list[str]:
+        stats = self.store(name)
+        counted = stats.free_bytes + stats.held_bytes + stats.leased_bytes + stats.reserved_bytes
+        assert counted == stats.capacity_bytes, f"{name} lost bytes: {stats}"
+        return [f"{name}: {stats}"] if stats.leased_bytes or stats.reserved_bytes else []
+
+    def wait_until_all_is_free(self, timeout_s: float = 30) -> None:
+        """Fails when a pool still holds something for a request after this time."""
+        self._cluster.wait_for("all pools free", lambda: not self.in_use(), timeout_s)
+
+    def _address(self, instance_id: str) -> str:
+        found = {each["instance_id"]: each for each in self._cluster.instances()}
+        address: str = found[instance_id]["rpc_address"]
+        return address
+
+    def _store_stub(self, instance_id: str) -> kvstore_pb2_grpc.KvStoreAsyncStub:
+        channel = self._channels.to(self._address(instance_id))
+        stub: kvstore_pb2_grpc.KvStoreAsyncStub = kvstore_pb2_grpc.KvStoreStub(channel)
+        return stub
+
+
+@contextmanager
+def accounts_of(cluster: Cluster) -> Iterator[Accounts]:
+    """Ready to ask, with channels of its own."""
+    channels = Channels(cluster.token)
+    with asyncio.Runner() as runner:
+        try:
+            yield Accounts(cluster, runner, channels)
+        finally:
+            runner.run(channels.close())

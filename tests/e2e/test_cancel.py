@@ -1,0 +1,148 @@
+"""A client that leaves frees everything it had, everywhere, in whatever phase its request is."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.accounts import Accounts, accounts_of
+from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.raw_http import RawClient, read_events
+from tests.random_models import make_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+MAX_MODEL_LEN = 16_384
+LONG = 12_000
+"""Tokens of a prompt that takes seconds in steps of 64: long enough to act while it is computed."""
+
+FLAGS = (
+    *("--dtype", "float32", "--block-size", "32", "--kv-cache-memory", "32MiB"),
+    *("--max-num-batched-tokens", "64", "--ttft-slo", "10000", "--num-threads", "1"),
+)
+NUM_BLOCKS = 2_048
+"""In a pool of that size."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cancel")
+    make_model("llama", folder / "model", max_position_embeddings=MAX_MODEL_LEN)
+    with running_cluster(folder / "model", folder / "logs", *FLAGS) as cluster:
+        yield cluster
+        assert not cluster.tracebacks(), cluster.logs()
+
+
+@pytest.fixture
+def accounts(cluster: Cluster) -> Iterator[Accounts]:
+    """Of a cluster that is idle before the test, and must be so again after it and still serve."""
+    with accounts_of(cluster) as accounts:
+        accounts.wait_until_all_is_free()
+        assert accounts.worker("decode-0").num_blocks == NUM_BLOCKS
+        yield accounts
+        accounts.wait_until_all_is_free()
+        answer = cluster.complete([1, 2, 3], max_tokens=5, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == 5
+        accounts.wait_until_all_is_free()
+
+
+def long_prompt(name: str) -> list[int]:
+    """A different one for each name, so that nothing of it is cached."""
+    return random.Random(name).choices(range(256), k=LONG)
+
+
+@contextmanager
+def stopped(cluster: Cluster, instance_id: str) -> Iterator[None]:
+    """The process does nothing within the block, as if its machine had hung."""
+    pid = cluster.pids()[instance_id]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def wait_for_count(cluster: Cluster, accounts: Accounts, name: str, at_least: int) -> None:
+    cluster.wait_for(name, lambda: accounts.counter("prefill-0", name) >= at_least, 30)
+
+
+def test_while_queued(cluster: Cluster, accounts: Accounts) -> None:
+    clients = [RawClient(cluster) for _ in range(8)]
+    for index, client in enumerate(clients):
+        client.ask(long_prompt(f"queued {index}"), max_tokens=100)
+    cluster.wait_for("a queue", lambda: accounts.worker("prefill-0").load.num_waiting == 7)
+    clients[-1].leave()
+    # More than four are not prepared ahead, so the last one has neither blocks nor a landing.
+    wait_for_count(cluster, accounts, "cancelled_queued", 1)
+    for client in clients:
+        client.leave()
+
+
+def test_while_its_prompt_is_computed(cluster: Cluster, accounts: Accounts) -> None:
+    with RawClient(cluster) as client:
+        client.ask(long_prompt("prefill"), max_tokens=100)
+        cluster.wait_for("a step", lambda: accounts.counter("prefill-0", "computed_slices") > 0)
+        cluster.wait_for("its run", lambda: accounts.worker("prefill-0").load.num_running == 1)
+    wait_for_count(cluster, accounts, "cancelled_running", 1)
+
+
+def test_while_the_decode_worker_cannot_grant_a_landing(
+    cluster: Cluster, accounts: Accounts
+) -> None:
+    with stopped(cluster, "decode-0"):
+        with RawClient(cluster) as client:
+            client.ask(long_prompt("reserving"), max_tokens=100)
+            cluster.wait_for(
+                "its blocks", lambda: accounts.worker("prefill-0").load.held_blocks > 0
+            )
+        wait_for_count(cluster, accounts, "cancelled_reserving", 1)
+
+
+def test_while_its_kv_is_on_the_way(cluster: Cluster, accounts: Accounts) -> None:
+    with RawClient(cluster) as client:
+        client.ask(long_prompt("sending"), max_tokens=100)
+        cluster.wait_for("its landing", lambda: accounts.worker("decode-0").load.leased_blocks > 0)
+        with stopped(cluster, "decode-0"):
+            # All is computed, but what was sent since the stop has not arrived.
+            (first,) = read_events(client.reply(), 1)
+            assert first["choices"][0]["finish_reason"] is None
+            client.leave()
+            wait_for_count(cluster, accounts, "cancelled_sending", 1)
+
+
+def test_while_its_tokens_come(cluster: Cluster, accounts: Accounts) -> None:
+    dropped = accounts.counter("decode-0", "requests_dropped")
+    with RawClient(cluster) as client:
+        client.ask([5, 6, 7], max_tokens=MAX_MODEL_LEN - 3)
+        read_events(client.reply(), 5)
+        assert accounts.worker("decode-0").load.held_blocks > 0
+    cluster.wait_for(
+        "the end", lambda: accounts.counter("decode-0", "requests_dropped") == dropped + 1
+    )
+
+
+def test_while_a_whole_reply_is_made(cluster: Cluster, accounts: Accounts) -> None:
+    dropped = accounts.counter("decode-0", "requests_dropped")
+    with RawClient(cluster) as client:
+        client.ask([8, 9], max_tokens=MAX_MODEL_LEN - 2, stream=False, n=3)
+        cluster.wait_for("choices", lambda: accounts.worker("decode-0").load.num_running == 3)
+    cluster.wait_for(
+        "the end", lambda: accounts.counter("decode-0", "requests_dropped") == dropped + 3
+    )
+
+
+def test_twenty_at_once_in_any_phase(cluster: Cluster, accounts: Accounts) -> None:
+    dice = random.Random(1)
+    clients = [RawClient(cluster) for _ in range(20)]
+    for index, client in enumerate(clients):
+        prompt = long_prompt(f"any {index}")[: dice.choice((3, 40, 500, 3_000))]
+        client.ask(prompt, max_tokens=dice.choice((1, 20, 1_000)))
+    cluster.wait_for("tokens", lambda: accounts.worker("decode-0").load.num_running > 0)
+    for client in dice.sample(clients, len(clients)):
+        client.leave()
