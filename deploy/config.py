@@ -30,7 +30,6 @@ class ServeConfig:
     load_format: str = option(
         "auto", help="dummy = random weights, for measuring", choices=("auto", "dummy")
     )
-    seed: int = option(0, help="of dummy weights")
     max_model_len: int | None = option(
         None, help="longest prompt plus output in tokens; the model's own limit when not given"
     )

@@ -31,6 +31,9 @@ class PrefillConfig(ProcessConfig):
     kv_cache_memory: int = option(256 * MIB, help="bytes of KV", unit="bytes")
     max_num_seqs: int = option(64, help="sequences in one step")
     max_num_batched_tokens: int = option(512, help="tokens computed in one step")
+    enable_chunked_prefill: bool = option(
+        True, help="cut long prompts into several steps; otherwise a step takes any prompt whole"
+    )
     enable_prefix_caching: bool = option(True, help="keep the KV of prompts for later ones")
     scheduling_policy: str = option(
         "fcfs", help="order of waiting requests", choices=("fcfs", "priority")
@@ -100,11 +103,13 @@ def plan_pool(config: PrefillConfig, model: ModelConfig) -> PoolPlan:
             f"--kv-cache-memory {config.kv_cache_memory} holds no block of "
             f"{layout.block_bytes} bytes"
         )
+    max_model_len = _max_model_len(config, model, num_blocks * config.block_size)
+    max_chunk = config.max_num_batched_tokens if config.enable_chunked_prefill else max_model_len
     limits = Limits(
         block_size=config.block_size,
         num_blocks=num_blocks,
-        max_model_len=_max_model_len(config, model, num_blocks * config.block_size),
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_chunk,
         max_num_seqs=config.max_num_seqs,
         lookahead=config.prepare_ahead,
         max_put_blocks=config.max_put_blocks,

@@ -11,7 +11,7 @@ from deploy.plan import ProcessSpec, conductor_spec, member_specs
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from prefill_worker.config import PrefillConfig
-from protocol.config import load
+from protocol.config import load, options_of
 from protocol.errors import ConfigError
 from protocol.process import ProcessConfig
 
@@ -49,6 +49,12 @@ def test_every_process_understands_its_flags_and_gets_the_shared_options() -> No
         if spec.module.endswith("worker"):
             assert getattr(config, "block_size") == 64  # noqa: B009
             assert config.transports == ("tcp",)
+
+
+def test_every_option_of_serve_reaches_a_process_or_is_the_launchers_own() -> None:
+    launchers = {"prefill_workers", "decode_workers", "store_nodes", "log_dir"}
+    known = {option.name for cls in CLASSES.values() for option in options_of(cls)}
+    assert {option.name for option in options_of(ServeConfig)} <= known | launchers
 
 
 def test_prefill_workers_are_dealt_out_over_the_store_nodes() -> None:
