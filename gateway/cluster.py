@@ -53,12 +53,14 @@ class Cluster:
         *,
         on_batch: Callable[[str, worker_pb2.EventBatch], None],
         on_lost: Callable[[str, MoonserveError], None],
+        on_view: Callable[[conductor_pb2.ClusterView], None],
     ) -> None:
         self._channels = channels
         self._conductor = conductor_pb2_grpc.ConductorStub(channels.to(conductor_address))
         self._gateway_id = gateway_id
         self._on_batch = on_batch
         self._on_lost = on_lost
+        self._on_view = on_view
         self._view: conductor_pb2.ClusterView | None = None
         self._viewed_at = 0.0
         self._streams: dict[str, _Stream] = {}
@@ -104,6 +106,7 @@ class Cluster:
             log.debug("no view of the cluster: %s", error)
             return
         self._view, self._viewed_at = view, asyncio.get_running_loop().time()
+        self._on_view(view)
         await self._follow(view)
 
     async def place(self, request: conductor_pb2.PlaceRequest, timeout_s: float) -> Placement:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 
 from gateway.cluster import Cluster
+from gateway.decode_figures import DecodeFigures
 from gateway.detokenize import TextOutput
 from gateway.events import Event, InstanceLost, PrefillReported, TokensArrived, WorkerFailed
 from gateway.feed import Feed, Piece
@@ -96,6 +97,7 @@ class Gateway:
             gateway_id,
             on_batch=self._on_batch,
             on_lost=self._on_lost,
+            on_view=DecodeFigures(metrics).take,
         )
         self._surroundings = Surroundings(
             gateway_id=gateway_id,

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+import grpc.aio
+
 from protocol.errors import MoonserveError
 from protocol.ids import GatewayId, RequestId
 from protocol.keys import unpack_tokens
@@ -24,6 +26,8 @@ from protocol.request import (
 from protocol.rpc import RpcServer
 from protocol.streams import GatewayStreams
 from protocol.wire import sampling_from_wire
+
+Context = grpc.aio.ServicerContext
 
 CLUSTER_TOKEN = "test-token"
 MAX_MODEL_LEN = 512
@@ -60,16 +64,22 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             host="here",
         )
 
-    async def Submit(self, request, context):
+    async def Submit(
+        self, request: worker_pb2.SubmitRequest, context: Context
+    ) -> worker_pb2.SubmitReply:
         self._cluster.submitted(self, request)
         return worker_pb2.SubmitReply()
 
-    async def Cancel(self, request, context):
+    async def Cancel(
+        self, request: worker_pb2.CancelRequest, context: Context
+    ) -> worker_pb2.CancelReply:
         self._cluster.cancels.append((self.instance_id, request.request_id))
         self._cluster.changed()
         return worker_pb2.CancelReply()
 
-    async def Events(self, request, context) -> AsyncIterator[worker_pb2.EventBatch]:
+    async def Events(
+        self, request: worker_pb2.EventsRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.EventBatch]:
         async for batch in self.streams.events(GatewayId(request.gateway_id)):
             yield batch
 
@@ -230,7 +240,9 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
 
     # The conductor
 
-    async def GetCluster(self, request, context):
+    async def GetCluster(
+        self, request: conductor_pb2.GetClusterRequest, context: Context
+    ) -> conductor_pb2.ClusterView:
         alive = [w for w in self.workers.values() if w.instance_id not in self.dead]
         has_both = all(
             self._alive(role) for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
@@ -248,7 +260,9 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
             ready=has_both,
         )
 
-    async def Place(self, request, context):
+    async def Place(
+        self, request: conductor_pb2.PlaceRequest, context: Context
+    ) -> conductor_pb2.PlaceReply:
         self.places.append(request)
         self.changed()
         if self.place_gate is not None:
@@ -274,11 +288,15 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
             )
         )
 
-    async def Report(self, request, context):
+    async def Report(
+        self, request: conductor_pb2.ReportRequest, context: Context
+    ) -> conductor_pb2.ReportReply:
         self.reports.append(request)
         self.changed()
         return conductor_pb2.ReportReply()
 
-    async def Explain(self, request, context):
+    async def Explain(
+        self, request: conductor_pb2.ExplainRequest, context: Context
+    ) -> conductor_pb2.ExplainReply:
         known = any(place.request_id == request.request_id for place in self.places)
         return conductor_pb2.ExplainReply(found=known, decision_json='{"because":"scripted"}')

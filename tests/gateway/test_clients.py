@@ -10,14 +10,18 @@ import aiohttp
 import openai
 import pytest
 
+from gateway.tokenizer import Tokenizer
 from protocol.errors import Incompatible
 from tests.gateway.conftest import running_gateway
+from tests.gateway.scripted_cluster import Run, ScriptedCluster
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 TEXT = {"prompt": "hello", "max_tokens": 6}
 
 
-async def test_the_official_client_chats_streamed_and_not(url, cluster, tokenizer) -> None:
+async def test_the_official_client_chats_streamed_and_not(
+    url: str, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
     expected = tokenizer.decode(cluster.tokens[:6])
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
         whole = await client.chat.completions.create(
@@ -42,7 +46,9 @@ async def test_the_official_client_chats_streamed_and_not(url, cluster, tokenize
         assert (await client.models.retrieve("demo")).id == "demo"
 
 
-async def test_the_official_synchronous_client_completes(url, cluster, tokenizer) -> None:
+async def test_the_official_synchronous_client_completes(
+    url: str, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
     def use() -> tuple[str, str]:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
             whole = client.completions.create(model="demo", prompt="hello", max_tokens=6)
@@ -55,8 +61,10 @@ async def test_the_official_synchronous_client_completes(url, cluster, tokenizer
     assert await asyncio.to_thread(use) == (expected, expected)
 
 
-async def test_the_official_client_understands_our_errors(url, cluster) -> None:
-    async def dies(run) -> None:
+async def test_the_official_client_understands_our_errors(
+    url: str, cluster: ScriptedCluster
+) -> None:
+    async def dies(run: Run) -> None:
         run.prefill_done(cluster.tokens[0])
         await cluster.until(lambda: len(cluster.reports) > 0)
         run.fail(Incompatible("cannot go on"), by=run.decode)
@@ -78,8 +86,10 @@ async def test_the_official_client_understands_our_errors(url, cluster) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_cancels_at_both_workers(url, cluster, stream) -> None:
-    async def stalls(run) -> None:
+async def test_a_client_that_leaves_cancels_at_both_workers(
+    url: str, cluster: ScriptedCluster, stream: bool
+) -> None:
+    async def stalls(run: Run) -> None:
         run.prefill_done(cluster.tokens[0])
         await asyncio.Event().wait()
 
@@ -98,7 +108,7 @@ async def test_a_client_that_leaves_cancels_at_both_workers(url, cluster, stream
 
 
 async def test_a_client_that_leaves_before_placement_ends_gives_the_placement_back(
-    url, cluster
+    url: str, cluster: ScriptedCluster
 ) -> None:
     cluster.place_gate = asyncio.Event()
     async with aiohttp.ClientSession(url) as http:
@@ -121,10 +131,12 @@ async def gone(url: str) -> None:
                     return
 
 
-async def test_a_slow_reader_is_given_up_and_others_are_not_held_up(cluster, tokenizer) -> None:
+async def test_a_slow_reader_is_given_up_and_others_are_not_held_up(
+    cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
     """Its tokens do not pile up: the bounded queue ends the request at the workers."""
 
-    async def floods(run) -> None:
+    async def floods(run: Run) -> None:
         run.prefill_done(cluster.tokens[0])
         for start in range(1, 20_001, 500):
             run.decoded(*(run.token(i, cluster.tokens[0]) for i in range(start, start + 500)))

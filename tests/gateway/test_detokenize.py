@@ -29,7 +29,9 @@ def reference(text: str, stops: list[str]) -> tuple[str, bool]:
 
 
 @given(ANY_TOKENS, st.booleans())
-def test_byte_level_deltas_join_to_the_full_decode_of_any_tokens(ids, skip) -> None:
+def test_byte_level_deltas_join_to_the_full_decode_of_any_tokens(
+    ids: list[int], skip: bool
+) -> None:
     decoder = TOKENIZER.decoder(skip_special_tokens=skip)
     assert isinstance(decoder, ByteDecoder)
     text = "".join(map(decoder.push, ids)) + decoder.finish()
@@ -37,14 +39,14 @@ def test_byte_level_deltas_join_to_the_full_decode_of_any_tokens(ids, skip) -> N
 
 
 @given(TEXTS)
-def test_window_deltas_join_to_the_full_decode_of_any_text(text) -> None:
+def test_window_deltas_join_to_the_full_decode_of_any_text(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     decoder = window_decoder()
     assert "".join(map(decoder.push, ids)) + decoder.finish() == text
 
 
 @given(TEXTS)
-def test_no_delta_holds_a_part_of_a_character(text) -> None:
+def test_no_delta_holds_a_part_of_a_character(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     for decoder in (TOKENIZER.decoder(), window_decoder()):
         for delta in map(decoder.push, ids):
@@ -70,7 +72,7 @@ def test_a_window_of_broken_bytes_stays_short() -> None:
     st.lists(st.text("ab", max_size=4), max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
 )
-def test_stop_strings_cut_wherever_token_borders_fall(deltas, stops) -> None:
+def test_stop_strings_cut_wherever_token_borders_fall(deltas: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     emitted = ""
     for delta in deltas:
@@ -80,7 +82,7 @@ def test_stop_strings_cut_wherever_token_borders_fall(deltas, stops) -> None:
 
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_nothing_that_may_begin_a_stop_string_is_emitted(text, stops) -> None:
+def test_nothing_that_may_begin_a_stop_string_is_emitted(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     emitted = ""
     for char in text:
@@ -90,7 +92,7 @@ def test_nothing_that_may_begin_a_stop_string_is_emitted(text, stops) -> None:
 
 
 @given(ANY_TOKENS, st.lists(st.sampled_from(["e", "the", " a", "\n", "ab"]), max_size=3))
-def test_output_is_the_full_decode_cut_at_the_first_stop(ids, stops) -> None:
+def test_output_is_the_full_decode_cut_at_the_first_stop(ids: list[int], stops: list[str]) -> None:
     output = TextOutput(TOKENIZER.decoder(), stops)
     emitted = ""
     for token_id in ids:
@@ -110,5 +112,5 @@ def test_stop_strings_do_not_count_before_min_tokens() -> None:
 
 
 @pytest.mark.parametrize("token_id", [TOKENIZER.size, TOKENIZER.size + 1000])
-def test_tokens_beyond_the_tokenizer_have_no_text(token_id) -> None:
+def test_tokens_beyond_the_tokenizer_have_no_text(token_id: int) -> None:
     assert TOKENIZER.decoder().push(token_id) == ""

@@ -14,18 +14,21 @@ from gateway.__main__ import main
 from gateway.server import bind
 from protocol.errors import ConfigError
 from tests.gateway.conftest import MODEL, running_gateway
+from tests.gateway.scripted_cluster import Run, ScriptedCluster
 
 TEXT = {"prompt": "hello", "max_tokens": 6}
 
 
-async def get(http, path: str, status: int = 200) -> str:
+async def get(http: aiohttp.ClientSession, path: str, status: int = 200) -> str:
     async with http.get(path) as reply:
         text = await reply.text()
         assert reply.status == status, text
         return text
 
 
-async def test_metrics_follow_the_requests(http, cluster) -> None:
+async def test_metrics_follow_the_requests(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
     cluster.cached_tokens = 1
     async with http.post("/v1/completions", json=TEXT) as reply:
         usage = (await reply.json())["usage"]
@@ -46,7 +49,9 @@ async def test_metrics_follow_the_requests(http, cluster) -> None:
     assert value("vllm:request_success_total", ',finished_reason="length"') == 1
 
 
-async def test_the_cluster_is_shown_as_json_and_as_a_page(http, cluster) -> None:
+async def test_the_cluster_is_shown_as_json_and_as_a_page(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
     view = json.loads(await get(http, "/v1/cluster"))
     assert view["ready"] is True
     assert [i["instance_id"] for i in view["instances"]] == [
@@ -61,7 +66,9 @@ async def test_the_cluster_is_shown_as_json_and_as_a_page(http, cluster) -> None
     assert not re.search(r'(src|href)="?https?:', page)
 
 
-async def test_small_endpoints_answer(http, cluster) -> None:
+async def test_small_endpoints_answer(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
     assert json.loads(await get(http, "/version"))["version"]
     assert json.loads(await get(http, "/health"))["status"] == "ok"
     document = json.loads(await get(http, "/openapi.json"))
@@ -70,14 +77,14 @@ async def test_small_endpoints_answer(http, cluster) -> None:
     await get(http, "/v1/explain/unknown", 404)
 
 
-async def test_a_gateway_without_workers_is_alive_but_not_ready(cluster) -> None:
+async def test_a_gateway_without_workers_is_alive_but_not_ready(cluster: ScriptedCluster) -> None:
     cluster.dead |= {"decode-0", "decode-1"}
     async with running_gateway(cluster) as url, aiohttp.ClientSession(url) as http:
         await get(http, "/health")
         await get(http, "/ready", 503)
 
 
-async def test_a_gateway_without_conductor_starts_and_answers_503(cluster) -> None:
+async def test_a_gateway_without_conductor_starts_and_answers_503(cluster: ScriptedCluster) -> None:
     await cluster.server.stop(0)
     async with running_gateway(cluster) as url, aiohttp.ClientSession(url) as http:
         await get(http, "/ready", 503)
@@ -85,15 +92,15 @@ async def test_a_gateway_without_conductor_starts_and_answers_503(cluster) -> No
             assert reply.status == 503
 
 
-async def test_a_stop_lets_requests_finish_then_fails_the_rest(cluster) -> None:
+async def test_a_stop_lets_requests_finish_then_fails_the_rest(cluster: ScriptedCluster) -> None:
     finishing = asyncio.Event()
 
-    async def finishes(run) -> None:
+    async def finishes(run: Run) -> None:
         run.prefill_done(cluster.tokens[0])
         await finishing.wait()
         run.decoded(*(run.token(index, cluster.tokens[index]) for index in range(1, 6)))
 
-    async def stalls(run) -> None:
+    async def stalls(run: Run) -> None:
         await asyncio.Event().wait()
 
     cluster.scripts = [finishes, stalls]
@@ -111,7 +118,7 @@ async def test_a_stop_lets_requests_finish_then_fails_the_rest(cluster) -> None:
             reply.close()
 
 
-def test_a_port_in_use_is_one_line_and_exit_code_2(capfd) -> None:
+def test_a_port_in_use_is_one_line_and_exit_code_2(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         flags = ["--model", str(MODEL), "--port", str(port), "--conductor", "127.0.0.1:1"]
@@ -123,7 +130,9 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(capfd) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--model", "x", "--prot", "1"], ["--model", "x"]])
-def test_bad_flags_are_one_line_and_exit_code_2(flags, capfd) -> None:
+def test_bad_flags_are_one_line_and_exit_code_2(
+    flags: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(flags) == 2
     assert len(capfd.readouterr().err.strip().splitlines()) == 1
 

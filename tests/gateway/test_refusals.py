@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -12,14 +14,14 @@ import pytest
 from protocol.errors import DeadlineExceeded, IntegrityError, MoonserveError
 from protocol.pb import common_pb2, conductor_pb2
 from tests.gateway.conftest import running_gateway
-from tests.gateway.scripted_cluster import MAX_MODEL_LEN
+from tests.gateway.scripted_cluster import MAX_MODEL_LEN, Run, ScriptedCluster
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
 TEXT = {"prompt": "hello", "max_tokens": 6}
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 
 
-async def refused(http, path: str, status: int, **request) -> dict:
+async def refused(http: aiohttp.ClientSession, path: str, status: int, **request: Any) -> dict:
     async with http.post(path, **request) as reply:
         text = await reply.text()
         assert reply.status == status, text
@@ -43,7 +45,7 @@ MALFORMED = [
 ]
 
 
-async def test_malformed_bodies_are_400(http) -> None:
+async def test_malformed_bodies_are_400(http: aiohttp.ClientSession) -> None:
     for raw in MALFORMED:
         error = await refused(http, TEXT_PATH, 400, data=raw)
         assert error["type"] == "invalid_request_error"
@@ -89,7 +91,9 @@ BAD_PARAMETERS = [
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
-async def test_bad_parameters_are_400_and_named(http, cluster, path) -> None:
+async def test_bad_parameters_are_400_and_named(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, path: str
+) -> None:
     body = CHAT if path == CHAT_PATH else TEXT
     for change, param in BAD_PARAMETERS:
         error = await refused(http, path, 400, json=body | change)
@@ -97,7 +101,7 @@ async def test_bad_parameters_are_400_and_named(http, cluster, path) -> None:
     assert cluster.places == []
 
 
-async def test_numbers_that_are_none_are_400(http) -> None:
+async def test_numbers_that_are_none_are_400(http: aiohttp.ClientSession) -> None:
     for number in ("NaN", "Infinity", "-Infinity", "1e999"):
         raw = f'{{"prompt": "x", "temperature": {number}}}'
         await refused(http, TEXT_PATH, 400, data=raw)
@@ -121,7 +125,7 @@ BAD_CHATS = [
 ]
 
 
-async def test_bad_chats_are_400_and_named(http) -> None:
+async def test_bad_chats_are_400_and_named(http: aiohttp.ClientSession) -> None:
     for change, param in BAD_CHATS:
         error = await refused(http, CHAT_PATH, 400, json=CHAT | change)
         assert error["param"] == param, (change, error)
@@ -145,29 +149,31 @@ BAD_COMPLETIONS = [
 ]
 
 
-async def test_bad_completions_are_400_and_named(http) -> None:
+async def test_bad_completions_are_400_and_named(http: aiohttp.ClientSession) -> None:
     for change, param in BAD_COMPLETIONS:
         error = await refused(http, TEXT_PATH, 400, json=TEXT | change)
         assert error["param"] == param, (change, error)
 
 
-async def test_a_missing_prompt_is_named(http) -> None:
+async def test_a_missing_prompt_is_named(http: aiohttp.ClientSession) -> None:
     error = await refused(http, TEXT_PATH, 400, json={})
     assert (error["param"], error["code"]) == ("prompt", "missing_required_parameter")
 
 
-async def test_prompts_over_the_context_are_400(http) -> None:
+async def test_prompts_over_the_context_are_400(http: aiohttp.ClientSession) -> None:
     for prompt in ([5] * MAX_MODEL_LEN, "to be " * 100_000, "a b " * 500):
         error = await refused(http, TEXT_PATH, 400, json={"prompt": prompt})
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 
-async def test_an_unknown_model_is_404(http) -> None:
+async def test_an_unknown_model_is_404(http: aiohttp.ClientSession) -> None:
     error = await refused(http, TEXT_PATH, 404, json=TEXT | {"model": "gpt-4"})
     assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
-async def test_unknown_parameters_are_ignored_with_one_warning(http, caplog) -> None:
+async def test_unknown_parameters_are_ignored_with_one_warning(
+    http: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, logger="gateway.schema"):
         for _ in range(3):
             async with http.post(TEXT_PATH, json=TEXT | {"frobnicate": 1}) as reply:
@@ -175,7 +181,7 @@ async def test_unknown_parameters_are_ignored_with_one_warning(http, caplog) -> 
     assert sum("frobnicate" in record.message for record in caplog.records) == 1
 
 
-async def test_unknown_paths_are_404_and_wrong_methods_405(http) -> None:
+async def test_unknown_paths_are_404_and_wrong_methods_405(http: aiohttp.ClientSession) -> None:
     assert (await refused(http, "/v1/nothing", 404))["code"] == "not_found"
     async with http.get(TEXT_PATH) as reply:
         assert reply.status == 405
@@ -183,12 +189,14 @@ async def test_unknown_paths_are_404_and_wrong_methods_405(http) -> None:
         assert (await reply.json())["error"]["code"] == "method_not_allowed"
 
 
-async def test_embeddings_are_400(http) -> None:
+async def test_embeddings_are_400(http: aiohttp.ClientSession) -> None:
     await refused(http, "/v1/embeddings", 400, json={"input": "x"})
 
 
-async def test_bodies_over_the_limit_are_413_however_they_are_sent(cluster) -> None:
-    async def pieces():
+async def test_bodies_over_the_limit_are_413_however_they_are_sent(
+    cluster: ScriptedCluster,
+) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
         for _ in range(20):
             yield b"x" * 1000
 
@@ -201,10 +209,10 @@ async def test_bodies_over_the_limit_are_413_however_they_are_sent(cluster) -> N
             assert error["code"] == "request_too_large"
 
 
-async def test_a_body_that_does_not_come_is_408(cluster) -> None:
+async def test_a_body_that_does_not_come_is_408(cluster: ScriptedCluster) -> None:
     never = asyncio.Event()
 
-    async def stalls():
+    async def stalls() -> AsyncIterator[bytes]:
         yield b"{"
         await never.wait()
 
@@ -216,7 +224,7 @@ async def test_a_body_that_does_not_come_is_408(cluster) -> None:
         assert error["code"] == "request_timeout"
 
 
-async def test_api_keys_guard_what_costs(cluster) -> None:
+async def test_api_keys_guard_what_costs(cluster: ScriptedCluster) -> None:
     async with (
         running_gateway(cluster, api_key=("one", "two")) as url,
         aiohttp.ClientSession(url) as http,
@@ -232,7 +240,9 @@ async def test_api_keys_guard_what_costs(cluster) -> None:
             assert reply.status == 200
 
 
-async def test_overload_is_429_with_predictions(http, cluster) -> None:
+async def test_overload_is_429_with_predictions(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
     cluster.place_replies = [
         conductor_pb2.PlaceReply(
             overloaded=conductor_pb2.Overloaded(
@@ -248,7 +258,9 @@ async def test_overload_is_429_with_predictions(http, cluster) -> None:
     assert error["type"] == "rate_limit_error"
 
 
-async def test_no_worker_is_503_with_retry_after(http, cluster) -> None:
+async def test_no_worker_is_503_with_retry_after(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
     cluster.dead |= {"prefill-0", "prefill-1"}
     async with http.post(TEXT_PATH, json=TEXT) as reply:
         assert reply.status == 503
@@ -256,7 +268,9 @@ async def test_no_worker_is_503_with_retry_after(http, cluster) -> None:
         assert (await reply.json())["error"]["code"] == "no_worker"
 
 
-async def test_the_conductors_own_refusals_keep_their_status(http, cluster) -> None:
+async def test_the_conductors_own_refusals_keep_their_status(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
     cluster.place_replies = [
         conductor_pb2.PlaceReply(
             failure=common_pb2.Failure(code="invalid_request", message="too long for any pool")
@@ -269,8 +283,10 @@ async def test_the_conductors_own_refusals_keep_their_status(http, cluster) -> N
 @pytest.mark.parametrize(
     ("error", "status"), [(DeadlineExceeded("late"), 504), (MoonserveError("bug"), 500)]
 )
-async def test_failures_of_workers_have_their_status(http, cluster, error, status) -> None:
-    async def fails(run) -> None:
+async def test_failures_of_workers_have_their_status(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, error: MoonserveError, status: int
+) -> None:
+    async def fails(run: Run) -> None:
         run.fail(error, by=run.prefill)
 
     cluster.scripts = [fails]
@@ -278,8 +294,8 @@ async def test_failures_of_workers_have_their_status(http, cluster, error, statu
     assert "bug" not in body["message"]
 
 
-async def test_the_time_limit_of_a_request_is_504(cluster) -> None:
-    async def stalls(run) -> None:
+async def test_the_time_limit_of_a_request_is_504(cluster: ScriptedCluster) -> None:
+    async def stalls(run: Run) -> None:
         await asyncio.Event().wait()
 
     cluster.scripts = [stalls]
@@ -292,8 +308,8 @@ async def test_the_time_limit_of_a_request_is_504(cluster) -> None:
     await cluster.until(lambda: len(cluster.cancels) == 2)
 
 
-async def test_three_losses_are_503(http, cluster) -> None:
-    async def dies(run) -> None:
+async def test_three_losses_are_503(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
+    async def dies(run: Run) -> None:
         run.fail(IntegrityError("bad block"), by=run.prefill)
 
     cluster.scripts = [dies, dies, dies]
@@ -307,12 +323,14 @@ async def test_three_losses_are_503(http, cluster) -> None:
     ]
 
 
-async def test_bad_targets_in_headers_are_400(http) -> None:
+async def test_bad_targets_in_headers_are_400(http: aiohttp.ClientSession) -> None:
     for value in ("x", "-5", "0", "nan", "inf"):
         error = await refused(http, TEXT_PATH, 400, json=TEXT, headers={"x-slo-ttft-ms": value})
         assert error["param"] == "x-slo-ttft-ms"
 
 
-async def test_request_ids_that_are_not_printable_words_are_replaced(http) -> None:
+async def test_request_ids_that_are_not_printable_words_are_replaced(
+    http: aiohttp.ClientSession,
+) -> None:
     async with http.post(TEXT_PATH, json=TEXT, headers={"X-Request-Id": "a b"}) as reply:
         assert reply.headers["x-request-id"].startswith("req-")

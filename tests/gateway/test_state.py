@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +35,7 @@ from protocol.errors import (
     DeadlineExceeded,
     IntegrityError,
     InvalidRequest,
+    MoonserveError,
     NoWorker,
     Overloaded,
     PeerLost,
@@ -87,7 +91,7 @@ def placed(state: RequestState, **names: str) -> list:
 
 def arrived(
     state: RequestState, *indexes: int, attempt: int | None = None, ids: dict | None = None
-):
+) -> list[Any]:
     tokens = []
     for index in indexes:
         token_id = (ids or {}).get(index, index)
@@ -104,7 +108,7 @@ def of(kind: type, actions: list) -> list:
 
 
 @pytest.fixture
-def state():
+def state() -> Iterator[RequestState]:
     made = new_state()
     made.handle(Started(), 0.0)
     yield made
@@ -112,14 +116,14 @@ def state():
 
 
 @pytest.fixture
-def decoding(state):
+def decoding(state: RequestState) -> RequestState:
     placed(state)
     arrived(state, 0)
     arrived(state, 1)
     return state
 
 
-def test_a_request_is_placed_submitted_read_and_finished(state) -> None:
+def test_a_request_is_placed_submitted_read_and_finished(state: RequestState) -> None:
     (submit,) = placed(state)
     assert isinstance(submit, Submit)
     assert submit.token_ids == (7, 8, 9)
@@ -135,14 +139,14 @@ def test_a_request_is_placed_submitted_read_and_finished(state) -> None:
     assert state.phase is Phase.FINISHED
 
 
-def test_a_stop_token_ends_the_request_and_has_no_text(decoding) -> None:
+def test_a_stop_token_ends_the_request_and_has_no_text(decoding: RequestState) -> None:
     actions = arrived(decoding, 2, ids={2: EOS})
     (emit,) = of(Emit, actions)
     assert (emit.text, emit.finish_reason, len(emit.tokens)) == ("", FinishReason.STOP, 1)
     assert of(CancelAt, actions) == []
 
 
-def test_a_stop_string_ends_the_request_and_cancels_at_both_workers(decoding) -> None:
+def test_a_stop_string_ends_the_request_and_cancels_at_both_workers(decoding: RequestState) -> None:
     actions = arrived(decoding, 2, 3, ids={2: 25})
     (emit,) = of(Emit, actions)
     assert (emit.text, emit.finish_reason, len(emit.tokens)) == ("", FinishReason.STOP, 1)
@@ -150,13 +154,13 @@ def test_a_stop_string_ends_the_request_and_cancels_at_both_workers(decoding) ->
     assert [e.instance_id for e in cancel.endpoints] == ["p0", "d0"]
 
 
-def test_duplicates_are_ignored(decoding) -> None:
+def test_duplicates_are_ignored(decoding: RequestState) -> None:
     assert arrived(decoding, 0, 1) == []
     (emit,) = arrived(decoding, 1, 2)
     assert emit.text == "c"
 
 
-def test_tokens_of_decode_may_overtake_the_first_one(state) -> None:
+def test_tokens_of_decode_may_overtake_the_first_one(state: RequestState) -> None:
     placed(state)
     assert arrived(state, 1) == []
     assert arrived(state, 2, 3) == []
@@ -164,7 +168,9 @@ def test_tokens_of_decode_may_overtake_the_first_one(state) -> None:
     assert emit.text == "abcd"
 
 
-def test_a_gap_is_a_loss_and_goes_on_elsewhere_from_what_was_emitted(decoding) -> None:
+def test_a_gap_is_a_loss_and_goes_on_elsewhere_from_what_was_emitted(
+    decoding: RequestState,
+) -> None:
     cancel, report, place = arrived(decoding, 3)
     assert cancel.request_id == "r"
     assert report.phase is ReportPhase.FAILED
@@ -173,7 +179,7 @@ def test_a_gap_is_a_loss_and_goes_on_elsewhere_from_what_was_emitted(decoding) -
     assert place.max_tokens == 3
 
 
-def test_an_abandoned_attempt_is_not_heard_any_more(decoding) -> None:
+def test_an_abandoned_attempt_is_not_heard_any_more(decoding: RequestState) -> None:
     decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
     assert arrived(decoding, 2, attempt=1) == []
     placed(decoding, decode="d1")
@@ -181,19 +187,19 @@ def test_an_abandoned_attempt_is_not_heard_any_more(decoding) -> None:
     assert emit.text == "c"
 
 
-def test_a_lost_decode_worker_is_excluded(decoding) -> None:
+def test_a_lost_decode_worker_is_excluded(decoding: RequestState) -> None:
     (place,) = of(
         Place, decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
     )
     assert place.excluded == {"d0"}
 
 
-def test_a_lost_prefill_worker_does_not_matter_after_the_handoff(decoding) -> None:
+def test_a_lost_prefill_worker_does_not_matter_after_the_handoff(decoding: RequestState) -> None:
     event = InstanceLost(instance_id="p0", error=PeerLost("gone"))
     assert decoding.handle(event, 3.0) == []
 
 
-def test_a_prefill_worker_lost_before_the_handoff_is_replaced(state) -> None:
+def test_a_prefill_worker_lost_before_the_handoff_is_replaced(state: RequestState) -> None:
     placed(state)
     arrived(state, 0)
     event = InstanceLost(instance_id="p0", error=PeerLost("gone"))
@@ -202,7 +208,7 @@ def test_a_prefill_worker_lost_before_the_handoff_is_replaced(state) -> None:
     assert place.token_ids == (7, 8, 9, 0)
 
 
-def test_the_loss_of_an_instance_that_has_no_part_in_it_is_nothing(decoding) -> None:
+def test_the_loss_of_an_instance_that_has_no_part_in_it_is_nothing(decoding: RequestState) -> None:
     event = InstanceLost(instance_id="d7", error=PeerLost("gone"))
     assert decoding.handle(event, 3.0) == []
 
@@ -216,14 +222,16 @@ def test_the_loss_of_an_instance_that_has_no_part_in_it_is_nothing(decoding) -> 
         ("d0", IntegrityError("bad bytes"), {"d0"}),
     ],
 )
-def test_who_is_avoided_next_time(state, instance_id, error, excluded) -> None:
+def test_who_is_avoided_next_time(
+    state: RequestState, instance_id: str, error: MoonserveError, excluded: set[str]
+) -> None:
     placed(state)
     event = WorkerFailed(attempt=1, instance_id=instance_id, error=error)
     (place,) = of(Place, state.handle(event, 2.0))
     assert place.excluded == excluded
 
 
-def test_three_attempts_are_enough(state) -> None:
+def test_three_attempts_are_enough(state: RequestState) -> None:
     for attempt in range(1, MAX_ATTEMPTS + 1):
         placed(state)
         event = WorkerFailed(attempt=attempt, instance_id="d0", error=PeerLost("gone"))
@@ -232,7 +240,7 @@ def test_three_attempts_are_enough(state) -> None:
     assert isinstance(of(Fail, actions)[0].error, PeerLost)
 
 
-def test_a_failure_that_repeating_cannot_help_ends_the_request(state) -> None:
+def test_a_failure_that_repeating_cannot_help_ends_the_request(state: RequestState) -> None:
     placed(state)
     event = WorkerFailed(attempt=1, instance_id="p0", error=InvalidRequest("no"))
     assert of(Fail, state.handle(event, 2.0))
@@ -240,13 +248,15 @@ def test_a_failure_that_repeating_cannot_help_ends_the_request(state) -> None:
 
 
 @pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=2.0), NoWorker("none")])
-def test_the_first_placement_is_refused_at_once(state, error) -> None:
+def test_the_first_placement_is_refused_at_once(state: RequestState, error: MoonserveError) -> None:
     (fail,) = state.handle(PlaceFailed(attempt=1, error=error), 0.0)
     assert fail.error is error
 
 
 @pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=2.0), NoWorker("none")])
-def test_a_request_with_tokens_waits_for_a_worker_to_come_back(decoding, error) -> None:
+def test_a_request_with_tokens_waits_for_a_worker_to_come_back(
+    decoding: RequestState, error: MoonserveError
+) -> None:
     decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
     (pause,) = decoding.handle(PlaceFailed(attempt=2, error=error), 3.0)
     assert isinstance(pause, Pause)
@@ -256,19 +266,21 @@ def test_a_request_with_tokens_waits_for_a_worker_to_come_back(decoding, error) 
     assert fail.error is error
 
 
-def test_a_failed_submission_avoids_that_prefill_worker(state) -> None:
+def test_a_failed_submission_avoids_that_prefill_worker(state: RequestState) -> None:
     placed(state)
     (place,) = of(Place, state.handle(SubmitFailed(attempt=1, error=PeerLost("x")), 2.0))
     assert place.excluded == {"p0"}
 
 
-def test_no_attempt_begins_after_the_deadline(state) -> None:
+def test_no_attempt_begins_after_the_deadline(state: RequestState) -> None:
     placed(state)
     actions = state.handle(SubmitFailed(attempt=1, error=PeerLost("x")), 101.0)
     assert isinstance(of(Fail, actions)[0].error, DeadlineExceeded)
 
 
-def test_a_client_that_leaves_cancels_at_both_workers_and_reports_it(decoding) -> None:
+def test_a_client_that_leaves_cancels_at_both_workers_and_reports_it(
+    decoding: RequestState,
+) -> None:
     cancel, report, fail = decoding.handle(Aborted(error=Cancelled("left")), 3.0)
     assert isinstance(cancel, CancelAt)
     assert isinstance(report, Report)
@@ -277,13 +289,13 @@ def test_a_client_that_leaves_cancels_at_both_workers_and_reports_it(decoding) -
     assert decoding.handle(Aborted(error=Cancelled("left")), 3.0) == []
 
 
-def test_a_placement_that_comes_too_late_is_given_back(state) -> None:
+def test_a_placement_that_comes_too_late_is_given_back(state: RequestState) -> None:
     state.handle(Aborted(error=Cancelled("left")), 0.5)
     (report,) = placed(state)
     assert report.phase is ReportPhase.CANCELLED
 
 
-def test_cached_tokens_are_those_of_the_first_attempt(state) -> None:
+def test_cached_tokens_are_those_of_the_first_attempt(state: RequestState) -> None:
     for cached in (2, 500):
         report = PrefillReport(
             request_id=RequestId("r"), cached_tokens=cached, queue_s=0, load_s=0, compute_s=0
@@ -300,7 +312,9 @@ STEPS = st.one_of(
 
 
 @given(st.lists(STEPS, max_size=25))
-def test_whatever_happens_tokens_are_emitted_exactly_once_and_the_end_comes_once(steps) -> None:
+def test_whatever_happens_tokens_are_emitted_exactly_once_and_the_end_comes_once(
+    steps: list[tuple[Any, ...]],
+) -> None:
     state = new_state(max_tokens=7)
     actions = state.handle(Started(), 0.0)
     for kind, *rest in steps:

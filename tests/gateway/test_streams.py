@@ -8,7 +8,11 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+import aiohttp
+
+from gateway.tokenizer import Tokenizer
 from protocol.errors import MoonserveError, PeerLost
+from tests.gateway.scripted_cluster import Run, ScriptedCluster
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 6}
 TEXT = {"prompt": "hello", "stream": True, "max_tokens": 6}
@@ -18,7 +22,7 @@ def joined(lists: Iterable[list[Any]]) -> list[Any]:
     return list(itertools.chain.from_iterable(lists))
 
 
-async def raw_events(http, path: str, body: dict[str, Any]) -> list[str]:
+async def raw_events(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> list[str]:
     async with http.post(path, json=body) as reply:
         assert reply.status == 200, await reply.text()
         assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -29,7 +33,9 @@ async def raw_events(http, path: str, body: dict[str, Any]) -> list[str]:
     return [part.removeprefix("data: ") for part in parts]
 
 
-async def events(http, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+async def events(
+    http: aiohttp.ClientSession, path: str, body: dict[str, Any]
+) -> list[dict[str, Any]]:
     *chunks, done = await raw_events(http, path, body)
     assert done == "[DONE]"
     parsed = [json.loads(chunk) for chunk in chunks]
@@ -38,7 +44,7 @@ async def events(http, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 async def test_a_chat_stream_is_role_then_text_then_reason_then_done(
-    http, cluster, tokenizer
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
     first, *chunks = await events(http, "/v1/chat/completions", CHAT)
     assert first["object"] == "chat.completion.chunk"
@@ -58,7 +64,9 @@ async def test_a_chat_stream_is_role_then_text_then_reason_then_done(
     assert all("usage" not in chunk for chunk in chunks)
 
 
-async def test_usage_comes_in_one_more_chunk_and_is_null_before(http, cluster) -> None:
+async def test_usage_comes_in_one_more_chunk_and_is_null_before(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
     cluster.cached_tokens = 5
     body = CHAT | {"stream_options": {"include_usage": True}}
     *chunks, last = await events(http, "/v1/chat/completions", body)
@@ -73,7 +81,9 @@ async def test_usage_comes_in_one_more_chunk_and_is_null_before(http, cluster) -
     }
 
 
-async def test_a_completion_stream_has_text_only(http, cluster, tokenizer) -> None:
+async def test_a_completion_stream_has_text_only(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
     chunks = await events(http, "/v1/completions", TEXT)
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
     choices = [chunk["choices"][0] for chunk in chunks]
@@ -81,7 +91,9 @@ async def test_a_completion_stream_has_text_only(http, cluster, tokenizer) -> No
     assert "".join(c["text"] for c in choices) == tokenizer.decode(cluster.tokens[:6])
 
 
-async def test_token_ids_come_with_each_chunk(http, cluster, tokenizer) -> None:
+async def test_token_ids_come_with_each_chunk(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
     body = TEXT | {"return_token_ids": True, "prompt": ["hello", "you"]}
     chunks = await events(http, "/v1/completions", body)
     for index, prompt in enumerate(map(tokenizer.encode, ("hello", "you"))):
@@ -93,7 +105,9 @@ async def test_token_ids_come_with_each_chunk(http, cluster, tokenizer) -> None:
     assert joined(c["choices"][0].get("token_ids", []) for c in chunks) == cluster.tokens[:6]
 
 
-async def test_characters_are_whole_and_unescaped_in_chunks(http, cluster, tokenizer) -> None:
+async def test_characters_are_whole_and_unescaped_in_chunks(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
     cluster.tokens = tokenizer.encode("日本🎉", add_special_tokens=False)
     body = CHAT | {"max_tokens": len(cluster.tokens)}
     raw = await raw_events(http, "/v1/chat/completions", body)
@@ -104,7 +118,7 @@ async def test_characters_are_whole_and_unescaped_in_chunks(http, cluster, token
 
 
 async def test_a_stop_string_across_tokens_is_cut_and_cancels_the_rest(
-    http, cluster, tokenizer
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
     body = TEXT | {"stop": ["or no", "unused"]}
     chunks = await events(http, "/v1/completions", body | {"max_tokens": 100})
@@ -114,7 +128,9 @@ async def test_a_stop_string_across_tokens_is_cut_and_cancels_the_rest(
     assert {instance for instance, _ in cluster.cancels} == {"prefill-0", "decode-0"}
 
 
-async def test_logprobs_stream_in_both_forms(http, cluster, tokenizer) -> None:
+async def test_logprobs_stream_in_both_forms(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
     chat = await events(http, "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2})
     entries = [e for c in chat[1:] for e in c["choices"][0]["logprobs"]["content"]]
     assert [bytes(e["bytes"]) for e in entries] == [
@@ -129,14 +145,18 @@ async def test_logprobs_stream_in_both_forms(http, cluster, tokenizer) -> None:
     assert offsets == sorted(set(offsets))
 
 
-async def test_echo_repeats_the_prompt_before_each_choice(http, cluster, tokenizer) -> None:
+async def test_echo_repeats_the_prompt_before_each_choice(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
     chunks = await events(http, "/v1/completions", TEXT | {"echo": True, "n": 2})
     for index in (0, 1):
         text = "".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == index)
         assert text == "hello" + tokenizer.decode(cluster.tokens[:6])
 
 
-async def test_choices_sample_with_consecutive_seeds(http, cluster) -> None:
+async def test_choices_sample_with_consecutive_seeds(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
     await events(http, "/v1/completions", TEXT | {"n": 3, "seed": 2**64 - 1})
     seeds = sorted(message.sampling.seed for message in cluster.submissions)
     assert seeds == [0, 1, 2**64 - 1]
@@ -144,8 +164,10 @@ async def test_choices_sample_with_consecutive_seeds(http, cluster) -> None:
     assert cluster.submissions[-1].sampling.seed < 2**63
 
 
-async def test_a_failure_after_the_first_byte_ends_the_stream_without_done(http, cluster) -> None:
-    async def dies(run) -> None:
+async def test_a_failure_after_the_first_byte_ends_the_stream_without_done(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    async def dies(run: Run) -> None:
         run.prefill_done(cluster.tokens[0])
         run.decoded(run.token(1, cluster.tokens[1]))
         await cluster.until(lambda: len(cluster.reports) == 1)
@@ -159,8 +181,10 @@ async def test_a_failure_after_the_first_byte_ends_the_stream_without_done(http,
     assert error["code"] == "internal_error"
 
 
-async def test_after_a_failed_stream_the_server_closes_the_connection(http, cluster, url) -> None:
-    async def dies(run) -> None:
+async def test_after_a_failed_stream_the_server_closes_the_connection(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, url: str
+) -> None:
+    async def dies(run: Run) -> None:
         run.prefill_done(cluster.tokens[0])
         await cluster.until(lambda: len(cluster.reports) == 1)
         run.fail(MoonserveError("cannot go on"), by=run.decode)
@@ -179,8 +203,10 @@ async def test_after_a_failed_stream_the_server_closes_the_connection(http, clus
     await writer.wait_closed()
 
 
-async def test_a_stream_survives_the_death_of_its_decode_worker(http, cluster, tokenizer) -> None:
-    async def dies(run) -> None:
+async def test_a_stream_survives_the_death_of_its_decode_worker(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
+    async def dies(run: Run) -> None:
         run.prefill_done(cluster.tokens[0], cached_tokens=3)
         run.decoded(run.token(1, cluster.tokens[1]), run.token(2, cluster.tokens[2]))
         await cluster.until(lambda: len(cluster.reports) == 1)
@@ -197,8 +223,10 @@ async def test_a_stream_survives_the_death_of_its_decode_worker(http, cluster, t
     assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
 
 
-async def test_duplicates_and_overtaking_tokens_change_nothing(http, cluster, tokenizer) -> None:
-    async def repeats(run) -> None:
+async def test_duplicates_and_overtaking_tokens_change_nothing(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
+    async def repeats(run: Run) -> None:
         tokens = [run.token(index, cluster.tokens[index]) for index in range(6)]
         run.decoded(*tokens[1:3])
         run.decoded(*tokens[1:4])
@@ -210,8 +238,10 @@ async def test_duplicates_and_overtaking_tokens_change_nothing(http, cluster, to
     assert joined(c["choices"][0]["token_ids"] for c in chunks) == cluster.tokens[:6]
 
 
-async def test_a_missing_token_is_asked_for_again(http, cluster) -> None:
-    async def skips(run) -> None:
+async def test_a_missing_token_is_asked_for_again(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    async def skips(run: Run) -> None:
         run.prefill_done(cluster.tokens[0])
         await cluster.until(lambda: len(cluster.reports) == 1)
         run.decoded(run.token(2, cluster.tokens[2]))
@@ -223,9 +253,9 @@ async def test_a_missing_token_is_asked_for_again(http, cluster) -> None:
 
 
 async def test_a_worker_that_gives_up_retryably_is_replaced_before_the_first_byte(
-    http, cluster
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
-    async def gives_up(run) -> None:
+    async def gives_up(run: Run) -> None:
         run.fail(PeerLost("decode is gone"), by=run.prefill)
 
     cluster.scripts = [gives_up]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -38,14 +39,14 @@ TEMPLATES = {
 
 
 @given(st.text(max_size=60), st.booleans())
-def test_texts_encode_and_decode_as_transformers_does(text, special) -> None:
+def test_texts_encode_and_decode_as_transformers_does(text: str, special: bool) -> None:
     ids = OURS.encode(text, add_special_tokens=special)
     assert ids == REFERENCE.encode(text, add_special_tokens=special)
     assert OURS.decode(ids) == REFERENCE.decode(ids)
 
 
 @pytest.mark.parametrize("generation_prompt", [True, False])
-def test_the_models_chat_template_renders_as_transformers_does(generation_prompt) -> None:
+def test_the_models_chat_template_renders_as_transformers_does(generation_prompt: bool) -> None:
     text = OURS.render_chat(MESSAGES, add_generation_prompt=generation_prompt)
     assert text == REFERENCE.apply_chat_template(
         MESSAGES, tokenize=False, add_generation_prompt=generation_prompt
@@ -57,7 +58,7 @@ def test_the_models_chat_template_renders_as_transformers_does(generation_prompt
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_templates_may_use_means_the_same_as_in_transformers(name) -> None:
+def test_what_templates_may_use_means_the_same_as_in_transformers(name: str) -> None:
     ours = ChatTemplate(TEMPLATES[name], {"bos_token": "<|bos|>"})
     theirs = REFERENCE.apply_chat_template(
         MESSAGES,
@@ -81,7 +82,7 @@ def test_what_templates_may_use_means_the_same_as_in_transformers(name) -> None:
         "{{ messages | map(attribute='content') | sum }}",
     ],
 )
-def test_a_template_that_fails_or_reaches_out_is_the_clients_error(source) -> None:
+def test_a_template_that_fails_or_reaches_out_is_the_clients_error(source: str) -> None:
     with pytest.raises(InvalidRequest):
         ChatTemplate(source, {}).render(MESSAGES)
 
@@ -91,7 +92,7 @@ def test_a_template_that_does_not_compile_is_a_configuration_error() -> None:
         ChatTemplate("{% for %}", {})
 
 
-def test_a_jinja_file_and_dict_tokens_are_read(tmp_path) -> None:
+def test_a_jinja_file_and_dict_tokens_are_read(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(MODEL / name, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(
@@ -103,14 +104,16 @@ def test_a_jinja_file_and_dict_tokens_are_read(tmp_path) -> None:
     assert tokenizer.eos_token_ids == {1}
 
 
-def test_a_model_without_template_refuses_chat(tmp_path) -> None:
+def test_a_model_without_template_refuses_chat(tmp_path: Path) -> None:
     shutil.copy(MODEL / "tokenizer.json", tmp_path)
     with pytest.raises(InvalidRequest, match="no chat template"):
         load_tokenizer(tmp_path).render_chat(MESSAGES)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
-def test_a_folder_without_a_readable_tokenizer_is_a_configuration_error(tmp_path, content) -> None:
+def test_a_folder_without_a_readable_tokenizer_is_a_configuration_error(
+    tmp_path: Path, content: str | None
+) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError):

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import aiohttp
 import pytest
 
+from gateway.tokenizer import Tokenizer
 from protocol.keys import block_keys, pack_keys, root_key, unpack_tokens
-from tests.gateway.scripted_cluster import BLOCK_SIZE, MAX_MODEL_LEN
+from tests.gateway.scripted_cluster import BLOCK_SIZE, MAX_MODEL_LEN, ScriptedCluster
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
 
 
-async def post(http, path: str, body: dict) -> dict:
+async def post(http: aiohttp.ClientSession, path: str, body: dict) -> dict:
     async with http.post(path, json=body) as reply:
         assert reply.status == 200, await reply.text()
         return await reply.json()
 
 
-async def test_a_chat_completion_has_openais_form(http, cluster, tokenizer) -> None:
+async def test_a_chat_completion_has_openais_form(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
     async with http.post("/v1/chat/completions", json=CHAT, headers={"X-Request-Id": "abc"}) as r:
         body = await r.json()
         assert r.headers["x-request-id"] == "abc"
@@ -32,7 +38,9 @@ async def test_a_chat_completion_has_openais_form(http, cluster, tokenizer) -> N
     assert cluster.submissions[0].request_id.startswith("abc-")
 
 
-async def test_the_prompt_is_the_chat_templates(http, cluster, tokenizer) -> None:
+async def test_the_prompt_is_the_chat_templates(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
     await post(http, "/v1/chat/completions", CHAT | {"messages": messages})
     text = tokenizer.render_chat(CHAT["messages"])
@@ -43,14 +51,18 @@ async def test_the_prompt_is_the_chat_templates(http, cluster, tokenizer) -> Non
 @pytest.mark.parametrize(
     ("prompt", "count"), [("hi", 1), (["hi", "ho"], 2), ([5, 6], 1), ([[5, 6], [7]], 2)]
 )
-async def test_all_four_shapes_of_prompts_work(http, cluster, prompt, count) -> None:
+async def test_all_four_shapes_of_prompts_work(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, prompt: Any, count: int
+) -> None:
     body = await post(http, "/v1/completions", {"prompt": prompt, "n": 2, "max_tokens": 2})
     assert [choice["index"] for choice in body["choices"]] == list(range(2 * count))
     total = sum(len(m.token_ids) // 4 for m in cluster.submissions)
     assert body["usage"]["prompt_tokens"] == total // 2  # each prompt counts once
 
 
-async def test_parameters_reach_the_workers(http, cluster) -> None:
+async def test_parameters_reach_the_workers(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
     await post(
         http,
         "/v1/completions",
@@ -84,7 +96,7 @@ async def test_parameters_reach_the_workers(http, cluster) -> None:
     assert cluster.places[0].priority == -4
 
 
-async def test_defaults_are_openais(http, cluster) -> None:
+async def test_defaults_are_openais(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
     await post(http, "/v1/completions", {"prompt": "hi", "ignore_eos": True, "temperature": 0})
     sampling = cluster.submissions[0].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (16, 0.0, 1.0)
@@ -95,7 +107,9 @@ async def test_defaults_are_openais(http, cluster) -> None:
     assert cluster.submissions[1].sampling.max_tokens == room
 
 
-async def test_the_placement_request_carries_salted_keys_and_targets(http, cluster) -> None:
+async def test_the_placement_request_carries_salted_keys_and_targets(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
     ids = list(range(10, 10 + 2 * BLOCK_SIZE + 1))
     body = {"prompt": ids, "max_tokens": 3, "cache_salt": "tenant", "user": "u"}
     headers = {"x-slo-ttft-ms": "500", "x-slo-tbt-ms": "25"}
@@ -108,7 +122,9 @@ async def test_the_placement_request_carries_salted_keys_and_targets(http, clust
     assert (place.ttft_slo_s, place.tbt_slo_s) == (0.5, 0.025)
 
 
-async def test_an_end_token_stops_without_text(http, cluster, tokenizer) -> None:
+async def test_an_end_token_stops_without_text(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
     cluster.tokens[3] = 4  # <|im_end|>
     body = await post(http, "/v1/chat/completions", CHAT | {"return_token_ids": True})
     (choice,) = body["choices"]
@@ -118,7 +134,9 @@ async def test_an_end_token_stops_without_text(http, cluster, tokenizer) -> None
     assert body["prompt_token_ids"]
 
 
-async def test_logprobs_have_both_forms(http, cluster, tokenizer) -> None:
+async def test_logprobs_have_both_forms(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
     chat = await post(http, "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 1})
     first = chat["choices"][0]["logprobs"]["content"][0]
     assert first["logprob"] == -0.25
@@ -131,7 +149,9 @@ async def test_logprobs_have_both_forms(http, cluster, tokenizer) -> None:
     assert columns["text_offset"][0] == 0
 
 
-async def test_progress_is_reported_to_the_conductor(http, cluster) -> None:
+async def test_progress_is_reported_to_the_conductor(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
     await post(http, "/v1/chat/completions", CHAT)
     await cluster.until(lambda: len(cluster.reports) == 2)
     first, finished = cluster.reports
@@ -141,7 +161,9 @@ async def test_progress_is_reported_to_the_conductor(http, cluster) -> None:
     assert 0.0 < first.elapsed_s <= finished.elapsed_s
 
 
-async def test_tokenize_and_detokenize_are_inverse(http, tokenizer) -> None:
+async def test_tokenize_and_detokenize_are_inverse(
+    http: aiohttp.ClientSession, tokenizer: Tokenizer
+) -> None:
     body = await post(http, "/tokenize", {"prompt": "hello 日本", "return_token_strs": True})
     assert body["tokens"] == tokenizer.encode("hello 日本")
     assert body["count"] == len(body["tokens"])
