@@ -28,6 +28,7 @@ class Load:
     leased_blocks: int = 0
     context_tokens: int = 0
     queued_tokens: int = 0
+    num_preemptions: int = 0  # since its start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

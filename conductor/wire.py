@@ -76,6 +76,7 @@ def heartbeat_from_wire(message: conductor_pb2.HeartbeatRequest) -> Heartbeat:
             leased_blocks=load.leased_blocks,
             context_tokens=load.context_tokens,
             queued_tokens=load.queued_tokens,
+            num_preemptions=load.num_preemptions,
         ),
         changes=_changes(message.events) if message.HasField("events") else None,
         draining=message.draining,
@@ -160,6 +161,7 @@ def _load_to_wire(load: Load) -> conductor_pb2.Load:
         leased_blocks=load.leased_blocks,
         context_tokens=load.context_tokens,
         queued_tokens=load.queued_tokens,
+        num_preemptions=load.num_preemptions,
     )
 
 

@@ -137,6 +137,7 @@ class DecodeService:
             held_blocks=state.num_held_blocks,
             leased_blocks=state.num_leased_blocks,
             context_tokens=state.context_tokens,
+            num_preemptions=state.counters.num_preemptions,
         )
 
     @property

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protocol.pb import common_pb2 as protocol_dot_pb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotocol/pb/conductor.proto\x12\tmoonserve\x1a\x18protocol/pb/common.proto\"4\n\x0ePrefillProfile\x12\n\n\x02\x63\x30\x18\x01 \x01(\x01\x12\n\n\x02\x63\x31\x18\x02 \x01(\x01\x12\n\n\x02\x63\x32\x18\x03 \x01(\x01\"3\n\rDecodeProfile\x12\n\n\x02\x63\x30\x18\x01 \x01(\x01\x12\n\n\x02\x63\x31\x18\x02 \x01(\x01\x12\n\n\x02\x63\x32\x18\x03 \x01(\x01\"\xea\x02\n\x0fRegisterRequest\x12%\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32\x13.moonserve.Endpoint\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.moonserve.Role\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.moonserve.KvLayout\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x32\n\x0fprefill_profile\x18\x06 \x01(\x0b\x32\x19.moonserve.PrefillProfile\x12\x30\n\x0e\x64\x65\x63ode_profile\x18\x07 \x01(\x0b\x32\x18.moonserve.DecodeProfile\x12\x12\n\nhome_store\x18\x08 \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x1c\n\x14transfer_bytes_per_s\x18\x0b \x01(\x01\">\n\rRegisterReply\x12\x1c\n\x14heartbeat_interval_s\x18\x01 \x01(\x01\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\xa0\x01\n\x04Load\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x04 \x01(\r\x12\x15\n\rleased_blocks\x18\x05 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\x04\x12\x15\n\rqueued_tokens\x18\x07 \x01(\x04\"\x85\x01\n\x0b\x42lockEvents\x12\x11\n\tfirst_seq\x18\x01 \x01(\x04\x12\x12\n\nadded_keys\x18\x02 \x01(\x0c\x12\x15\n\radded_parents\x18\x03 \x01(\x0c\x12\x14\n\x0cremoved_keys\x18\x04 \x01(\x0c\x12\x10\n\x08snapshot\x18\x05 \x01(\x08\x12\x10\n\x08next_seq\x18\x06 \x01(\x04\"\x8f\x01\n\x10HeartbeatRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1d\n\x04load\x18\x03 \x01(\x0b\x32\x0f.moonserve.Load\x12&\n\x06\x65vents\x18\x04 \x01(\x0b\x32\x16.moonserve.BlockEvents\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\"/\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x0e\n\x06resync\x18\x02 \x01(\x08\"7\n\x11\x44\x65registerRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x11\n\x0f\x44\x65registerReply\"\xca\x01\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nblock_keys\x18\x02 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nttft_slo_s\x18\x05 \x01(\x01\x12\x11\n\ttbt_slo_s\x18\x06 \x01(\x01\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x1a\n\x12\x65xcluded_instances\x18\t \x03(\t\"\x96\x01\n\nPlaceReply\x12)\n\tplacement\x18\x01 \x01(\x0b\x32\x14.moonserve.PlacementH\x00\x12+\n\noverloaded\x18\x02 \x01(\x0b\x32\x15.moonserve.OverloadedH\x00\x12%\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x12.moonserve.FailureH\x00\x42\t\n\x07outcome\"f\n\nOverloaded\x12\x18\n\x10predicted_ttft_s\x18\x01 \x01(\x01\x12\x17\n\x0fpredicted_tbt_s\x18\x02 \x01(\x01\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x85\x02\n\rReportRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x05phase\x18\x02 \x01(\x0e\x32\x1e.moonserve.ReportRequest.Phase\x12\x11\n\telapsed_s\x18\x03 \x01(\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x15\n\routput_tokens\x18\x05 \x01(\r\"p\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11PHASE_FIRST_TOKEN\x10\x01\x12\x12\n\x0ePHASE_FINISHED\x10\x02\x12\x10\n\x0cPHASE_FAILED\x10\x03\x12\x13\n\x0fPHASE_CANCELLED\x10\x04\"\r\n\x0bReportReply\"\x13\n\x11GetClusterRequest\"\xc7\x01\n\x0cInstanceView\x12%\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32\x13.moonserve.Endpoint\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.moonserve.Role\x12\x1d\n\x04load\x18\x03 \x01(\x0b\x32\x0f.moonserve.Load\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x14\n\x0clast_heard_s\x18\x06 \x01(\x01\x12\x16\n\x0eindexed_blocks\x18\x07 \x01(\x04\"\x99\x01\n\x0b\x43lusterView\x12*\n\tinstances\x18\x01 \x03(\x0b\x32\x17.moonserve.InstanceView\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.moonserve.KvLayout\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05ready\x18\x05 \x01(\x08\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"4\n\x0c\x45xplainReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x15\n\rdecision_json\x18\x02 \x01(\t2\xd2\x03\n\tConductor\x12@\n\x08Register\x12\x1a.moonserve.RegisterRequest\x1a\x18.moonserve.RegisterReply\x12\x43\n\tHeartbeat\x12\x1b.moonserve.HeartbeatRequest\x1a\x19.moonserve.HeartbeatReply\x12\x46\n\nDeregister\x12\x1c.moonserve.DeregisterRequest\x1a\x1a.moonserve.DeregisterReply\x12\x37\n\x05Place\x12\x17.moonserve.PlaceRequest\x1a\x15.moonserve.PlaceReply\x12:\n\x06Report\x12\x18.moonserve.ReportRequest\x1a\x16.moonserve.ReportReply\x12\x42\n\nGetCluster\x12\x1c.moonserve.GetClusterRequest\x1a\x16.moonserve.ClusterView\x12=\n\x07\x45xplain\x12\x19.moonserve.ExplainRequest\x1a\x17.moonserve.ExplainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotocol/pb/conductor.proto\x12\tmoonserve\x1a\x18protocol/pb/common.proto\"4\n\x0ePrefillProfile\x12\n\n\x02\x63\x30\x18\x01 \x01(\x01\x12\n\n\x02\x63\x31\x18\x02 \x01(\x01\x12\n\n\x02\x63\x32\x18\x03 \x01(\x01\"3\n\rDecodeProfile\x12\n\n\x02\x63\x30\x18\x01 \x01(\x01\x12\n\n\x02\x63\x31\x18\x02 \x01(\x01\x12\n\n\x02\x63\x32\x18\x03 \x01(\x01\"\xea\x02\n\x0fRegisterRequest\x12%\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32\x13.moonserve.Endpoint\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.moonserve.Role\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.moonserve.KvLayout\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x32\n\x0fprefill_profile\x18\x06 \x01(\x0b\x32\x19.moonserve.PrefillProfile\x12\x30\n\x0e\x64\x65\x63ode_profile\x18\x07 \x01(\x0b\x32\x18.moonserve.DecodeProfile\x12\x12\n\nhome_store\x18\x08 \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x1c\n\x14transfer_bytes_per_s\x18\x0b \x01(\x01\">\n\rRegisterReply\x12\x1c\n\x14heartbeat_interval_s\x18\x01 \x01(\x01\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\xb9\x01\n\x04Load\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x04 \x01(\r\x12\x15\n\rleased_blocks\x18\x05 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\x04\x12\x15\n\rqueued_tokens\x18\x07 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x04\"\x85\x01\n\x0b\x42lockEvents\x12\x11\n\tfirst_seq\x18\x01 \x01(\x04\x12\x12\n\nadded_keys\x18\x02 \x01(\x0c\x12\x15\n\radded_parents\x18\x03 \x01(\x0c\x12\x14\n\x0cremoved_keys\x18\x04 \x01(\x0c\x12\x10\n\x08snapshot\x18\x05 \x01(\x08\x12\x10\n\x08next_seq\x18\x06 \x01(\x04\"\x8f\x01\n\x10HeartbeatRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1d\n\x04load\x18\x03 \x01(\x0b\x32\x0f.moonserve.Load\x12&\n\x06\x65vents\x18\x04 \x01(\x0b\x32\x16.moonserve.BlockEvents\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\"/\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x0e\n\x06resync\x18\x02 \x01(\x08\"7\n\x11\x44\x65registerRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x11\n\x0f\x44\x65registerReply\"\xca\x01\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nblock_keys\x18\x02 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nttft_slo_s\x18\x05 \x01(\x01\x12\x11\n\ttbt_slo_s\x18\x06 \x01(\x01\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x1a\n\x12\x65xcluded_instances\x18\t \x03(\t\"\x96\x01\n\nPlaceReply\x12)\n\tplacement\x18\x01 \x01(\x0b\x32\x14.moonserve.PlacementH\x00\x12+\n\noverloaded\x18\x02 \x01(\x0b\x32\x15.moonserve.OverloadedH\x00\x12%\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x12.moonserve.FailureH\x00\x42\t\n\x07outcome\"f\n\nOverloaded\x12\x18\n\x10predicted_ttft_s\x18\x01 \x01(\x01\x12\x17\n\x0fpredicted_tbt_s\x18\x02 \x01(\x01\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x85\x02\n\rReportRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x05phase\x18\x02 \x01(\x0e\x32\x1e.moonserve.ReportRequest.Phase\x12\x11\n\telapsed_s\x18\x03 \x01(\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x15\n\routput_tokens\x18\x05 \x01(\r\"p\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11PHASE_FIRST_TOKEN\x10\x01\x12\x12\n\x0ePHASE_FINISHED\x10\x02\x12\x10\n\x0cPHASE_FAILED\x10\x03\x12\x13\n\x0fPHASE_CANCELLED\x10\x04\"\r\n\x0bReportReply\"\x13\n\x11GetClusterRequest\"\xc7\x01\n\x0cInstanceView\x12%\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32\x13.moonserve.Endpoint\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.moonserve.Role\x12\x1d\n\x04load\x18\x03 \x01(\x0b\x32\x0f.moonserve.Load\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x14\n\x0clast_heard_s\x18\x06 \x01(\x01\x12\x16\n\x0eindexed_blocks\x18\x07 \x01(\x04\"\x99\x01\n\x0b\x43lusterView\x12*\n\tinstances\x18\x01 \x03(\x0b\x32\x17.moonserve.InstanceView\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.moonserve.KvLayout\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05ready\x18\x05 \x01(\x08\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"4\n\x0c\x45xplainReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x15\n\rdecision_json\x18\x02 \x01(\t2\xd2\x03\n\tConductor\x12@\n\x08Register\x12\x1a.moonserve.RegisterRequest\x1a\x18.moonserve.RegisterReply\x12\x43\n\tHeartbeat\x12\x1b.moonserve.HeartbeatRequest\x1a\x19.moonserve.HeartbeatReply\x12\x46\n\nDeregister\x12\x1c.moonserve.DeregisterRequest\x1a\x1a.moonserve.DeregisterReply\x12\x37\n\x05Place\x12\x17.moonserve.PlaceRequest\x1a\x15.moonserve.PlaceReply\x12:\n\x06Report\x12\x18.moonserve.ReportRequest\x1a\x16.moonserve.ReportReply\x12\x42\n\nGetCluster\x12\x1c.moonserve.GetClusterRequest\x1a\x16.moonserve.ClusterView\x12=\n\x07\x45xplain\x12\x19.moonserve.ExplainRequest\x1a\x17.moonserve.ExplainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,39 +41,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTERREPLY']._serialized_start=540
   _globals['_REGISTERREPLY']._serialized_end=602
   _globals['_LOAD']._serialized_start=605
-  _globals['_LOAD']._serialized_end=765
-  _globals['_BLOCKEVENTS']._serialized_start=768
-  _globals['_BLOCKEVENTS']._serialized_end=901
-  _globals['_HEARTBEATREQUEST']._serialized_start=904
-  _globals['_HEARTBEATREQUEST']._serialized_end=1047
-  _globals['_HEARTBEATREPLY']._serialized_start=1049
-  _globals['_HEARTBEATREPLY']._serialized_end=1096
-  _globals['_DEREGISTERREQUEST']._serialized_start=1098
-  _globals['_DEREGISTERREQUEST']._serialized_end=1153
-  _globals['_DEREGISTERREPLY']._serialized_start=1155
-  _globals['_DEREGISTERREPLY']._serialized_end=1172
-  _globals['_PLACEREQUEST']._serialized_start=1175
-  _globals['_PLACEREQUEST']._serialized_end=1377
-  _globals['_PLACEREPLY']._serialized_start=1380
-  _globals['_PLACEREPLY']._serialized_end=1530
-  _globals['_OVERLOADED']._serialized_start=1532
-  _globals['_OVERLOADED']._serialized_end=1634
-  _globals['_REPORTREQUEST']._serialized_start=1637
-  _globals['_REPORTREQUEST']._serialized_end=1898
-  _globals['_REPORTREQUEST_PHASE']._serialized_start=1786
-  _globals['_REPORTREQUEST_PHASE']._serialized_end=1898
-  _globals['_REPORTREPLY']._serialized_start=1900
-  _globals['_REPORTREPLY']._serialized_end=1913
-  _globals['_GETCLUSTERREQUEST']._serialized_start=1915
-  _globals['_GETCLUSTERREQUEST']._serialized_end=1934
-  _globals['_INSTANCEVIEW']._serialized_start=1937
-  _globals['_INSTANCEVIEW']._serialized_end=2136
-  _globals['_CLUSTERVIEW']._serialized_start=2139
-  _globals['_CLUSTERVIEW']._serialized_end=2292
-  _globals['_EXPLAINREQUEST']._serialized_start=2294
-  _globals['_EXPLAINREQUEST']._serialized_end=2330
-  _globals['_EXPLAINREPLY']._serialized_start=2332
-  _globals['_EXPLAINREPLY']._serialized_end=2384
-  _globals['_CONDUCTOR']._serialized_start=2387
-  _globals['_CONDUCTOR']._serialized_end=2853
+  _globals['_LOAD']._serialized_end=790
+  _globals['_BLOCKEVENTS']._serialized_start=793
+  _globals['_BLOCKEVENTS']._serialized_end=926
+  _globals['_HEARTBEATREQUEST']._serialized_start=929
+  _globals['_HEARTBEATREQUEST']._serialized_end=1072
+  _globals['_HEARTBEATREPLY']._serialized_start=1074
+  _globals['_HEARTBEATREPLY']._serialized_end=1121
+  _globals['_DEREGISTERREQUEST']._serialized_start=1123
+  _globals['_DEREGISTERREQUEST']._serialized_end=1178
+  _globals['_DEREGISTERREPLY']._serialized_start=1180
+  _globals['_DEREGISTERREPLY']._serialized_end=1197
+  _globals['_PLACEREQUEST']._serialized_start=1200
+  _globals['_PLACEREQUEST']._serialized_end=1402
+  _globals['_PLACEREPLY']._serialized_start=1405
+  _globals['_PLACEREPLY']._serialized_end=1555
+  _globals['_OVERLOADED']._serialized_start=1557
+  _globals['_OVERLOADED']._serialized_end=1659
+  _globals['_REPORTREQUEST']._serialized_start=1662
+  _globals['_REPORTREQUEST']._serialized_end=1923
+  _globals['_REPORTREQUEST_PHASE']._serialized_start=1811
+  _globals['_REPORTREQUEST_PHASE']._serialized_end=1923
+  _globals['_REPORTREPLY']._serialized_start=1925
+  _globals['_REPORTREPLY']._serialized_end=1938
+  _globals['_GETCLUSTERREQUEST']._serialized_start=1940
+  _globals['_GETCLUSTERREQUEST']._serialized_end=1959
+  _globals['_INSTANCEVIEW']._serialized_start=1962
+  _globals['_INSTANCEVIEW']._serialized_end=2161
+  _globals['_CLUSTERVIEW']._serialized_start=2164
+  _globals['_CLUSTERVIEW']._serialized_end=2317
+  _globals['_EXPLAINREQUEST']._serialized_start=2319
+  _globals['_EXPLAINREQUEST']._serialized_end=2355
+  _globals['_EXPLAINREPLY']._serialized_start=2357
+  _globals['_EXPLAINREPLY']._serialized_end=2409
+  _globals['_CONDUCTOR']._serialized_start=2412
+  _globals['_CONDUCTOR']._serialized_end=2878
 # @@protoc_insertion_point(module_scope)

@@ -166,6 +166,7 @@ class Load(_message.Message):
     LEASED_BLOCKS_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     num_running: _builtins.int
     free_blocks: _builtins.int
@@ -175,6 +176,8 @@ class Load(_message.Message):
     """decode: tokens of context held by running sequences"""
     queued_tokens: _builtins.int
     """prefill: uncached tokens not yet computed"""
+    num_preemptions: _builtins.int
+    """decode: since its start"""
     def __init__(
         self,
         *,
@@ -185,10 +188,11 @@ class Load(_message.Message):
         leased_blocks: _builtins.int = ...,
         context_tokens: _builtins.int = ...,
         queued_tokens: _builtins.int = ...,
+        num_preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "leased_blocks", b"leased_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "queued_tokens", b"queued_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "leased_blocks", b"leased_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting", "queued_tokens", b"queued_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from models import demo_model_path
-from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.cluster import Cluster, metric, running_cluster
 from tests.e2e.load import BackgroundLoad
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -117,6 +117,13 @@ def test_another_cluster_that_preempts_gives_the_same_text(
         expected = list(pool.map(lambda seed: say(cluster, seed=seed, max_tokens=200), seeds))
         with running_cluster(model, tmp_path, *FLAGS, *CRAMPED) as cramped:
             found = list(pool.map(lambda seed: say(cramped, seed=seed, max_tokens=200), seeds))
-            counters = cramped.counters("decode-0")
+            counted = cramped.counters("decode-0")["num_preemptions"]
+            cramped.wait_for("the metric", lambda: preemptions(cramped) == counted)
     assert found == expected
-    assert counters["num_preemptions"] > 0
+    assert counted > 0
+
+
+def preemptions(cluster: Cluster) -> float:
+    """As the gateway's metrics tell."""
+    with cluster.client() as client:
+        return metric(client.get("/metrics").text, "vllm:num_preemptions_total")
