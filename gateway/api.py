@@ -251,6 +251,7 @@ class Api:
             "parent": None,
             "max_model_len": view.max_model_len if view and view.max_model_len else None,
             "vocab_size": self._served.vocab_size,
+            "block_size": view.layout.block_size if view and view.fingerprint else None,
         }
 
 
