@@ -62,6 +62,7 @@ def say(cluster: Cluster, **parameters: Any) -> list[Said]:
     return [(choice["text"], tuple(choice["token_ids"])) for choice in answer["choices"]]
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_text_whatever_else_is_in_the_batch(cluster: Cluster) -> None:
     alone = say(cluster)
     dice = random.Random(0)
@@ -108,6 +109,7 @@ def test_every_way_to_sample_is_as_repeatable(cluster: Cluster) -> None:
     assert favourite not in rounds[0][-1][1]
 
 
+@pytest.mark.slow
 def test_another_cluster_that_preempts_gives_the_same_text(
     cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
