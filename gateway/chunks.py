@@ -1,7 +1,7 @@
 """Server-sent events of streamed replies, formatted by hand.
 
 All that is the same in every chunk of a choice is formatted once per request; a chunk is then a few string joins.
-Pure.
+JSON is written in ASCII: clients that split lines as Unicode does would break an event at a raw U+2028. Pure.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from json.encoder import encode_basestring
+from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
 
 from gateway.feed import Piece
@@ -30,7 +30,7 @@ class Heading:
 
     def opening(self, kind: str) -> str:
         """A chunk up to its choices."""
-        name, model = encode_basestring(self.id), encode_basestring(self.model)
+        name, model = encode_basestring_ascii(self.id), encode_basestring_ascii(self.model)
         return f'data: {{"id":{name},"object":"{kind}","created":{self.created},"model":{model}'
 
 
@@ -96,7 +96,7 @@ class _Chunks:
             extra += f',"token_ids":[{ids}]'
         return (
             f'{self._opening},"choices":[{{"index":{index},{self.text_opening}'
-            f"{encode_basestring(text)}{self.text_closing}"
+            f"{encode_basestring_ascii(text)}{self.text_closing}"
             f',"logprobs":{logprobs},"finish_reason":{reason}{extra}}}]{self._closing}'
         )
 
@@ -186,4 +186,4 @@ def error_chunk(body: bytes) -> bytes:
 
 
 def _compact(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(value, separators=(",", ":"))

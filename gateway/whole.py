@@ -86,7 +86,7 @@ def _body(
         "usage": usage,
         **extra,
     }
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def _text(pieces: Sequence[Piece]) -> str:
