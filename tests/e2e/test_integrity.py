@@ -22,12 +22,13 @@ BLOCK_SIZE = 16
 FLAGS = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-memory", "8MiB")
 PROMPT = random.Random(0).choices(range(256), k=5 * BLOCK_SIZE + 7)
 NUM_BLOCKS = len(PROMPT) // BLOCK_SIZE
+NUM_LAYERS = 2
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("integrity") / "model"
-    make_model("llama", folder)
+    make_model("llama", folder, num_hidden_layers=NUM_LAYERS)
     return folder
 
 
@@ -47,47 +48,53 @@ def tokens(answer: dict[str, Any]) -> list[int]:
     return found
 
 
-def afresh(cluster: Cluster, salt: str) -> list[int]:
-    """The answer with all KV computed anew: keys under another salt are other keys."""
+def cached_tokens(answer: dict[str, Any]) -> int:
+    """Tokens of the prompt whose KV was not computed for this answer."""
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def ask_afresh(cluster: Cluster, *, salt: str) -> list[int]:
+    """Tokens of an answer with all KV computed anew: keys under another salt are other keys."""
     answer = ask(cluster, cache_salt=salt)
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert cached_tokens(answer) == 0
     return tokens(answer)
+
+
+def integrity_failures(accounts: Accounts) -> tuple[int, int, int]:
+    """Bad blocks that prefill worker, decode worker and store have counted."""
+    prefill, decode, store = (
+        accounts.counter(name, "integrity_failures")
+        for name in ("prefill-0", "decode-0", "store-0")
+    )
+    return prefill, decode, store
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_byte_flipped_on_the_way_is_computed_and_sent_again(
     tmp_path: Path, model: Path, transport: str
 ) -> None:
-    flags = (*FLAGS, "--transports", transport, "--fault-corrupt-writes", "2")
+    flags = (*FLAGS, "--transports", transport, "--fault-corrupt-writes", str(NUM_LAYERS + 1))
     with running_cluster(model, tmp_path, *flags) as cluster, accounts_of(cluster) as accounts:
-        corrupt_a_put(cluster, accounts)
-        corrupt_a_handoff(cluster, accounts)
+        # A request that ends at the prefill worker: all that is written are its blocks, to the store.
+        first = ask(cluster, max_tokens=1)
+        cluster.wait_for("a bad put", lambda: integrity_failures(accounts) == (1, 0, 1))
+        assert accounts.store().num_objects == NUM_BLOCKS - 1
+        # Another prompt's handoff, where each layer is a write.
+        corrupted = ask_afresh(cluster, salt="corrupted")
+        assert integrity_failures(accounts) == (2, 1, 1)
+        recomputed = accounts.counter("prefill-0", "recomputed_blocks")
+        assert recomputed > 0
+        # From here on all arrives. The first prompt's source was suspect: it is computed and put again.
+        again = ask(cluster)
+        assert cached_tokens(again) < NUM_BLOCKS * BLOCK_SIZE
+        wait_until_stored(cluster, accounts, NUM_BLOCKS * 2)
+        assert corrupted == tokens(again) == ask_afresh(cluster, salt="clean")
+        assert tokens(first) == tokens(again)[:1]
+        assert integrity_failures(accounts) == (2, 1, 1)
+        assert accounts.counter("prefill-0", "recomputed_blocks") == recomputed
+        assert accounts.counter("prefill-0", "handed_off_requests") == 3
         accounts.wait_until_all_is_free()
-
-
-def corrupt_a_put(cluster: Cluster, accounts: Accounts) -> None:
-    """A request that ends at the prefill worker: all that is written for it are the store's objects."""
-    first = ask(cluster, max_tokens=1)
-    cluster.wait_for("the put", lambda: accounts.counter("prefill-0", "integrity_failures") == 1)
-    assert accounts.counter("store-0", "integrity_failures") == 1
-    assert accounts.store().num_objects == NUM_BLOCKS - 1
-    # The prefill worker suspects its source: it computes that block again, and puts it again.
-    again = ask(cluster, max_tokens=1)
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] < NUM_BLOCKS * BLOCK_SIZE
-    wait_until_stored(cluster, accounts)
-    assert tokens(first) == tokens(again)
-
-
-def corrupt_a_handoff(cluster: Cluster, accounts: Accounts) -> None:
-    """The blocks go to the decode worker before they go to the store."""
-    corrupted = afresh(cluster, salt="corrupted")
-    assert accounts.counter("decode-0", "integrity_failures") == 1
-    assert accounts.counter("prefill-0", "integrity_failures") == 2
-    assert accounts.counter("prefill-0", "recomputed_blocks") > 0
-    assert corrupted == afresh(cluster, salt="clean")
-    assert accounts.counter("decode-0", "integrity_failures") == 1
-    assert accounts.counter("prefill-0", "handed_off_requests") == 2
-    assert accounts.counter("store-0", "integrity_failures") == 1
 
 
 def test_a_byte_flipped_in_the_store_is_found_when_it_is_read(tmp_path: Path, model: Path) -> None:
@@ -100,28 +107,27 @@ def test_a_byte_flipped_in_the_store_is_found_when_it_is_read(tmp_path: Path, mo
         restart_workers(cluster)
         after = ask(cluster)
         assert tokens(after) == tokens(before)
-        assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == bad * BLOCK_SIZE
+        assert cached_tokens(after) == bad * BLOCK_SIZE
         assert accounts.counter("store-0", "integrity_failures") == 1
         assert accounts.counter("prefill-0", "store_hit_blocks") == bad
         wait_until_stored(cluster, accounts)  # the recomputed block in the corrupt one's place
         restart_workers(cluster)
         healed = ask(cluster)
         assert tokens(healed) == tokens(before)
-        cached = healed["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert cached == NUM_BLOCKS * BLOCK_SIZE
+        assert cached_tokens(healed) == NUM_BLOCKS * BLOCK_SIZE
         assert accounts.counter("store-0", "integrity_failures") == 1
         accounts.wait_until_all_is_free()
 
 
-def wait_until_stored(cluster: Cluster, accounts: Accounts) -> None:
-    """All of the prompt's blocks are in the store, and the conductor knows."""
-    cluster.wait_for("the write-behind", lambda: accounts.store().num_objects >= NUM_BLOCKS)
+def wait_until_stored(cluster: Cluster, accounts: Accounts, num_blocks: int = NUM_BLOCKS) -> None:
+    """So many blocks are in the store, and the conductor knows."""
+    cluster.wait_for("the write-behind", lambda: accounts.store().num_objects >= num_blocks)
 
     def indexed() -> int:
         stores = [each for each in cluster.instances() if each["role"] == "store"]
         return sum(each["indexed_blocks"] for each in stores)
 
-    cluster.wait_for("the index", lambda: indexed() >= NUM_BLOCKS)
+    cluster.wait_for("the index", lambda: indexed() >= num_blocks)
 
 
 def keys_of(cluster: Cluster) -> list[BlockKey]:
