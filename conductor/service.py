@@ -7,14 +7,13 @@ task ticks so that silent instances are noticed also when nobody calls.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import grpc.aio
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from conductor import wire
 from conductor.config import ConductorConfig
@@ -36,11 +35,10 @@ from conductor.events import (
 )
 from conductor.policies import make_policy
 from conductor.state import ConductorState
-from protocol.errors import ConfigError
 from protocol.ids import RequestId, Role
-from protocol.metrics import SchedulerMetrics, scheduler_metrics
+from protocol.metrics import SchedulerMetrics, exposed, scheduler_metrics
 from protocol.pb import conductor_pb2, conductor_pb2_grpc
-from protocol.process import Lifecycle
+from protocol.process import Lifecycle, running
 from protocol.rpc import RpcServer, failure_to_wire
 from protocol.wire import placement_to_wire
 
@@ -172,57 +170,11 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     service = ConductorService(ConductorState(policy, config.limits()), scheduler_metrics(registry))
     server = RpcServer(config.cluster_token)
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
-    with _metrics_endpoint(config, registry):
+    with exposed(registry, config.host, config.metrics_port):
+        address = await server.start(config.host, config.port)
         try:
-            address = await server.start(config.host, config.port)
-        except OSError as error:
-            raise ConfigError(f"{error}; choose another --port") from error
-        try:
-            async with _running(service.housekeep(config.heartbeat_interval_s / 2)) as task:
+            async with running(service.housekeep(config.heartbeat_interval_s / 2)) as task:
                 lifecycle.ready(rpc=address)
-                await _until_stopped(lifecycle, task)
+                await lifecycle.until_stopped(task)
         finally:
             await server.stop(STOP_GRACE_S)
-
-
-async def _until_stopped(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None:
-    """Returns when told to stop; raises what ended `task` before that."""
-    stopping = asyncio.create_task(lifecycle.stopping.wait())
-    async with _cancelled_at_end(stopping):
-        await asyncio.wait({stopping, task}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-
-
-@contextlib.asynccontextmanager
-async def _running(body: Any) -> AsyncIterator[asyncio.Task[None]]:
-    task: asyncio.Task[None] = asyncio.create_task(body)
-    async with _cancelled_at_end(task):
-        yield task
-
-
-@contextlib.asynccontextmanager
-async def _cancelled_at_end(task: asyncio.Task[Any]) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-
-
-@contextlib.contextmanager
-def _metrics_endpoint(config: ConductorConfig, registry: CollectorRegistry) -> Any:
-    """Prometheus' own exposition server, in its thread."""
-    if not config.metrics_port:
-        yield
-        return
-    try:
-        server, thread = start_http_server(config.metrics_port, config.host, registry)
-    except OSError as error:
-        raise ConfigError(f"--metrics-port {config.metrics_port}: {error}") from error
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -25,6 +25,7 @@ from protocol.ids import BlockId, GatewayId, LeaseId
 from protocol.layout import KvLayout
 from protocol.pb import conductor_pb2
 from protocol.streams import GatewayStreams
+from protocol.timer import Timer
 from transfer import Segment, TransferEngine
 
 log = logging.getLogger(__name__)
@@ -72,8 +73,7 @@ class DecodeService:
         self._inbox: deque[Event] = deque()
         self._is_handling = False
         self._tasks: asyncio.TaskGroup | None = None  # while `run` is under way
-        self._alarm: asyncio.TimerHandle | None = None
-        self._alarm_at: float | None = None
+        self._timer = Timer(lambda: self.handle(events.Tick()), clock)
         self._questions: dict[tuple[Question, LeaseId], list[asyncio.Future[Any]]] = {}
         self._runners = self._table()
 
@@ -85,8 +85,7 @@ class DecodeService:
                 self.handle(events.Stopped())
         finally:
             self._tasks = None
-            if self._alarm is not None:
-                self._alarm.cancel()
+            self._timer.set(None)
 
     def handle(self, event: Event) -> None:
         """Handles `event` and all that follows from it at once. Tasks need `run` to be under way."""
@@ -100,7 +99,7 @@ class DecodeService:
                     self._runners[type(action)](action)
         finally:
             self._is_handling = False
-        self._set_alarm()
+        self._timer.set(self._state.wake_at)
         self._note_idleness()
 
     # -- what the servicers ask
@@ -252,21 +251,6 @@ class DecodeService:
             work.close()
             raise RuntimeError("the service is not running")
         self._tasks.create_task(work)
-
-    def _set_alarm(self) -> None:
-        wake_at = self._state.wake_at
-        if wake_at == self._alarm_at:
-            return
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm_at, self._alarm = wake_at, None
-        if wake_at is not None:
-            delay_s = max(0.0, wake_at - self._clock())
-            self._alarm = asyncio.get_running_loop().call_later(delay_s, self._ring)
-
-    def _ring(self) -> None:
-        self._alarm = self._alarm_at = None
-        self.handle(events.Tick())
 
     def _note_idleness(self) -> None:
         if self._state.is_idle:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
-from protocol.config import option
+from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
 
 MIB = 2**20
@@ -81,9 +81,9 @@ class ServeConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("prefill_workers", "decode_workers", "block_size", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+        require_at_least_1(
+            self, "prefill_workers", "decode_workers", "block_size", "max_num_batched_tokens"
+        )
         if self.store_nodes < 0:
             raise ConfigError("--store-nodes must not be negative")
         if not 0 <= self.port < 65536:

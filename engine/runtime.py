@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from engine.batch import Sampled, Slice
 from engine.engine import Engine
+
+T = TypeVar("T")
 
 
 class EngineThread:
@@ -37,9 +40,9 @@ class EngineThread:
                 step.exception()  # retrieved: the cancelled caller is not interested
             raise
 
-    async def run(self, function: Callable[[], object]) -> None:
+    async def run(self, function: Callable[[], T]) -> T:
         """Runs something that needs the engine to itself, such as a measurement, between steps."""
-        await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     def close(self) -> None:
         """Waits for the step under way and ends the thread."""

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import time
-from collections.abc import AsyncIterator, Iterator
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from kvstore.config import StoreConfig
 from kvstore.service import StoreService
 from protocol.errors import ConfigError
 from protocol.keys import BlockKey
-from protocol.membership import BlockLog, Membership
-from protocol.metrics import store_metrics
+from protocol.membership import BlockLog, member, own_endpoint
+from protocol.metrics import exposed, store_metrics
 from protocol.pb import common_pb2, conductor_pb2, kvstore_pb2_grpc
-from protocol.process import Lifecycle, host_identity
-from protocol.request import Endpoint
-from protocol.rpc import Channels, RpcServer
+from protocol.process import Lifecycle
+from protocol.rpc import RpcServer
 from protocol.wire import endpoint_to_wire
 from transfer import Segment, TransferEngine
 
@@ -38,7 +34,7 @@ class Unannounced:
 
 
 class StoreNode:
-    """One node over an allocated segment. Its epoch is the time of its start, so that it grows."""
+    """One node over an allocated segment."""
 
     def __init__(
         self,
@@ -48,66 +44,43 @@ class StoreNode:
         registry: CollectorRegistry,
     ) -> None:
         self._config = config
-        self._endpoint = Endpoint(
-            instance_id=config.instance_id,
-            epoch=time.time_ns(),
+        self._endpoint = own_endpoint(
+            config.instance_id,
             rpc_address="",  # known once it listens
             transfer_address=transfer.address,
-            host=host_identity(),
         )
         self._metrics = store_metrics(registry)
         self._measured: dict[str, int] = {}
         self._block_log = BlockLog()
-        self._membership: Membership | None = None
         announce = self._block_log if config.conductor else Unannounced()
         self._service = StoreService(
-            config, transfer, segment, self._endpoint, announce, self._changed
+            config, transfer, segment, self._endpoint, announce, self._measure
         )
 
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serves until told to stop. Raises ConfigError when the port is taken, or what ended the membership."""
         server = RpcServer(self._config.cluster_token)
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self._service, server.grpc)
+        address = await server.start(self._config.host, self._config.port)
+        self._measure()
         try:
-            address = await server.start(self._config.host, self._config.port)
-        except OSError as error:
-            raise ConfigError(f"{error}; choose another --port") from error
-        self._endpoint = dataclasses.replace(self._endpoint, rpc_address=address)
-        self._changed()
-        try:
-            async with self._member() as membership:
+            registration = self._registration(address)
+            load, block_log = self._service.load, self._block_log
+            async with member(self._config, registration, load, block_log) as seat:
                 lifecycle.ready(rpc=address, transfer=self._endpoint.transfer_address)
-                await _first_end(asyncio.create_task(lifecycle.stopping.wait()), membership)
+                await lifecycle.until_stopped(*seat.watched)
         finally:
             await server.stop(STOP_GRACE_S)
             await self._service.close()
 
-    @contextlib.asynccontextmanager
-    async def _member(self) -> AsyncIterator[asyncio.Task[None] | None]:
-        """Keeps the node registered with its conductor, if it has one; gives the task that does."""
-        if self._config.conductor is None:
-            yield None
-            return
-        channels = Channels(self._config.cluster_token)
-        registration = conductor_pb2.RegisterRequest(
-            endpoint=endpoint_to_wire(self._endpoint), role=common_pb2.ROLE_STORE
+    def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
+        endpoint = dataclasses.replace(self._endpoint, rpc_address=address)
+        return conductor_pb2.RegisterRequest(
+            endpoint=endpoint_to_wire(endpoint), role=common_pb2.ROLE_STORE
         )
-        self._membership = Membership(
-            channels, self._config.conductor, registration, self._service.load, self._block_log
-        )
-        task = asyncio.create_task(self._membership.run())
-        try:
-            yield task
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
-            await self._membership.leave()
-            await channels.close()
 
-    def _changed(self) -> None:
-        """The service's state may have changed: measures it and tells the conductor."""
-        if self._membership is not None and self._block_log.has_changes:
-            self._membership.wake()
+    def _measure(self) -> None:
+        """The service's state may have changed."""
         usage, counters = self._service.usage(), self._service.counters
         self._metrics.keys.set(usage.num_objects)
         self._metrics.capacity_bytes.set(usage.capacity)
@@ -127,7 +100,7 @@ async def serve(config: StoreConfig, lifecycle: Lifecycle) -> None:
     transfer = TransferEngine(
         cluster_token=config.cluster_token, host=config.host, transports=config.transports
     )
-    with transfer, _metrics_endpoint(config, registry):
+    with transfer, exposed(registry, config.host, config.metrics_port):
         lifecycle.progress("allocating memory")
         segment = await asyncio.to_thread(_allocate, transfer, config.dram)
         await StoreNode(config, transfer, segment, registry).run(lifecycle)
@@ -138,32 +111,3 @@ def _allocate(transfer: TransferEngine, nbytes: int) -> Segment:
         return transfer.allocate(nbytes, readable=True)
     except (OSError, MemoryError) as error:
         raise ConfigError(f"--dram {nbytes}: {error}; choose less") from error
-
-
-async def _first_end(stopping: asyncio.Task[bool], membership: asyncio.Task[None] | None) -> None:
-    """Returns when told to stop; raises what ended the membership before that."""
-    try:
-        tasks = {stopping} if membership is None else {stopping, membership}
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if membership is not None and membership.done():
-            membership.result()
-    finally:
-        stopping.cancel()
-
-
-@contextlib.contextmanager
-def _metrics_endpoint(config: StoreConfig, registry: CollectorRegistry) -> Iterator[None]:
-    """Prometheus' own exposition server, in its thread."""
-    if not config.metrics_port:
-        yield
-        return
-    try:
-        server, thread = start_http_server(config.metrics_port, config.host, registry)
-    except OSError as error:
-        raise ConfigError(f"--metrics-port {config.metrics_port}: {error}") from error
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -25,6 +25,7 @@ from protocol.checksum import checksum
 from protocol.keys import BlockKey
 from protocol.pb import conductor_pb2, kvstore_pb2, kvstore_pb2_grpc
 from protocol.request import Endpoint
+from protocol.timer import Timer
 from transfer import Segment, TransferEngine
 
 log = logging.getLogger(__name__)
@@ -67,8 +68,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvstore")
         self._commits: dict[str, asyncio.Task[tuple[BlockKey, ...]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at: float | None = None
+        self._timer = Timer(self._expire, clock)
         self._writer_ended = asyncio.Event()  # replaced at each end
 
     @property
@@ -168,7 +168,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
     async def close(self) -> None:
         """Waits for what is under way; call it once no more calls come in."""
         await asyncio.gather(*self._tasks, return_exceptions=True)  # their callers were told
-        self._set_timer(None)
+        self._timer.set(None)
         self._threads.shutdown()
 
     def _reserve(self, request: kvstore_pb2.StoreReserveRequest) -> Reservation:
@@ -220,22 +220,10 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
 
     def _changed(self) -> None:
         """Sets the timer to the state's next deadline, and tells who listens."""
-        next_deadline = self._state.next_deadline()
-        if next_deadline != self._timer_at:
-            self._timer_at = next_deadline
-            self._set_timer(next_deadline)
+        self._timer.set(self._state.next_deadline())
         self._on_change()
 
-    def _set_timer(self, at: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if at is not None:
-            delay_s = max(0.0, at - self._clock())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
-
     def _expire(self) -> None:
-        self._timer_at = None  # also when it fired a little early: it is then set again
         for reservation in self._state.expire(self._clock()):
             log.warning("writer abandoned reservation %s", reservation.reservation_id)
             self._hold(self._reclaim(reservation))

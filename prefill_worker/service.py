@@ -26,6 +26,7 @@ from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.pb import conductor_pb2, worker_pb2
 from protocol.request import Endpoint
 from protocol.streams import GatewayStreams
+from protocol.timer import Timer
 from transfer import Batch, Transfer, TransferEngine
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class StepRunner(Protocol):
 
 
 class PrefillService:
-    """One prefill worker's live part. `wake` tells the cluster that blocks or load changed."""
+    """One prefill worker's live part. `look_for_home` is called while it does not know where its home store is."""
 
     def __init__(
         self,
@@ -55,7 +56,6 @@ class PrefillService:
         landings: LandingClient,
         stores: BlockClient,
         landing_ttl_s: float,
-        wake: Callable[[], None] = lambda: None,
         look_for_home: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,14 +66,12 @@ class PrefillService:
         self._landings = landings
         self._stores = stores
         self._landing_ttl_s = landing_ttl_s
-        self._wake = wake
         self._look_for_home = look_for_home
         self._clock = clock
         self.streams = GatewayStreams(on_lost=self._gateway_lost)
         self._operations = Operations(self.post)
         self._reservations: dict[RequestId, asyncio.Task[ev.Event | None]] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at: float | None = None
+        self._timer = Timer(lambda: self.post(ev.Tick()), clock)
         self._idle = asyncio.Event()
         self._idle.set()
         self._performers = self._performer_table()
@@ -107,8 +105,7 @@ class PrefillService:
 
     async def stop(self) -> None:
         """Ends what is under way. The transfer engine and the engine thread are the caller's to close."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.set(None)
         self.streams.close()
         await self._operations.stop()
         await self._stores.close()
@@ -143,8 +140,7 @@ class PrefillService:
         """Handles an event at once."""
         for action in self._state.handle(event, self._clock()):
             self._performers[type(action)](action)
-        self._set_timer()
-        self._wake()
+        self._timer.set(self._state.next_deadline())
         if self._state.needs_home_store:
             self._look_for_home()
         if self._state.is_idle:
@@ -158,21 +154,6 @@ class PrefillService:
     def _gateway_lost(self, gateway_id: GatewayId) -> None:
         log.warning("gateway %s is gone; its requests end", gateway_id)
         self.post(ev.GatewayLost(gateway_id=gateway_id))
-
-    def _set_timer(self) -> None:
-        due_at = self._state.next_deadline()
-        if due_at == self._timer_at:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._timer_at = None, due_at
-        if due_at is not None:
-            delay_s = max(0.0, due_at - self._clock())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._ring)
-
-    def _ring(self) -> None:
-        self._timer = self._timer_at = None
-        self.post(ev.Tick())
 
     # -- landing
 

@@ -157,6 +157,13 @@ def to_flags(config: object) -> list[str]:
     return flags
 
 
+def require_at_least_1(config: object, *names: str) -> None:
+    """Raises ConfigError for the first of these options that is less."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+
+
 def parse_bytes(text: str) -> int:
     """`4096`, `512MiB`, `4GB` → bytes. Raises ValueError."""
     stripped = text.strip()

@@ -8,12 +8,16 @@ snapshot, so the conductor's index is soft state that is always rebuilt from her
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
 
 from protocol.errors import Incompatible, MoonserveError, StaleLease, Unauthenticated
 from protocol.keys import NO_PARENT, BlockKey, pack_keys
 from protocol.pb import conductor_pb2, conductor_pb2_grpc
+from protocol.process import ProcessConfig, host_identity, running
+from protocol.request import Endpoint
 from protocol.rpc import Channels
 
 log = logging.getLogger(__name__)
@@ -29,9 +33,13 @@ MAX_PENDING = 200_000
 
 
 class BlockLog:
-    """The blocks an instance can serve, and the changes that the conductor has not acknowledged. Pure."""
+    """The blocks an instance can serve, and the changes that the conductor has not acknowledged. Pure.
+
+    `on_change` is called at each change; a Membership that tells of this log takes it over.
+    """
 
     def __init__(self) -> None:
+        self.on_change: Callable[[], None] = lambda: None
         self._present: dict[BlockKey, BlockKey] = {}  # key → parent, in order of arrival
         self._pending: list[tuple[BlockKey, BlockKey | None]] = []  # parent None = removed
         self._next_seq = 1  # number of the first pending event
@@ -53,6 +61,7 @@ class BlockLog:
             self._pending.clear()
             self._snapshot_due = True
         self._pending.append((key, parent))
+        self.on_change()
 
     @property
     def has_changes(self) -> bool:
@@ -124,9 +133,10 @@ class Membership:
         self._block_log = block_log
         self._changed = asyncio.Event()
         self._interval_s = 1.0
+        block_log.on_change = self.wake
 
     def wake(self) -> None:
-        """Blocks or load changed: tell the conductor soon. Call it in the event loop's thread."""
+        """Something changed: tell the conductor soon. Call it in the event loop's thread."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -194,3 +204,53 @@ class Membership:
         self._block_log.acknowledge(events)
         if reply.resync and not events.snapshot:
             await self._send(self._block_log.snapshot())
+
+
+class Seat:
+    """A process's place in its cluster. One without a conductor has no membership and nobody to tell."""
+
+    def __init__(
+        self, membership: Membership | None = None, task: asyncio.Task[None] | None = None
+    ) -> None:
+        self._membership = membership
+        self.watched: tuple[asyncio.Task[None], ...] = () if task is None else (task,)
+        """What ends, with the reason, when the conductor refuses this instance for good."""
+
+    def drain(self) -> None:
+        """Tells the conductor to send nothing new here."""
+        if self._membership is not None:
+            self._membership.draining = True
+            self._membership.wake()
+
+
+@contextlib.asynccontextmanager
+async def member(
+    config: ProcessConfig,
+    registration: conductor_pb2.RegisterRequest,
+    load: Callable[[], conductor_pb2.Load],
+    block_log: BlockLog,
+) -> AsyncIterator[Seat]:
+    """Keeps the instance registered with its conductor, if it has one, while the block lasts; then it leaves."""
+    if config.conductor is None:
+        yield Seat()
+        return
+    channels = Channels(config.cluster_token)
+    membership = Membership(channels, config.conductor, registration, load, block_log)
+    try:
+        async with running(membership.run()) as task:
+            yield Seat(membership, task)
+    finally:
+        # Not before the heartbeats have ended: one that came after would register the instance again.
+        await membership.leave()
+        await channels.close()
+
+
+def own_endpoint(instance_id: str, *, rpc_address: str, transfer_address: str) -> Endpoint:
+    """Where peers find this process. Its epoch is the time of this call, so that it grows with every start."""
+    return Endpoint(
+        instance_id=instance_id,
+        epoch=time.time_ns(),
+        rpc_address=rpc_address,
+        transfer_address=transfer_address,
+        host=host_identity(),
+    )

@@ -6,9 +6,13 @@ seconds and bytes.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from protocol.errors import ConfigError
 
 _MODEL_LABELS = ("model_name", "engine")
 
@@ -215,3 +219,21 @@ def store_metrics(registry: CollectorRegistry) -> StoreMetrics:
             "moonserve_integrity_failures", "Objects dropped for a checksum.", registry=registry
         ),
     )
+
+
+@contextlib.contextmanager
+def exposed(registry: CollectorRegistry, host: str, port: int) -> Iterator[None]:
+    """Serves the registry over HTTP while the block lasts, in a thread; port 0 = not at all. Raises ConfigError."""
+    if not port:
+        yield
+        return
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigError(f"--metrics-port {port}: {error}") from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

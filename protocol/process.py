@@ -15,10 +15,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from protocol import logs
 from protocol.config import HelpRequested, load, option
@@ -27,6 +27,7 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound="ProcessConfig")
+T = TypeVar("T")
 
 EXIT_CONFIG = 2
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -71,12 +72,32 @@ class Lifecycle:
         """Says why the process cannot start."""
         self._report({"failed": message})
 
+    async def until_stopped(self, *watched: asyncio.Future[Any]) -> None:
+        """Returns when the process is told to stop; raises what ended one of the `watched` before that."""
+        async with running(self.stopping.wait()) as told:
+            futures: set[asyncio.Future[Any]] = {told, *watched}
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+            for future in watched:
+                if future.done():
+                    future.result()
+
     def _report(self, entry: dict[str, object]) -> None:
         if self._status_fd is None:
             return
         # A starter that has gone away must not take its children down by a full or broken pipe.
         with contextlib.suppress(OSError):
             os.write(self._status_fd, json.dumps(entry).encode() + b"\n")
+
+
+@contextlib.asynccontextmanager
+async def running(body: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
+    """Runs `body` beside the block, which may watch the task; at the block's end it is cancelled."""
+    task = asyncio.create_task(body)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
 
 
 def main(

@@ -106,7 +106,7 @@ class RpcServer:
     async def start(self, host: str, port: int) -> str:
         """Listens and returns `host:port`, with the port chosen by the system when `port` is 0.
 
-        Raises OSError when the port is taken and ConfigError for an address that peers cannot dial.
+        Raises ConfigError when the port is taken and for an address that peers cannot dial.
         """
         if host in ("", "0.0.0.0", "::"):
             raise ConfigError(
@@ -115,8 +115,9 @@ class RpcServer:
         try:
             bound = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
-            raise OSError(
-                f"cannot listen on {host}:{port}: port in use or not permitted"
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: port in use or not permitted; "
+                "choose another --port"
             ) from error
         await self._server.start()
         return f"{host}:{bound}"

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from decode_worker.config import DecodeConfig, plan_pool
+from decode_worker.config import DecodeConfig
 from decode_worker.worker import serve
-from engine.config import load_model_config
 from protocol.errors import ConfigError, NoWorker
 from protocol.keys import unpack_keys
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2
@@ -154,29 +153,6 @@ async def test_a_draining_worker_says_so_refuses_new_work_and_finishes_old(
                 if finished:
                     break
         await asyncio.wait_for(worker, LIMIT_S)
-
-
-def test_a_pool_plan_fits_the_memory(model_path: Path, tmp_path: Path) -> None:
-    model = load_model_config(model_path)
-    plan = plan_pool(config_of(model_path, tmp_path, kv_cache_memory=100_000), model)
-    assert plan.num_blocks == 100_000 // plan.layout.block_bytes
-    assert plan.limits.max_model_len == plan.num_blocks * BLOCK_SIZE
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kv_cache_memory": 10},
-        {"max_model_len": 100_000},
-        {"max_model_len": 1_000, "kv_cache_memory": 100_000},
-    ],
-)
-def test_what_does_not_fit_is_told_with_its_flag(
-    model_path: Path, tmp_path: Path, changes: dict[str, int]
-) -> None:
-    config = config_of(model_path, tmp_path, **changes)
-    with pytest.raises(ConfigError, match=r"--(kv-cache-memory|max-model-len)"):
-        plan_pool(config, load_model_config(model_path))
 
 
 def test_a_batch_must_hold_a_token_of_each_sequence(model_path: Path, tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ import pytest
 from conductor.config import ConductorConfig
 from conductor.service import serve as serve_conductor
 from engine.config import load_model_config
+from engine.replica import plan_pool
 from kvstore.config import StoreConfig
 from kvstore.node import serve as serve_store
 from prefill_worker.__main__ import main
-from prefill_worker.config import PrefillConfig, plan_pool
+from prefill_worker.config import PrefillConfig
 from protocol.config import load
-from protocol.errors import ConfigError
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2_grpc
 from protocol.rpc import Channels
 from protocol.wire import endpoint_from_wire, submission_to_wire
@@ -158,16 +158,8 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(
     assert "--home-store needs --conductor" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        (["--kv-cache-memory", "100"], "holds no block"),
-        (["--max-model-len", "5000"], "positions"),
-        (["--max-model-len", "1000", "--kv-cache-memory", "64KiB"], "--kv-cache-memory"),
-    ],
-)
-def test_a_pool_that_cannot_be_is_refused(model_path: Path, flags: list[str], word: str) -> None:
-    arguments = ["--instance-id", "p", "--model", str(model_path), *flags]
+def test_without_chunked_prefill_a_step_takes_the_longest_prompt(model_path: Path) -> None:
+    arguments = ["--instance-id", "p", "--model", str(model_path), "--no-enable-chunked-prefill"]
     config = load(PrefillConfig, arguments, prog="prefill_worker", environ={})
-    with pytest.raises(ConfigError, match=word):
-        plan_pool(config, load_model_config(model_path))
+    plan = plan_pool(config, load_model_config(model_path))
+    assert config.limits(plan).max_num_batched_tokens == plan.max_model_len == 1024

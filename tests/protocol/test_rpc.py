@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import (
+    ConfigError,
     InvalidRequest,
     MoonserveError,
     Overloaded,
@@ -91,9 +92,9 @@ async def test_a_dead_peer_is_peer_lost(cluster: tuple[Worker, Channels, str]) -
         await cancel(channels, "127.0.0.1:1")
 
 
-async def test_a_taken_port_is_an_os_error(cluster: tuple[Worker, Channels, str]) -> None:
+async def test_a_taken_port_is_told_with_its_flag(cluster: tuple[Worker, Channels, str]) -> None:
     _, _, address = cluster
-    with pytest.raises(OSError, match="port in use"):
+    with pytest.raises(ConfigError, match=r"port in use.*another --port"):
         await RpcServer("t").start("127.0.0.1", int(address.rpartition(":")[2]))
 
 

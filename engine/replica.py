@@ -1,0 +1,204 @@
+"""One replica of a model as a worker process runs it: its options, how much KV it has, how it is loaded and measured.
+
+Imports torch only while it loads, so that a wrong option is told at once. Does not know whose memory it is given, nor
+what the worker does with the replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from engine.config import ModelConfig, load_model_config
+from engine.hub import resolve_model
+from protocol.config import option, require_at_least_1
+from protocol.errors import ConfigError
+from protocol.layout import KvLayout
+from protocol.pb import common_pb2, conductor_pb2
+from protocol.process import Lifecycle, ProcessConfig
+from protocol.request import Endpoint
+from protocol.wire import endpoint_to_wire, layout_to_wire
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.runtime import EngineThread
+
+MIB = 2**20
+
+Profiles = tuple[conductor_pb2.PrefillProfile, conductor_pb2.DecodeProfile]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaConfig(ProcessConfig):
+    """Options of every worker. Flags that vLLM has too mean the same."""
+
+    model: str = option(help="local Hugging Face folder or hub name")
+    dtype: str = option("auto", help="of weights and KV", choices=("auto", "float32", "bfloat16"))
+    load_format: str = option(
+        "auto", help="dummy = random weights, for measuring", choices=("auto", "dummy")
+    )
+    max_model_len: int | None = option(
+        None,
+        help="longest prompt plus output in tokens; what model and memory allow when not given",
+    )
+    block_size: int = option(32, help="tokens per KV block")
+    kv_cache_memory: int = option(256 * MIB, help="bytes of KV", unit="bytes")
+    max_num_seqs: int = option(64, help="sequences in one step")
+    max_num_batched_tokens: int = option(512, help="tokens computed in one step")
+    enable_prefix_caching: bool = option(True, help="share the KV of equal prefixes")
+    num_threads: int = option(1, help="compute threads")
+    profile_dir: str | None = option(
+        None, help="folder that keeps measured speeds; ~/.cache/moonserve/profiles when not given"
+    )
+    drain_timeout_s: float = option(
+        5.0, help="seconds that requests may take to finish when the worker stops"
+    )
+
+    def __post_init__(self) -> None:
+        require_at_least_1(self, "block_size", "max_num_seqs", "num_threads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """How much KV a replica has, and the longest sequence that it takes."""
+
+    layout: KvLayout
+    num_blocks: int
+    max_model_len: int
+
+
+def plan_pool(config: ReplicaConfig, model: ModelConfig) -> PoolPlan:
+    """Raises ConfigError when the memory does not hold one sequence of the length that was asked for."""
+    layout = model.kv_layout(config.block_size, config.dtype)
+    num_blocks = config.kv_cache_memory // layout.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"--kv-cache-memory {config.kv_cache_memory} holds no block of {layout.block_bytes} bytes"
+        )
+    max_model_len = _max_model_len(config, model, num_blocks * config.block_size)
+    return PoolPlan(layout=layout, num_blocks=num_blocks, max_model_len=max_model_len)
+
+
+def _max_model_len(config: ReplicaConfig, model: ModelConfig, pool_tokens: int) -> int:
+    wish = config.max_model_len
+    if wish is None:
+        return min(model.max_position_embeddings, pool_tokens)
+    if wish > model.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {wish} exceeds the model's {model.max_position_embeddings} positions"
+        )
+    if wish > pool_tokens:
+        raise ConfigError(
+            f"--max-model-len {wish} exceeds the {pool_tokens} tokens that --kv-cache-memory "
+            f"{config.kv_cache_memory} holds"
+        )
+    return wish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """A loaded engine in its thread, which its user closes, and what the cluster is told about it."""
+
+    config: ReplicaConfig
+    plan: PoolPlan
+    thread: EngineThread
+    profiles: Profiles
+
+    @property
+    def fingerprint(self) -> str:
+        return self.thread.engine.fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        return self.thread.engine.config.vocab_size
+
+    def registration(
+        self, endpoint: Endpoint, role: common_pb2.Role.ValueType
+    ) -> conductor_pb2.RegisterRequest:
+        """What a worker says of itself to the conductor."""
+        prefill, decode = self.profiles
+        return conductor_pb2.RegisterRequest(
+            endpoint=endpoint_to_wire(endpoint),
+            role=role,
+            layout=layout_to_wire(self.plan.layout),
+            fingerprint=self.fingerprint,
+            num_blocks=self.plan.num_blocks,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.plan.max_model_len,
+            prefill_profile=prefill,
+            decode_profile=decode,
+        )
+
+
+class Memory(Protocol):
+    """Where a replica's KV lies: a segment of the transfer engine."""
+
+    @property
+    def buffer(self) -> memoryview: ...
+
+
+M = TypeVar("M", bound=Memory)
+
+
+async def load_replica(
+    config: ReplicaConfig, allocate: Callable[[int], M], lifecycle: Lifecycle
+) -> tuple[Replica, M]:
+    """The replica and the memory that it had `allocate` make for its KV. Raises ConfigError."""
+    lifecycle.progress("reading configuration")
+    path = await asyncio.to_thread(resolve_model, config.model)
+    model = load_model_config(path)
+    plan = plan_pool(config, model)
+    lifecycle.progress("allocating memory")
+    memory = await asyncio.to_thread(_allocate, allocate, plan)
+    thread = await asyncio.to_thread(
+        _load, path, model, config, plan, memory.buffer, lifecycle.progress
+    )
+    lifecycle.progress("measuring")
+    profiles = await thread.run(lambda: _measure(thread.engine, config))
+    return Replica(config=config, plan=plan, thread=thread, profiles=profiles), memory
+
+
+def _allocate(allocate: Callable[[int], M], plan: PoolPlan) -> M:
+    nbytes = plan.layout.pool_bytes(plan.num_blocks)
+    try:
+        return allocate(nbytes)
+    except (OSError, MemoryError) as error:
+        raise ConfigError(f"{nbytes} bytes of KV: {error}; lower --kv-cache-memory") from error
+
+
+def _load(
+    path: Path,
+    model: ModelConfig,
+    config: ReplicaConfig,
+    plan: PoolPlan,
+    memory: memoryview,
+    progress: Callable[[str, float], None],
+) -> EngineThread:
+    # Here and below, so that a wrong option is told before torch is imported.
+    from engine.engine import Engine
+    from engine.runtime import EngineThread
+
+    engine = Engine.load(
+        path,
+        config=model,
+        layout=plan.layout,
+        num_blocks=plan.num_blocks,
+        memory=memory,
+        num_threads=config.num_threads,
+        load_format=config.load_format,
+        progress=progress,
+    )
+    return EngineThread(engine)
+
+
+def _measure(engine: Engine, config: ReplicaConfig) -> Profiles:
+    """How fast this engine is, for the conductor's predictions. Overwrites the pool."""
+    from engine.profile import measure_cached, profile_folder
+
+    kept_in = config.profile_dir
+    folder = Path(kept_in) if kept_in else profile_folder(os.environ, Path.home())
+    return measure_cached(engine, folder)

@@ -1,0 +1,81 @@
+"""A worker's replica: what fits its memory, and that a wrong option is told without waiting for torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import ModelConfig, load_model_config
+from engine.replica import ReplicaConfig, load_replica, plan_pool
+from protocol.errors import ConfigError
+from protocol.process import Lifecycle
+from tests.random_models import make_model
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model("llama", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(model_path: Path) -> ModelConfig:
+    return load_model_config(model_path)
+
+
+def config_of(**changes: Any) -> ReplicaConfig:
+    return ReplicaConfig(**{"instance_id": "w", "model": "m", "dtype": "float32", **changes})
+
+
+def test_a_pool_plan_fits_the_memory(model: ModelConfig) -> None:
+    plan = plan_pool(config_of(kv_cache_memory=100_000, block_size=8), model)
+    assert plan.num_blocks == 100_000 // plan.layout.block_bytes
+    assert plan.max_model_len == plan.num_blocks * 8
+
+
+def test_a_large_pool_takes_what_the_model_takes(model: ModelConfig) -> None:
+    assert plan_pool(config_of(), model).max_model_len == model.max_position_embeddings
+    assert plan_pool(config_of(max_model_len=100), model).max_model_len == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_cache_memory": 100}, "--kv-cache-memory 100 holds no block"),
+        ({"max_model_len": 5000}, "--max-model-len 5000 exceeds the model's 1024 positions"),
+        ({"max_model_len": 1000, "kv_cache_memory": 65536}, "tokens that --kv-cache-memory 65536"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_its_flag(
+    model: ModelConfig, changes: dict[str, int], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_pool(config_of(**changes), model)
+
+
+async def test_memory_that_cannot_be_had_is_told_with_its_flag(model_path: Path) -> None:
+    def allocate(nbytes: int) -> bytearray:
+        raise MemoryError(f"{nbytes} is too much")
+
+    config = config_of(model=str(model_path))
+    with pytest.raises(ConfigError, match="too much; lower --kv-cache-memory"):
+        await load_replica(config, allocate, Lifecycle(None))  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("name", ["block_size", "max_num_seqs", "num_threads"])
+def test_nothing_is_less_than_one(name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"{flag} must be at least 1"):
+        config_of(**{name: 0})
+
+
+def test_workers_read_their_options_without_torch() -> None:
+    code = (
+        "import sys, prefill_worker.worker, decode_worker.worker\nsys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
