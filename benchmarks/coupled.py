@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from engine.batch import Slice
 from engine.config import load_model_config
 from engine.engine import Engine
+from engine.machine import cache_folder
 from protocol.ids import RequestId
 from protocol.request import SamplingParams
 from protocol.timeline import Timeline
@@ -27,7 +30,12 @@ class BareEngine:
         self._chunk = chunk
         self._num_threads = num_threads
         self._engine = Engine.load(
-            model_path, config=config, layout=layout, num_blocks=2048, num_threads=num_threads
+            model_path,
+            config=config,
+            layout=layout,
+            num_blocks=2048,
+            num_threads=num_threads,
+            cache_folder=cache_folder(os.environ, Path.home()),
         )
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Timeline]:
@@ -78,7 +86,8 @@ class TransformersGenerate:
 
     def __init__(self, model_path: Path, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).eval()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+        self._model.train(False)
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Timeline]:
         torch.set_num_threads(self._num_threads)

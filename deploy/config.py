@@ -84,6 +84,11 @@ class ServeConfig:
         require_at_least_1(
             self, "prefill_workers", "decode_workers", "block_size", "max_num_batched_tokens"
         )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
+                f"--max-num-seqs {self.max_num_seqs}: each sequence of a step computes a token"
+            )
         if self.store_nodes < 0:
             raise ConfigError("--store-nodes must not be negative")
         if not 0 <= self.port < 65536:

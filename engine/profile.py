@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,7 @@ import torch
 
 from engine.batch import Slice
 from engine.engine import Engine
-from engine.machine import cache_folder, processor
+from engine.machine import processor
 from protocol.ids import RequestId
 from protocol.pb.conductor_pb2 import DecodeProfile, PrefillProfile
 from protocol.request import SamplingParams
@@ -65,14 +65,6 @@ def measure_cached(engine: Engine, folder: Path) -> tuple[PrefillProfile, Decode
         kept = measure(engine)
         _write(path, kept)
     return kept
-
-
-def profile_folder(environ: Mapping[str, str], home: Path) -> Path:
-    """Where profiles are kept unless the operator says otherwise."""
-    return cache_folder(environ, home) / "profiles"
-
-
-# -- measuring
 
 
 def _prefill_points(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.config import ModelConfig, load_model_config
 from engine.hub import resolve_model
+from engine.machine import cache_folder
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
 from protocol.layout import KvLayout
@@ -51,8 +52,9 @@ class ReplicaConfig(ProcessConfig):
     max_num_batched_tokens: int = option(512, help="tokens computed in one step")
     enable_prefix_caching: bool = option(True, help="share the KV of equal prefixes")
     num_threads: int = option(1, help="compute threads")
-    profile_dir: str | None = option(
-        None, help="folder that keeps measured speeds; ~/.cache/moonserve/profiles when not given"
+    cache_dir: str | None = option(
+        None,
+        help="folder that keeps compiled kernels and measured speeds; ~/.cache/moonserve when not given",
     )
     drain_timeout_s: float = option(
         5.0, help="seconds that requests may take to finish when the worker stops"
@@ -190,6 +192,7 @@ def _load(
         memory=memory,
         num_threads=config.num_threads,
         load_format=config.load_format,
+        cache_folder=_cache_folder(config),
         progress=progress,
     )
     return EngineThread(engine)
@@ -197,8 +200,10 @@ def _load(
 
 def _measure(engine: Engine, config: ReplicaConfig) -> Profiles:
     """How fast this engine is, for the conductor's predictions. Overwrites the pool."""
-    from engine.profile import measure_cached, profile_folder
+    from engine.profile import measure_cached
 
-    kept_in = config.profile_dir
-    folder = Path(kept_in) if kept_in else profile_folder(os.environ, Path.home())
-    return measure_cached(engine, folder)
+    return measure_cached(engine, _cache_folder(config) / "profiles")
+
+
+def _cache_folder(config: ReplicaConfig) -> Path:
+    return Path(config.cache_dir) if config.cache_dir else cache_folder(os.environ, Path.home())

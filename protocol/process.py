@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 EXIT_CONFIG = 2
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,12 @@ class ProcessConfig:
 class Lifecycle:
     """A process's conversation with its surroundings, handed to its service."""
 
-    def __init__(self, status_fd: int | None) -> None:
+    def __init__(
+        self, status_fd: int | None, on_ready: Callable[[asyncio.Event], None] = lambda _: None
+    ) -> None:
         self.stopping = asyncio.Event()
         self._status_fd = status_fd
+        self._on_ready = on_ready
 
     def progress(self, stage: str, fraction: float | None = None) -> None:
         """Says what takes time now; `fraction` of it is done."""
@@ -65,6 +69,7 @@ class Lifecycle:
 
     def ready(self, **facts: str) -> None:
         """Says that the process serves; `facts` such as its addresses go to the starter."""
+        self._on_ready(self.stopping)
         log.info("ready %s", " ".join(f"{name}={value}" for name, value in facts.items()))
         self._report({"ready": facts})
 
@@ -134,10 +139,14 @@ def run(
     """
     logs.configure(config.instance_id, log_format=config.log_format, level=config.log_level)
     die_with_parent()
-    lifecycle = Lifecycle(config.status_fd)
+    lifecycle = Lifecycle(config.status_fd, on_ready=_end_in_order)
+    # Until it is ready a process holds nothing that must be put in order, and what it does then, such as importing
+    # torch, takes seconds that nothing can interrupt: the kernel ends it at once.
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(_serve(lifecycle, service))
+            runner.run(_await(service(lifecycle)))
     except ConfigError as error:
         lifecycle.failed(str(error))
         sys.stderr.write(f"{config.instance_id}: {error}\n")
@@ -149,11 +158,14 @@ def run(
     return 0
 
 
-async def _serve(lifecycle: Lifecycle, service: Callable[[Lifecycle], Awaitable[None]]) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lifecycle.stopping.set)
-    await service(lifecycle)
+async def _await(service: Awaitable[None]) -> None:
+    await service
+
+
+def _end_in_order(stopping: asyncio.Event) -> None:
+    """From now on a signal asks for an orderly end."""
+    for number in _STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
 
 
 def die_with_parent() -> None:

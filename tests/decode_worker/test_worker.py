@@ -44,7 +44,7 @@ def config_of(model_path: Path, tmp_path: Path, **changes: Any) -> DecodeConfig:
         "cluster_token": TOKEN,
         "block_size": BLOCK_SIZE,
         "kv_cache_memory": 1 << 20,
-        "profile_dir": str(tmp_path),
+        "cache_dir": str(tmp_path),
         **changes,
     }
     return DecodeConfig(**values)
