@@ -174,7 +174,7 @@ def start(*flags: str, status_fd: int | None = None) -> subprocess.Popen[str]:
 
 def test_a_process_becomes_ready_and_ends_on_sigterm(model_path: Path, tmp_path: Path) -> None:
     read_fd, write_fd = os.pipe()
-    flags = ("--model", str(model_path), "--kv-cache-memory", "1MiB", "--profile-dir")
+    flags = ("--model", str(model_path), "--kv-cache-memory", "1MiB", "--cache-dir")
     process = start(*flags, str(tmp_path), status_fd=write_fd)
     os.close(write_fd)
     stages: list[str] = []

@@ -118,7 +118,7 @@ async def test_a_process_joins_serves_stores_and_leaves(model_path: Path, tmp_pa
             "--kv-cache-memory": "1MiB",
             "--conductor": conductor,
             "--home-store": "store-0",
-            "--profile-dir": str(tmp_path),
+            "--cache-dir": str(tmp_path),
         }
         async with (
             running(serve_store, store_config),
