@@ -6,11 +6,14 @@ scope; with any other server the methods do nothing and the connection lives on.
 
 from __future__ import annotations
 
+import socket
+import struct
 from typing import Any
 
 from starlette.types import Scope, Send
 
 _KEY = "moonserve.connection"
+_RESET = struct.pack("@ii", 1, 0)  # linger for 0 s: closing discards what is unsent (socket(7))
 
 
 class Connection:
@@ -40,7 +43,11 @@ class Connection:
             self._cycle.keep_alive = False
 
     def abort(self) -> None:
-        """Drops the connection and whatever is still buffered for it."""
+        """Drops the connection and whatever is still buffered for it, here and in the kernel."""
         transport = getattr(self._cycle, "transport", None)
-        if transport is not None:
-            transport.abort()
+        if transport is None:
+            return
+        client = transport.get_extra_info("socket")
+        if client is not None:  # or the kernel would keep megabytes for a client that hardly reads
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        transport.abort()
