@@ -23,7 +23,11 @@ from models.train_tokenizer import (
 )
 
 CHECKPOINT_NAME = "checkpoint.pt"
-ROPE_THETA = 10000.0
+# Nine tenths of the run see 512 positions only. Shipping a larger base than the one trained with
+# stretches the slow rotations over longer texts (NTK-aware scaling). Of 1e4, 2e4, 4e4, 8e4 and
+# 16e4 this one is best at 2,048 tokens: 3.20 nats against 3.63, for 0.06 nats at 512 tokens.
+TRAINING_ROPE_THETA = 10000.0
+SHIPPED_ROPE_THETA = 80000.0
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +59,7 @@ def architecture() -> dict[str, object]:
         "mlp_bias": False,
         "attention_dropout": 0.0,
         "rms_norm_eps": 1e-5,
-        "rope_theta": ROPE_THETA,
+        "rope_theta": SHIPPED_ROPE_THETA,
         "rope_scaling": None,
         "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
         "tie_word_embeddings": True,
@@ -66,6 +70,11 @@ def architecture() -> dict[str, object]:
         "eos_token_id": SPECIAL_IDS[EOS],
         "pad_token_id": SPECIAL_IDS[PAD],
     }
+
+
+def training_architecture() -> dict[str, object]:
+    """The architecture while training: fp32, as bf16 has too few digits to be updated."""
+    return architecture() | {"rope_theta": TRAINING_ROPE_THETA, "torch_dtype": "float32"}
 
 
 def generation_config() -> dict[str, object]:

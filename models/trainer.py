@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch.nn import functional
@@ -44,7 +45,7 @@ class Trainer:
     def __init__(self, config: TrainingConfig, files: corpus.Corpus, tokenizer: Tokenizer) -> None:
         torch.manual_seed(config.seed)
         self.config = config
-        self.model = LlamaForCausalLM(LlamaConfig.from_dict(training_architecture()))
+        self.model = LlamaForCausalLM(LlamaConfig.from_dict(checkpoint.training_architecture()))
         self.optimizer = build_optimizer(self.model, config)
         self.source = packing.TokenSource(tokenizer, files.training, config.seed)
         self.validation_stream = packing.file_stream(tokenizer, files.validation)
@@ -88,17 +89,6 @@ class Trainer:
                 self._save()
             if is_over:
                 return
-
-    @torch.no_grad()
-    def validation_loss(self, sequence_length: int) -> float:
-        """Mean loss over the held-out files, in nats per token, in windows of that length."""
-        starts = packing.validation_starts(len(self.validation_stream), sequence_length)
-        losses = [self._validation_chunk_loss(chunk, sequence_length) for chunk in starts]
-        return math.fsum(losses) / len(losses)
-
-    def _validation_chunk_loss(self, starts: packing.Starts, sequence_length: int) -> float:
-        windows = packing.cut_windows(self.validation_stream, starts, sequence_length)
-        return language_loss(self.model, torch.from_numpy(windows)).item()
 
     def _warm_up(self) -> None:
         """Run each batch shape once without learning, so that compiling is not training time."""
@@ -157,11 +147,14 @@ class Trainer:
             self.config.work_directory, self.model, self.optimizer, self.progress
         )
 
+    def _validation_loss(self) -> float:
+        sequence_length = self.config.schedule.short_sequence_length
+        return validation_loss(self.model, self.validation_stream, sequence_length)
+
     def _log(self, *, validates: bool) -> None:
         """Write a row of the loss curve over the steps since the last one."""
         schedule, progress = self.config.schedule, self.progress
         num_tokens = len(self._losses) * schedule.tokens_per_step
-        validation_length = schedule.short_sequence_length
         row = loss_log.LossRow(
             step=progress.step,
             elapsed_s=progress.elapsed_s,
@@ -170,16 +163,23 @@ class Trainer:
             learning_rate=schedule.learning_rate(self.share_done()),
             sequence_length=progress.sequence_length,
             train_loss=math.fsum(self._losses) / len(self._losses),
-            validation_loss=self.validation_loss(validation_length) if validates else None,
+            validation_loss=self._validation_loss() if validates else None,
         )
         self._losses, self._logged_elapsed_s = [], progress.elapsed_s
         loss_log.append_row(self.loss_path, row)
         print(row, flush=True)
 
 
-def training_architecture() -> dict[str, object]:
-    """The shipped architecture with fp32 weights, as bf16 has too few digits to be updated."""
-    return checkpoint.architecture() | {"torch_dtype": "float32"}
+@torch.no_grad()
+def validation_loss(model: torch.nn.Module, stream: np.ndarray, sequence_length: int) -> float:
+    """Mean loss over ``stream``, in nats per token, in windows of ``sequence_length`` tokens."""
+    losses = [
+        language_loss(
+            model, torch.from_numpy(packing.cut_windows(stream, starts, sequence_length))
+        ).item()
+        for starts in packing.validation_starts(len(stream), sequence_length)
+    ]
+    return math.fsum(losses) / len(losses)
 
 
 def build_optimizer(model: torch.nn.Module, config: TrainingConfig) -> torch.optim.AdamW:

@@ -6,11 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from models import loss_log, packing
+from models import checkpoint, loss_log, packing
 from models.checkpoint import write_json
 from models.corpus import Corpus
-from models.trainer import Trainer
+from models.trainer import Trainer, validation_loss
 
 
 def write_record(trainer: Trainer, files: Corpus, directory: Path) -> None:
@@ -36,6 +37,8 @@ def describe_run(trainer: Trainer, files: Corpus) -> dict[str, object]:
         "chat_share": packing.CHAT_SHARE,
         "snippet_share": packing.SNIPPET_SHARE,
         "precision": "bf16 autocast over fp32 weights",
+        "training_rope_theta": checkpoint.TRAINING_ROPE_THETA,
+        "shipped_rope_theta": checkpoint.SHIPPED_ROPE_THETA,
         "num_threads": config.num_threads,
         "torch_version": torch.__version__,
         "num_steps": progress.step,
@@ -47,13 +50,24 @@ def describe_run(trainer: Trainer, files: Corpus) -> dict[str, object]:
     }
 
 
+def shipped_model(trainer: Trainer) -> LlamaForCausalLM:
+    """The trained model under the shipped ``config.json``: bf16, with its own ``rope_theta``."""
+    model = LlamaForCausalLM(LlamaConfig.from_dict(checkpoint.architecture()))
+    model.load_state_dict(
+        {name: tensor.bfloat16() for name, tensor in trainer.model.state_dict().items()}
+    )
+    return model
+
+
 def describe_validation(trainer: Trainer, files: Corpus) -> list[dict[str, object]]:
-    """The final losses over the held-out files, by sequence length."""
+    """The losses of the shipped form over the held-out files, by sequence length."""
+    model = shipped_model(trainer)
+    stream = trainer.validation_stream
     num_bytes = sum(len(file.text.encode()) for file in files.validation)
-    bytes_per_token = num_bytes / len(trainer.validation_stream)
+    bytes_per_token = num_bytes / len(stream)
     schedule = trainer.config.schedule
     return [
-        _describe_loss(length, trainer.validation_loss(length), bytes_per_token)
+        _describe_loss(length, validation_loss(model, stream, length), bytes_per_token)
         for length in (schedule.short_sequence_length, schedule.long_sequence_length)
     ]
 
