@@ -10,7 +10,7 @@ from protocol import process
 
 
 def main(argv: list[str] | None = None) -> int:
-    return process.main(ConductorConfig, serve, argv, prog="conductor")
+    return process.main(ConductorConfig, serve, argv, prog="moonserve conductor")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from protocol import process
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a decode worker until it is told to stop."""
-    return process.main(DecodeConfig, serve, argv, prog="decode_worker")
+    return process.main(DecodeConfig, serve, argv, prog="moonserve worker --role decode")
 
 
 if __name__ == "__main__":

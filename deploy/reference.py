@@ -77,20 +77,7 @@ def _meaning(option: Option) -> str:
 def _default(option: Option) -> str:
     if option.default is MISSING:
         return "required"
-    if option.default in (None, "", ()):
-        return ""
-    if isinstance(option.default, tuple):
-        return f"`{','.join(map(str, option.default))}`"
-    if option.unit == "bytes":
-        return f"`{_size(option.default)}`"
-    return f"`{option.default}`"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes and num_bytes % factor == 0:
-            return f"{num_bytes // factor}{unit}"
-    return str(num_bytes)
+    return f"`{option.shown_default}`" if option.shown_default else ""
 
 
 if __name__ == "__main__":

@@ -36,5 +36,5 @@ def _download(name: str) -> Path:
         # The hub's client raises its own tree, its HTTP library's and OSError: one and the same to the operator.
         raise ConfigError(
             f"model {name} is no local folder and cannot be downloaded from the hub: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         ) from error

@@ -10,7 +10,7 @@ from protocol import process
 
 
 def main(argv: list[str] | None = None) -> int:
-    return process.main(StoreConfig, serve, argv, prog="kvstore")
+    return process.main(StoreConfig, serve, argv, prog="moonserve store")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from protocol import process
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a prefill worker until it is told to stop."""
-    return process.main(PrefillConfig, serve, argv, prog="prefill_worker")
+    return process.main(PrefillConfig, serve, argv, prog="moonserve worker --role prefill")
 
 
 if __name__ == "__main__":

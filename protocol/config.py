@@ -96,6 +96,17 @@ class Option:
     def env(self) -> str:
         return ENV_PREFIX + self.name.upper()
 
+    @property
+    def shown_default(self) -> str:
+        """The default as one would type it; empty when there is none."""
+        if self.default in (MISSING, None, "", ()):
+            return ""
+        if isinstance(self.default, tuple):
+            return ",".join(map(str, self.default))
+        if self.type is bool:
+            return "on" if self.default else "off"
+        return _size(self.default) if self.unit == "bytes" else str(self.default)
+
 
 def options_of(cls: type) -> Iterator[Option]:
     """The options of a configuration class, nested ones in place."""
@@ -172,6 +183,14 @@ def parse_bytes(text: str) -> int:
     if unit not in _UNITS:
         raise ValueError(f"{text!r} is not a size such as 512MiB or 4GB")
     return int(float(digits) * _UNITS[unit])
+
+
+def _size(num_bytes: int) -> str:
+    """The inverse of `parse_bytes`, in the largest unit without a fraction."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if num_bytes and num_bytes % _UNITS[unit.upper()] == 0:
+            return f"{num_bytes // _UNITS[unit.upper()]}{unit}"
+    return str(num_bytes)
 
 
 def _value_of(config: object, name: str) -> Any:
@@ -319,8 +338,8 @@ def _default_note(option: Option) -> str:
         notes.append("one of " + ", ".join(option.choices))
     if option.default is MISSING:
         notes.append("required")
-    elif option.default not in (None, "", ()):
-        notes.append(f"default {option.default}")
+    elif option.shown_default:
+        notes.append(f"default {option.shown_default}")
     if option.secret:
         notes.append("environment or TOML only")
     return f" ({'; '.join(notes)})" if notes else ""

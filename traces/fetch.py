@@ -72,7 +72,9 @@ async def fetch(config: FetchConfig) -> list[Path]:
                     if entry["name"].endswith(".jsonl")
                 ]
     except (aiohttp.ClientError, TimeoutError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot download from {config.listing}: {error!r}") from error
+        raise ConfigError(
+            f"cannot download from {config.listing}: {type(error).__name__}: {error}"
+        ) from error
 
 
 async def _fetch_one(
