@@ -58,11 +58,14 @@ class Accounts:
         return dict(status.counters).get(name, 0)
 
     def in_use(self) -> list[str]:
-        """What is not free, per instance; empty when everything has been given back."""
+        """What is not free, per instance; empty when everything has been given back and all are members."""
+        roles = {each["instance_id"]: each["role"] for each in self._cluster.instances()}
         found: list[str] = []
-        for instance in self._cluster.instances():
-            name = instance["instance_id"]
-            found += self._store_use(name) if instance["role"] == "store" else self._use(name)
+        for name in self._cluster.pids():
+            if name not in roles and name.startswith(("prefill", "decode", "store")):
+                found.append(f"{name} is no member")
+            elif name in roles:
+                found += self._store_use(name) if roles[name] == "store" else self._use(name)
         return found
 
     def _use(self, name: str) -> list[str]:

@@ -43,8 +43,9 @@ class RawClient:
         self.socket.sendall(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
 
     def ask(self, prompt: Any, **parameters: Any) -> None:
-        """A streamed completion, of which nothing is read yet."""
-        body = {"prompt": prompt, "stream": True, "ignore_eos": True, **parameters}
+        """A streamed completion, of which nothing is read yet. Tokens without text are events too."""
+        fixed = {"stream": True, "ignore_eos": True, "return_token_ids": True}
+        body = {"prompt": prompt, **fixed, **parameters}
         self.send("/v1/completions", json.dumps(body).encode())
 
     def reply(self) -> HTTPResponse:

@@ -300,6 +300,8 @@ def test_a_client_that_hardly_reads_delays_nobody_and_is_given_up(
         finally:
             stopping.set()
             reader.join()
+        with pytest.raises(ConnectionResetError):  # nothing is kept for it, in the kernel neither
+            read_on(client)
     with accounts_of(cluster) as accounts:
         accounts.wait_until_all_is_free()
 
@@ -309,6 +311,12 @@ def read_slowly(client: RawClient, stopping: threading.Event, reads: bool) -> No
     while not stopping.wait(1.0):
         if reads and not client.socket.recv(1):
             return
+
+
+def read_on(client: RawClient) -> None:
+    """To the end of the connection."""
+    while client.socket.recv(65_536):
+        pass
 
 
 def client_ports(cluster: Cluster) -> set[int]:

@@ -186,18 +186,17 @@ def test_a_pool_too_small_for_all_lets_them_take_turns(tmp_path: Path, model: Pa
 def leave_while_the_pool_is_full(cluster: Cluster, accounts: Accounts) -> None:
     """Of two requests that do not fit together, the second gives up its place in the line; then the first leaves."""
     prompt = random.Random(2).choices(range(256), k=600)
-    cancelled = accounts.counter("prefill-0", "cancelled_reserving")
     with RawClient(cluster) as first:
         first.ask(prompt[:200], max_tokens=560)
         response = first.reply()
-        read_events(response, 1)
+        read_events(response, 2)  # the second is from the decode worker
+        handed_off = accounts.counter("prefill-0", "handed_off_requests")
         with RawClient(cluster) as second:
             second.ask(prompt[::-1], max_tokens=5)
-            cluster.wait_for("a queue", lambda: accounts.worker("decode-0").load.num_waiting == 1)
-        cluster.wait_for(
-            "the end",
-            lambda: accounts.counter("prefill-0", "cancelled_reserving") == cancelled + 1,
-        )
+            cluster.wait_for("a line", lambda: accounts.worker("decode-0").load.num_waiting == 1)
+        cluster.wait_for("its end", lambda: not accounts.worker("prefill-0").load.held_blocks)
+        cluster.wait_for("no line", lambda: not accounts.worker("decode-0").load.num_waiting)
+        assert accounts.counter("prefill-0", "handed_off_requests") == handed_off
         read_events(response, 1)
     accounts.wait_until_all_is_free()
 
