@@ -1,8 +1,9 @@
 """From blocks to bytes: which ranges of the own pool go to which ranges of a target's, and their checksums.
 
 The hot path: `StepWriter.on_layer` runs in the engine's thread after every layer. So everything that does not depend on
-the layer is worked out before the step, blocks that are neighbours in both pools become one range, and a layer's K and
-V of one sequence leave as one batch.
+the layer is worked out before the step, blocks that are neighbours in both pools become one range, and what a sequence
+sends leaves in batches that are worth their fixed cost: one per layer where layers are large, several layers together
+where they are small.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from protocol.layout import KvLayout
 from transfer import Batch, Op, RemoteSegment, Segment, Transfer
 
 Submit = Callable[[Sequence[Transfer]], Batch]
+
+# Submitting a batch takes about a millisecond of Python in this process, the time of copying some megabytes. With
+# fewer bytes per batch a small model's prefill would wait for its own sending (LOG.md).
+MIN_BATCH_BYTES = 2 << 20
 
 Run = tuple[int, int, int]
 """(own offset, target's offset, length) within any piece; whole blocks or parts of them."""
@@ -60,6 +65,11 @@ class Route:
         self._remote_stride = landing.num_blocks * memory.layout.piece_bytes
         self._window_id = landing.window_id
         self._runs = runs
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes that one piece sends."""
+        return sum(length for _, _, length in self._runs)
 
     def transfers(self, pieces: range) -> list[Transfer]:
         """The writes of these pieces (2·layer for K, 2·layer + 1 for V)."""
@@ -132,11 +142,9 @@ class StepWriter:
         """Called in the engine's thread. Raises nothing: a write that cannot start is that slice's failure."""
         pieces = range(2 * layer, 2 * layer + 2)
         for sent in self._sent:
-            if sent.route is not None and sent.error is None:
-                try:
-                    sent.batches.append(self._submit(sent.route.transfers(pieces)))
-                except MoonserveError as error:
-                    sent.error = error
+            sent.add(pieces)
+            if sent.num_pending_bytes >= MIN_BATCH_BYTES:
+                sent.submit(self._submit)
         buffer, stride = self._memory.segment.buffer, self._memory.piece_stride
         for piece in pieces:
             for block in self._sums:
@@ -151,8 +159,13 @@ class StepWriter:
             for count in self._num_sums
         ]
 
+    def finish(self) -> None:
+        """Sends what is left, after the step."""
+        for sent in self._sent:
+            sent.submit(self._submit)
+
     async def sent(self, position: int) -> None:
-        """Waits until no write of the plan at `position` is under way. Raises the first error."""
+        """Waits until no write of the plan at `position` is under way, after `finish`. Raises the first error."""
         sent = self._sent[position]
         await all_done(sent.batches)
         if sent.error is not None:
@@ -162,16 +175,35 @@ class StepWriter:
 class _SentSlice:
     """The writes of one slice."""
 
-    __slots__ = ("batches", "error", "route")
+    __slots__ = ("_pending", "_piece_bytes", "_route", "batches", "error", "num_pending_bytes")
 
     def __init__(self, memory: KvMemory, plan: SlicePlan) -> None:
         self.batches: list[Batch] = []
         self.error: MoonserveError | None = None
-        self.route: Route | None = None
+        self.num_pending_bytes = 0
+        self._pending: list[Transfer] = []
+        self._route: Route | None = None
         if plan.landing is not None:
             table, target = plan.slice.block_table, plan.landing.block_ids
             runs = token_runs(table, target, plan.send_from, plan.slice.end, memory.layout)
-            self.route = Route(memory, plan.landing, runs)
+            self._route = Route(memory, plan.landing, runs)
+            self._piece_bytes = self._route.piece_bytes
+
+    def add(self, pieces: range) -> None:
+        """These pieces are in the pool now."""
+        if self._route is not None and self.error is None:
+            self._pending += self._route.transfers(pieces)
+            self.num_pending_bytes += len(pieces) * self._piece_bytes
+
+    def submit(self, submit: Submit) -> None:
+        """Sends what has been added. Raises nothing: a write that cannot start is this slice's failure."""
+        pending, self._pending, self.num_pending_bytes = self._pending, [], 0
+        if not pending:
+            return
+        try:
+            self.batches.append(submit(pending))
+        except MoonserveError as error:
+            self.error = error
 
 
 class _BlockSum:

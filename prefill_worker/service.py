@@ -235,7 +235,10 @@ class PrefillService:
                     )
                 )
             )
+        # The first token leaves before the last bytes: it is what the client waits for.
         self.post(outcome)
+        if isinstance(outcome, ev.StepDone):
+            writer.finish()
         for position, plan in enumerate(action.plans):
             if plan.landing is not None:
                 sent = partial(writer.sent, position)

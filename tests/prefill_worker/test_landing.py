@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
 from engine.batch import Slice
+from prefill_worker import landing as landing_module
 from prefill_worker.actions import SlicePlan
 from prefill_worker.events import Landing
 from prefill_worker.landing import KvMemory, StepWriter, block_runs, token_runs
@@ -89,21 +91,36 @@ def test_a_chunk_writes_exactly_its_own_tokens(
     assert moved == expected
 
 
-def test_each_layer_sends_its_k_and_v_and_the_checksums_are_those_of_the_blocks() -> None:
+@pytest.mark.parametrize(
+    ("min_batch_bytes", "batches"),
+    [(1, [1, 2, 2]), (10**6, [0, 0, 1])],
+    ids=["large layers leave one by one", "small layers leave together"],
+)
+def test_layers_send_k_and_v_and_the_checksums_are_those_of_the_blocks(
+    monkeypatch: pytest.MonkeyPatch, min_batch_bytes: int, batches: list[int]
+) -> None:
+    monkeypatch.setattr(landing_module, "MIN_BATCH_BYTES", min_batch_bytes)
     table, target = [7, 2, 3], [4, 9, 10]
     with TransferEngine(cluster_token="secret", transports=["tcp"]) as transfer:
         segment = transfer.allocate(LAYOUT.pool_bytes(OWN_BLOCKS))
         segment.buffer[:] = bytes(i % 251 for i in range(segment.nbytes))
         memory = KvMemory(segment, LAYOUT, OWN_BLOCKS)
         submitted: list[Transfer] = []
+        counts: list[int] = []
+        num_batches = 0
 
         def submit(transfers: Sequence[Transfer]) -> Batch:
+            nonlocal num_batches
+            num_batches += 1
             submitted.extend(transfers)
             return Batch(0, 0, lambda: None)
 
         writer = StepWriter(memory, [plan_of(table, target, 6, 11, [1, 2])], submit)
         for layer in range(LAYOUT.num_layers):
             writer.on_layer(layer)
+            counts.append(num_batches)
+        writer.finish()
+        assert [*counts, num_batches] == batches
         assert sum(t.length for t in submitted) == 5 * 2 * LAYOUT.num_layers * LAYOUT.token_bytes
         first = submitted[0]
         offset = 2 * LAYOUT.token_bytes  # token 6 is the third of its block
