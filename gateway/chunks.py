@@ -7,6 +7,7 @@ JSON is written in ASCII: clients that split lines as Unicode does would break a
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
@@ -59,7 +60,7 @@ class Chunks(Protocol):
         ...
 
 
-class _Chunks:
+class _Chunks(ABC):
     """What chat and completions share."""
 
     kind = ""
@@ -100,8 +101,9 @@ class _Chunks:
             f',"logprobs":{logprobs},"finish_reason":{reason}{extra}}}]{self._closing}'
         )
 
+    @abstractmethod
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
-        raise NotImplementedError
+        """In the form of this kind of reply."""
 
 
 class ChatChunks(_Chunks):

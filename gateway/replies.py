@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from protocol.errors import Cancelled, MoonserveError
 log = logging.getLogger(__name__)
 
 
-class ClusterReply(Response):
+class ClusterReply(Response, ABC):
     """A reply whose content comes from an answer under way."""
 
     def __init__(self, answer: Answer, slow_client_s: float) -> None:
@@ -53,8 +54,9 @@ class ClusterReply(Response):
             pass
         self._answer.cancel(Cancelled("the client went away"))
 
+    @abstractmethod
     async def _deliver(self, send: Send) -> None:
-        raise NotImplementedError
+        """Sends the whole reply. Raises TimeoutError when the client does not read."""
 
     async def _send_error(self, send: Send, error: MoonserveError) -> None:
         reply = reply_for(error)

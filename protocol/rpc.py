@@ -154,7 +154,7 @@ def _guard_unary(behavior: Callable[..., Awaitable[Any]], allowed: bool) -> Call
             if not allowed:
                 raise Unauthenticated("wrong or missing cluster token")
             return await behavior(request, context)
-        except Exception as error:
+        except Exception as error:  # whatever a handler raises must reach the caller as a failure
             await _abort(context, error)
 
     return guarded
@@ -167,7 +167,7 @@ def _guard_stream(behavior: Callable[..., AsyncIterator[Any]], allowed: bool) ->
                 raise Unauthenticated("wrong or missing cluster token")
             async for message in behavior(request, context):
                 yield message
-        except Exception as error:
+        except Exception as error:  # as above
             await _abort(context, error)
 
     return guarded
