@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,8 @@ def median(values: Sequence[float]) -> float:
     return percentile(values, 50)
 
 
-def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """`count` prompts that share no prefix, so that no cache helps anyone."""
+def random_prompts(count: int, length: int, vocab_size: int, seed: str) -> list[list[int]]:
+    """`count` prompts that share no prefix, so that no cache helps anyone; others for every other seed."""
     rng = random.Random(seed)
     return [[rng.randrange(16, vocab_size) for _ in range(length)] for _ in range(count)]
 
@@ -27,7 +26,7 @@ def decode_throughput(timelines: Sequence[Timeline]) -> float:
     begin = max(t.token_at[0] for t in timelines)
     end = min(t.token_at[-1] for t in timelines)
     if end <= begin:
-        return math.nan
+        raise ValueError("the streams never decoded at the same time: ask for more output tokens")
     tokens = sum(begin < at <= end for t in timelines for at in t.token_at)
     return tokens / (end - begin)
 

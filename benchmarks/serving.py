@@ -117,7 +117,7 @@ async def _idle_ttft(
 ) -> dict[str, float]:
     """One request at a time, each prompt through the cluster and through the bare engine."""
     assert facts.vocab_size is not None
-    prompts = random_prompts(IDLE_REQUESTS, PROMPT_TOKENS, facts.vocab_size, seed=7000 + number)
+    prompts = random_prompts(IDLE_REQUESTS, PROMPT_TOKENS, facts.vocab_size, f"idle {number}")
     cluster_ms, bare_ms = [], []
     for prompt in prompts:
         (timeline,) = await _cluster_run(client, facts.name, [prompt], IDLE_OUTPUT_TOKENS)
@@ -142,7 +142,10 @@ async def _round(
     figures: dict[str, dict[str, float]] = {}
     for concurrency in CONCURRENCIES:
         prompts = random_prompts(
-            concurrency, PROMPT_TOKENS, facts.vocab_size, seed=1000 * number + concurrency
+            concurrency,
+            PROMPT_TOKENS,
+            facts.vocab_size,
+            f"round {number} concurrency {concurrency}",
         )
         figures[f"cluster {concurrency}"] = _figures(
             await _cluster_run(client, facts.name, prompts)

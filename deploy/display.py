@@ -13,7 +13,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from deploy.config import ServeConfig
 from deploy.supervisor import Child
 
 _STYLES = {"ready": "green", "restarting": "red"}
@@ -51,14 +50,14 @@ class Display:
         if self._live.is_started:
             self._live.stop()
 
-    def show_start(self, config: ServeConfig, model_path: Path, log_dir: Path) -> None:
+    def show_start(self, model_path: Path, log_dir: Path) -> None:
         self._console.print(f"model {model_path}", markup=False)
         self._console.print(f"logs  {log_dir}", markup=False)
 
-    def show_ready(self, config: ServeConfig) -> None:
+    def show_ready(self) -> None:
         """The table of what runs where, the ready line and a command to try."""
         self.close()
-        url = f"http://{config.host}:{config.port}"
+        url = next(c.facts["http"] for c in self._children if "http" in c.facts)
         self._console.print(self._table())
         self._console.print(f"moonserve is ready on {url}   dashboard {url}/dashboard")
         self._console.print("Try it:")

@@ -25,6 +25,8 @@ from protocol.config import ENV_PREFIX, HelpRequested, effective, load
 from protocol.errors import ConfigError
 from protocol.process import EXIT_CONFIG
 
+EXIT_INTERRUPTED = 130  # as shells report SIGINT
+
 
 def main(argv: Sequence[str]) -> int:
     """`argv`: the arguments after `serve`; the first one may be the model."""
@@ -33,7 +35,12 @@ def main(argv: Sequence[str]) -> int:
         arguments[0:1] = ["--model", arguments[0]]
     try:
         config = load(ServeConfig, arguments, prog="moonserve serve", environ=dict(os.environ))
-        return asyncio.run(_serve(config))
+        # Before the event loop, whose signal handling a download would hold up.
+        model_path = _model_path(config)
+        _check_port(config)
+        return asyncio.run(_serve(config, model_path, _log_dir(config)))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except HelpRequested as request:
         print(request)
         return 0
@@ -45,19 +52,16 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
 
 
-async def _serve(config: ServeConfig) -> int:
-    model_path = _model_path(config)
-    _check_port(config)
-    log_dir = _log_dir(config)
+async def _serve(config: ServeConfig, model_path: Path, log_dir: Path) -> int:
     logs.configure("serve", log_format=config.log_format, level=config.log_level)
     logging.getLogger(__name__).debug("effective configuration: %s", effective(config))
     stopping = _stop_on_signals()
-    with _display(config, model_path, log_dir) as display:
+    with _display(model_path, log_dir) as display:
         supervisor = Supervisor(log_dir, _child_environment(config), display.refresh)
         display.follow(supervisor.children)
         try:
             if await _start_or_stop(supervisor, config, model_path, stopping):
-                display.show_ready(config)
+                display.show_ready()
                 await stopping.wait()
             display.show_stopping()
         finally:
@@ -97,7 +101,8 @@ def _model_path(config: ServeConfig) -> Path:
 
 
 def _check_port(config: ServeConfig) -> None:
-    with socket.socket() as probe:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((config.host, config.port))
@@ -148,9 +153,9 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 @contextlib.contextmanager
-def _display(config: ServeConfig, model_path: Path, log_dir: Path) -> Iterator[Display]:
+def _display(model_path: Path, log_dir: Path) -> Iterator[Display]:
     display = Display(sys.stdout)
-    display.show_start(config, model_path, log_dir)
+    display.show_start(model_path, log_dir)
     try:
         yield display
     finally:

@@ -27,6 +27,7 @@ STOP_GRACE_S = 4.0  # serve promises an end within 5 s
 LAST_LINES = 15
 FIRST_RESTART_DELAY_S = 0.5
 LAST_RESTART_DELAY_S = 30.0
+STEADY_AFTER_S = 60.0  # a process that lived this long starts with the first delay again
 
 
 class ChildDied(MoonserveError):
@@ -113,6 +114,8 @@ class Supervisor:
                     *child.spec.flags,
                     "--status-fd",
                     str(write_fd),
+                    "--parent-pid",
+                    str(os.getpid()),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log_file,
                     stderr=log_file,
@@ -170,11 +173,15 @@ class Supervisor:
             raise _start_failure(child)
 
     async def _keep_alive(self, child: Child) -> None:
-        """Restarts a process for as long as it keeps dying."""
+        """Restarts a process for as long as it keeps dying, less and less eagerly while it keeps dying soon."""
+        loop = asyncio.get_running_loop()
         delay_s = FIRST_RESTART_DELAY_S
         while not self._stopping:
             assert child.process is not None
+            began_at = loop.time()
             code = await child.process.wait()
+            if loop.time() - began_at > STEADY_AFTER_S:
+                delay_s = FIRST_RESTART_DELAY_S
             log.error(
                 "%s ended with exit code %d; restarting it in %.1f s; its last lines:\n%s",
                 child.spec.instance_id,
@@ -188,13 +195,21 @@ class Supervisor:
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, LAST_RESTART_DELAY_S)
             child.restarts += 1
-            await self._spawn(child)
+            try:
+                await self._spawn(child)
+            except (
+                OSError
+            ):  # no memory, no descriptor, no log folder: the old process's end is found again
+                log.exception("%s could not be started", child.spec.instance_id)
 
 
 def last_lines(path: Path) -> str:
-    """The end of a log file."""
-    with path.open(errors="replace") as file:
-        return "".join(deque(file, LAST_LINES)).rstrip()
+    """The end of a log file; empty when it is gone."""
+    try:
+        with path.open(errors="replace") as file:
+            return "".join(deque(file, LAST_LINES)).rstrip()
+    except OSError:
+        return ""
 
 
 def _start_failure(child: Child) -> MoonserveError:

@@ -51,6 +51,9 @@ class ProcessConfig:
         "info", help="least severe level to log", choices=("debug", "info", "warning", "error")
     )
     status_fd: int | None = option(None, help="file descriptor for progress reports, set by serve")
+    parent_pid: int | None = option(
+        None, help="process without which this one must not run, set by serve"
+    )
 
 
 class Lifecycle:
@@ -138,7 +141,7 @@ def run(
     A ConfigError is one line and exit code 2, any other error a logged traceback and 1.
     """
     logs.configure(config.instance_id, log_format=config.log_format, level=config.log_level)
-    die_with_parent()
+    die_with_parent(config.parent_pid)
     lifecycle = Lifecycle(config.status_fd, on_ready=_end_in_order)
     # Until it is ready a process holds nothing that must be put in order, and what it does then, such as importing
     # torch, takes seconds that nothing can interrupt: the kernel ends it at once.
@@ -168,11 +171,14 @@ def _end_in_order(stopping: asyncio.Event) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
 
 
-def die_with_parent() -> None:
-    """Asks Linux for a SIGTERM when the parent process ends."""
+def die_with_parent(parent_pid: int | None) -> None:
+    """Asks Linux for a SIGTERM when the parent process ends; ends at once when `parent_pid` is no longer the parent,
+    since for a parent that has died already no signal would ever come."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl"):
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def host_identity() -> str:

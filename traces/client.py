@@ -162,6 +162,15 @@ class _Reading:
         )
 
 
+def _error_code(body: str) -> str:
+    """The code of an OpenAI error, which is the same for all errors of a kind, unlike its message."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["code"] or error["type"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200]
+
+
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """The data of each server-sent event."""
     async for line in content:

@@ -53,7 +53,8 @@ def build_report(
         "effective_fraction": good / len(sent) if sent else 0.0,
         "hit_ratio": _ratio(sum(o.cached_tokens for o in done), input_tokens),
         "ideal_hit_ratio": _ratio(
-            sum(s.ideal_cached_tokens for s in sent), sum(s.input_length for s in sent)
+            sum(s.ideal_cached_tokens for s in sent if s.outcome.succeeded),
+            sum(s.input_length for s in sent if s.outcome.succeeded),
         ),
         **_latencies(timelines),
         **_spread("lateness_ms", [s.lateness_s * 1000 for s in sent]),
