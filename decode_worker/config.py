@@ -6,17 +6,12 @@ from dataclasses import dataclass
 
 from decode_worker.limits import Limits
 from engine.replica import PoolPlan, ReplicaConfig
-from protocol.config import option
 from protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(ReplicaConfig):
     """A decode worker needs no options of its own."""
-
-    drain_timeout_s: float = option(
-        5.0, help="seconds that running requests may take to finish when the worker stops"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

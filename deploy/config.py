@@ -11,6 +11,9 @@ from protocol.errors import ConfigError
 
 MIB = 2**20
 
+STOP_GRACE_S = 4.0  # serve promises an end within 5 s
+DRAIN_S = 3.0  # leaves a worker time to fail what did not finish, and to say good-bye
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:

@@ -12,7 +12,7 @@ from typing import Any
 
 from conductor.config import ConductorConfig
 from decode_worker.config import DecodeConfig
-from deploy.config import ServeConfig
+from deploy.config import DRAIN_S, ServeConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from prefill_worker.config import PrefillConfig
@@ -42,7 +42,12 @@ def conductor_spec(config: ServeConfig, port: str = "0") -> ProcessSpec:
 def member_specs(config: ServeConfig, model_path: str, conductor: str) -> list[ProcessSpec]:
     """All other processes: store nodes, workers, gateway."""
     shared = {"conductor": conductor}
-    worker = {**shared, "model": model_path, "num_threads": str(config.threads_per_worker)}
+    worker = {
+        **shared,
+        "model": model_path,
+        "num_threads": str(config.threads_per_worker),
+        "drain_timeout_s": str(DRAIN_S),
+    }
     stores = [
         _spec(config, f"store-{i}", "kvstore", StoreConfig, shared)
         for i in range(config.store_nodes)

@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deploy.config import STOP_GRACE_S
 from deploy.plan import ProcessSpec
 from protocol.errors import ConfigError, MoonserveError
 from protocol.process import EXIT_CONFIG
 
 log = logging.getLogger(__name__)
 
-STOP_GRACE_S = 4.0  # serve promises an end within 5 s
 LAST_LINES = 15
 FIRST_RESTART_DELAY_S = 0.5
 LAST_RESTART_DELAY_S = 30.0

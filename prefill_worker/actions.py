@@ -114,7 +114,8 @@ class CommitHandoff:
     decode: Endpoint
     lease_id: LeaseId
     first_token_id: int
-    checksums: tuple[int, ...]  # of the landed blocks in order, without those the target had
+    num_cached_blocks: int  # leading ones that the target had
+    checksums: tuple[int, ...]  # of the others, in order
     timeout_s: float  # what is left of the request's time
 
 

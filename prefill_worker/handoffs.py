@@ -55,6 +55,7 @@ class Handoffs:
                 decode=sequence.placement.decode,
                 lease_id=sequence.lease_id,
                 first_token_id=token.token_id,
+                num_cached_blocks=landing.num_cached_blocks,
                 checksums=tuple(sequence.checksums[index] for index in sent),
                 timeout_s=max(0.0, sequence.deadline_at - now),
             )
@@ -78,8 +79,9 @@ class Handoffs:
         sequence = self._answered(event.request_id)
         self._ledger.counters["integrity_failures"] += len(event.indexes)
         sequence.num_corrupt += 1
-        for index in event.indexes:  # with what was computed from them
-            self._ledger.pool.forget(sequence.block_table[index])
+        # Everything after the first bad block was computed from it, whoever found it bad before.
+        for block in sequence.block_table[min(event.indexes) :]:
+            self._ledger.pool.forget(block)
         if sequence.phase is Phase.CLOSING:
             self._ledger.close_if_quiet(sequence, now)
         elif now >= sequence.deadline_at:

@@ -63,7 +63,7 @@ class LandingClient:
             reply = await self._channels.call(stub.Commit, request, timeout_s=timeout_s)
         except PeerLost:  # the answer may have been lost, not the commit: ask again
             reply = await self._channels.call(stub.Commit, request, timeout_s=CALL_TIMEOUT_S)
-        return tuple(reply.corrupt)
+        return _corrupt_from_wire(reply, action)
 
     async def release(self, decode: Endpoint, lease_id: LeaseId) -> None:
         """Raises MoonserveError when the decode worker cannot be told; the lease then runs out by itself."""
@@ -84,6 +84,14 @@ def _landing_from_wire(lease: worker_pb2.LandingLease, num_tokens: int) -> ev.La
         num_blocks=lease.num_blocks,
         ttl_s=lease.ttl_s,
     )
+
+
+def _corrupt_from_wire(reply: worker_pb2.CommitReply, action: CommitHandoff) -> tuple[int, ...]:
+    """Raises PeerError for blocks that were not sent."""
+    num_blocks = action.num_cached_blocks + len(action.checksums)
+    if any(not action.num_cached_blocks <= index < num_blocks for index in reply.corrupt):
+        raise PeerError(f"corrupt blocks {list(reply.corrupt)} of {num_blocks}")
+    return tuple(reply.corrupt)
 
 
 def _commit_to_wire(action: CommitHandoff) -> worker_pb2.CommitRequest:

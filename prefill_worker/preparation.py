@@ -10,6 +10,7 @@ from prefill_worker import events as ev
 from prefill_worker.actions import LoadPrefix, PrefixPart, ReserveLanding, SendBlocks
 from prefill_worker.ledger import Ledger, as_retryable
 from prefill_worker.sequence import ENDED, PREPARED, Phase, Sequence
+from protocol.errors import PeerError
 
 
 class Preparation:
@@ -74,6 +75,11 @@ class Preparation:
         sequence = self._ledger.admitted[event.request_id]
         sequence.is_reserving = False
         sequence.landing = event.landing
+        num_blocks = len(event.landing.block_ids)
+        if num_blocks != len(sequence.block_table):
+            wrong = PeerError(f"a landing of {num_blocks} blocks for {len(sequence.block_table)}")
+            self._ledger.fail(sequence, wrong, now)
+            return
         sequence.num_sent = event.landing.num_cached_blocks * self._ledger.limits.block_size
         self._proceed(sequence, now)
 

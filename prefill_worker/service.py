@@ -21,7 +21,7 @@ from prefill_worker.landing_client import LandingClient, lost
 from prefill_worker.state import PrefillState
 from prefill_worker.stores import load_prefix, put_blocks
 from prefill_worker.tasks import Operations
-from protocol.errors import Cancelled, MoonserveError
+from protocol.errors import Cancelled, MoonserveError, PeerError
 from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.pb import conductor_pb2, worker_pb2
 from protocol.request import Endpoint
@@ -275,5 +275,7 @@ async def _writes(request_id: RequestId, sent: Callable[[], Awaitable[None]]) ->
 
 
 def _as_failure(error: Exception) -> MoonserveError:
-    """A step's error as its requests' gateways may see it."""
-    return error if isinstance(error, MoonserveError) else MoonserveError("the engine failed")
+    """A step's error as its requests' gateways may see it: another worker may do better."""
+    failure = PeerError("the prefill engine failed")
+    failure.__cause__ = error
+    return failure

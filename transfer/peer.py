@@ -104,8 +104,10 @@ class Peer:
 
     def _next_job(self) -> Job | None:
         """None: the thread is to end."""
+        if self._forgotten.is_set():  # `_look_up` may have taken the wake-up call out of the inbox
+            return None
         if self._waiting:
-            return None if self._forgotten.is_set() else self._waiting.popleft()
+            return self._waiting.popleft()
         while True:
             try:
                 job = self._inbox.get(timeout=_IDLE_S)
