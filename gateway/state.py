@@ -13,6 +13,7 @@ Pure: events in, actions out. Does not know HTTP, gRPC, tokenizers or the clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -50,13 +51,15 @@ from protocol.errors import (
     PeerLost,
 )
 from protocol.ids import RequestId
-from protocol.request import FinishReason, Placement, PrefillReport, SamplingParams, Token
+from protocol.request import Endpoint, FinishReason, Placement, PrefillReport, SamplingParams, Token
 
 MAX_ATTEMPTS = 3
 
-# A killed worker is restarted within seconds; a request that already has tokens is worth waiting for it.
-_PATIENCE_S = 5.0
+# A killed worker's restart: its import of torch, its weights, its registration, the conductor's lease.
+_PATIENCE_S = 20.0
 _PAUSE_S = 0.25
+# More than the conductor's lease: an incarnation still listed that long after its loss lives; only a connection broke.
+_DOUBT_S = 6.0
 
 
 class Phase(StrEnum):
@@ -69,6 +72,9 @@ class Phase(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
 
+
+Incarnation = tuple[str, int]
+"""An instance's id and epoch."""
 
 LIVE = frozenset({Phase.PLACING, Phase.PAUSED, Phase.PREFILLING, Phase.DECODING})
 _WITH_WORKERS = frozenset({Phase.PREFILLING, Phase.DECODING})
@@ -106,7 +112,8 @@ class RequestState:
     )  # PREFILLING: from decode, before the first
     report: PrefillReport | None = None  # of the first attempt that had one
     excluded: frozenset[str] = frozenset()
-    impatient_at: float | None = None  # since placing began to fail: when to give up
+    lost: dict[Incarnation, float] = field(default_factory=dict)  # broke under us; when
+    impatient_at: float | None = None  # from the first failed placing to the next token
     error: MoonserveError | None = None  # FAILED
 
     @property
@@ -161,8 +168,10 @@ class RequestState:
     def _on_placed(self, event: Placed, now: float) -> list[Action]:
         if self.phase is not Phase.PLACING:
             return []
+        if lost := self._lost_among(event.placement, now):
+            return [self._hand_back(), *self._await_return(lost, now)]
         self.phase = Phase.PREFILLING
-        self.placement, self.placed_at, self.impatient_at = event.placement, now, None
+        self.placement, self.placed_at = event.placement, now
         return [
             Submit(
                 attempt=self.attempt,
@@ -179,11 +188,30 @@ class RequestState:
         may_recover = isinstance(event.error, PeerLost) or (
             self.attempt > 1 and isinstance(event.error, NoWorker | Overloaded)
         )
-        if self.impatient_at is None:
-            self.impatient_at = now + _PATIENCE_S
-        if not may_recover or now >= self.impatient_at:
+        if not may_recover:
             return self._fail(event.error, now)
         self.excluded = frozenset()  # a restarted instance has the name of the one that was lost
+        return self._pause(event.error, now)
+
+    def _lost_among(self, placement: Placement, now: float) -> frozenset[str]:
+        """The placement's instances that the conductor has not yet found dead, though we have."""
+        return frozenset(
+            endpoint.instance_id
+            for endpoint in (placement.prefill, placement.decode)
+            if now < self.lost.get(_incarnation(endpoint), -math.inf) + _DOUBT_S
+        )
+
+    def _await_return(self, lost: frozenset[str], now: float) -> list[Action]:
+        """Waits for other instances, or these restarted; it costs no attempt."""
+        self.excluded |= lost
+        return self._pause(NoWorker(f"{', '.join(sorted(lost))} broke and is not back yet"), now)
+
+    def _pause(self, error: MoonserveError, now: float) -> list[Action]:
+        """Places again soon, until patience ends."""
+        if self.impatient_at is None:
+            self.impatient_at = now + _PATIENCE_S
+        if now >= self.impatient_at:
+            return self._fail(error, now)
         self.phase = Phase.PAUSED
         return [Pause(attempt=self.attempt, delay_s=_PAUSE_S)]
 
@@ -233,6 +261,7 @@ class RequestState:
         self.generated += (token.token_id for token in taken)
         self.phase = Phase.DECODING
         if is_first:
+            self.impatient_at = None
             actions.append(self._report(ReportPhase.FIRST_TOKEN, now))
         actions.append(Emit(text=text, tokens=tuple(taken), finish_reason=reason))
         if reason is not None:
@@ -292,9 +321,18 @@ class RequestState:
             return self._fail(error, now)
         actions: list[Action] = [self._cancel(), self._report(ReportPhase.FAILED, now)]
         self.early.clear()
-        self.excluded |= excluded or set()
+        self._remember(error, excluded or set(), now)
         self.attempt += 1
         return [*actions, *self._place(now)]
+
+    def _remember(self, error: MoonserveError, excluded: set[str], now: float) -> None:
+        """Who is to be avoided: anybody at fault by name, whoever broke as an incarnation too."""
+        self.excluded |= excluded
+        if self.placement is None or not isinstance(error, PeerLost):
+            return
+        for endpoint in (self.placement.prefill, self.placement.decode):
+            if endpoint.instance_id in excluded:
+                self.lost[_incarnation(endpoint)] = now
 
     def _fail(self, error: MoonserveError, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -310,15 +348,7 @@ class RequestState:
         """A placement that came too late is of no use, and the conductor counts its load."""
         if self.phase is not Phase.FAILED or not isinstance(event, Placed):
             return []
-        return [
-            Report(
-                request_id=self.attempt_id,
-                phase=ReportPhase.CANCELLED,
-                elapsed_s=0.0,
-                cached_tokens=0,
-                output_tokens=0,
-            )
-        ]
+        return [self._hand_back()]
 
     # Pieces
 
@@ -329,6 +359,16 @@ class RequestState:
         placement = self.placement
         endpoints = (placement.prefill, placement.decode) if placement else ()
         return CancelAt(request_id=self.attempt_id, endpoints=endpoints)
+
+    def _hand_back(self) -> Report:
+        """A placement that was not used."""
+        return Report(
+            request_id=self.attempt_id,
+            phase=ReportPhase.CANCELLED,
+            elapsed_s=0.0,
+            cached_tokens=0,
+            output_tokens=0,
+        )
 
     def _report(self, phase: ReportPhase, now: float) -> Report:
         return Report(
@@ -343,6 +383,10 @@ class RequestState:
 def attempt_id(request_id: RequestId, attempt: int) -> RequestId:
     """Workers remember cancelled ids for a while, so that each attempt needs its own."""
     return request_id if attempt == 1 else RequestId(f"{request_id}~{attempt}")
+
+
+def _incarnation(endpoint: Endpoint) -> Incarnation:
+    return endpoint.instance_id, endpoint.epoch
 
 
 def suspects(event: WorkerFailed, placement: Placement) -> set[str]:

@@ -77,16 +77,19 @@ def new_state(max_tokens: int = 5, deadline_at: float = 100.0) -> RequestState:
     )
 
 
-def endpoint(name: str) -> Endpoint:
-    return Endpoint(instance_id=name, epoch=1, rpc_address=name, transfer_address="", host="h")
+def endpoint(name: str, epoch: int = 1) -> Endpoint:
+    return Endpoint(instance_id=name, epoch=epoch, rpc_address=name, transfer_address="", host="h")
 
 
-def placement(prefill: str = "p0", decode: str = "d0") -> Placement:
-    return Placement(request_id=RequestId("r"), prefill=endpoint(prefill), decode=endpoint(decode))
+def placement(prefill: str = "p0", decode: str = "d0", *, epoch: int = 1) -> Placement:
+    return Placement(
+        request_id=RequestId("r"), prefill=endpoint(prefill, epoch), decode=endpoint(decode, epoch)
+    )
 
 
-def placed(state: RequestState, **names: str) -> list:
-    return state.handle(Placed(attempt=state.attempt, placement=placement(**names)), 1.0)
+def placed(state: RequestState, *, epoch: int = 1, now: float = 1.0, **names: str) -> list:
+    event = Placed(attempt=state.attempt, placement=placement(**names, epoch=epoch))
+    return state.handle(event, now)
 
 
 def arrived(
@@ -233,7 +236,7 @@ def test_who_is_avoided_next_time(
 
 def test_three_attempts_are_enough(state: RequestState) -> None:
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        placed(state)
+        placed(state, epoch=attempt)
         event = WorkerFailed(attempt=attempt, instance_id="d0", error=PeerLost("gone"))
         actions = state.handle(event, 2.0)
     assert of(Place, actions) == []
@@ -304,10 +307,73 @@ def test_cached_tokens_are_those_of_the_first_attempt(state: RequestState) -> No
     assert state.cached_tokens == 2
 
 
+def test_a_lost_incarnation_is_waited_out_without_an_attempt(decoding: RequestState) -> None:
+    decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
+    for _ in range(8):
+        report, pause = placed(decoding, now=3.5)
+        assert (report.request_id, report.phase) == ("r~2", ReportPhase.CANCELLED)
+        assert isinstance(pause, Pause)
+        (place,) = decoding.handle(RetryDue(attempt=2), 3.75)
+        assert (place.attempt, place.excluded) == (2, {"d0"})
+        decoding.handle(PlaceFailed(attempt=2, error=NoWorker("none")), 3.75)
+        (place,) = decoding.handle(RetryDue(attempt=2), 4.0)
+        assert place.excluded == frozenset()
+    (submit,) = placed(decoding, epoch=2, now=8.0)
+    assert isinstance(submit, Submit)
+    assert submit.token_ids == (7, 8, 9, 0, 1)
+
+
+def test_patience_with_a_lost_incarnation_ends(decoding: RequestState) -> None:
+    decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
+    decoding.handle(PlaceFailed(attempt=2, error=NoWorker("none")), 3.0)
+    decoding.handle(RetryDue(attempt=2), 3.25)
+    placed(decoding, epoch=2, now=4.0)  # no token comes of it, so that the patience is not renewed
+    decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 22.0)
+    report, fail = placed(decoding, epoch=2, now=23.5)
+    assert report.phase is ReportPhase.CANCELLED
+    assert isinstance(fail.error, NoWorker)
+
+
+def test_a_token_renews_the_patience(decoding: RequestState) -> None:
+    decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
+    decoding.handle(PlaceFailed(attempt=2, error=NoWorker("none")), 3.0)
+    decoding.handle(RetryDue(attempt=2), 3.25)
+    placed(decoding, epoch=2, now=4.0)
+    assert decoding.impatient_at is not None
+    arrived(decoding, 2)
+    assert decoding.impatient_at is None
+
+
+def test_an_incarnation_listed_long_after_its_loss_lives(decoding: RequestState) -> None:
+    decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
+    placed(decoding, now=8.9)
+    decoding.handle(RetryDue(attempt=2), 9.2)
+    (submit,) = placed(decoding, now=9.2)
+    assert isinstance(submit, Submit)
+
+
+def test_a_new_request_that_cannot_be_submitted_waits_for_the_restart(state: RequestState) -> None:
+    placed(state)
+    state.handle(SubmitFailed(attempt=1, error=PeerLost("refused")), 1.0)
+    _, pause = placed(state, now=1.5)
+    assert isinstance(pause, Pause)
+    state.handle(RetryDue(attempt=2), 1.75)
+    (submit,) = placed(state, epoch=2, now=8.0)
+    assert isinstance(submit, Submit)
+
+
+def test_a_worker_that_sent_bad_bytes_has_not_broken(state: RequestState) -> None:
+    placed(state)
+    event = WorkerFailed(attempt=1, instance_id="d0", error=IntegrityError("bad bytes"))
+    state.handle(event, 2.0)
+    (submit,) = placed(state, now=2.0)
+    assert isinstance(submit, Submit)
+
+
 STEPS = st.one_of(
     st.tuples(st.just("tokens"), st.lists(st.integers(0, 8), min_size=1, max_size=4)),
     st.tuples(st.sampled_from(["placed", "lost p0", "lost d0", "submit failed", "no worker"])),
-    st.tuples(st.sampled_from(["retry", "abort", "worker failed", "late"])),
+    st.tuples(st.sampled_from(["retry", "abort", "worker failed", "late", "restarted"])),
 )
 
 
@@ -323,6 +389,8 @@ def test_whatever_happens_tokens_are_emitted_exactly_once_and_the_end_comes_once
                 actions += arrived(state, *rest[0])
             case "placed":
                 actions += placed(state)
+            case "restarted":
+                actions += placed(state, epoch=2)
             case "lost p0" | "lost d0":
                 lost = InstanceLost(instance_id=kind[-2:], error=PeerLost("x"))
                 actions += state.handle(lost, 2.0)
