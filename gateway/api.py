@@ -7,7 +7,6 @@ neither sockets nor how a placement comes about.
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -208,7 +207,7 @@ class Api:
 
     def _heading(self, prefix: str, request: Request, body: SamplingBody) -> Heading:
         return Heading(
-            id=f"{prefix}-{request.state.request_id}",
+            id=f"{prefix}-{request.state.cluster_id}",
             created=int(time.time()),
             model=body.model or self._served.names[0],
         )
@@ -277,12 +276,8 @@ def _wants(body: SamplingBody, *, logprobs: bool) -> Wants:
 
 
 def _wish(request: Request, body: SamplingBody, choices: tuple[Choice, ...]) -> Wish:
-    request_id = request.state.request_id
-    if request.state.client_named_request:
-        # Clients repeat their ids, on retries and by mistake; within the cluster an id is one request.
-        request_id = f"{request_id}-{secrets.token_hex(4)}"
     return Wish(
-        request_id=request_id,
+        request_id=request.state.cluster_id,
         choices=choices,
         priority=body.priority or 0,
         tenant=body.user or "",

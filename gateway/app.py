@@ -33,6 +33,7 @@ def build_app(api: Api, operations: Operations, api_keys: Sequence[str]) -> ASGI
             ApiError: _on_error,
             MoonserveError: _on_error,
             HTTPException: _on_http_error,
+            Exception: _on_error,  # re-raised after the reply, so that the front door logs it
         },
     )
     _add_posts(app, api)

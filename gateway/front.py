@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import logging
 import re
+import secrets
 from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,7 +42,9 @@ class FrontDoor:
         given = headers.get(b"x-request-id", b"")
         request_id = given.decode() if _REQUEST_ID.fullmatch(given) else new_id("req")
         scope.setdefault("state", {})["request_id"] = request_id
-        scope["state"]["client_named_request"] = request_id.encode() == given
+        scope["state"]["cluster_id"] = _cluster_id(
+            request_id, is_given=request_id.encode() == given
+        )
         Connection(send).attach(scope)
         await self._answer(scope, receive, _Echo(send, request_id.encode()), headers)
 
@@ -70,6 +73,11 @@ class FrontDoor:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+
+
+def _cluster_id(request_id: str, *, is_given: bool) -> str:
+    """Clients repeat their ids, on retries and by mistake; within the cluster an id is one request."""
+    return f"{request_id}-{secrets.token_hex(4)}" if is_given else request_id
 
 
 class _Echo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from protocol.errors import NoWorker
 from protocol.pb import conductor_pb2
 from protocol.wire import role_from_wire
 
+_BODY_ID = re.compile("^(?:chat)?cmpl-")
 _PAGE = Path(__file__).with_name("dashboard.html")
 
 
@@ -69,9 +71,11 @@ class Operations:
         )
 
     async def explain(self, request: Request) -> Response:
-        """GET /v1/explain/{request_id}: why a request went where it went."""
+        """GET /v1/explain/{request_id}: why a request went where it went; takes the id in its body too."""
         request_id = request.path_params["request_id"]
         reply = await self._gateway.cluster.explain(request_id)
+        if not reply.found and (bare := _BODY_ID.sub("", request_id)) != request_id:
+            reply = await self._gateway.cluster.explain(bare)
         if not reply.found:
             raise ApiError(404, f"no decision about {request_id!r} is remembered", code="not_found")
         return Response(reply.decision_json, media_type="application/json")

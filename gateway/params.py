@@ -81,6 +81,8 @@ async def completion_prompts(
     tokenizer: Tokenizer, body: CompletionBody, limits: Limits
 ) -> list[Prompt]:
     """The prompts of a completions request, in order."""
+    prompts = split_prompt(body.prompt)
+    _check_count(body, len(prompts), "prompt")
     return [
         Prompt(
             token_ids=await encode(tokenizer, one, limits, "prompt", add_special_tokens=True),
@@ -88,7 +90,7 @@ async def completion_prompts(
         )
         if isinstance(one, str)
         else Prompt(token_ids=tuple(one), text=None)
-        for one in split_prompt(body.prompt)
+        for one in prompts
     ]
 
 
@@ -121,13 +123,7 @@ def choices_for(
 ) -> tuple[Choice, ...]:
     """`n` choices of each prompt, numbered through. Choice i of a prompt samples with seed + i."""
     count = body.n or 1
-    if count * len(prompts) > MAX_CHOICES:
-        raise ApiError(
-            400,
-            f"{len(prompts)} prompts with n={count} are more than {MAX_CHOICES} choices",
-            param="n" if count > 1 else param,
-            code="invalid_value",
-        )
+    _check_count(body, len(prompts), param)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     choices: list[Choice] = []
     for prompt in prompts:
@@ -144,6 +140,17 @@ def choices_for(
                 )
             )
     return tuple(choices)
+
+
+def _check_count(body: SamplingBody, num_prompts: int, param: str) -> None:
+    count = body.n or 1
+    if count * num_prompts > MAX_CHOICES:
+        raise ApiError(
+            400,
+            f"{num_prompts} prompts with n={count} are more than {MAX_CHOICES} choices",
+            param="n" if count > 1 else param,
+            code="invalid_value",
+        )
 
 
 def check_prompt(token_ids: Sequence[int], limits: Limits, param: str) -> None:

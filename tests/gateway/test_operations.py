@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+from typing import Any
 
 import aiohttp
 import pytest
@@ -75,6 +76,25 @@ async def test_small_endpoints_answer(
     schema = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
     assert "messages" in schema["content"]["application/json"]["schema"]["properties"]
     await get(http, "/v1/explain/unknown", 404)
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "prefix"),
+    [
+        ("/v1/completions", {"prompt": "hello"}, "cmpl-"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "chatcmpl-"),
+    ],
+)
+async def test_a_reply_is_explained_by_its_id_also_when_the_client_named_it(
+    http: aiohttp.ClientSession, path: str, prompt: dict[str, Any], prefix: str
+) -> None:
+    for headers in ({"X-Request-Id": "abc"}, {"X-Request-Id": "cmpl-abc"}, {}):
+        async with http.post(path, json=prompt | {"max_tokens": 2}, headers=headers) as reply:
+            request_id = (await reply.json())["id"]
+            assert headers.get("X-Request-Id", "req-") in reply.headers["x-request-id"]
+        assert request_id.startswith(prefix)
+        for accepted in (request_id, request_id.removeprefix(prefix)):
+            assert "because" in json.loads(await get(http, f"/v1/explain/{accepted}"))
 
 
 async def test_a_gateway_without_workers_is_alive_but_not_ready(cluster: ScriptedCluster) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.tokenizer import Tokenizer
 from protocol.errors import DeadlineExceeded, IntegrityError, MoonserveError
 from protocol.pb import common_pb2, conductor_pb2
 from tests.gateway.conftest import running_gateway
@@ -153,6 +154,29 @@ async def test_bad_completions_are_400_and_named(http: aiohttp.ClientSession) ->
     for change, param in BAD_COMPLETIONS:
         error = await refused(http, TEXT_PATH, 400, json=TEXT | change)
         assert error["param"] == param, (change, error)
+
+
+async def test_too_many_prompts_are_refused_before_any_is_read(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    for change in ({"prompt": ["x"] * 129}, {"prompt": ["x"] * 65, "n": 2}):
+        error = await refused(http, TEXT_PATH, 400, json=TEXT | change)
+        assert "more than 128 choices" in error["message"]
+
+
+async def test_a_bug_is_an_openai_error_without_details_and_is_logged(
+    http: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(self: Tokenizer, *args: object, **options: object) -> list[int]:
+        raise ZeroDivisionError("inside")
+
+    monkeypatch.setattr(Tokenizer, "encode", broken)
+    error = await refused(http, TEXT_PATH, 500, json=TEXT)
+    assert (error["type"], error["message"]) == ("internal_error", "internal error")
+    assert [r.exc_info for r in caplog.records if f"POST {TEXT_PATH} failed" in r.getMessage()]
 
 
 async def test_a_missing_prompt_is_named(http: aiohttp.ClientSession) -> None:

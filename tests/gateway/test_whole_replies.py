@@ -28,7 +28,7 @@ async def test_a_chat_completion_has_openais_form(
         assert r.headers["x-request-id"] == "abc"
         assert r.headers["x-prefill-instance-id"] == "prefill-0"
         assert r.headers["x-decode-instance-id"] == "decode-0"
-    assert body["id"] == "chatcmpl-abc"
+    assert body["id"] == f"chatcmpl-{cluster.submissions[0].request_id}"
     assert body["object"] == "chat.completion"
     assert body["model"] == "demo"
     (choice,) = body["choices"]
