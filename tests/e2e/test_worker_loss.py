@@ -1,0 +1,106 @@
+"""A worker that is killed costs time and nothing else: the request goes on with the one restarted in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from tests.e2e.cluster import Cluster, running_cluster
+from tests.random_models import make_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+MAX_MODEL_LEN = 16_384
+FLAGS = (
+    *("--dtype", "float32", "--block-size", "32", "--kv-cache-memory", "32MiB"),
+    *("--max-num-batched-tokens", "64", "--ttft-slo", "10000", "--num-threads", "1"),
+)
+STREAM = {"max_tokens": 300, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("loss")
+    make_model("llama", folder / "model", max_position_embeddings=MAX_MODEL_LEN)
+    with running_cluster(folder / "model", folder / "logs", *FLAGS) as cluster:
+        yield cluster
+
+
+def kill(cluster: Cluster, instance_id: str) -> int:
+    """Its epoch before."""
+    epoch = cluster.epoch(instance_id)
+    os.kill(cluster.pids()[instance_id], signal.SIGKILL)
+    return epoch
+
+
+def streamed(
+    client: httpx.Client, prompt: list[int], on_tokens: Callable[[int], None]
+) -> list[int]:
+    """Token ids of a whole stream; `on_tokens` is told how many there are as they come."""
+    tokens: list[int] = []
+    body = {"prompt": prompt, "stream": True, **STREAM}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if not line or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            tokens += event["choices"][0].get("token_ids") or ()
+            on_tokens(len(tokens))
+    return tokens
+
+
+def test_a_stream_goes_on_when_its_decode_worker_is_killed(cluster: Cluster) -> None:
+    prompt = random.Random("decode").choices(range(256), k=40)
+    killed: list[int] = []
+
+    def on_tokens(count: int) -> None:
+        if count >= 20 and not killed:
+            killed.append(kill(cluster, "decode-0"))
+
+    with cluster.client() as client:
+        undisturbed = streamed(client, prompt, lambda count: None)
+        assert len(undisturbed) == STREAM["max_tokens"]
+        tokens = streamed(client, prompt, on_tokens)
+    assert tokens == undisturbed, cluster.logs()
+    cluster.wait_for("its successor", lambda: cluster.epoch("decode-0") > killed[0])
+
+
+def test_a_prompt_is_read_anew_when_its_prefill_worker_is_killed(cluster: Cluster) -> None:
+    prompt = random.Random("prefill").choices(range(256), k=12_000)
+    wish: dict[str, Any] = {**STREAM, "max_tokens": 20}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(cluster.complete, prompt, **wish)
+        cluster.wait_for("the prompt at work", lambda: prefilling(cluster))
+        epoch = kill(cluster, "prefill-0")
+        assert not asked.done()
+        disturbed = asked.result(timeout=90)
+    undisturbed = cluster.complete(prompt, cache_salt="another", **wish)
+    assert disturbed["choices"][0]["token_ids"] == undisturbed["choices"][0]["token_ids"]
+    cluster.wait_for("its successor", lambda: cluster.epoch("prefill-0") > epoch)
+
+
+@pytest.mark.parametrize("instance_id", ["prefill-0", "decode-0"])
+def test_a_new_request_gets_through_when_a_worker_has_just_been_killed(
+    cluster: Cluster, instance_id: str
+) -> None:
+    wish: dict[str, Any] = {**STREAM, "max_tokens": 4}
+    before = cluster.complete([1, 2, 3], **wish)
+    kill(cluster, instance_id)
+    after = cluster.complete([1, 2, 3], **wish)
+    assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
+
+
+def prefilling(cluster: Cluster) -> bool:
+    """As of the worker's last heartbeat, a part of a long prompt is still to be computed."""
+    [prefill] = [i for i in cluster.instances() if i["instance_id"] == "prefill-0"]
+    return bool(prefill["load"]["queued_tokens"] > 1_000)
