@@ -158,12 +158,32 @@ class Cluster:
         if known is not None and known.endpoint.epoch >= endpoint.epoch:
             return
         stream = self._streams[endpoint.instance_id] = _Stream(endpoint=endpoint)
-        if known is not None and known.task is not None:
-            known.task.cancel()
+        if known is not None:
+            self._replace(known, endpoint)
         stream.task = self._tasks.start(self._listen(stream), name=f"events {endpoint.instance_id}")
 
     async def close(self) -> None:
         await self._tasks.cancel()
+
+    def _replace(self, old: _Stream, new: Endpoint) -> None:
+        """Whoever waits for an incarnation that has a successor waits in vain."""
+        instance_id = new.instance_id
+        self._on_lost(
+            instance_id,
+            PeerLost(
+                f"{instance_id} epoch {old.endpoint.epoch} was replaced by epoch {new.epoch}",
+                instance_id=instance_id,
+            ),
+        )
+        self._tasks.start(self._retire(old), name=f"retire {instance_id}")
+
+    async def _retire(self, old: _Stream) -> None:
+        if old.task is not None:
+            old.task.cancel()
+            await asyncio.wait([old.task])
+        address = old.endpoint.rpc_address
+        if all(stream.endpoint.rpc_address != address for stream in self._streams.values()):
+            await self._channels.forget(address)
 
     def _worker(self, rpc_address: str) -> Any:
         return worker_pb2_grpc.WorkerStub(self._channels.to(rpc_address))

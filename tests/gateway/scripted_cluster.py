@@ -227,9 +227,11 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def add(self, instance_id: str, role: common_pb2.Role) -> None:
-        worker = self.workers[instance_id] = ScriptedWorker(self, instance_id, role)
+    async def add(self, instance_id: str, role: common_pb2.Role, *, epoch: int = 1) -> None:
+        worker = ScriptedWorker(self, instance_id, role)
+        worker.epoch = epoch
         await worker.start()
+        self.workers[instance_id] = worker
 
     def _alive(self, role: common_pb2.Role) -> list[ScriptedWorker]:
         return [

@@ -223,6 +223,24 @@ async def test_a_stream_survives_the_death_of_its_decode_worker(
     assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
 
 
+async def test_a_stream_survives_a_decode_worker_that_a_newer_epoch_replaces(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    old = cluster.workers["decode-0"]  # it stays connected and says no more
+
+    async def is_replaced(run: Run) -> None:
+        run.prefill_done(cluster.tokens[0])
+        run.decoded(run.token(1, cluster.tokens[1]), run.token(2, cluster.tokens[2]))
+        await cluster.until(lambda: len(cluster.reports) == 1)
+        await cluster.add("decode-0", old.role, epoch=2)
+
+    cluster.scripts = [is_replaced]
+    chunks = await events(http, "/v1/completions", TEXT | {"return_token_ids": True})
+    assert joined(c["choices"][0]["token_ids"] for c in chunks) == cluster.tokens[:6]
+    assert list(cluster.places[1].excluded_instances) == ["decode-0"]
+    await old.kill()
+
+
 async def test_duplicates_and_overtaking_tokens_change_nothing(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
