@@ -22,13 +22,12 @@ BLOCK_SIZE = 16
 FLAGS = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-memory", "8MiB")
 PROMPT = random.Random(0).choices(range(256), k=5 * BLOCK_SIZE + 7)
 NUM_BLOCKS = len(PROMPT) // BLOCK_SIZE
-NUM_LAYERS = 2
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("integrity") / "model"
-    make_model("llama", folder, num_hidden_layers=NUM_LAYERS)
+    make_model("llama", folder)
     return folder
 
 
@@ -74,13 +73,13 @@ def integrity_failures(accounts: Accounts) -> tuple[int, int, int]:
 def test_a_byte_flipped_on_the_way_is_computed_and_sent_again(
     tmp_path: Path, model: Path, transport: str
 ) -> None:
-    flags = (*FLAGS, "--transports", transport, "--fault-corrupt-writes", str(NUM_LAYERS + 1))
+    flags = (*FLAGS, "--transports", transport, "--fault-corrupt-writes", "2")
     with running_cluster(model, tmp_path, *flags) as cluster, accounts_of(cluster) as accounts:
         # A request that ends at the prefill worker: all that is written are its blocks, to the store.
         first = ask(cluster, max_tokens=1)
         cluster.wait_for("a bad put", lambda: integrity_failures(accounts) == (1, 0, 1))
         assert accounts.store().num_objects == NUM_BLOCKS - 1
-        # Another prompt's handoff, where each layer is a write.
+        # Another prompt's handoff, whose layers are so small that they leave as one write.
         corrupted = ask_afresh(cluster, salt="corrupted")
         assert integrity_failures(accounts) == (2, 1, 1)
         recomputed = accounts.counter("prefill-0", "recomputed_blocks")
