@@ -63,7 +63,7 @@ class Display:
         self._console.print("Try it:")
         self._console.print(
             f"  curl {url}/v1/completions -H 'Content-Type: application/json' "
-            '-d \'{"prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0}\'',
+            '-d \'{"prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0.7}\'',
             markup=False,
         )
         self._console.print("Ctrl-C stops everything.")
