@@ -1,6 +1,6 @@
 # moonserve: everything is one of these.
 #   make serve [MODEL=folder-or-hub-name] [ARGS="--prefill-workers 2"]
-#   make test | check | bench | docs | proto | clean
+#   make test | test-rdma | check | bench | bench-transfer | docs | proto | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,13 +12,18 @@ ARGS ?=
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: serve test check format bench docs proto proto-check clean
+.PHONY: serve test test-rdma check format bench bench-transfer docs proto proto-check clean
 
 serve: $(RUNTIME)
 	$(BIN)/moonserve serve $(MODEL) $(ARGS)
 
 test: $(DEV)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Verbs, in a small virtual machine (tests/rdma/guest); the first time fetches Debian's kernel package.
+test-rdma: $(DEV)
+	$(BIN)/python -m tests.rdma.guest --prepare
+	$(BIN)/python -m pytest -s -m rdma tests/rdma $(ARGS)
 
 check: $(DEV) proto-check
 	$(BIN)/ruff format --check .
@@ -31,6 +36,18 @@ format: $(DEV)
 
 bench: $(DEV)
 	$(BIN)/python -m benchmarks.serving $(ARGS)
+
+# Other engines live in an environment of their own; without them their rows say so.
+PEERS := .venv-bench
+
+bench-transfer: $(DEV) $(PEERS)/.installed
+	$(BIN)/python -m benchmarks.transfer $(ARGS)
+
+$(PEERS)/.installed: benchmarks/transfer/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	-@sed 's/ *#.*//; /^$$/d' $< | { all=true; while read -r peer; do \
+		$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -c constraints.txt "$$peer" || all=false; \
+	done; $$all && touch $@; }
 
 docs: $(RUNTIME)
 	$(BIN)/python -m deploy.reference docs/configuration.md
@@ -65,4 +82,4 @@ $(DEV): $(RUNTIME)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

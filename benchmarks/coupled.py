@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from engine.batch import Slice
 from engine.config import load_model_config
 from engine.engine import Engine
-from engine.machine import cache_folder
 from protocol.ids import RequestId
+from protocol.machine import cache_folder
 from protocol.request import SamplingParams
 from protocol.timeline import Timeline
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from decode_worker.limits import Limits
 from engine.replica import PoolPlan, ReplicaConfig
 from protocol.errors import ConfigError
+from transfer.config import TransferConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(ReplicaConfig):
+class DecodeConfig(ReplicaConfig, TransferConfig):
     """A decode worker needs no options of its own."""
 
     def __post_init__(self) -> None:

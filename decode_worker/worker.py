@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from prometheus_client import CollectorRegistry
+
 from decode_worker import events
 from decode_worker.config import DecodeConfig
 from decode_worker.service import DecodeService
@@ -16,10 +18,12 @@ from decode_worker.state import DecodeState
 from engine.block_pool import BlockPool
 from engine.replica import Replica, load_replica
 from protocol.membership import BlockLog, Seat, member, own_endpoint
+from protocol.metrics import exposed
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle
 from protocol.rpc import RpcServer
 from transfer import Segment, TransferEngine
+from transfer.metrics import TransferCollector
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +101,12 @@ class DecodeWorker:
 async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
     """Runs a decode worker until the process is told to stop. Raises ConfigError when it cannot start."""
     transfer = TransferEngine(
-        cluster_token=config.cluster_token, host=config.host, transports=config.transports
+        cluster_token=config.cluster_token,
+        name=config.instance_id,
+        options=config.transfer_options(config.host),
     )
-    with transfer:
+    registry = CollectorRegistry()
+    registry.register(TransferCollector(transfer))
+    with transfer, exposed(registry, config.host, config.metrics_port):
         replica, segment = await load_replica(config, transfer.allocate, lifecycle)
         await DecodeWorker(config, replica, transfer, segment).run(lifecycle)

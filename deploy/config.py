@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
+from transfer.config import PatienceConfig, TransferConfig
 
 MIB = 2**20
 
@@ -16,7 +17,7 @@ DRAIN_S = 3.0  # leaves a worker time to fail what did not finish, and to say go
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(TransferConfig, PatienceConfig):
     """A whole cluster on this machine."""
 
     model: str | None = option(
@@ -51,9 +52,6 @@ class ServeConfig:
     num_threads: int | None = option(
         None, help="compute threads per worker; the cores shared out evenly when not given"
     )
-    transports: tuple[str, ...] = option(
-        ("shm", "tcp"), help="transports for KV, in order of preference"
-    )
     placement_policy: str = option(
         "global-cache-aware", help="how the conductor chooses prefill workers"
     )
@@ -84,6 +82,8 @@ class ServeConfig:
     )
 
     def __post_init__(self) -> None:
+        self.transfer_patience()
+        self.transfer_options("127.0.0.1")  # says what is wrong before any process is started
         require_at_least_1(
             self, "prefill_workers", "decode_workers", "block_size", "max_num_batched_tokens"
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 from conductor.config import ConductorConfig
 from decode_worker.config import DecodeConfig
 from deploy.config import ServeConfig
+from deploy.doctor import DoctorConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from prefill_worker.config import PrefillConfig
@@ -28,6 +29,7 @@ PAGES: list[tuple[str, type]] = [
     ("moonserve worker --role prefill", PrefillConfig),
     ("moonserve worker --role decode", DecodeConfig),
     ("moonserve store", StoreConfig),
+    ("moonserve doctor", DoctorConfig),
     ("moonserve replay", ReplayConfig),
     ("moonserve traces fetch", FetchConfig),
 ]

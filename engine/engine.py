@@ -68,7 +68,7 @@ class Engine:
         layout's. Raises ConfigError. `num_threads` is set for the whole process.
 
         `attention`: auto, native or torch. The native kernel is compiled once into `cache_folder`
-        (`engine.machine.cache_folder`); without a folder, or without a C compiler, auto means torch."""
+        (`protocol.machine.cache_folder`); without a folder, or without a C compiler, auto means torch."""
         set_threads(num_threads)
         weights = load_weights(
             model_path,

@@ -20,8 +20,8 @@ import torch
 
 from engine.batch import Slice
 from engine.engine import Engine
-from engine.machine import processor
 from protocol.ids import RequestId
+from protocol.machine import processor
 from protocol.pb.conductor_pb2 import DecodeProfile, PrefillProfile
 from protocol.request import SamplingParams
 

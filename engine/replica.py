@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.config import ModelConfig, load_model_config
 from engine.hub import resolve_model
-from engine.machine import cache_folder
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
 from protocol.layout import KvLayout
+from protocol.machine import cache_folder
 from protocol.pb import common_pb2, conductor_pb2
 from protocol.process import Lifecycle, ProcessConfig
 from protocol.request import Endpoint
@@ -59,6 +59,7 @@ class ReplicaConfig(ProcessConfig):
     drain_timeout_s: float = option(
         5.0, help="seconds that requests may take to finish when the worker stops"
     )
+    metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
     def __post_init__(self) -> None:
         require_at_least_1(self, "block_size", "max_num_seqs", "num_threads")

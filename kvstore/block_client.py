@@ -35,6 +35,7 @@ from protocol.request import Endpoint
 from protocol.rpc import Channels
 from protocol.wire import endpoint_from_wire
 from transfer import Batch, RemoteSegment, Segment, TransferEngine
+from transfer.patience import Patience
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ UNDO_TIMEOUT_S = 2.0
 TTL_MARGIN_S = 5.0
 # XXH3 verifies this much in a few tenths of a millisecond; more goes to a thread.
 VERIFY_INLINE_BYTES = 2 * 2**20
+PATIENCE = Patience()
 
 
 class BlockClient:
@@ -106,11 +108,11 @@ class BlockClient:
         it returns or raises, no transfer writes to `local` any more. Raises PeerLost, StaleLease (it expired before
         all was read; nothing can be trusted), InvalidRequest.
         """
-        transfers = reads(lease, local, places)
+        transfer = reads(lease, local, places)
         left_s = lease.expires_at - now()
         if left_s <= 0:
             raise StaleLease("the read lease has expired", lease_id=lease.lease_id)
-        await _settled(self._transfer.submit(transfers, deadline_s=min(deadline_s, left_s)))
+        await _settled(self._transfer.submit([transfer], deadline_s=min(deadline_s, left_s)))
         objects = lease.objects[: len(places)]
         bad = await _mismatches(local, places, [stored.checksum for stored in objects])
         if not bad:
@@ -141,13 +143,17 @@ class BlockClient:
         objects: Sequence[PutObject],
         local: Segment,
         *,
-        deadline_s: float = 10.0,
+        deadline_s: float | None = None,
     ) -> PutResult:
         """Stores objects from local memory; what counts as stored is visible when this returns.
+
+        Without a deadline it takes as long as its bytes may (`transfer.patience`).
 
         When it returns or raises, no transfer reads from `local` any more. Raises PeerLost, InvalidRequest (an object
         that could never fit), StaleLease, DeadlineExceeded.
         """
+        if deadline_s is None:
+            deadline_s = PATIENCE.deadline_s(sum(wish.length for wish in objects))
         outcomes, corrupt = await self._put(store, objects, local, now() + deadline_s)
         return PutResult(
             stored=outcomes.count(Outcome.GRANTED) - len(corrupt),
@@ -233,8 +239,8 @@ class BlockClient:
         if not granted:
             return outcomes, ()
         remote = RemoteSegment(store.transfer_address, reply.segment_id)
-        transfers = writes(objects, slots, local, remote, reply.window_id)
-        await _settled(self._transfer.submit(transfers, deadline_s=left(give_up_at)))
+        transfer = writes(objects, slots, local, remote, reply.window_id)
+        await _settled(self._transfer.submit([transfer], deadline_s=left(give_up_at)))
         return outcomes, await self._commit(store, request.reservation_id, granted, give_up_at)
 
     async def _commit(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
-from kvstore.block_client import BlockClient, left, now, right_s
+from kvstore.block_client import PATIENCE, BlockClient, left, now, right_s
 from kvstore.objects import LeasedObject, Pieces, PutObject, PutResult, ReadLease
 from kvstore.scratch import Scratch
 from kvstore.state import Outcome
@@ -55,17 +55,24 @@ class StoreClient(BlockClient):
         await super().close()
         self._scratch.close()
 
-    async def get(self, store: Endpoint, key: bytes, *, deadline_s: float = 10.0) -> bytes | None:
+    async def get(
+        self, store: Endpoint, key: bytes, *, deadline_s: float | None = None
+    ) -> bytes | None:
         """The value of a plain key; None when there is none, `b""` when it is empty.
 
-        Raises PeerLost when the node cannot be reached, IntegrityError when the value had rotted (it is then removed).
+        Without a deadline it takes as long as its bytes may (`transfer.patience`). Raises PeerLost when the node cannot
+        be reached, IntegrityError when the value had rotted (it is then removed).
         """
-        give_up_at = now() + deadline_s
-        ttl_s = right_s(deadline_s)
-        lease = await self.lease(store, [plain_key(key)], ttl_s=ttl_s, timeout_s=deadline_s)
+        first_s = PATIENCE.base_s if deadline_s is None else deadline_s
+        give_up_at = now() + first_s
+        ttl_s = right_s(first_s)
+        lease = await self.lease(store, [plain_key(key)], ttl_s=ttl_s, timeout_s=first_s)
         if not lease.objects:
             return None
         try:
+            if deadline_s is None:
+                give_up_at = now() + PATIENCE.deadline_s(lease.objects[0].length)
+                lease = await self._lasting(lease, give_up_at)
             value = await self._read_value(lease, give_up_at)
         except BaseException:  # cancellation too
             self.release_soon(lease)
@@ -74,14 +81,16 @@ class StoreClient(BlockClient):
         return value
 
     async def put_bytes(
-        self, store: Endpoint, key: bytes, value: bytes, *, deadline_s: float = 10.0
+        self, store: Endpoint, key: bytes, value: bytes, *, deadline_s: float | None = None
     ) -> None:
-        """Stores a value under a plain key; readable by everybody when this returns.
+        """Stores a value under a plain key; readable by everybody when this returns. Deadline as in `get`.
 
         Values are immutable: storing an equal one again succeeds, also beside another writer of it. Raises
         InvalidRequest (another value is there; the value can never fit), Overloaded (no space that could be had),
         IntegrityError (it arrived damaged), PeerLost, DeadlineExceeded.
         """
+        if deadline_s is None:
+            deadline_s = PATIENCE.deadline_s(len(value))
         give_up_at = now() + deadline_s
         async with self._scratch.borrow(len(value)) as local:
             local.buffer[: len(value)] = value
@@ -102,6 +111,12 @@ class StoreClient(BlockClient):
             raise DeadlineExceeded("another writer of this key did not finish in time")
         if outcome is Outcome.PRESENT:
             await self._require_equal(store, wish, give_up_at)
+
+    async def _lasting(self, lease: ReadLease, until: float) -> ReadLease:
+        """The lease, renewed when it would end before."""
+        if lease.expires_at >= until:
+            return lease
+        return await self.renew(lease, ttl_s=right_s(until - now()))
 
     async def _read_value(self, lease: ReadLease, give_up_at: float) -> bytes:
         [stored] = lease.objects

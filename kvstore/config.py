@@ -9,10 +9,11 @@ from kvstore.catalog import Watermarks
 from protocol.config import option
 from protocol.errors import ConfigError
 from protocol.process import ProcessConfig
+from transfer.config import TransferConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreConfig(ProcessConfig):
+class StoreConfig(ProcessConfig, TransferConfig):
     """Everything a store node can be told."""
 
     dram: int = option(512 * 2**20, help="bytes of memory for objects", unit="bytes")

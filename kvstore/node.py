@@ -18,6 +18,7 @@ from protocol.process import Lifecycle
 from protocol.rpc import RpcServer
 from protocol.wire import endpoint_to_wire
 from transfer import Segment, TransferEngine
+from transfer.metrics import TransferCollector
 
 # Calls under way when the process stops answer within milliseconds, a commit of gigabytes within a second.
 STOP_GRACE_S = 1.0
@@ -98,8 +99,11 @@ async def serve(config: StoreConfig, lifecycle: Lifecycle) -> None:
     """Runs a store node until the process is told to stop. Raises ConfigError when it cannot start."""
     registry = CollectorRegistry()
     transfer = TransferEngine(
-        cluster_token=config.cluster_token, host=config.host, transports=config.transports
+        cluster_token=config.cluster_token,
+        name=config.instance_id,
+        options=config.transfer_options(config.host),
     )
+    registry.register(TransferCollector(transfer))
     with transfer, exposed(registry, config.host, config.metrics_port):
         lifecycle.progress("allocating memory")
         segment = await asyncio.to_thread(_allocate, transfer, config.dram)

@@ -10,7 +10,7 @@ from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
 from protocol.request import Endpoint
-from transfer import Op, RemoteSegment, Segment, Transfer
+from transfer import Op, RemoteSegment, ScatterTransfer, Segment, scatter
 
 Pieces = Sequence[tuple[int, int]]
 """(local_offset, length) of the parts of one object, in order."""
@@ -75,16 +75,16 @@ def leased_objects(
         )
 
 
-def reads(lease: ReadLease, local: Segment, places: Sequence[Pieces]) -> list[Transfer]:
+def reads(lease: ReadLease, local: Segment, places: Sequence[Pieces]) -> ScatterTransfer:
     """Raises InvalidRequest when places do not fit the leased objects."""
     if len(places) > len(lease.objects):
         raise InvalidRequest(f"{len(places)} places for {len(lease.objects)} leased objects")
-    transfers: list[Transfer] = []
+    runs: list[tuple[int, int, int]] = []
     for stored, pieces in zip(lease.objects, places, strict=False):
         if sum(length for _, length in pieces) != stored.length:
             raise InvalidRequest(f"places do not add up to an object of {stored.length} bytes")
-        transfers += _pieces(Op.READ, local, pieces, lease.segment, stored.offset)
-    return transfers
+        runs += _runs(pieces, stored.offset)
+    return ScatterTransfer(Op.READ, local, lease.segment, scatter.rows(*runs))
 
 
 def writes(
@@ -93,25 +93,17 @@ def writes(
     local: Segment,
     remote: RemoteSegment,
     window_id: int,
-) -> list[Transfer]:
+) -> ScatterTransfer:
     """Each granted object into its slot."""
-    transfers: list[Transfer] = []
+    runs: list[tuple[int, int, int]] = []
     for wish, slot in zip(objects, slots, strict=True):
         if slot.outcome is Outcome.GRANTED:
-            transfers += _pieces(Op.WRITE, local, wish.pieces, remote, slot.offset, window_id)
-    return transfers
+            runs += _runs(wish.pieces, slot.offset)
+    return ScatterTransfer(Op.WRITE, local, remote, scatter.rows(*runs), window_id)
 
 
-def _pieces(
-    op: Op,
-    local: Segment,
-    pieces: Pieces,
-    remote: RemoteSegment,
-    remote_offset: int,
-    window_id: int | None = None,
-) -> Iterator[Transfer]:
+def _runs(pieces: Pieces, remote_offset: int) -> Iterator[tuple[int, int, int]]:
     """One object's pieces, back to back on the remote side."""
     for local_offset, length in pieces:
-        if length:
-            yield Transfer(op, local, local_offset, remote, remote_offset, length, window_id)
+        yield remote_offset, local_offset, length
         remote_offset += length

@@ -9,10 +9,11 @@ from prefill_worker.ledger import Limits
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
 from transfer import FaultPlan
+from transfer.config import PatienceConfig, TransferConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig(ReplicaConfig):
+class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
     """What a prefill worker has beyond the options of every worker."""
 
     max_model_len: int | None = option(
@@ -45,6 +46,7 @@ class PrefillConfig(ReplicaConfig):
         require_at_least_1(
             self, "max_num_batched_tokens", "prepare_ahead", "max_put_blocks", "max_pending_puts"
         )
+        self.transfer_patience()
         if self.landing_ttl_s <= 0:
             raise ConfigError("--landing-ttl-s must be above 0")
         if self.home_store is not None and self.conductor is None:

@@ -3,7 +3,7 @@
 The hot path: `StepWriter.on_layer` runs in the engine's thread after every layer. So everything that does not depend on
 the layer is worked out before the step, blocks that are neighbours in both pools become one range, and what a sequence
 sends leaves in batches that are worth their fixed cost: one per layer where layers are large, several layers together
-where they are small.
+where they are small. Ranges are rows of numpy: a prefix of a thousand blocks has fifty thousand of them.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
+import numpy.typing as npt
+
 from prefill_worker.actions import SlicePlan
 from prefill_worker.events import Landing
 from protocol.checksum import RunningChecksum
 from protocol.errors import MoonserveError
 from protocol.ids import BlockId
 from protocol.layout import KvLayout
-from transfer import Batch, Op, RemoteSegment, Segment, Transfer
+from transfer import Batch, Op, RemoteSegment, ScatterTransfer, Segment, scatter
+from transfer.base import LENGTH, LOCAL, REMOTE, Rows
 
-Submit = Callable[[Sequence[Transfer]], Batch]
+Submit = Callable[[ScatterTransfer], Batch]
 
-# Submitting a batch takes about a millisecond of Python in this process, the time of copying some megabytes. With
+# A batch costs its threads at both ends a fraction of a millisecond, in which they could copy some megabytes. With
 # fewer bytes per batch a small model's prefill would wait for its own sending (LOG.md).
 MIN_BATCH_BYTES = 2 << 20
 
-Run = tuple[int, int, int]
-"""(own offset, target's offset, length) within any piece; whole blocks or parts of them."""
+Indexes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,72 +59,51 @@ class KvMemory:
 class Route:
     """The way of some token ranges of one sequence into its landing, for any piece."""
 
-    __slots__ = ("_local", "_local_stride", "_remote", "_remote_stride", "_runs", "_window_id")
+    __slots__ = ("_local", "_remote", "_runs", "_strides", "_window_id", "piece_bytes")
 
-    def __init__(self, memory: KvMemory, landing: Landing, runs: Sequence[Run]) -> None:
+    def __init__(self, memory: KvMemory, landing: Landing, runs: Rows) -> None:
+        """`runs`: of piece 0, as `block_runs` and `token_runs` make them."""
         self._local = memory.segment
-        self._local_stride = memory.piece_stride
         self._remote = RemoteSegment(landing.transfer_address, landing.segment_id)
-        self._remote_stride = landing.num_blocks * memory.layout.piece_bytes
         self._window_id = landing.window_id
         self._runs = runs
+        target_stride = landing.num_blocks * memory.layout.piece_bytes
+        self._strides = scatter.rows((target_stride, memory.piece_stride, 0))
+        self.piece_bytes = scatter.total(runs)
+        """What one piece sends."""
 
-    @property
-    def piece_bytes(self) -> int:
-        """Bytes that one piece sends."""
-        return sum(length for _, _, length in self._runs)
-
-    def transfers(self, pieces: range) -> list[Transfer]:
-        """The writes of these pieces (2·layer for K, 2·layer + 1 for V)."""
-        return [
-            Transfer(
-                Op.WRITE,
-                self._local,
-                own + piece * self._local_stride,
-                self._remote,
-                target + piece * self._remote_stride,
-                length,
-                self._window_id,
-            )
-            for piece in pieces
-            for own, target, length in self._runs
-        ]
+    def transfer(self, pieces: range) -> ScatterTransfer:
+        """The writes of these pieces (2·layer for K, 2·layer + 1 for V), piece by piece."""
+        shifts = np.array(pieces, np.int64)[:, None, None] * self._strides
+        rows = (self._runs + shifts).reshape(-1, 3)
+        return ScatterTransfer(Op.WRITE, self._local, self._remote, rows, self._window_id)
 
 
-def block_runs(pairs: Sequence[tuple[BlockId, BlockId]], layout: KvLayout) -> list[Run]:
-    """Whole blocks, given as (own, target's)."""
-    length = layout.piece_bytes
-    return _coalesced([(own * length, target * length, length) for own, target in pairs])
+def block_runs(pairs: Sequence[tuple[BlockId, BlockId]], layout: KvLayout) -> Rows:
+    """Whole blocks, given as (own, target's); neighbours on both sides are joined."""
+    own, target = np.array(pairs, np.int64).reshape(-1, 2).T
+    return scatter.merge(_blocks(own, target, layout))
 
 
 def token_runs(
     table: Sequence[BlockId], target: Sequence[BlockId], start: int, end: int, layout: KvLayout
-) -> list[Run]:
-    """The tokens [start, end) of a sequence."""
+) -> Rows:
+    """The tokens [start, end) of a sequence, at least one; neighbours on both sides are joined."""
     size, token_bytes = layout.block_size, layout.token_bytes
-    runs: list[Run] = []
-    for index in range(start // size, layout.blocks_for(end)):
-        first = max(start - index * size, 0)
-        last = min(end - index * size, size)
-        offset = first * token_bytes
-        own, there = (
-            block * layout.piece_bytes + offset for block in (table[index], target[index])
-        )
-        runs.append((own, there, (last - first) * token_bytes))
-    return _coalesced(runs)
+    used = slice(start // size, layout.blocks_for(end))
+    runs = _blocks(np.array(table[used]), np.array(target[used]), layout)
+    skipped = start % size * token_bytes
+    runs[-1, LENGTH] -= -end % size * token_bytes
+    runs[0] += (skipped, skipped, -skipped)
+    return scatter.merge(runs)
 
 
-def _coalesced(runs: Sequence[Run]) -> list[Run]:
-    """Runs that are adjacent on both sides, joined."""
-    joined: list[Run] = []
-    for own, target, length in runs:
-        if joined:
-            last_own, last_target, last_length = joined[-1]
-            if (last_own + last_length, last_target + last_length) == (own, target):
-                joined[-1] = (last_own, last_target, last_length + length)
-                continue
-        joined.append((own, target, length))
-    return joined
+def _blocks(own: Indexes, target: Indexes, layout: KvLayout) -> Rows:
+    runs = np.empty((len(own), 3), np.int64)
+    runs[:, REMOTE] = target * layout.piece_bytes
+    runs[:, LOCAL] = own * layout.piece_bytes
+    runs[:, LENGTH] = layout.piece_bytes
+    return runs
 
 
 class StepWriter:
@@ -175,33 +157,37 @@ class StepWriter:
 class _SentSlice:
     """The writes of one slice."""
 
-    __slots__ = ("_pending", "_piece_bytes", "_route", "batches", "error", "num_pending_bytes")
+    __slots__ = ("_pending", "_route", "batches", "error")
 
     def __init__(self, memory: KvMemory, plan: SlicePlan) -> None:
         self.batches: list[Batch] = []
         self.error: MoonserveError | None = None
-        self.num_pending_bytes = 0
-        self._pending: list[Transfer] = []
+        self._pending = range(0)
+        """Pieces that are in the pool and have not been sent."""
         self._route: Route | None = None
         if plan.landing is not None:
             table, target = plan.slice.block_table, plan.landing.block_ids
             runs = token_runs(table, target, plan.send_from, plan.slice.end, memory.layout)
             self._route = Route(memory, plan.landing, runs)
-            self._piece_bytes = self._route.piece_bytes
+
+    @property
+    def num_pending_bytes(self) -> int:
+        return len(self._pending) * self._route.piece_bytes if self._route else 0
 
     def add(self, pieces: range) -> None:
-        """These pieces are in the pool now."""
-        if self._route is not None and self.error is None:
-            self._pending += self._route.transfers(pieces)
-            self.num_pending_bytes += len(pieces) * self._piece_bytes
+        """These pieces are in the pool now; they follow those that were added before."""
+        if self.error is None:
+            self._pending = range(
+                self._pending.start if self._pending else pieces.start, pieces.stop
+            )
 
     def submit(self, submit: Submit) -> None:
         """Sends what has been added. Raises nothing: a write that cannot start is this slice's failure."""
-        pending, self._pending, self.num_pending_bytes = self._pending, [], 0
-        if not pending:
+        pending, self._pending = self._pending, range(0)
+        if self._route is None or not pending:
             return
         try:
-            self.batches.append(submit(pending))
+            self.batches.append(submit(self._route.transfer(pending)))
         except MoonserveError as error:
             self.error = error
 

@@ -18,6 +18,7 @@ from prefill_worker import actions as act
 from prefill_worker import events as ev
 from prefill_worker.landing import KvMemory, Route, StepWriter, block_runs
 from prefill_worker.landing_client import LandingClient, lost
+from prefill_worker.sending import Sender
 from prefill_worker.state import PrefillState
 from prefill_worker.stores import load_prefix, put_blocks
 from prefill_worker.tasks import Operations
@@ -27,12 +28,10 @@ from protocol.pb import conductor_pb2, worker_pb2
 from protocol.request import Endpoint
 from protocol.streams import GatewayStreams
 from protocol.timer import Timer
-from transfer import Batch, Transfer, TransferEngine
+from transfer import TransferEngine
+from transfer.patience import Patience
 
 log = logging.getLogger(__name__)
-
-# A decode worker that takes longer than this for some megabytes is stuck.
-WRITE_DEADLINE_S = 10.0
 
 
 class StepRunner(Protocol):
@@ -56,13 +55,15 @@ class PrefillService:
         landings: LandingClient,
         stores: BlockClient,
         landing_ttl_s: float,
+        patience: Patience | None = None,
         look_for_home: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
         self._engine = engine
         self._memory = memory
-        self._transfer = transfer
+        self._patience = patience or Patience()
+        self._sender = Sender(transfer, self._patience)
         self._landings = landings
         self._stores = stores
         self._landing_ttl_s = landing_ttl_s
@@ -79,17 +80,18 @@ class PrefillService:
 
     def _performer_table(self) -> Mapping[type, Callable[[Any], object]]:
         start, stores, memory = self._operations.start, self._stores, self._memory
+        patience = self._patience
         return {
             act.ReserveLanding: self._start_reserve,
             act.WithdrawReservation: lambda action: self._withdraw(action.request_id),
             act.ReleaseLanding: lambda action: start(self._release(action)),
-            act.LoadPrefix: lambda action: start(load_prefix(stores, memory, action)),
+            act.LoadPrefix: lambda action: start(load_prefix(stores, memory, action, patience)),
             act.SendBlocks: lambda action: start(self._send_blocks(action)),
             act.RunStep: lambda action: start(self._run_step(action)),
             act.SendFirstToken: self._send_first_token,
             act.Fail: self._send_failure,
             act.CommitHandoff: lambda action: start(self._commit(action)),
-            act.PutBlocks: lambda action: start(put_blocks(stores, memory, action)),
+            act.PutBlocks: lambda action: start(put_blocks(stores, memory, action, patience)),
         }
 
     # -- life
@@ -138,6 +140,10 @@ class PrefillService:
 
     def post(self, event: ev.Event) -> None:
         """Handles an event at once."""
+        if isinstance(event, ev.Submitted):
+            self._sender.met(event.placement.decode)
+        elif isinstance(event, ev.HomeStoreFound):
+            self._sender.met(event.store)
         for action in self._state.handle(event, self._clock()):
             self._performers[type(action)](action)
         self._timer.set(self._state.next_deadline())
@@ -216,7 +222,7 @@ class PrefillService:
     # -- computing and sending
 
     async def _run_step(self, action: act.RunStep) -> ev.Event | None:
-        writer = StepWriter(self._memory, action.plans, self._submit)
+        writer = StepWriter(self._memory, action.plans, self._sender.submit)
         try:
             sampled = await self._engine.execute(
                 [plan.slice for plan in action.plans], writer.on_layer
@@ -245,16 +251,13 @@ class PrefillService:
                 self._operations.start(_writes(plan.slice.request_id, sent))
         return None
 
-    def _submit(self, transfers: Sequence[Transfer]) -> Batch:
-        return self._transfer.submit(transfers, deadline_s=WRITE_DEADLINE_S)
-
     async def _send_blocks(self, action: act.SendBlocks) -> ev.Event:
         layout = self._memory.layout
         route = Route(self._memory, action.landing, block_runs(action.pairs, layout))
         return await _writes(action.request_id, partial(self._send, route))
 
     async def _send(self, route: Route) -> None:
-        await self._submit(route.transfers(range(self._memory.layout.pieces_per_block)))
+        await self._sender.submit(route.transfer(range(self._memory.layout.pieces_per_block)))
 
     # -- to the gateway
 

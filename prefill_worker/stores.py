@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
-from kvstore.block_client import BlockClient
+from kvstore.block_client import BlockClient, right_s
 from kvstore.objects import PutObject
 from prefill_worker import events as ev
 from prefill_worker.actions import LoadPrefix, PrefixPart, PutBlocks
@@ -20,25 +21,25 @@ from protocol.pb import conductor_pb2, conductor_pb2_grpc
 from protocol.request import Endpoint
 from protocol.rpc import Channels
 from protocol.wire import endpoint_from_wire
+from transfer.patience import Patience
 
 log = logging.getLogger(__name__)
 
-# Reading a gigabyte from local memory takes a tenth of a second; beyond this, computing is the better bet.
-READ_DEADLINE_S = 5.0
-PUT_DEADLINE_S = 10.0
+# A store that stalls for longer is not worth waiting for: the prefix can be computed.
+READ_STALL_S = 5.0
 # Bounds how often the conductor is asked while a store is down.
 HOME_RETRY_S = 1.0
 CALL_TIMEOUT_S = 5.0
 
 
 async def load_prefix(
-    client: BlockClient, memory: KvMemory, action: LoadPrefix
+    client: BlockClient, memory: KvMemory, action: LoadPrefix, patience: Patience
 ) -> ev.PrefixLoaded | ev.PrefixLoadFailed:
     """Reads the parts in order; the first block that is missing or bad ends the prefix."""
     checksums: list[int] = []
     for part in action.parts:
         try:
-            good = await _load_part(client, memory, part)
+            good = await _load_part(client, memory, part, patience)
         except MoonserveError as error:
             log.warning(
                 "prefix of %s not read from %s: %s",
@@ -55,21 +56,25 @@ async def load_prefix(
     return ev.PrefixLoaded(request_id=action.request_id, checksums=tuple(checksums))
 
 
-async def _load_part(client: BlockClient, memory: KvMemory, part: PrefixPart) -> list[int]:
+async def _load_part(
+    client: BlockClient, memory: KvMemory, part: PrefixPart, patience: Patience
+) -> list[int]:
     """Checksums of the leading blocks that are good."""
-    lease = await client.lease(part.store, part.keys)
+    patience = replace(patience, base_s=min(patience.base_s, READ_STALL_S))
+    deadline_s = patience.deadline_s(len(part.keys) * memory.layout.block_bytes)
+    lease = await client.lease(part.store, part.keys, ttl_s=right_s(deadline_s))
     if not lease.objects:
         return []
     try:
         places = [memory.pieces_of(block) for block in part.blocks[: len(lease.objects)]]
-        num_good = await client.read(lease, memory.segment, places, deadline_s=READ_DEADLINE_S)
+        num_good = await client.read(lease, memory.segment, places, deadline_s=deadline_s)
     finally:
         client.release_soon(lease)
     return [stored.checksum for stored in lease.objects[:num_good]]
 
 
 async def put_blocks(
-    client: BlockClient, memory: KvMemory, action: PutBlocks
+    client: BlockClient, memory: KvMemory, action: PutBlocks, patience: Patience
 ) -> ev.PutDone | ev.PutFailed:
     """Writes blocks from the pool into the home store."""
     objects = [
@@ -81,8 +86,9 @@ async def put_blocks(
         )
         for item in action.items
     ]
+    deadline_s = patience.deadline_s(len(objects) * memory.layout.block_bytes)
     try:
-        result = await client.put(action.store, objects, memory.segment, deadline_s=PUT_DEADLINE_S)
+        result = await client.put(action.store, objects, memory.segment, deadline_s=deadline_s)
     except MoonserveError as error:
         log.warning("put to %s failed: %s", action.store.instance_id, error)
         return ev.PutFailed(put_id=action.put_id, error=error)

@@ -10,6 +10,8 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
+from prometheus_client import CollectorRegistry
+
 from engine.replica import Replica, load_replica
 from kvstore.block_client import BlockClient
 from prefill_worker.config import PrefillConfig
@@ -21,10 +23,12 @@ from prefill_worker.state import PrefillState
 from prefill_worker.stores import HomeFinder
 from protocol.ids import new_id
 from protocol.membership import BlockLog, Seat, member, own_endpoint
+from protocol.metrics import exposed
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.rpc import Channels, RpcServer
 from transfer import Segment, TransferEngine
+from transfer.metrics import TransferCollector
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +65,7 @@ class PrefillWorker:
             ),
             stores=BlockClient(self._channels, transfer),
             landing_ttl_s=config.landing_ttl_s,
+            patience=config.transfer_patience(),
             look_for_home=self._look_for_home,
         )
         self._home_finder = self._make_home_finder()
@@ -131,10 +136,12 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
     """Runs a prefill worker until the process is told to stop. Raises ConfigError when it cannot start."""
     transfer = TransferEngine(
         cluster_token=config.cluster_token,
-        host=config.host,
-        transports=config.transports,
+        name=config.instance_id,
+        options=config.transfer_options(config.host),
         faults=config.faults(),
     )
-    with transfer:
+    registry = CollectorRegistry()
+    registry.register(TransferCollector(transfer))
+    with transfer, exposed(registry, config.host, config.metrics_port):
         replica, segment = await load_replica(config, transfer.allocate, lifecycle)
         await PrefillWorker(config, replica, transfer, segment).run(lifecycle)

@@ -1,4 +1,5 @@
-"""Every metric of the cluster, defined once: server, replay report and dashboards read these names.
+"""Every metric of the cluster, defined once: server, replay report and dashboards read these names (those of
+the transfer engine are in `transfer.metrics`).
 
 Names that existing vLLM and Mooncake dashboards read are kept; everything else starts with `moonserve_`. Units are
 seconds and bytes.

@@ -43,9 +43,6 @@ class ProcessConfig:
     port: int = option(0, help="port to listen on; 0 lets the system choose")
     conductor: str | None = option(None, help="host:port of the conductor")
     cluster_token: str = option("", help="shared secret of the cluster's processes", secret=True)
-    transports: tuple[str, ...] = option(
-        ("shm", "tcp"), help="transports for KV, in order of preference"
-    )
     log_format: str = option("human", help="form of log lines", choices=("human", "json"))
     log_level: str = option(
         "info", help="least severe level to log", choices=("debug", "info", "warning", "error")

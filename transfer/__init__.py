@@ -1,13 +1,14 @@
 """One-sided reads and writes between registered memory of the cluster's processes.
 
-Owns segments, windows, batches and the transports `shm` and `tcp`. Knows nothing of blocks, keys,
-requests or models.
+Owns segments, windows, batches, rails and the transports `shm`, `tcp` and `rdma`. Knows nothing of
+blocks, keys, requests or models.
 """
 
-from transfer.base import Op, RemoteSegment, Transfer
+from transfer.base import Op, RemoteSegment, ScatterTransfer, SegmentInfo, Transfer
 from transfer.batch import Batch
 from transfer.engine import TransferEngine
 from transfer.faults import FaultPlan
+from transfer.options import TransferOptions
 from transfer.segments import Segment
 
 __all__ = [
@@ -15,7 +16,10 @@ __all__ = [
     "FaultPlan",
     "Op",
     "RemoteSegment",
+    "ScatterTransfer",
     "Segment",
+    "SegmentInfo",
     "Transfer",
     "TransferEngine",
+    "TransferOptions",
 ]

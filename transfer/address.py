@@ -1,36 +1,52 @@
 """What an engine publishes so that peers can reach it; opaque to everyone but this package.
 
-`ms1;id=<instance>;host=<boot id>;shm=<abstract socket>;tcp=<host>:<port>`: printable, versioned, and
-bound to one incarnation of one process.
+`ms2;id=<instance>;host=<boot id>;name=decode-0;shm=shm@<socket>;tcp=eth0@10.0.0.1:4000#0,eth1@10.0.1.1:4000`:
+printable, versioned, and bound to one incarnation of one process. Each transport lists its rails as
+name@endpoint, with #<NUMA node> where that is known. `tls=1` says that its tcp is encrypted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from protocol.errors import Incompatible, InvalidRequest
+from transfer.base import Rail
 
-_VERSION = "ms1"
+_VERSION = "ms2"
+_RAIL = re.compile(r"(?P<name>[^,;@#]+)@(?P<endpoint>[^,;@#]+)(#(?P<numa>\d{1,4}))?")
+_MAX_CHARS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`instance` is random per process; `endpoints` maps a transport's name to what it dials."""
+    """`instance` is random per process; `rails` maps a transport's name to what it can dial."""
 
     instance: bytes
     host: str
-    endpoints: Mapping[str, str]
+    rails: Mapping[str, Sequence[Rail]]
+    name: str = ""
+    """For logs and metrics; need not be unique."""
+    tls: bool = False
+    """tcp is encrypted."""
 
     def __str__(self) -> str:
-        pairs = {"id": self.instance.hex(), "host": self.host, **self.endpoints}
+        pairs = {"id": self.instance.hex(), "host": self.host}
+        if self.name:
+            pairs["name"] = self.name
+        if self.tls:
+            pairs["tls"] = "1"
+        for transport, rails in self.rails.items():
+            pairs[transport] = ",".join(_rail_text(rail) for rail in rails)
         return ";".join([_VERSION, *(f"{name}={value}" for name, value in pairs.items())])
 
 
 def parse(text: str) -> Address:
     """Raises Incompatible for another version and InvalidRequest for anything unreadable."""
-    version, *parts = text.split(";")
+    version, *parts = text[:_MAX_CHARS].split(";")
     if version != _VERSION:
         known = version.startswith("ms") and version[2:].isdigit()
         kind = Incompatible if known else InvalidRequest
@@ -38,11 +54,35 @@ def parse(text: str) -> Address:
     pairs = dict(part.partition("=")[::2] for part in parts)
     try:
         instance, host = bytes.fromhex(pairs.pop("id")), pairs.pop("host")
+        name, tls = pairs.pop("name", ""), pairs.pop("tls", "") == "1"
+        rails = {key: _parse_rails(key, value) for key, value in pairs.items()}
     except (KeyError, ValueError) as error:
         raise InvalidRequest(f"malformed transfer address {text[:200]!r}") from error
-    return Address(instance=instance, host=host, endpoints=pairs)
+    return Address(instance, host, rails, name, tls)
 
 
+@cache
 def host_identity() -> str:
     """Equal on, and only on, processes under one kernel; whether they can meet shows on connecting."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _rail_text(rail: Rail) -> str:
+    numa = "" if rail.numa_node is None else f"#{rail.numa_node}"
+    return f"{rail.name}@{rail.endpoint}{numa}"
+
+
+def _parse_rails(transport: str, text: str) -> tuple[Rail, ...]:
+    matches = [_RAIL.fullmatch(part) for part in text.split(",")]
+    if None in matches:
+        raise ValueError(f"malformed rails {text[:200]!r}")
+    return tuple(
+        Rail(
+            transport,
+            match["name"],
+            match["endpoint"],
+            int(match["numa"]) if match["numa"] else None,
+        )
+        for match in matches
+        if match is not None
+    )

@@ -1,22 +1,28 @@
 """What is moved, and the seam between the engine and its transports.
 
-Owns the vocabulary (`Op`, `RemoteSegment`, `Transfer`, `Move`) and the three Protocols a transport
-implements; a transport is one file plus one line in `registry`. Its rule, for all of them: **the
-owner of the destination memory does the store**, so a peer that stopped and came back can never
-write late. Knows no sockets and no threads.
+Owns the vocabulary (`Op`, `RemoteSegment`, `Transfer`, `Slice`) and the Protocols a transport
+implements; a transport is one package plus one line in `registry`. Its rule, for all of them: **the
+owner of the destination memory decides on every store**, so a peer that stopped and came back can
+never write late. Knows no sockets and no threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
+    from protocol.errors import MoonserveError
     from transfer.address import Address
+    from transfer.options import TransferOptions
     from transfer.segments import Segment, SegmentTable
     from transfer.windows import WindowTable
+    from transfer.wire.served import ServedConnections
 
 
 class Op(StrEnum):
@@ -27,11 +33,24 @@ class Op(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentInfo:
+    """What an engine tells its peers about one of its segments."""
+
+    segment_id: int
+    nbytes: int
+    location: str
+    readable: bool
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteSegment:
     """A segment of the engine that published `address`."""
 
     address: str
     segment_id: int
+    info: SegmentInfo | None = field(default=None, compare=False)
+    """Known when it came from `TransferEngine.open`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +66,88 @@ class Transfer:
     window_id: int | None = None
 
 
-Row = tuple[int, int, int]
-"""(remote offset, local offset, length) of one contiguous run of bytes."""
+Rows = npt.NDArray[np.int64]
+"""Shape (n, 3), C-contiguous: remote offset, local offset, length of contiguous runs of bytes."""
+
+REMOTE, LOCAL, LENGTH = 0, 1, 2
 
 
-@dataclass(slots=True, eq=False)
-class Move:
-    """The transfers of a batch that one frame can carry: same op, segments and window."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ScatterTransfer:
+    """Many runs between one local and one remote segment: what thousands of small blocks are.
+
+    `rows` is int64 of shape (n, 3): remote offset, local offset, length, in bytes. It counts as one
+    transfer: one outcome for all of it.
+    """
+
+    op: Op
+    local: Segment
+    remote: RemoteSegment
+    rows: Rows
+    window_id: int | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Slice:
+    """What one frame carries: some runs of one or more transfers with the same op, segments and window.
+
+    The unit of scheduling, of checksums and of retries.
+    """
 
     op: Op
     local: Segment
     segment_id: int
     window_id: int | None
-    rows: list[Row] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    """Positions of its transfers in the batch."""
+    rows: Rows
+    nbytes: int
+    deadline_at: float
+    """Monotonic seconds."""
+    damage: bool = False
+    """Fault injection: flip a byte of a WRITE …"""
+    damage_shows: bool = False
+    """… after its checksum was taken, as a bad link would; otherwise before, as bad memory would."""
+
+
+class Feed(Protocol):
+    """What a session is to carry, and where it reports. Used by the thread that called `carry` only."""
+
+    def take(self) -> Slice | None:
+        """The next slice; None when there is nothing more right now."""
+
+    def settle(self, part: Slice, error: MoonserveError | None) -> None:
+        """The slice has ended: no byte of it moves any more.
+
+        `error` is what the peer refused with (InvalidRequest, StaleLease), or IntegrityError: its
+        bytes arrived with another checksum. What a broken session leaves unsettled the engine retries
+        elsewhere.
+        """
+
+    def deadline_at(self) -> float:
+        """The earliest deadline of the slices that were taken and not settled; inf when there are none."""
+
+    def may_give_up(self) -> bool:
+        """Whether all that is under way could be tried another way, so that a few seconds of complete
+        silence are enough."""
+
+    def look_up(self) -> None:
+        """Call every 50 ms of silence; raises PeerLost when the session is to be given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rail:
+    """One way out of, or into, a host: a NIC's address, an RDMA port, the host's memory.
+
+    Local rails are discovered, remote ones come with the peer's address.
+    """
+
+    transport: str
+    name: str
+    """"eth0", "mlx5_0:1", "shm"; unique within its transport and host."""
+    endpoint: str
+    """What peers dial; opaque outside the transport. Without ',', ';', '@' and '#'."""
+    numa_node: int | None = None
+    bandwidth_bytes_s: float | None = None
+    """Nominal; None when the system does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,43 +165,79 @@ class Hosted:
     credentials: Credentials
     segments: SegmentTable
     windows: WindowTable
+    served: ServedConnections
+    options: TransferOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dial:
-    """One attempt to reach a peer."""
+    """One attempt to reach a peer from one local rail to one of the peer's."""
 
     address: Address
+    local: Rail
+    remote: Rail
     credentials: Credentials
+    options: TransferOptions
     deadline_at: float
     while_waiting: Callable[[], None]
-    """Called now and then while the peer is silent; may raise to give up."""
+    """Called every 50 ms while the peer is silent; may raise to give up."""
 
 
 class Session(Protocol):
-    """An authenticated way to one peer. One thread uses it; only `abort` may come from others.
+    """An authenticated way to one peer over one pair of rails.
 
-    `read` and `write` return once every byte is where it belongs. They raise `InvalidRequest` or
-    `StaleLease` when the peer refused (the session lives on) and anything else when it is broken;
-    after that no byte of the failed move can reach local memory.
+    One thread at a time uses it; only `abort` may come from others.
     """
 
-    transport: str
+    connection_id: int
+    """The target's name for this session, for `fence`."""
 
-    def alive(self) -> bool: ...
-    def begin(self, deadline_at: float) -> None: ...
-    def read(self, move: Move) -> None: ...
-    def write(self, move: Move, *, corrupt: bool) -> None: ...
+    def alive(self) -> bool:
+        """Whether it could be used, as far as is known without waiting."""
+
+    def carry(self, feed: Feed) -> None:
+        """Carries slices, several at once, until `feed` has none and all that were taken are settled.
+
+        Raises PeerLost (or another error that is not the peer's refusal) when the session is broken
+        or a slice's deadline has passed; the caller then closes it, and from `close` on no byte of an
+        unsettled slice can reach local memory.
+        """
+
+    def read_at_once(self, transfer: Transfer) -> bool:
+        """Does a small READ without the peer's help, when that is possible; False: use `carry`.
+
+        Raises InvalidRequest when the transfer is wrong.
+        """
+
+    def read_alone(self, transfer: Transfer, deadline_at: float) -> bool:
+        """Does one READ in the caller's thread while nothing else is under way; False: use `carry`.
+
+        Raises what `carry` settles with and what it raises.
+        """
+
+    def view(self, segment_id: int, offset: int, length: int, deadline_at: float) -> memoryview:
+        """The peer's memory, read-only and in place, mapped for as long as the view is held.
+
+        Raises InvalidRequest where that cannot be, PeerLost.
+        """
+
+    def list_segments(self, deadline_at: float) -> list[SegmentInfo]:
+        """Of the peer, what is readable. Raises PeerLost."""
+
+    def fence(self, connection_id: int, deadline_at: float) -> None:
+        """On return the peer serves nothing of that earlier connection any more. Raises PeerLost."""
+
     def abort(self) -> None: ...
     def close(self) -> None: ...
 
 
 class Listener(Protocol):
-    """Serves peers until closed. `endpoint` is what they dial, as published in the address."""
+    """Serves peers on one rail until closed; `rail` is published in the engine's address."""
 
-    endpoint: str
+    rail: Rail
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """On return no thread of it runs and nothing more is stored."""
 
 
 class Transport(Protocol):
@@ -123,6 +245,17 @@ class Transport(Protocol):
 
     name: str
 
-    def listen(self, host: str, hosted: Hosted) -> Listener: ...
-    def reachable(self, address: Address) -> bool: ...
-    def connect(self, dial: Dial) -> Session: ...
+    def listen(self, hosted: Hosted) -> Sequence[Listener]:
+        """One listener per local rail, at least one. Raises ConfigError when that is impossible."""
+
+    def reachable(self, address: Address) -> bool:
+        """Whether it is worth dialling, as far as the address tells."""
+
+    def connect(self, dial: Dial) -> Session:
+        """Raises PeerLost, Unauthenticated or Incompatible."""
+
+    def segment_added(self, segment: Segment) -> None:
+        """Registers it with the hardware, where there is any. Raises InvalidRequest."""
+
+    def segment_removed(self, segment: Segment) -> None:
+        """No batch and no window uses it any more."""

@@ -7,11 +7,14 @@ its parts are carried out.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from protocol.errors import DeadlineExceeded, MoonserveError
+
+_log = logging.getLogger(__name__)
 
 
 def _nothing() -> None:
@@ -21,7 +24,7 @@ def _nothing() -> None:
 class Batch:
     """Awaitable. Raises the first transfer's error when any failed; `errors` has all of them."""
 
-    __slots__ = ("_callbacks", "_errors", "_gate", "_lock", "_on_done", "_parts_left")
+    __slots__ = ("_callbacks", "_errors", "_gate", "_lock", "_on_done", "_parts_left", "cancelled")
 
     def __init__(self, num_transfers: int, num_parts: int, on_done: Callable[[], None]) -> None:
         self._errors: list[MoonserveError | None] = [None] * num_transfers
@@ -29,6 +32,8 @@ class Batch:
         self._on_done = on_done
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
+        self.cancelled = False
+        """Somebody asked for its end; what had not begun fails with Cancelled."""
         # A bare lock, open once done: a quarter of the price of an Event, on the compute thread.
         self._gate = threading.Lock()
         if num_parts:
@@ -45,8 +50,13 @@ class Batch:
         """One entry per transfer, in order; None where it succeeded (or has not ended yet)."""
         return tuple(self._errors)
 
+    def cancel(self) -> None:
+        """Nothing more of it is begun. What is under way ends first, within a slice's time: the batch is
+        done, and its memory free, when `done` says so. No effect on what has ended."""
+        self.cancelled = True
+
     def settle_part(self, errors: Mapping[int, MoonserveError]) -> None:
-        """One part has ended; `errors` by index of the transfer."""
+        """One peer's part has ended; `errors` by index of the transfer."""
         with self._lock:
             for index, error in errors.items():
                 self._errors[index] = error
@@ -58,8 +68,16 @@ class Batch:
                 return
         self._gate.release()
         for callback in self._callbacks:
-            callback()
+            _call(callback)
         self._callbacks.clear()
+
+    def add_done_callback(self, callback: Callable[[Batch], None]) -> None:
+        """Called once, in the thread that ends the batch, or now when it is done. Must not block."""
+        with self._lock:
+            if self._parts_left:
+                self._callbacks.append(lambda: callback(self))
+                return
+        callback(self)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks the thread. Raises DeadlineExceeded when the batch is not done in time."""
@@ -97,3 +115,10 @@ class Batch:
         for error in self._errors:
             if error is not None:
                 raise error
+
+
+def _call(callback: Callable[[], None]) -> None:
+    try:
+        callback()
+    except Exception:
+        _log.exception("a callback of a transfer batch failed")

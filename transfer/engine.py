@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-from protocol.errors import ConfigError, InvalidRequest
-from transfer import plan, registry
+from protocol.errors import ConfigError, InvalidRequest, MoonserveError, PeerLost
+from transfer import address, plan, registry
 from transfer.address import Address, host_identity
-from transfer.base import Credentials, Hosted, Listener, Transfer
+from transfer.base import (
+    Credentials,
+    Dial,
+    Hosted,
+    Listener,
+    Op,
+    Rail,
+    RemoteSegment,
+    Session,
+    Transfer,
+    Transport,
+)
 from transfer.batch import Batch
+from transfer.buffers import Registrable
+from transfer.endpoints import Endpoints
 from transfer.faults import FaultPlan
-from transfer.handshake import INSTANCE_BYTES
-from transfer.peer import Job, Peer
+from transfer.job import Job
+from transfer.options import TransferOptions
+from transfer.peer import Peer, Surroundings
+from transfer.plan import AnyTransfer
+from transfer.rails import sysfs
+from transfer.rails.paths import Path
 from transfer.segments import Segment, SegmentTable
+from transfer.stats import EngineUsage, TransferStats
+from transfer.unfenced import Unfenced
 from transfer.windows import WindowTable
+from transfer.wire.handshake import INSTANCE_BYTES
+from transfer.wire.served import ServedConnections
 
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+AT_ONCE_BYTES = 256 << 10
+"""`run` carries a single READ up to this size in the caller's thread: waking another costs more."""
+_RUN_HERE_BYTES = 1 << 20
+"""`run` carries batches up to this size in the caller's thread; larger ones would hold up others."""
+_MIN_SLICE_BYTES = {"shm": 16 << 20, "rdma": 4 << 20}
+"""Within a host cutting gains nothing, still short enough to take turns. Over rdma a write asks for a grant
+per slice; from 4 MiB on that is lost in the device's work."""
+_UNUSED_PEER_S = 300.0
 
 
 class TransferEngine:
@@ -35,25 +62,32 @@ class TransferEngine:
         self,
         *,
         cluster_token: str,
-        host: str = "127.0.0.1",
-        transports: Sequence[str] = ("shm", "tcp"),
+        options: TransferOptions | None = None,
+        name: str = "",
         faults: FaultPlan | None = None,
     ) -> None:
-        """Raises ConfigError for an empty token or unknown transports."""
+        """`name` is for the logs and metrics of peers. Raises ConfigError for an empty token or unknown transports."""
         if not cluster_token:
             raise ConfigError("the cluster token is empty")
-        self._host = host
-        self._transports = registry.make(transports)
+        self._options = options or TransferOptions()
+        self._name = name
+        self._transports = registry.make(self._options.transports)
         self._faults = faults or FaultPlan()
         credentials = Credentials(cluster_token.encode(), secrets.token_bytes(INSTANCE_BYTES))
-        self._hosted = Hosted(credentials, SegmentTable(), WindowTable())
+        self._hosted = Hosted(
+            credentials, SegmentTable(), WindowTable(), ServedConnections(), self._options
+        )
+        self._endpoints = Endpoints(self._options.max_endpoints)
         self._listeners: list[Listener] = []
+        self._rails: list[Rail] = []
+        self._surroundings: Surroundings | None = None
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}
         self._retired: list[Peer] = []
         """Peers that were told to end, and may not have yet."""
         self._closed = False
         self.address = ""
+        self.stats = TransferStats()
 
     def __enter__(self) -> TransferEngine:
         self.start()
@@ -68,18 +102,34 @@ class TransferEngine:
         self.close()
 
     def start(self) -> None:
-        """Listens on every configured transport. Raises ConfigError when that is impossible."""
+        """Listens on every configured transport. Raises ConfigError when that is impossible, or done."""
+        if self._listeners:
+            raise ConfigError("the transfer engine has been started already")
         try:
-            endpoints: dict[str, str] = {}
             for transport in self._transports:
-                listener = transport.listen(self._host, self._hosted)
-                self._listeners.append(listener)
-                endpoints[transport.name] = listener.endpoint
+                self._listeners += transport.listen(self._hosted)
+            self._rails = [listener.rail for listener in self._listeners]
+            self._surroundings = self._make_surroundings()
         except ConfigError:
             self.close()
             raise
+        rails: dict[str, list[Rail]] = {}
+        for rail in self._rails:
+            rails.setdefault(rail.transport, []).append(rail)
         instance = self._hosted.credentials.instance
-        self.address = str(Address(instance, host_identity(), endpoints))
+        published = Address(instance, host_identity(), rails, self._name, self._options.tls)
+        self.address = str(published)
+
+    def _make_surroundings(self) -> Surroundings:
+        return Surroundings(
+            connect=self._connect,
+            topology=sysfs.read_topology(self._rails, self._options.topology),
+            stats=self.stats,
+            faults=self._faults,
+            streams=self._options.streams,
+            endpoints=self._endpoints,
+            unfenced=Unfenced(),
+        )
 
     def close(self) -> None:
         """Fails what is under way, ends every thread, gives back every descriptor. Idempotent."""
@@ -95,21 +145,78 @@ class TransferEngine:
         for listener in listeners:
             listener.close()
         self._hosted.windows.close_all()
-        self._hosted.segments.close()
+        for segment in self._hosted.segments.close():
+            self._tell_removed(segment)
 
-    def allocate(self, nbytes: int, location: str = "cpu:0", *, readable: bool = False) -> Segment:
+    def allocate(
+        self, nbytes: int, location: str = "cpu:0", *, readable: bool = False, name: str = ""
+    ) -> Segment:
         """New zeroed memory that peers on this host can map; all its pages are present."""
-        return self._hosted.segments.allocate(nbytes, location, readable=readable)
+        return self._added(
+            self._hosted.segments.allocate(nbytes, location, readable=readable, name=name)
+        )
 
     def register(
-        self, buffer: WriteableBuffer, location: str = "cpu:0", *, readable: bool = False
+        self,
+        buffer: Registrable,
+        location: str = "cpu:0",
+        *,
+        readable: bool = False,
+        name: str = "",
     ) -> Segment:
-        """The caller's memory: writable, contiguous. Peers on this host reach it without mapping."""
-        return self._hosted.segments.register(buffer, location, readable=readable)
+        """The caller's memory: a torch tensor, numpy array, memoryview, mmap …, writable and contiguous.
+
+        Raises InvalidRequest for anything else. `allocate` is faster between processes of one host.
+        """
+        return self._added(
+            self._hosted.segments.register(buffer, location, readable=readable, name=name)
+        )
+
+    def _added(self, segment: Segment) -> Segment:
+        try:
+            for transport in self._transports:
+                transport.segment_added(segment)
+        except MoonserveError:
+            self.deregister(segment)
+            raise
+        return segment
 
     def deregister(self, segment: Segment) -> None:
         """Raises InvalidRequest while a batch or an open window uses it."""
         self._hosted.segments.deregister(segment)
+        self._tell_removed(segment)
+
+    def _tell_removed(self, segment: Segment) -> None:
+        for transport in self._transports:
+            transport.segment_removed(segment)
+
+    def open(self, peer: str, *, deadline_s: float = 10.0) -> list[RemoteSegment]:
+        """The segments that the engine with this address lets peers read. Blocks; raises PeerLost."""
+        found: list[RemoteSegment] = []
+
+        def ask(session: Session, ends_at: float) -> None:
+            infos = session.list_segments(ends_at)
+            found.extend(RemoteSegment(peer, info.segment_id, info) for info in infos)
+
+        self._peer_at(peer).with_session(ask, time.monotonic() + deadline_s)
+        return found
+
+    @contextlib.contextmanager
+    def view(
+        self, remote: RemoteSegment, offset: int, length: int, *, deadline_s: float = 10.0
+    ) -> Iterator[memoryview]:
+        """A peer's memory on this host, read in place; the view must not outlive the context.
+
+        Blocks while connecting. Raises InvalidRequest when it cannot be mapped or is out of bounds.
+        """
+        views: list[memoryview] = []
+
+        def ask(session: Session, ends_at: float) -> None:
+            views.append(session.view(remote.segment_id, offset, length, ends_at))
+
+        self._peer_at(remote.address).with_session(ask, time.monotonic() + deadline_s)
+        with views[0] as view:
+            yield view
 
     def open_window(self, segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
         """Lets peers WRITE these (offset, length) ranges of the segment; ids are never reused."""
@@ -126,26 +233,107 @@ class TransferEngine:
         if segment is not None:
             self._hosted.segments.release([segment])
 
-    def submit(self, transfers: Sequence[Transfer], *, deadline_s: float) -> Batch:
+    def submit(self, transfers: Sequence[AnyTransfer], *, deadline_s: float) -> Batch:
         """Returns at once; the batch ends within `deadline_s` (and a scheduling delay).
 
         Batches are unordered. Transfers must not overlap in their destinations. Raises InvalidRequest
         for a local segment that is not registered here, or a closed engine.
         """
+        return self._submit(tuple(transfers), time.monotonic() + deadline_s, here=False)
+
+    def run(self, transfers: Sequence[AnyTransfer], *, deadline_s: float) -> None:
+        """`submit` and `wait`, in the caller's thread where that is quicker: the way to low latency.
+
+        Blocks for at most `deadline_s` (and a scheduling delay). Raises what `Batch.wait` raises.
+        """
         deadline_at = time.monotonic() + deadline_s
+        if len(transfers) == 1 and self._read_here(transfers[0], deadline_at):
+            return
+        self._submit(tuple(transfers), deadline_at, here=True).wait()
+
+    def _read_here(self, transfer: AnyTransfer, deadline_at: float) -> bool:
+        if (
+            type(transfer) is not Transfer
+            or transfer.op is not Op.READ
+            or not 0 < transfer.length <= AT_ONCE_BYTES
+            or self._faults.any
+        ):
+            return False
+        peer = self._peers.get(transfer.remote.address)
+        if peer is None:
+            return False
         segments = self._hosted.segments
-        transfers = tuple(transfers)
+        segments.hold((transfer.local,))
+        try:
+            return peer.read_here(transfer, deadline_at)
+        finally:
+            segments.release((transfer.local,))
+
+    def _submit(
+        self, transfers: tuple[AnyTransfer, ...], deadline_at: float, *, here: bool
+    ) -> Batch:
+        segments = self._hosted.segments
         used = {transfer.local for transfer in transfers}
         parts = plan.by_address(transfers)
         segments.hold(used)
         batch = Batch(len(transfers), len(parts), lambda: segments.release(used))
-        with self._lock:
-            if self._closed:
-                segments.release(used)
-                raise InvalidRequest("the transfer engine is closed")
-            for address, indices in parts.items():
-                self._peer(address).put(Job(transfers, indices, deadline_at, batch))
+        if self._closed:
+            segments.release(used)
+            raise InvalidRequest("the transfer engine is closed")
+        for peer_address, indices in parts.items():
+            self._put(peer_address, transfers, indices, deadline_at, batch, here=here)
         return batch
+
+    def _put(
+        self,
+        peer_address: str,
+        transfers: tuple[AnyTransfer, ...],
+        indices: list[int],
+        deadline_at: float,
+        batch: Batch,
+        *,
+        here: bool,
+    ) -> None:
+        try:
+            peer = self._peer_at(peer_address)
+            if self._faults.take_drop():
+                raise PeerLost("connection dropped by the fault plan")
+        except MoonserveError as error:
+            batch.settle_part(dict.fromkeys(indices, error))
+            return
+        planned = plan.plan(
+            transfers, indices, slice_bytes=self._slice_bytes(peer), deadline_at=deadline_at
+        )
+        self._damage(planned)
+        job = Job(planned, batch, deadline_at)
+        if not planned.parts:
+            return
+        quick = here and len(planned.parts) == 1 and job.nbytes <= _RUN_HERE_BYTES
+        if not (quick and peer.run_here(job, planned)):
+            peer.put(job, planned)
+
+    def _slice_bytes(self, peer: Peer) -> int:
+        return max(self._options.slice_bytes, _MIN_SLICE_BYTES.get(peer.transports[0], 0))
+
+    def _damage(self, planned: plan.Planned) -> None:
+        """What the fault plan orders."""
+        for part in planned.parts[:1]:
+            if part.op is Op.WRITE and self._faults.take_corrupt_write():
+                part.damage = True
+            elif part.op is Op.WRITE and self._faults.take_corrupt_slice():
+                part.damage = part.damage_shows = True
+
+    def usage(self) -> EngineUsage:
+        """What is held now, for metrics."""
+        hosted = self._hosted
+        segments = hosted.segments.infos()
+        return EngineUsage(
+            num_segments=len(segments),
+            segment_bytes=sum(info.nbytes for info in segments),
+            num_windows=len(hosted.windows),
+            num_served=len(hosted.served),
+            num_endpoints=len(self._endpoints),
+        )
 
     def forget(self, address: str) -> None:
         """The peer is known to be dead: its batches fail with PeerLost now. Does not block."""
@@ -157,25 +345,50 @@ class TransferEngine:
         if peer is not None:
             peer.forget()
 
-    def _peer(self, address: str) -> Peer:
-        peer = self._peers.get(address)
-        if peer is None:
-            peer = self._peers[address] = Peer(
-                address,
-                transports=self._transports,
-                credentials=self._hosted.credentials,
-                faults=self._faults,
-                may_retire=self._may_retire,
-            )
+    def _peer_at(self, text: str) -> Peer:
+        """Raises what is wrong with the address, InvalidRequest when the engine is not running."""
+        peer = self._peers.get(text)
+        if peer is not None:
+            peer.used_at = time.monotonic()  # before `_drop_unused` looks again
+            return peer
+        parsed = address.parse(text)
+        near = [rail for rail in self._rails if self._reachable(rail.transport, parsed)]
+        with self._lock:
+            if self._closed or self._surroundings is None:
+                raise InvalidRequest("the transfer engine is closed")
+            peer = self._peers.get(text)
+            if peer is None:
+                self._drop_unused()
+                peer = self._peers[text] = Peer(parsed, near, self._surroundings)
         return peer
 
-    def _may_retire(self, peer: Peer) -> bool:
-        with self._lock:
-            if not peer.idle:
-                return False
-            if self._peers.get(peer.address) is peer:
-                del self._peers[peer.address]
-            return True
+    def _reachable(self, name: str, peer: Address) -> bool:
+        return self._transport(name).reachable(peer)
+
+    def _transport(self, name: str) -> Transport:
+        return next(transport for transport in self._transports if transport.name == name)
+
+    def _connect(
+        self, peer: Address, path: Path, deadline_at: float, while_waiting: Callable[[], None]
+    ) -> Session:
+        dial = Dial(
+            address=peer,
+            local=path.local,
+            remote=path.remote,
+            credentials=self._hosted.credentials,
+            options=self._options,
+            deadline_at=deadline_at,
+            while_waiting=while_waiting,
+        )
+        return self._transport(path.transport).connect(dial)
+
+    def _drop_unused(self) -> None:
+        """Peers that are gone leave an entry each; the lock is held."""
+        before = time.monotonic() - _UNUSED_PEER_S
+        for text, peer in list(self._peers.items()):
+            if peer.idle and peer.used_at < before:
+                del self._peers[text]
+                peer.forget()  # whoever has got hold of it just now shall not begin
 
     def _drop_finished(self) -> None:
-        self._retired = [peer for peer in self._retired if peer.running]
+        self._retired = [peer for peer in self._retired if not peer.stopped]

@@ -14,12 +14,27 @@ class FaultPlan:
     """Counters run down as faults happen; they may be raised again at any time."""
 
     corrupt_writes: int = 0
-    """One byte is flipped on the way in this many WRITEs (per peer, window and batch)."""
+    """One byte is flipped in this many WRITEs before the sender's checksum is made, as bad memory would:
+    whoever verifies the blocks must notice (per peer and batch)."""
+    corrupt_slices: int = 0
+    """One byte is flipped in this many WRITEs after that, as a bad link would: the engine must notice."""
     drop_connections: int = 0
     """This many batches lose their connection and fail with PeerLost."""
     delay_s: float = 0.0
     """Added to every batch."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def any(self) -> bool:
+        """Something is still to go wrong."""
+        return bool(
+            self.corrupt_writes or self.corrupt_slices or self.drop_connections or self.delay_s
+        )
+
+    def take_corrupt_slice(self) -> bool:
+        with self._lock:
+            self.corrupt_slices -= (taken := self.corrupt_slices > 0)
+        return taken
 
     def take_corrupt_write(self) -> bool:
         with self._lock:

@@ -1,225 +1,380 @@
-"""One peer as the initiator sees it: a queue of jobs, the thread that does them, the session.
+"""One peer as the initiator sees it: the paths to it, the lanes on them, and second attempts.
 
-Its rule: every job ends by its deadline, whatever the peer does, and a job that has failed leaves no
-session behind on which late bytes could still arrive.
+Its rule: a part ends once. It is tried on every path, twice around, until one carries it, its time is
+over, or the peer refuses it; a WRITE is only sent again after the target has ended the connection that
+may still be storing its first copy. That holds for a later batch's WRITEs as well, when the first one
+failed for good.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
+import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from protocol.errors import InvalidRequest, MoonserveError, PeerLost, StaleLease
-from transfer import plan
-from transfer.address import Address, parse
-from transfer.base import Credentials, Dial, Move, Op, Session, Transfer, Transport
-from transfer.batch import Batch
+from protocol.errors import (
+    Cancelled,
+    Incompatible,
+    IntegrityError,
+    MoonserveError,
+    PeerLost,
+    Unauthenticated,
+)
+from transfer.address import Address
+from transfer.base import Op, Rail, Session, Transfer
+from transfer.endpoints import Endpoints
 from transfer.faults import FaultPlan
+from transfer.job import Group, Job
+from transfer.lane import Lane
+from transfer.plan import Part, Planned
+from transfer.rails.health import HealthEvent, RailHealth
+from transfer.rails.paths import Path, PathChooser
+from transfer.rails.topology import Topology
+from transfer.stats import Incident, TransferStats
+from transfer.unfenced import Unfenced
 
 _log = logging.getLogger(__name__)
 
-_IDLE_S = 60.0
-"""A peer that is unused for this long and no longer connected gives its thread back."""
+_ROUNDS = 2
+"""A connection that broke may have been the peer's only old one: it is dialled anew once."""
+_MAX_CORRUPT = 3
+"""Attempts at a slice that keeps arriving with another checksum."""
+_COMPARE_EVERY_S = 30.0
+"""Now and then a few slices take the next transport, to see whether it has become the better one."""
+_HOPELESS = (Unauthenticated, Incompatible)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A batch's transfers for one peer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the peers of one engine share."""
 
-    transfers: Sequence[Transfer]
-    indices: Sequence[int]
-    deadline_at: float
-    batch: Batch
-
-    def fail(self, error: MoonserveError) -> None:
-        self.batch.settle_part(dict.fromkeys(self.indices, error))
+    connect: Callable[[Address, Path, float, Callable[[], None]], Session]
+    topology: Topology
+    stats: TransferStats
+    faults: FaultPlan
+    streams: int
+    endpoints: Endpoints
+    unfenced: Unfenced
 
 
 class Peer:
-    """`put` never blocks. `may_retire` is asked before the thread ends of its own accord."""
+    """All methods are thread-safe and none blocks, but for `with_session`. `transfer.lane.Reports`."""
 
     def __init__(
-        self,
-        address: str,
-        *,
-        transports: Sequence[Transport],
-        credentials: Credentials,
-        faults: FaultPlan,
-        may_retire: Callable[[Peer], bool],
+        self, address: Address, local_rails: Iterable[Rail], surroundings: Surroundings
     ) -> None:
+        """Raises PeerLost when there is no way to it."""
         self.address = address
-        self._transports = transports
-        self._credentials = credentials
-        self._faults = faults
-        self._may_retire = may_retire
-        # SimpleQueue.put neither blocks nor gives up the GIL: it is called from the compute thread.
-        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._waiting: deque[Job] = deque()
-        self._session: Session | None = None
-        self._forgotten = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="transfer-peer", daemon=True)
-        self._thread.start()
+        self.label = address.name or address.instance.hex()[:8]
+        self.used_at = time.monotonic()
+        self._surroundings = surroundings
+        self._lock = threading.Lock()
+        self._health = RailHealth()
+        paths = list(paths_between(local_rails, address, surroundings.streams))
+        if not paths:
+            raise PeerLost("no transport in common", peer=self.label)
+        self.transports = tuple(dict.fromkeys(path.transport for path in paths))
+        self._num_paths = len(paths)
+        # Nothing within a host is worth comparing with its memory.
+        compare_every_s = math.inf if self.transports[0] == "shm" else _COMPARE_EVERY_S
+        self._chooser = PathChooser(
+            paths, surroundings.topology, self._health, compare_every_s=compare_every_s
+        )
+        self._lanes: dict[Path, Lane] = {}
+        self._near: Lane | None = None
+        """The one whose session may read this host's memory."""
+        self._retired: list[Lane] = []
+        self._forgotten = False
 
     @property
     def idle(self) -> bool:
-        return self._inbox.empty()
+        return not self._lanes
 
-    def put(self, job: Job) -> None:
-        self._inbox.put(job)
+    def put(self, job: Job, planned: Planned) -> None:
+        self._dispatch(job, planned.parts)
 
-    def forget(self) -> None:
-        """Its jobs fail now and its thread ends. Does not wait."""
-        self._forgotten.set()
-        session = self._session
-        if session is not None:
-            session.abort()
-        self._inbox.put(None)
+    def run_here(self, job: Job, planned: Planned) -> bool:
+        """Carries a job of one part in the caller's thread, where that is possible at once."""
+        (part,) = planned.parts
+        now = time.monotonic()
+        with self._lock:
+            self.used_at = now
+            path = self._choose(part, now)
+            lane = self._lanes.get(path) if path is not None else None
+        if path is None or lane is None:
+            self._unsent(path, part)
+            return False
+        lane.stats.submitted(part.nbytes)
+        if lane.run_here(Group(job, (part,))):
+            return True
+        lane.stats.withdrawn(part.nbytes)
+        self._unsent(path, part)
+        return False
 
-    @property
-    def running(self) -> bool:
-        return self._thread.is_alive()
+    def _unsent(self, path: Path | None, part: Part) -> None:
+        if path is not None:
+            with self._lock:
+                self._chooser.dropped(path, part.nbytes)
 
-    def join(self) -> None:
-        self._thread.join()
+    def read_here(self, transfer: Transfer, deadline_at: float) -> bool:
+        """A READ in the caller's thread, where that can be; False: plan it and `put` it."""
+        lane, began = self._near, time.monotonic()
+        if lane is not None:
+            done = lane.read_at_once(transfer)
+        elif self._num_paths == 1 and (lanes := tuple(self._lanes.values())):
+            (lane,) = lanes
+            done = lane.read_alone(transfer, deadline_at)
+        if lane is None or not done:
+            return False
+        lane.stats.arrived(Op.READ, transfer.length, time.monotonic() - began)
+        return True
 
-    def _run(self) -> None:
-        try:
-            while self._perform_next():
-                pass
-        finally:
-            self._disconnect()
-            self._fail_waiting()
-
-    def _perform_next(self) -> bool:
-        """A function of its own, so that an idle thread holds no job and so no memory."""
-        job = self._next_job()
-        if job is not None:
-            self._perform(job)
-        return job is not None
-
-    def _next_job(self) -> Job | None:
-        """None: the thread is to end."""
-        if self._forgotten.is_set():  # `_look_up` may have taken the wake-up call out of the inbox
-            return None
-        if self._waiting:
-            return self._waiting.popleft()
+    def with_session(self, work: Callable[[Session, float], None], deadline_at: float) -> None:
+        """`work` gets the session and its own deadline. Blocks. Raises PeerLost when no path leads there."""
+        tried: list[Path] = []
+        lost: MoonserveError = PeerLost("the peer was given up", peer=self.label)
         while True:
+            now = time.monotonic()
+            with self._lock:
+                path = self._chooser.choose("cpu:0", 0, now, tried)
+                if path is None or self._forgotten:
+                    raise lost
+                lane = self._lane(path)
+                lane.num_visitors += 1
+            tried.append(path)
+            others_left = len(tried) < self._num_paths
             try:
-                job = self._inbox.get(timeout=_IDLE_S)
-            except queue.Empty:
-                if not self._connected() and self._may_retire(self):
-                    return None
-                continue
-            return job
-
-    def _fail_waiting(self) -> None:
-        while not self._inbox.empty():
-            if (job := self._inbox.get()) is not None:
-                self._waiting.append(job)
-        for job in self._waiting:
-            job.fail(PeerLost("the peer was given up"))
-
-    def _perform(self, job: Job) -> None:
-        errors: dict[int, MoonserveError] = {}
-        left = set(job.indices)
-        try:
-            self._carry_all(job, errors, left)
-        except Exception as error:  # also a bug of ours must end the batch, not this thread
-            self._disconnect()
-            errors.update(dict.fromkeys(left, self._translated(error)))
-        job.batch.settle_part(errors)
-
-    def _carry_all(self, job: Job, errors: dict[int, MoonserveError], left: set[int]) -> None:
-        """Takes from `left` what has ended, well or with an error of its own."""
-        planned, faulty = plan.moves(job.transfers, job.indices)
-        errors.update(faulty)
-        left.difference_update(faulty)
-        session = self._ready(job)
-        for move in planned:
-            self._carry(session, move, errors)
-            left.difference_update(move.indices)
-
-    def _carry(self, session: Session, move: Move, errors: dict[int, MoonserveError]) -> None:
-        try:
-            if move.op is Op.READ:
-                session.read(move)
-            else:
-                session.write(move, corrupt=self._faults.take_corrupt_write())
-        except (InvalidRequest, StaleLease) as refused:
-            errors.update(dict.fromkeys(move.indices, _without_frames(refused)))
-
-    def _ready(self, job: Job) -> Session:
-        """A live session, told the job's deadline."""
-        if self._faults.delay_s:
-            self._forgotten.wait(self._faults.delay_s)
-        if self._forgotten.is_set() or time.monotonic() >= job.deadline_at:
-            raise PeerLost("the batch's time was over before it began")
-        if self._faults.take_drop():
-            raise PeerLost("connection dropped by the fault plan")
-        if not self._connected():
-            self._disconnect()
-            self._session = self._connect(job.deadline_at)
-        assert self._session is not None
-        self._session.begin(job.deadline_at)
-        return self._session
-
-    def _connected(self) -> bool:
-        return self._session is not None and self._session.alive()
-
-    def _disconnect(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
-
-    def _connect(self, deadline_at: float) -> Session:
-        """Over the first transport that both have and that gets through."""
-        address = parse(self.address)
-        dial = Dial(
-            address=address,
-            credentials=self._credentials,
-            deadline_at=deadline_at,
-            while_waiting=self._look_up,
-        )
-        lost: PeerLost | None = None
-        for transport in self._usable(address):
-            try:
-                return transport.connect(dial)
+                lane.with_session(work, now + (deadline_at - now) / (2 if others_left else 1))
+                return
             except PeerLost as error:
                 lost = error
-        raise lost or PeerLost("no transport in common")
+            finally:
+                with self._lock:
+                    lane.num_visitors -= 1
 
-    def _usable(self, address: Address) -> Iterable[Transport]:
-        return (transport for transport in self._transports if transport.reachable(address))
+    @property
+    def stopped(self) -> bool:
+        """No thread of it runs."""
+        return not any(lane.running for lane in [*self._lanes.values(), *self._retired])
 
-    def _look_up(self) -> None:
-        """While the peer is silent: waiting jobs keep their own deadlines, and forget is heeded."""
-        while not self._inbox.empty():
-            if (job := self._inbox.get()) is not None:
-                self._waiting.append(job)
-        if self._forgotten.is_set():
-            raise PeerLost("the peer was given up")
+    def forget(self) -> None:
+        with self._lock:
+            self._forgotten = True
+            lanes = [*self._lanes.values(), *self._retired]
+        for lane in lanes:
+            lane.forget()
+
+    def join(self) -> None:
+        for lane in [*self._lanes.values(), *self._retired]:
+            lane.join()
+
+    # Reports of the lanes.
+
+    def arrived(self, lane: Lane, part: Part, seconds: float) -> None:
         now = time.monotonic()
-        for job in [job for job in self._waiting if job.deadline_at <= now]:
-            self._waiting.remove(job)
-            job.fail(PeerLost("the peer did not answer in time"))
+        with self._lock:
+            self._chooser.done(lane.path, part.nbytes, seconds, now)
+        lane.stats.arrived(part.op, part.nbytes, now - part.taken_at)
+        lane.stats.withdrawn(part.nbytes)
+        part.job.settle(part, None)
 
-    def _translated(self, error: Exception) -> MoonserveError:
-        if not isinstance(error, MoonserveError):
-            _log.error("transfer failed", exc_info=error)
-            error = PeerLost(f"transfer failed: {error!r}")
-        error.ids.setdefault("peer", self.address.partition(";host=")[0])
-        return _without_frames(error)
+    def refused(self, lane: Lane, part: Part, error: MoonserveError) -> None:
+        if isinstance(error, IntegrityError):
+            self._corrupt(lane, part, error)
+        else:
+            self._withdrawn(lane, part)
+            self._fail(lane, part, error)
+
+    def _corrupt(self, lane: Lane, part: Part, error: IntegrityError) -> None:
+        """The rail's fault, as far as we know: another one comes first."""
+        self._failed_on(lane, (part,), error)
+        lane.stats.count(Incident.CORRUPT)
+        part.num_corrupt += 1
+        part.damage = False
+        _log.warning("a slice arrived corrupt over %s: %s", lane.path.local.name, error)
+        overdue = part.job.cancelled or time.monotonic() >= part.deadline_at
+        if part.num_corrupt >= _MAX_CORRUPT or overdue:
+            self._fail(lane, part, error)
+            return
+        part.tried.append(lane.path)
+        if len(part.tried) >= self._num_paths:
+            part.tried.clear()
+        lane.stats.count(Incident.RETRY)
+        self._dispatch(part.job, (part,), failed_on=lane, error=error)
+
+    def lost(
+        self, lane: Lane, parts: Sequence[Part], error: MoonserveError, *, connected: bool
+    ) -> None:
+        self._failed_on(lane, parts, error)
+        for part in parts:
+            part.tried.append(lane.path)
+            self._try_again(lane, part, error, connected)
+
+    def _failed_on(self, lane: Lane, parts: Sequence[Part], error: MoonserveError) -> None:
+        now = time.monotonic()
+        with self._lock:
+            rests = self._health.events[HealthEvent.RESTED]
+            for part in parts:
+                self._chooser.failed(lane.path, part.nbytes, now)
+            rested = self._health.events[HealthEvent.RESTED] > rests
+        _no_longer_in_flight(lane, parts)
+        if rested:
+            lane.stats.count(Incident.REST)
+            _log.warning("rail %s to %s rests: %s", lane.path.local.name, self.label, error)
+
+    def ended(self, lane: Lane, part: Part, error: MoonserveError) -> None:
+        self._withdrawn(lane, part)
+        self._fail(lane, part, error)
+
+    def fenced(self, connection_ids: Iterable[int]) -> None:
+        self._surroundings.unfenced.remove(self.address.instance, connection_ids)
+
+    def opened(self, lane: Lane) -> None:
+        self._surroundings.endpoints.opened(lane)
+
+    def closed(self, lane: Lane) -> None:
+        self._surroundings.endpoints.closed(lane)
+
+    def fell_idle(self) -> None:
+        self._surroundings.endpoints.trim()
+
+    def may_retire(self, lane: Lane) -> bool:
+        with self._lock:
+            if lane.num_visitors or not lane.idle:
+                return False
+            if self._lanes.get(lane.path) is lane:
+                del self._lanes[lane.path]
+                if lane is self._near:
+                    self._near = None
+                self._retired = [old for old in self._retired if old.running] + [lane]
+        return True
+
+    def _try_again(self, lane: Lane, part: Part, error: MoonserveError, connected: bool) -> None:
+        overdue = time.monotonic() >= part.deadline_at
+        if overdue or self._forgotten or part.job.cancelled or isinstance(error, _HOPELESS):
+            self._fail(lane, part, error)
+            return
+        if len(part.tried) >= self._num_paths:
+            part.rounds += 1
+            part.tried.clear()
+            if part.rounds >= _ROUNDS or not connected:
+                self._fail(lane, part, error)
+                return
+        lane.stats.count(Incident.RETRY)
+        self._dispatch(part.job, (part,), failed_on=lane, error=error)
+
+    def _fail(self, lane: Lane, part: Part, error: MoonserveError) -> None:
+        if not isinstance(error, Cancelled):
+            lane.stats.count(Incident.FAILURE)
+        if part.fences:
+            self._surroundings.unfenced.add(self.address.instance, part.fences)
+        part.job.settle(part, error)
+
+    def _withdrawn(self, lane: Lane, part: Part) -> None:
+        with self._lock:
+            self._chooser.dropped(lane.path, part.nbytes)
+        _no_longer_in_flight(lane, (part,))
+
+    def _dispatch(
+        self,
+        job: Job,
+        parts: Sequence[Part],
+        *,
+        failed_on: Lane | None = None,
+        error: MoonserveError | None = None,
+    ) -> None:
+        """Each part into the queue of the path that suits it now."""
+        groups: dict[Lane, list[Part]] = {}
+        refused: list[tuple[Part, MoonserveError]] = []
+        now = time.monotonic()
+        with self._lock:
+            self.used_at = now
+            for part in parts:
+                try:
+                    groups.setdefault(self._lane_for(part, now), []).append(part)
+                except PeerLost as nowhere:
+                    refused.append((part, error or nowhere))
+            for lane, chosen in groups.items():
+                self._surroundings.endpoints.used(lane)
+                nbytes = sum(part.nbytes for part in chosen)
+                lane.stats.submitted(nbytes)
+                lane.put(Group(job, chosen))
+        if failed_on is not None and groups and failed_on not in groups:
+            failed_on.stats.count(Incident.FAILOVER)
+        for part, why in refused:
+            if failed_on is not None:
+                failed_on.stats.count(Incident.FAILURE)
+            job.settle(part, why)
+
+    def _lane_for(self, part: Part, now: float) -> Lane:
+        """Accounts for it as sent there. The lock is held. Raises PeerLost."""
+        path = self._choose(part, now)
+        if path is None:
+            raise PeerLost("the peer was given up", peer=self.label)
+        try:
+            return self._lane(path)
+        except PeerLost:
+            self._chooser.dropped(path, part.nbytes)
+            raise
+
+    def _choose(self, part: Part, now: float) -> Path | None:
+        """Accounts for it as sent. The lock is held."""
+        if self._forgotten:
+            return None
+        path = self._chooser.choose(part.local.location, part.nbytes, now, part.tried)
+        if path is not None:
+            self._chooser.sent(path, part.nbytes)
+            part.has_alternative = self._num_paths - len(part.tried) > 1
+            if part.op is Op.WRITE and (
+                left := self._surroundings.unfenced.at(self.address.instance)
+            ):
+                part.fences += set(left).difference(part.fences)
+        return path
+
+    def _lane(self, path: Path) -> Lane:
+        """The lock is held. Raises PeerLost when there can be no more threads."""
+        lane = self._lanes.get(path)
+        if lane is None:
+            lane = self._lanes[path] = self._new_lane(path)
+            if path.transport == "shm":
+                self._near = lane
+        return lane
+
+    def _new_lane(self, path: Path) -> Lane:
+        try:
+            return Lane(
+                path,
+                connect=self._connect,
+                reports=self,
+                stats=self._surroundings.stats.of(path.transport, path.local.name, self.label),
+                faults=self._surroundings.faults,
+            )
+        except RuntimeError as error:
+            raise PeerLost(f"no thread for another connection: {error}", peer=self.label) from error
+
+    def _connect(
+        self, path: Path, deadline_at: float, while_waiting: Callable[[], None]
+    ) -> Session:
+        return self._surroundings.connect(self.address, path, deadline_at, while_waiting)
 
 
-def _without_frames(error: MoonserveError) -> MoonserveError:
-    """An error outlives its batch; the frames in its traceback would keep the memory alive with it."""
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return error
+def _no_longer_in_flight(lane: Lane, parts: Sequence[Part]) -> None:
+    lane.stats.withdrawn(sum(part.nbytes for part in parts))
+
+
+def paths_between(local_rails: Iterable[Rail], address: Address, streams: int) -> Iterable[Path]:
+    """In order of preference. Rail i goes to the peer's rail i first; the other pairs follow, for when
+    a rail at one end and another one at the other end are down."""
+    by_transport: dict[str, list[Rail]] = {}
+    for rail in local_rails:
+        by_transport.setdefault(rail.transport, []).append(rail)
+    for transport, mine in by_transport.items():
+        theirs = address.rails.get(transport, ())
+        for distance in range(len(theirs)):
+            for index, local in enumerate(mine):
+                remote = theirs[(index + distance) % len(theirs)]
+                for stream in range(streams if transport == "tcp" else 1):
+                    yield Path(transport, local, remote, stream)

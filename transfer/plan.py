@@ -1,18 +1,30 @@
-"""From a batch's transfers to the moves that carry them. Pure."""
+"""From a batch's transfers to parts, per peer: slices that know whose they are. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from protocol.errors import InvalidRequest, MoonserveError
-from transfer.base import Move, Op, Transfer
-from transfer.frames import MAX_ROWS
+from transfer import scatter
+from transfer.base import LENGTH, LOCAL, REMOTE, Op, Rows, ScatterTransfer, Slice, Transfer
+from transfer.rails.paths import Path
+from transfer.scatter import LIMIT
+from transfer.segments import Segment
 
-_LIMIT = 1 << 62
-"""Keeps sums of what is checked later within 64 bits."""
+if TYPE_CHECKING:
+    from transfer.job import Job
+
+MAX_ROWS = 4096
+"""Bounds what a peer can make the other side hold: 96 KiB of rows per frame."""
+
+AnyTransfer = Transfer | ScatterTransfer
 
 
-def by_address(transfers: Sequence[Transfer]) -> dict[str, list[int]]:
+def by_address(transfers: Sequence[AnyTransfer]) -> dict[str, list[int]]:
     """Indices of the transfers for each peer."""
     parts: dict[str, list[int]] = {}
     for index, transfer in enumerate(transfers):
@@ -24,35 +36,186 @@ def by_address(transfers: Sequence[Transfer]) -> dict[str, list[int]]:
     return parts
 
 
-def moves(
-    transfers: Sequence[Transfer], indices: Iterable[int]
-) -> tuple[list[Move], dict[int, MoonserveError]]:
-    """Few moves with neighbouring runs joined, and the errors of transfers that cannot be right."""
-    planned: list[Move] = []
-    open_moves: dict[tuple[Op, int, int, int | None], Move] = {}
-    errors: dict[int, MoonserveError] = {}
+@dataclass(slots=True, eq=False)
+class _Flow:
+    """Transfers that may share a slice: same op, segments and window."""
+
+    op: Op
+    local: Segment
+    segment_id: int
+    window_id: int | None
+    runs: list[int] = field(default_factory=list)
+    """Remote offset, local offset, length, flat."""
+    arrays: list[Rows] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of each transfer."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Part(Slice):
+    """A slice, and how it has fared."""
+
+    indices: Sequence[int]
+    """Positions of its transfers in the batch."""
+    job: Job = field(init=False)
+    tried: list[Path] = field(default_factory=list)
+    """Paths on which it failed in this round."""
+    rounds: int = 0
+    """How often all paths have been tried."""
+    num_corrupt: int = 0
+    fences: list[int] = field(default_factory=list)
+    """Connections at the target that may still be storing it; to be ended before it is sent again."""
+    has_alternative: bool = False
+    """Another path could be tried after this attempt."""
+    taken_at: float = 0.0
+    give_up_at: float = 0.0
+    """End of the present attempt."""
+
+
+@dataclass(slots=True, eq=False)
+class Planned:
+    """Parts in order, and the transfers that cannot be right."""
+
+    parts: list[Part] = field(default_factory=list)
+    errors: dict[int, MoonserveError] = field(default_factory=dict)
+
+
+def plan(
+    transfers: Sequence[AnyTransfer],
+    indices: Sequence[int],
+    *,
+    slice_bytes: int,
+    deadline_at: float,
+) -> Planned:
+    """Few slices with neighbouring runs joined; none larger than `slice_bytes` or `MAX_ROWS` runs."""
+    if len(indices) == 1 and (alone := _alone(transfers, indices, slice_bytes, deadline_at)):
+        return alone
+    planned = Planned()
+    flows: dict[tuple[Op, int, int, int | None], _Flow] = {}
     for index in indices:
         # Runs once per piece of KV: no calls on the common path.
         transfer = transfers[index]
-        local, length = transfer.local_offset, transfer.length
-        remote, segment = transfer.remote_offset, transfer.local
-        if local < 0 or length < 0 or local + length > segment.nbytes or not 0 <= remote < _LIMIT:
-            errors[index] = _out_of_bounds(transfer)
-            continue
-        key = (transfer.op, segment.segment_id, transfer.remote.segment_id, transfer.window_id)
-        move = open_moves.get(key)
-        if move is None or len(move.rows) >= MAX_ROWS:
-            move = open_moves[key] = _move_for(transfer)
-            planned.append(move)
-        move.indices.append(index)
-        rows = move.rows
-        if rows:
-            last_remote, last_local, last_length = rows[-1]
-            if last_remote + last_length == remote and last_local + last_length == local:
-                rows[-1] = (last_remote, last_local, last_length + length)
+        segment, remote = transfer.local, transfer.remote.segment_id
+        key = (transfer.op, segment.segment_id, remote, transfer.window_id)
+        flow = flows.get(key)
+        if flow is None:
+            if not _has_sound_ids(transfer):
+                planned.errors[index] = InvalidRequest("no such segment or window can be")
                 continue
-        rows.append((remote, local, length))
-    return planned, errors
+            flow = flows[key] = _Flow(transfer.op, segment, remote, transfer.window_id)
+        if type(transfer) is Transfer:
+            local, length = transfer.local_offset, transfer.length
+            start = transfer.remote_offset
+            if local < 0 or length < 0 or local + length > segment.nbytes or not 0 <= start < LIMIT:
+                planned.errors[index] = _out_of_bounds(transfer)
+                continue
+            flow.runs += (start, local, length)
+            flow.sizes.append(length)
+        elif not _add_array(flow, transfer, index, planned):
+            continue
+        flow.indices.append(index)
+    for flow in flows.values():
+        _cut(flow, planned, slice_bytes, deadline_at)
+    return planned
+
+
+def _alone(
+    transfers: Sequence[AnyTransfer], indices: Sequence[int], slice_bytes: int, deadline_at: float
+) -> Planned | None:
+    """The common case of one small run, without the arithmetic of many."""
+    transfer = transfers[indices[0]]
+    if type(transfer) is not Transfer or not 0 < transfer.length <= slice_bytes:
+        return None
+    local, remote, length = transfer.local_offset, transfer.remote_offset, transfer.length
+    if local < 0 or local + length > transfer.local.nbytes or not 0 <= remote < LIMIT:
+        return None
+    if not _has_sound_ids(transfer):
+        return None
+    part = Part(
+        op=transfer.op,
+        local=transfer.local,
+        segment_id=transfer.remote.segment_id,
+        window_id=transfer.window_id,
+        rows=scatter.rows((remote, local, length)),
+        nbytes=length,
+        deadline_at=deadline_at,
+        indices=indices,
+    )
+    return Planned([part])
+
+
+def _add_array(
+    flow: _Flow, transfer: Transfer | ScatterTransfer, index: int, planned: Planned
+) -> bool:
+    assert isinstance(transfer, ScatterTransfer)
+    try:
+        rows = np.ascontiguousarray(transfer.rows, dtype=np.int64)
+        if rows.ndim != 2 or rows.shape[1] != 3:
+            raise InvalidRequest(f"rows of shape {rows.shape}, not (n, 3)", param="rows")
+        scatter.require_inside(rows, LOCAL, transfer.local.nbytes)
+        scatter.require_inside(rows, REMOTE, scatter.LIMIT)
+    except InvalidRequest as error:
+        planned.errors[index] = error
+        return False
+    except (TypeError, ValueError, OverflowError) as error:
+        planned.errors[index] = InvalidRequest(f"unreadable rows: {error}", param="rows")
+        return False
+    _flush_runs(flow)
+    flow.arrays.append(rows)
+    flow.sizes.append(scatter.total(rows))
+    return True
+
+
+def _has_sound_ids(transfer: AnyTransfer) -> bool:
+    """They fit into a frame."""
+    return 0 <= transfer.remote.segment_id < LIMIT and 0 <= (transfer.window_id or 0) < LIMIT
+
+
+def _flush_runs(flow: _Flow) -> None:
+    if flow.runs:
+        flow.arrays.append(np.array(flow.runs, dtype=np.int64).reshape(-1, 3))
+        flow.runs = []
+
+
+def _cut(flow: _Flow, planned: Planned, slice_bytes: int, deadline_at: float) -> None:
+    _flush_runs(flow)
+    if not flow.arrays:
+        return
+    rows = flow.arrays[0] if len(flow.arrays) == 1 else np.concatenate(flow.arrays)
+    if len(rows) != 1 or not rows[0, LENGTH]:
+        rows = scatter.merge(rows[rows[:, LENGTH] > 0])
+    owners = _Owners(flow)
+    for group in scatter.cut(rows, slice_bytes, MAX_ROWS):
+        nbytes = scatter.total(group)
+        part = Part(
+            op=flow.op,
+            local=flow.local,
+            segment_id=flow.segment_id,
+            window_id=flow.window_id,
+            rows=group,
+            nbytes=nbytes,
+            deadline_at=deadline_at,
+            indices=owners.next(nbytes),
+        )
+        planned.parts.append(part)
+
+
+class _Owners:
+    """Whose bytes the next slice carries: a flow is one stream of bytes, cut in order."""
+
+    def __init__(self, flow: _Flow) -> None:
+        self._indices = flow.indices
+        self._ends = np.cumsum(flow.sizes) if len(flow.sizes) > 1 else None
+        self._done = 0
+
+    def next(self, nbytes: int) -> Sequence[int]:
+        if self._ends is None:
+            return self._indices
+        first = int(np.searchsorted(self._ends, self._done, side="right"))
+        self._done += nbytes
+        last = int(np.searchsorted(self._ends, self._done, side="left"))
+        return self._indices[first : last + 1]
 
 
 def _out_of_bounds(transfer: Transfer) -> InvalidRequest:
@@ -60,7 +223,3 @@ def _out_of_bounds(transfer: Transfer) -> InvalidRequest:
         f"out of bounds: {transfer.length} bytes at {transfer.local_offset} of {transfer.local}, "
         f"at {transfer.remote_offset} of the remote segment"
     )
-
-
-def _move_for(transfer: Transfer) -> Move:
-    return Move(transfer.op, transfer.local, transfer.remote.segment_id, transfer.window_id)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from protocol.errors import ConfigError
 from transfer.base import Transport
-from transfer.shm import ShmTransport
+from transfer.shm.transport import ShmTransport
 from transfer.tcp import TcpTransport
 
-_TRANSPORTS: dict[str, type[Transport]] = {
-    ShmTransport.name: ShmTransport,
-    TcpTransport.name: TcpTransport,
+
+def _rdma() -> Transport:
+    from transfer.rdma.transport import RdmaTransport  # needs pyverbs, an extra
+
+    return RdmaTransport()
+
+
+_TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "shm": ShmTransport,
+    "rdma": _rdma,
+    "tcp": TcpTransport,
 }
 
 

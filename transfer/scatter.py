@@ -1,40 +1,47 @@
-"""Arithmetic on scatter lists: packing, bounds, merging neighbours, copying. No I/O, no state."""
+"""Arithmetic on scatter lists: bounds, merging neighbours, cutting, checksums. No I/O, no state."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator
 
 import numpy as np
-import numpy.typing as npt
+import xxhash
 
 from protocol.errors import InvalidRequest
-from transfer.base import Row
+from transfer.base import LENGTH, LOCAL, REMOTE, Rows
 
-Rows = npt.NDArray[np.int64]
-"""Shape (n, 3): remote offset, local offset, length. What arrived from a peer, not yet trusted."""
-
-REMOTE, LOCAL, LENGTH = 0, 1, 2
 ROW_BYTES = 24
-_GIL_BYTES = 65536
-"""From here on a copy lets other threads run: below, handing over the GIL costs more than the copy."""
+LIMIT = 1 << 62
+"""Offsets stay below, so that sums of what is checked later stay within 64 bits."""
 
 
-def pack(rows: Sequence[Row]) -> bytes:
-    return struct.pack(f"<{3 * len(rows)}q", *chain.from_iterable(rows))
+def rows(*runs: tuple[int, int, int]) -> Rows:
+    """Of (remote offset, local offset, length)."""
+    return np.array(runs, dtype=np.int64).reshape(-1, 3)
 
 
-def unpack(data: bytes | bytearray) -> Rows:
+def unpack(data: bytes | bytearray | memoryview) -> Rows:
+    """What arrived from a peer, not yet trusted."""
     return np.frombuffer(data, dtype="<i8").reshape(-1, 3)
 
 
-def total(rows: Sequence[Row]) -> int:
-    return sum(row[LENGTH] for row in rows)
+def pack(rows: Rows) -> bytes:
+    return rows.astype("<i8", copy=False).tobytes()
+
+
+def total(rows: Rows) -> int:
+    return int(rows[0, LENGTH]) if len(rows) == 1 else int(rows[:, LENGTH].sum())
 
 
 def require_inside(rows: Rows, side: int, nbytes: int) -> None:
     """Raises InvalidRequest unless each run on `side` lies in [0, nbytes). Overflow-proof."""
+    if len(rows) == 1:
+        offset, length = int(rows[0, side]), int(rows[0, LENGTH])
+        if offset < 0 or length < 0:
+            raise InvalidRequest("negative offset or length")
+        if length > nbytes - offset:
+            raise InvalidRequest(f"out of bounds of a segment of {nbytes} bytes")
+        return
     offsets, lengths = rows[:, side], rows[:, LENGTH]
     if offsets.min(initial=0) < 0 or lengths.min(initial=0) < 0:
         raise InvalidRequest("negative offset or length")
@@ -42,46 +49,67 @@ def require_inside(rows: Rows, side: int, nbytes: int) -> None:
         raise InvalidRequest(f"out of bounds of a segment of {nbytes} bytes")
 
 
-def merge(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Joins each (offset, length) with its successor where they touch; order is kept."""
-    merged: list[tuple[int, int]] = []
-    start = end = None
-    for offset, length in ranges:
-        if offset != end:
-            if start is not None and end is not None:
-                merged.append((start, end - start))
-            start = offset
-        end = offset + length
-    if start is not None and end is not None:
-        merged.append((start, end - start))
+def merge(rows: Rows) -> Rows:
+    """Joins each run with its successor where they touch on both sides; order is kept."""
+    if len(rows) < 2:
+        return rows
+    ends = rows[:-1, :2] + rows[:-1, LENGTH:]
+    starts_new = np.flatnonzero((ends != rows[1:, :2]).any(axis=1)) + 1
+    if len(starts_new) == len(rows) - 1:
+        return rows
+    firsts = np.concatenate(([0], starts_new))
+    merged = rows[firsts]
+    merged[:, LENGTH] = np.add.reduceat(rows[:, LENGTH], firsts)
     return merged
 
 
-def views(buffer: memoryview, ranges: Iterable[tuple[int, int]]) -> list[memoryview]:
-    return [buffer[offset : offset + length] for offset, length in merge(ranges) if length]
+def cut(rows: Rows, limit_bytes: int, limit_rows: int) -> Iterator[Rows]:
+    """The same runs, cut and grouped so that no group exceeds the limits; order is kept."""
+    if len(rows) <= limit_rows and total(rows) <= limit_bytes:
+        if len(rows):
+            yield rows
+        return
+    rows = _cut_long(rows, limit_bytes)
+    ends = np.cumsum(rows[:, LENGTH])
+    first, done = 0, 0
+    while first < len(rows):
+        last = int(np.searchsorted(ends, done + limit_bytes, side="right"))
+        last = min(last, first + limit_rows)
+        yield rows[first:last]
+        first, done = last, int(ends[last - 1])
 
 
-def copy(into: memoryview, out_of: memoryview, places: Iterable[tuple[int, int, int]]) -> None:
-    """Copies each (destination offset, source offset, length)."""
-    for to, start, length in places:
-        if length < _GIL_BYTES:
-            into[to : to + length] = out_of[start : start + length]
+def _cut_long(rows: Rows, limit_bytes: int) -> Rows:
+    """Runs longer than the limit become several."""
+    counts = np.maximum(1, -(-rows[:, LENGTH] // limit_bytes))
+    if int(counts.max()) == 1:
+        return rows
+    pieces = np.repeat(rows, counts, axis=0)
+    number = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
+    skipped = number * limit_bytes
+    pieces[:, REMOTE] += skipped
+    pieces[:, LOCAL] += skipped
+    pieces[:, LENGTH] = np.minimum(pieces[:, LENGTH] - skipped, limit_bytes)
+    return pieces
+
+
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Joins each (offset, length) with its successor where they touch; order is kept."""
+    merged: list[tuple[int, int]] = []
+    for offset, length in ranges:
+        if merged and sum(merged[-1]) == offset:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
         else:
-            target = np.frombuffer(into[to : to + length], np.uint8)
-            np.copyto(target, np.frombuffer(out_of[start : start + length], np.uint8))
+            merged.append((offset, length))
+    return merged
 
 
-def chunks(rows: Iterable[Row], limit_bytes: int) -> Iterator[list[Row]]:
-    """The same runs, cut and grouped so that no group exceeds `limit_bytes`."""
-    group: list[Row] = []
-    room = limit_bytes
-    for remote, local, length in rows:
-        while length > room:
-            group.append((remote, local, room))
-            yield group
-            remote, local, length = remote + room, local + room, length - room
-            group, room = [], limit_bytes
-        group.append((remote, local, length))
-        room -= length
-    if group:
-        yield group
+def checksum(buffer: memoryview, rows: Rows, side: int) -> int:
+    """XXH3-64 over the runs' bytes on `side`, in order."""
+    if len(rows) == 1:
+        offset, length = int(rows[0, side]), int(rows[0, LENGTH])
+        return xxhash.xxh3_64_intdigest(buffer[offset : offset + length])
+    state = xxhash.xxh3_64()
+    for offset, length in zip(rows[:, side].tolist(), rows[:, LENGTH].tolist(), strict=True):
+        state.update(buffer[offset : offset + length])
+    return state.intdigest()

@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from protocol.errors import InvalidRequest
-from transfer.memfd import OwnedMemory
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+from transfer import buffers
+from transfer.base import SegmentInfo
+from transfer.buffers import Registrable
+from transfer.native import address_of
+from transfer.shm.memfd import OwnedMemory
 
 
 class Segment:
     """One registered region. `buffer` is its writable memory, format 'B'."""
 
-    __slots__ = ("buffer", "location", "memory", "nbytes", "num_users", "readable", "segment_id")
+    __slots__ = (
+        "base",
+        "buffer",
+        "location",
+        "memory",
+        "name",
+        "nbytes",
+        "num_users",
+        "readable",
+        "segment_id",
+    )
 
     def __init__(
         self,
@@ -29,12 +39,16 @@ class Segment:
         *,
         location: str,
         readable: bool,
+        name: str,
         memory: OwnedMemory | None,
     ) -> None:
         self.segment_id = segment_id
         self.buffer = buffer
+        self.base = address_of(buffer)
+        """Its first byte's address."""
         self.nbytes = buffer.nbytes
         self.location = location
+        self.name = name
         self.readable = readable
         """Peers may READ it."""
         self.memory = memory
@@ -54,24 +68,31 @@ class SegmentTable:
         self._segments: dict[int, Segment] = {}
         self._next_id = 1
 
-    def allocate(self, nbytes: int, location: str, *, readable: bool) -> Segment:
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def allocate(self, nbytes: int, location: str, *, readable: bool, name: str = "") -> Segment:
         if nbytes <= 0:
             raise InvalidRequest(f"a segment of {nbytes} bytes", param="nbytes")
         memory = OwnedMemory(nbytes)
-        return self._add(memory.view, location, readable=readable, memory=memory)
+        return self._add(memory.view, location, readable, name, memory)
 
-    def register(self, buffer: WriteableBuffer, location: str, *, readable: bool) -> Segment:
-        view = memoryview(buffer)
-        if view.readonly or not view.contiguous or not view.nbytes:
-            raise InvalidRequest("memory to register must be writable, contiguous and not empty")
-        return self._add(view.cast("B"), location, readable=readable, memory=None)
+    def register(
+        self, buffer: Registrable, location: str, *, readable: bool, name: str = ""
+    ) -> Segment:
+        return self._add(buffers.writable(buffer), location, readable, name, None)
 
     def _add(
-        self, view: memoryview, location: str, *, readable: bool, memory: OwnedMemory | None
+        self,
+        view: memoryview,
+        location: str,
+        readable: bool,
+        name: str,
+        memory: OwnedMemory | None,
     ) -> Segment:
         with self._lock:
             segment = Segment(
-                self._next_id, view, location=location, readable=readable, memory=memory
+                self._next_id, view, location=location, readable=readable, name=name, memory=memory
             )
             self._next_id += 1
             self._segments[segment.segment_id] = segment
@@ -94,6 +115,14 @@ class SegmentTable:
             raise InvalidRequest(f"segment {segment_id} is not registered")
         return segment
 
+    def infos(self) -> list[SegmentInfo]:
+        with self._lock:
+            segments = list(self._segments.values())
+        return [
+            SegmentInfo(each.segment_id, each.nbytes, each.location, each.readable, each.name)
+            for each in segments
+        ]
+
     def is_registered(self, segment: Segment) -> bool:
         return self._segments.get(segment.segment_id) is segment
 
@@ -110,13 +139,14 @@ class SegmentTable:
             for segment in segments:
                 segment.num_users -= 1
 
-    def close(self) -> None:
+    def close(self) -> list[Segment]:
         """Forgets all of them; views that callers still hold stay valid."""
         with self._lock:
             segments, self._segments = list(self._segments.values()), {}
         for segment in segments:
             if segment.memory is not None:
                 segment.memory.retire()
+        return segments
 
     def _require(self, segment: Segment) -> None:
         if not self.is_registered(segment):

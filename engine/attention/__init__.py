@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 
 from engine.attention.base import Attention, Geometry, Plan, Span
-from engine.attention.compiler import CompilerError
 from engine.attention.native import NativePagedAttention
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.kv_pool import KvPool
 from protocol.errors import ConfigError
+from protocol.native import CompilerError
 
 __all__ = ["NAMES", "Attention", "Geometry", "Plan", "Span", "make_attention"]
 

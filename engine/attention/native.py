@@ -1,6 +1,6 @@
 """Decode attention in C (`decode.c`): K and V are read where they lie, nothing is gathered or padded.
 
-Prompt chunks are torch's, as in the reference. Only calls the library; `engine.attention.compiler` makes it.
+Prompt chunks are torch's, as in the reference. Only calls the library; `protocol.native` makes it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,23 @@ from engine.attention.chunks import (
     plan_chunks,
     singles_first,
 )
-from engine.attention.compiler import CompilerError, load_library
 from engine.kv_pool import KvPool
+from protocol.native import CompilerError, load_library
 
 _SOURCE = Path(__file__).with_name("decode.c")
+# Sums may be reordered and there are no infinities: what vectorised code needs. Not -ffast-math, which would make every
+# thread of the process flush denormals when the library is loaded.
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-freciprocal-math",
+    "-ffinite-math-only",
+    "-fopenmp",
+)
 # Limits of the kernel's stack buffers.
 _MAX_HEADS = 128
 _MAX_HEAD_DIM = 256
@@ -69,7 +82,7 @@ class NativePagedAttention:
         self._threads = torch.get_num_threads()
         _check_limits(geometry, self._block_size)
         kernels = cache_folder / "kernels" if cache_folder is not None else None
-        library = load_library(_SOURCE, kernels)
+        library = load_library(_SOURCE, _FLAGS, kernels)
         self._kernel = library[f"decode_{pool.layout.dtype}"]
         self._kernel.argtypes = [ctypes.c_void_p] * 7
         self._kernel.restype = None

@@ -23,6 +23,8 @@ from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb
 from protocol.process import Lifecycle
 from protocol.rpc import Channels, RpcServer
 from tests.decode_worker.prefill_client import BLOCK_SIZE, TOKEN, PrefillClient
+from tests.prefill_worker.cluster import ReportedLifecycle
+from tests.prometheus import free_port, scrape
 from tests.random_models import make_model
 from transfer import TransferEngine
 
@@ -153,6 +155,19 @@ async def test_a_draining_worker_says_so_refuses_new_work_and_finishes_old(
                 if finished:
                     break
         await asyncio.wait_for(worker, LIMIT_S)
+
+
+async def test_a_worker_shows_what_its_transfer_engine_holds(
+    model_path: Path, tmp_path: Path
+) -> None:
+    port, lifecycle = free_port(), ReportedLifecycle()
+    config = config_of(model_path, tmp_path, metrics_port=port)
+    worker = asyncio.create_task(serve(config, lifecycle))
+    await asyncio.wait_for(lifecycle.facts, LIMIT_S)
+    metrics = await asyncio.to_thread(scrape, port)
+    assert "moonserve_transfer_segments 1.0" in metrics
+    lifecycle.stopping.set()
+    await asyncio.wait_for(worker, LIMIT_S)
 
 
 def test_a_batch_must_hold_a_token_of_each_sequence(model_path: Path, tmp_path: Path) -> None:

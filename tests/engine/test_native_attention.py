@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import Attention, Geometry, Span, compiler, make_attention
+from engine.attention import Attention, Geometry, Span, make_attention
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import load_model_config
 from engine.engine import Engine
 from engine.generate import generate
 from engine.kv_pool import KvPool
+from protocol import native
 from protocol.errors import ConfigError
 from protocol.layout import KvLayout
 from protocol.request import SamplingParams
@@ -100,7 +101,7 @@ def test_stale_bytes_behind_a_sequence_are_never_read(kernels: Path) -> None:
 def test_without_a_compiler_auto_falls_back_to_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compiler.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(native.shutil, "which", lambda _name: None)
     pool = random_pool(16, "float32")
     geometry = Geometry(num_heads=6, num_kv_heads=2, head_dim=16)
     with caplog.at_level(logging.WARNING):

@@ -21,7 +21,7 @@ from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
 from protocol.request import Endpoint
 from protocol.rpc import Channels
-from transfer import FaultPlan, Segment, TransferEngine
+from transfer import FaultPlan, Segment, TransferEngine, TransferOptions
 
 T = TypeVar("T")
 
@@ -100,7 +100,9 @@ async def connected(
 ) -> AsyncIterator[tuple[StoreClient, TransferEngine, Endpoint]]:
     """A client of a node over one transport."""
     channels = Channels(TOKEN)
-    with TransferEngine(cluster_token=TOKEN, transports=[transport], faults=faults) as transfer:
+    with TransferEngine(
+        cluster_token=TOKEN, options=TransferOptions(transports=(transport,)), faults=faults
+    ) as transfer:
         client = StoreClient(channels, transfer)
         try:
             yield client, transfer, await client.locate(rpc_address, timeout_s=10.0)

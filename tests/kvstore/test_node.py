@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.client import PutObject, plain_key
+from kvstore.client import PutObject, ReadLease, plain_key
 from protocol.checksum import checksum
 from protocol.errors import (
     IntegrityError,
@@ -35,6 +35,7 @@ from tests.kvstore.nodes import (
     within,
 )
 from transfer import FaultPlan, Op, RemoteSegment, Transfer
+from transfer.patience import Patience
 
 DRAM = 4 * 2**20
 BLOCK = 64 * 1024
@@ -93,6 +94,28 @@ async def test_a_plain_value_of_any_size_comes_back(
         assert await client.exists(store, [plain_key(name), key(0)]) == [True, False]
         assert await client.remove(store, [plain_key(name)]) == 1
         assert await client.get(store, name) is None
+
+
+async def test_a_value_that_may_take_long_is_read_under_a_lease_that_lasts(
+    shared_node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connected(shared_node.rpc_address, "tcp") as (client, _, store):
+        value = os.urandom(100)
+        await client.put_bytes(store, b"large", value)
+        renewed: list[float] = []
+        renew = client.renew
+
+        async def noted(lease: ReadLease, *, ttl_s: float = 10.0) -> ReadLease:
+            renewed.append(ttl_s)
+            return await renew(lease, ttl_s=ttl_s)
+
+        monkeypatch.setattr(client, "renew", noted)
+        assert await client.get(store, b"large") == value
+        assert not renewed
+        crawling = Patience(base_s=10.0, slowest_bytes_s=1.0)
+        monkeypatch.setattr("kvstore.client.PATIENCE", crawling)
+        assert await client.get(store, b"large") == value
+        assert [round(ttl_s) for ttl_s in renewed] == [115]
 
 
 async def test_another_value_under_the_same_key_is_refused(shared_node: Node) -> None:

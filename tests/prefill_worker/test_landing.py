@@ -17,7 +17,7 @@ from protocol.checksum import checksum
 from protocol.ids import LeaseId, RequestId
 from protocol.layout import KvLayout
 from protocol.request import SamplingParams
-from transfer import Batch, Transfer, TransferEngine
+from transfer import Batch, ScatterTransfer, TransferEngine, TransferOptions
 
 LAYOUT = KvLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32")
 OWN_BLOCKS, TARGET_BLOCKS = 10, 16
@@ -58,9 +58,9 @@ def plan_of(
 
 def test_neighbours_on_both_sides_become_one_range() -> None:
     size = LAYOUT.piece_bytes
-    assert block_runs([(1, 5), (2, 6), (3, 8)], LAYOUT) == [
-        (size, 5 * size, 2 * size),
-        (3 * size, 8 * size, size),
+    assert block_runs([(1, 5), (2, 6), (3, 8)], LAYOUT).tolist() == [
+        [5 * size, size, 2 * size],
+        [8 * size, 3 * size, size],
     ]
 
 
@@ -74,7 +74,7 @@ def test_a_chunk_writes_exactly_its_own_tokens(
 ) -> None:
     start, end = sorted(bounds)
     moved: dict[int, int] = {}
-    for own, there, length in token_runs(table, target, start, end, LAYOUT):
+    for there, own, length in token_runs(table, target, start, end, LAYOUT).tolist():
         assert length > 0
         moved.update(zip(range(own, own + length), range(there, there + length), strict=True))
     size, token_bytes = LAYOUT.block_size, LAYOUT.token_bytes
@@ -101,18 +101,20 @@ def test_layers_send_k_and_v_and_the_checksums_are_those_of_the_blocks(
 ) -> None:
     monkeypatch.setattr(landing_module, "MIN_BATCH_BYTES", min_batch_bytes)
     table, target = [7, 2, 3], [4, 9, 10]
-    with TransferEngine(cluster_token="secret", transports=["tcp"]) as transfer:
+    with TransferEngine(
+        cluster_token="secret", options=TransferOptions(transports=("tcp",))
+    ) as transfer:
         segment = transfer.allocate(LAYOUT.pool_bytes(OWN_BLOCKS))
         segment.buffer[:] = bytes(i % 251 for i in range(segment.nbytes))
         memory = KvMemory(segment, LAYOUT, OWN_BLOCKS)
-        submitted: list[Transfer] = []
+        submitted: list[list[int]] = []
         counts: list[int] = []
         num_batches = 0
 
-        def submit(transfers: Sequence[Transfer]) -> Batch:
+        def submit(write: ScatterTransfer) -> Batch:
             nonlocal num_batches
             num_batches += 1
-            submitted.extend(transfers)
+            submitted.extend(write.rows.tolist())
             return Batch(0, 0, lambda: None)
 
         writer = StepWriter(memory, [plan_of(table, target, 6, 11, [1, 2])], submit)
@@ -121,13 +123,14 @@ def test_layers_send_k_and_v_and_the_checksums_are_those_of_the_blocks(
             counts.append(num_batches)
         writer.finish()
         assert [*counts, num_batches] == batches
-        assert sum(t.length for t in submitted) == 5 * 2 * LAYOUT.num_layers * LAYOUT.token_bytes
-        first = submitted[0]
+        sent_bytes = sum(length for _, _, length in submitted)
+        assert sent_bytes == 5 * 2 * LAYOUT.num_layers * LAYOUT.token_bytes
+        there, own, _ = submitted[0]
         offset = 2 * LAYOUT.token_bytes  # token 6 is the third of its block
-        assert first.local_offset == LAYOUT.pool_offset(OWN_BLOCKS, 0, 2) + offset
-        assert first.remote_offset == LAYOUT.pool_offset(TARGET_BLOCKS, 0, 9) + offset
-        last = submitted[-1]
-        assert last.local_offset == LAYOUT.pool_offset(OWN_BLOCKS, 3, 2) + offset
+        assert own == LAYOUT.pool_offset(OWN_BLOCKS, 0, 2) + offset
+        assert there == LAYOUT.pool_offset(TARGET_BLOCKS, 0, 9) + offset
+        _, own, _ = submitted[-1]
+        assert own == LAYOUT.pool_offset(OWN_BLOCKS, 3, 2) + offset
 
         def block_checksum(block: int, num_tokens: int) -> int:
             length = num_tokens * LAYOUT.token_bytes

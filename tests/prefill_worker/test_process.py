@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,6 +29,7 @@ from protocol.rpc import Channels
 from protocol.wire import endpoint_from_wire, submission_to_wire
 from tests.prefill_worker.builders import make_placement, make_request
 from tests.prefill_worker.cluster import LIMIT_S, TOKEN, Ears, ReportedLifecycle, listening
+from tests.prometheus import free_port, scrape
 from tests.random_models import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +121,7 @@ async def test_a_process_joins_serves_stores_and_leaves(model_path: Path, tmp_pa
             "--conductor": conductor,
             "--home-store": "store-0",
             "--cache-dir": str(tmp_path),
+            "--metrics-port": str(metrics_port := free_port()),
         }
         async with (
             running(serve_store, store_config),
@@ -141,6 +144,8 @@ async def test_a_process_joins_serves_stores_and_leaves(model_path: Path, tmp_pa
             # Two full blocks, computed here and put into the store that the conductor knows.
             await until_member(channels, conductor, "prefill-0", num_blocks=2)
             await until_member(channels, conductor, "store-0", num_blocks=2)
+            metrics = await asyncio.to_thread(scrape, metrics_port)
+            assert re.search(r'transfer_bytes_total\{op="write",peer="store-0",.* [1-9]', metrics)
 
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0

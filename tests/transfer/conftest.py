@@ -7,14 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine
+from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
+from transfer.rdma.device import discover
 
 TOKEN = "token of the test cluster"
 ROOT = Path(__file__).parents[2]
@@ -48,9 +50,13 @@ class Pair:
 class PeerInProcess:
     """Drives tests/transfer/peer_process.py."""
 
-    def __init__(self, transports: str) -> None:
+    def __init__(
+        self, transports: str, *tls_files: str, within: Sequence[str] = (), rails: str = ""
+    ) -> None:
+        """`within` is a command that runs another, as in another network namespace."""
+        peer = [sys.executable, "-m", "tests.transfer.peer_process", TOKEN, transports, rails]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.transfer.peer_process", TOKEN, transports],
+            [*within, *peer, *tls_files],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -82,7 +88,13 @@ class PeerInProcess:
         self.process.communicate()
 
 
-@pytest.fixture(params=["shm", "tcp"])
+def _transports() -> list[str]:
+    """What this machine has: rdma only where a device port is usable, as in the guest (tests/rdma)."""
+    has_rdma = find_spec("pyverbs") is not None and any(port.usable for port in discover())
+    return ["shm", "tcp", *(["rdma"] if has_rdma else [])]
+
+
+@pytest.fixture(params=_transports())
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -92,7 +104,11 @@ def make_engine(transport: str) -> Iterator[Callable[..., TransferEngine]]:
     engines: list[TransferEngine] = []
 
     def make(token: str = TOKEN, **options: Any) -> TransferEngine:
-        engine = TransferEngine(cluster_token=token, transports=(transport,), **options)
+        engine = TransferEngine(
+            cluster_token=token,
+            faults=options.pop("faults", None),
+            options=TransferOptions(transports=(transport,), **options),
+        )
         engine.start()
         engines.append(engine)
         return engine

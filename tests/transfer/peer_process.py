@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from protocol.errors import MoonserveError
-from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine
+from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
 
 
 class PeerProcess:
-    def __init__(self, token: str, transports: list[str]) -> None:
-        self.engine = TransferEngine(cluster_token=token, transports=transports)
+    def __init__(
+        self, token: str, transports: list[str], rails: list[str], tls_files: list[str]
+    ) -> None:
+        options = TransferOptions(transports=tuple(transports), rails=tuple(rails))
+        if tls_files:
+            certificate, key, authority = map(Path, tls_files)
+            options = replace(
+                options, tls_certificate=certificate, tls_key=key, tls_authority=authority
+            )
+        self.engine = TransferEngine(cluster_token=token, options=options)
         self.engine.start()
         self.segments: dict[int, Segment] = {}
 
@@ -59,7 +69,10 @@ def say(answer: Any) -> None:
 
 
 def main() -> None:
-    peer = PeerProcess(sys.argv[1], sys.argv[2].split(","))
+    token, transports, rails, *tls_files = sys.argv[1:]
+    peer = PeerProcess(
+        token, transports.split(","), [rail for rail in rails.split(",") if rail], tls_files
+    )
     for line in sys.stdin:
         command, *arguments = json.loads(line)
         say(getattr(peer, command)(*arguments))

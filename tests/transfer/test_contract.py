@@ -11,7 +11,7 @@ import pytest
 
 from protocol.errors import InvalidRequest, StaleLease
 from tests.transfer.conftest import Pair, PeerInProcess
-from transfer import Op, RemoteSegment, Transfer, TransferEngine
+from transfer import Op, RemoteSegment, ScatterTransfer, Transfer, TransferEngine, scatter
 
 SIZES = [1, 7, 4096, 65_536, 1 << 20, 16 << 20]
 
@@ -197,6 +197,13 @@ def test_each_transfer_of_a_batch_has_its_own_error(pair: Pair) -> None:
         batch.wait(10)
     kinds = [type(error) for error in batch.errors]
     assert kinds == [type(None), StaleLease, InvalidRequest, InvalidRequest, type(None)]
+
+
+def test_a_scatter_list_without_rows_or_bytes_is_done_at_once(pair: Pair) -> None:
+    for rows in (scatter.rows(), scatter.rows((0, 0, 0), (10, 10, 0))):
+        for op, window_id in ((Op.READ, None), (Op.WRITE, pair.window_id)):
+            transfer = ScatterTransfer(op, pair.local, pair.remote, rows, window_id)
+            pair.near.submit([transfer], deadline_s=10).wait(10)
 
 
 def test_two_processes_read_and_write_each_other(

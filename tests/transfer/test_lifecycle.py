@@ -13,7 +13,7 @@ import pytest
 
 from protocol.errors import ConfigError, InvalidRequest, PeerLost
 from tests.transfer.conftest import TOKEN, Pair, PeerInProcess
-from transfer import Op, RemoteSegment, Transfer, TransferEngine
+from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.address import parse
 
 
@@ -22,11 +22,15 @@ def census() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
+def engine_of(*transports: str) -> TransferEngine:
+    return TransferEngine(cluster_token=TOKEN, options=TransferOptions(transports=transports))
+
+
 def test_nothing_is_left_after_two_hundred_cycles(transport: str) -> None:
     def cycle() -> None:
         with (
-            TransferEngine(cluster_token=TOKEN, transports=(transport,)) as near,
-            TransferEngine(cluster_token=TOKEN, transports=(transport,)) as far,
+            engine_of(transport) as near,
+            engine_of(transport) as far,
         ):
             memory = far.allocate(4096, readable=True)
             local = near.allocate(4096)
@@ -48,9 +52,7 @@ def test_lost_peers_leave_nothing_behind(pair: Pair, make_engine: Callable[..., 
     pair.run(pair.read(0, 0, 10))
     before = census()
     for _ in range(10):
-        with TransferEngine(
-            cluster_token=TOKEN, transports=tuple(parse(pair.far.address).endpoints)
-        ) as other:
+        with engine_of(*parse(pair.far.address).rails) as other:
             memory = other.allocate(4096, readable=True)
             remote = RemoteSegment(other.address, memory.segment_id)
             pair.run(Transfer(Op.READ, pair.local, 0, remote, 0, 10))
@@ -66,13 +68,14 @@ def test_lost_peers_leave_nothing_behind(pair: Pair, make_engine: Callable[..., 
 def test_an_idle_peer_that_is_gone_costs_no_thread(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transfer.peer._IDLE_S", 0.01)
+    monkeypatch.setattr("transfer.lane.IDLE_S", 0.01)
     pair.run(pair.read(0, 0, 10))
     (peer,) = pair.near._peers.values()
-    assert peer.running
+    (lane,) = peer._lanes.values()
+    assert lane.running
     pair.far.close()
-    peer.join()
-    assert not pair.near._peers
+    lane.join()
+    assert peer.idle
     with pytest.raises(PeerLost):
         pair.run(pair.read(0, 0, 10))
 
@@ -164,8 +167,13 @@ def test_closing_twice_is_harmless_and_views_outlive_the_engine(pair: Pair) -> N
 )
 def test_what_cannot_be_started_says_so(token: str, host: str, transports: tuple[str, ...]) -> None:
     before = census()
+
+    def start() -> None:
+        options = TransferOptions(host=host, transports=transports)
+        TransferEngine(cluster_token=token, options=options).start()
+
     with pytest.raises(ConfigError):
-        TransferEngine(cluster_token=token, host=host, transports=transports).start()
+        start()
     assert census() == before
 
 
@@ -179,14 +187,14 @@ def test_memory_that_cannot_be_registered_is_refused(pair: Pair) -> None:
 
 def test_the_first_transport_that_gets_through_is_used() -> None:
     with (
-        TransferEngine(cluster_token=TOKEN, transports=("shm", "tcp")) as near,
-        TransferEngine(cluster_token=TOKEN, transports=("tcp", "shm")) as far,
+        engine_of("shm", "tcp") as near,
+        engine_of("tcp", "shm") as far,
     ):
         memory = far.allocate(100, readable=True)
         memory.buffer[:] = b"m" * 100
         address = parse(far.address)
         # An abstract name in another network namespace looks like this: same host, nobody there.
-        unreachable = far.address.replace(address.endpoints["shm"], "moonserve-elsewhere")
+        unreachable = far.address.replace(address.rails["shm"][0].endpoint, "moonserve-elsewhere")
         other_host = far.address.replace(address.host, "another-boot")
         for where, expected in (
             (far.address, "shm"),
@@ -197,9 +205,8 @@ def test_the_first_transport_that_gets_through_is_used() -> None:
             remote = RemoteSegment(where, memory.segment_id)
             near.submit([Transfer(Op.READ, local, 0, remote, 0, 100)], deadline_s=10).wait(10)
             assert local.buffer == memory.buffer
-            session = near._peers[where]._session
-            assert session is not None
-            assert session.transport == expected
+            paths = near._peers[where]._lanes
+            assert [path.transport for path, lane in paths.items() if lane.connected] == [expected]
 
 
 def test_idle_engines_use_no_processor_time(pair: Pair) -> None:
@@ -210,7 +217,7 @@ def test_idle_engines_use_no_processor_time(pair: Pair) -> None:
 
 
 def test_the_listening_socket_is_gone_after_close(pair: Pair, transport: str) -> None:
-    endpoint = parse(pair.far.address).endpoints[transport]
+    endpoint = parse(pair.far.address).rails[transport][0].endpoint
     pair.far.close()
     if transport == "tcp":
         family, where = socket.AF_INET, ("127.0.0.1", int(endpoint.rpartition(":")[2]))

@@ -10,8 +10,16 @@ import pytest
 
 from protocol.errors import Incompatible, InvalidRequest, PeerLost, Unauthenticated
 from tests.transfer.conftest import Pair, PeerInProcess
-from transfer import FaultPlan, Op, RemoteSegment, Segment, Transfer, TransferEngine
-from transfer.address import Address, parse
+from transfer import (
+    FaultPlan,
+    Op,
+    RemoteSegment,
+    Segment,
+    Transfer,
+    TransferEngine,
+    TransferOptions,
+)
+from transfer.address import parse
 
 Make = Callable[..., TransferEngine]
 
@@ -134,7 +142,7 @@ def test_a_closing_window_does_not_wait_for_a_writer_that_went_silent(
 
 def test_another_incarnation_is_not_taken_for_the_old_peer(pair: Pair, make_engine: Make) -> None:
     old, new = parse(pair.far.address), parse(make_engine().address)
-    impostor = str(Address(old.instance, new.host, new.endpoints))
+    impostor = str(replace(new, instance=old.instance))
     batch = pair.near.submit(
         [Transfer(Op.READ, pair.local, 0, RemoteSegment(impostor, 1), 0, 10)], deadline_s=10
     )
@@ -188,8 +196,8 @@ def test_a_wrong_token_is_refused_by_both_sides(pair: Pair, make_engine: Make) -
 
 def test_an_address_of_another_version_or_none_at_all_is_refused(pair: Pair) -> None:
     for address, error in (
-        (pair.far.address.replace("ms1", "ms2", 1), Incompatible),
-        ("ms1;id=zz;host=x", InvalidRequest),
+        (pair.far.address.replace("ms2", "ms3", 1), Incompatible),
+        ("ms2;id=zz;host=x", InvalidRequest),
         ("nonsense", InvalidRequest),
     ):
         remote = RemoteSegment(address, 1)
@@ -201,7 +209,8 @@ def test_peers_without_a_common_transport_are_lost_to_each_other(
     pair: Pair, transport: str
 ) -> None:
     other = "tcp" if transport == "shm" else "shm"
-    with TransferEngine(cluster_token="t", transports=(other,)) as stranger:
+    options = TransferOptions(transports=(other,))
+    with TransferEngine(cluster_token="t", options=options) as stranger:
         remote = RemoteSegment(stranger.address, 1)
         with pytest.raises(PeerLost, match="common"):
             pair.run(Transfer(Op.READ, pair.local, 0, remote, 0, 10))

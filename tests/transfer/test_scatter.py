@@ -10,52 +10,68 @@ from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest
 from transfer import scatter
+from transfer.base import LENGTH, LOCAL, REMOTE, Rows
 
-ranges = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=20)
-
-
-def positions(pairs: list[tuple[int, int]]) -> list[int]:
-    return [place for offset, length in pairs for place in range(offset, offset + length)]
+Runs = list[tuple[int, int, int]]
+runs = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(1, 50)), max_size=20)
 
 
-@given(ranges)
-def test_merging_keeps_every_byte_in_order(pairs: list[tuple[int, int]]) -> None:
-    merged = scatter.merge(pairs)
-    assert positions(merged) == positions(pairs)
-    assert all(a + n != b for (a, n), (b, _) in itertools.pairwise(merged))
+def positions(rows: Rows, side: int) -> list[int]:
+    return [place for row in rows.tolist() for place in range(row[side], row[side] + row[LENGTH])]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 5)), max_size=20))
+def test_merging_keeps_every_byte_in_order(steps: Runs) -> None:
+    """Runs that follow each other with small gaps, so that many touch."""
+    made, remote, local = [], 0, 0
+    for remote_gap, local_gap, length in steps:
+        remote, local = remote + remote_gap, local + local_gap
+        made.append((remote, local, length))
+        remote, local = remote + length, local + length
+    rows = scatter.rows(*made)
+    merged = scatter.merge(rows)
+    for side in (REMOTE, LOCAL):
+        assert positions(merged, side) == positions(rows, side)
+    for first, second in itertools.pairwise(merged.tolist()):
+        assert first[REMOTE] + first[LENGTH] != second[REMOTE] or (
+            first[LOCAL] + first[LENGTH] != second[LOCAL]
+        )
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 2**62)] * 3), max_size=20))
-def test_rows_survive_the_wire(rows: list[tuple[int, int, int]]) -> None:
-    assert [tuple(row) for row in scatter.unpack(scatter.pack(rows)).tolist()] == rows
+def test_rows_survive_the_wire(made: Runs) -> None:
+    received = scatter.unpack(scatter.pack(scatter.rows(*made)))
+    assert [tuple(row) for row in received.tolist()] == made
 
 
-@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 50))))
-def test_chunks_are_the_same_bytes_and_no_larger_than_allowed(
-    rows: list[tuple[int, int, int]],
+@given(runs, st.integers(1, 40), st.integers(1, 7))
+def test_groups_are_the_same_bytes_and_no_larger_than_allowed(
+    made: Runs, limit_bytes: int, limit_rows: int
 ) -> None:
-    groups = list(scatter.chunks(rows, 16))
-    assert all(scatter.total(group) <= 16 for group in groups)
-    flat = [row for group in groups for row in group]
-    for side in (scatter.REMOTE, scatter.LOCAL):
-        before = positions([(row[side], row[2]) for row in rows])
-        assert positions([(row[side], row[2]) for row in flat]) == before
+    rows = scatter.rows(*made)
+    groups = list(scatter.cut(rows, limit_bytes, limit_rows))
+    assert all(scatter.total(group) <= limit_bytes for group in groups)
+    assert all(1 <= len(group) <= limit_rows for group in groups)
+    for side in (REMOTE, LOCAL):
+        flat = [place for group in groups for place in positions(group, side)]
+        assert flat == positions(rows, side)
 
 
 @given(st.lists(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3), max_size=5))
-def test_bounds_hold_for_any_numbers_a_peer_may_send(rows: list[tuple[int, int, int]]) -> None:
-    inside = all(start >= 0 and length >= 0 and start + length <= 100 for start, _, length in rows)
-    received = scatter.unpack(scatter.pack(rows))
+def test_bounds_hold_for_any_numbers_a_peer_may_send(made: Runs) -> None:
+    inside = all(start >= 0 and length >= 0 and start + length <= 100 for start, _, length in made)
+    received = scatter.unpack(scatter.pack(scatter.rows(*made)))
     if inside:
-        scatter.require_inside(received, scatter.REMOTE, 100)
+        scatter.require_inside(received, REMOTE, 100)
     else:
         with pytest.raises(InvalidRequest):
-            scatter.require_inside(received, scatter.REMOTE, 100)
+            scatter.require_inside(received, REMOTE, 100)
 
 
-def test_copying_small_and_large_runs() -> None:
-    source = memoryview(bytes(range(256)) * 1024)
-    into = memoryview(bytearray(len(source)))
-    scatter.copy(into, source, [(0, 3, 10), (100, 50, 100_000), (200_000, 0, 0)])
-    assert into[:10] == source[3:13]
-    assert into[100:100_100] == source[50:100_050]
+@given(runs)
+def test_a_checksum_is_that_of_the_bytes_in_order(made: Runs) -> None:
+    buffer = memoryview(bytes(range(200)))
+    joined = b"".join(bytes(buffer[local : local + length]) for _, local, length in made)
+    whole = memoryview(joined)
+    expected = scatter.checksum(whole, scatter.rows((0, 0, len(joined))), LOCAL)
+    assert scatter.checksum(buffer, scatter.rows(*made), LOCAL) == expected

@@ -28,7 +28,7 @@ def test_a_write_is_let_through_exactly_when_all_its_bytes_are_allowed(
 ) -> None:
     table, memory = WindowTable(), segment()
     window_id = table.open(memory, [(4 * unit, 4) for unit in allowed])
-    rows = scatter.unpack(scatter.pack([(start, 0, length)]))
+    rows = scatter.rows((start, 0, length))
     permitted = {4 * unit + i for unit in allowed for i in range(4)}
     window = table.find(window_id, memory.segment_id)
     if length > 0 and set(range(start, start + length)) <= permitted:
@@ -55,6 +55,36 @@ def test_closing_waits_for_the_store_under_way_and_refuses_the_next() -> None:
     closer.join()
     with pytest.raises(StaleLease), window:
         pytest.fail("stored through a closed window")
+
+
+def test_a_hold_that_ends_in_time_is_not_revoked() -> None:
+    table, memory = WindowTable(), segment()
+    window = table.find(table.open(memory, [(0, 10)]), memory.segment_id)
+    hold = window.hold(lambda: pytest.fail("revoked without need"))
+    closer = threading.Thread(target=table.close, args=(window.window_id,))
+    closer.start()
+    hold.leave()
+    hold.leave()
+    closer.join(5)
+    assert not closer.is_alive()
+
+
+def test_closing_revokes_a_hold_that_hangs_and_grants_no_other() -> None:
+    table, memory = WindowTable(), segment()
+    window = table.find(table.open(memory, [(0, 10)]), memory.segment_id)
+    revoked = threading.Event()
+    hold = window.hold(revoked.set)
+
+    def leave_when_revoked() -> None:
+        assert revoked.wait(5)
+        hold.leave()
+
+    leaver = threading.Thread(target=leave_when_revoked)
+    leaver.start()
+    table.close(window.window_id)
+    leaver.join()
+    with pytest.raises(StaleLease):
+        window.hold(revoked.set)
 
 
 def test_ids_are_never_used_again() -> None:

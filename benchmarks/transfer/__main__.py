@@ -1,0 +1,127 @@
+"""`make bench-transfer`: one table of moonserve, the machine's limits and other engines.
+
+Every contestant is two processes, initiator and target; medians over rounds in which all take turns;
+everything moved is compared byte for byte once. Exit status 1 when a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import write_json
+from benchmarks.transfer import rounds
+from benchmarks.transfer.bars import bars
+from benchmarks.transfer.contestant import Contestant
+from benchmarks.transfer.contestants import CONTESTANTS
+from benchmarks.transfer.pair import Placement
+from benchmarks.transfer.quiet import Quiet
+from benchmarks.transfer.report import report
+from benchmarks.transfer.results import OPS, figures
+from benchmarks.transfer.workload import LATENCY, POOL_BYTES, SIZES, Load, throughput
+
+PEERS_PYTHON = Path(".venv-bench/bin/python")
+QUICK_SIZES = ("64 KiB", "1 MiB", "16 MiB")
+SAMPLE_S, QUICK_SAMPLE_S = 0.15, 0.06
+ROUNDS, QUICK_ROUNDS = 5, 3
+
+
+def main() -> int:
+    arguments = _arguments()
+    loads = [throughput(op, *SIZES[size]) for size in arguments.sizes for op in OPS] + [LATENCY]
+    document = _measured(arguments, loads)
+    print(report(document))
+    write_json(arguments.json, document)
+    return 0 if all(bar["met"] is not False for bar in document["bars"]) else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transfer",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="1 to 2 minutes: fewer sizes, 3 rounds"
+    )
+    parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}; at least 5 for a claim")
+    parser.add_argument("--sizes", type=_names(SIZES), help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--only", type=_contestants, help="names, or how they begin; by commas")
+    parser.add_argument(
+        "--placement", type=Placement, choices=list(Placement), default=Placement.APART
+    )
+    parser.add_argument("--json", type=Path, default=Path("out/transfer.json"))
+    arguments = parser.parse_args()
+    arguments.sizes = arguments.sizes or list(QUICK_SIZES if arguments.quick else SIZES)
+    arguments.rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
+    arguments.only = arguments.only or list(CONTESTANTS)
+    return arguments
+
+
+def _names(known: dict[str, Any]) -> Any:
+    def parse(text: str) -> list[str]:
+        by_key = {name.replace(" ", ""): name for name in known}
+        keys = [key.strip().replace(" ", "") for key in text.split(",")]
+        if unknown := set(keys) - set(by_key):
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+        return [by_key[key] for key in keys]
+
+    return parse
+
+
+def _contestants(text: str) -> list[Contestant]:
+    starts = tuple(part.strip() for part in text.split(","))
+    chosen = [contestant for contestant in CONTESTANTS if contestant.name.startswith(starts)]
+    if not chosen:
+        names = ", ".join(contestant.name for contestant in CONTESTANTS)
+        raise argparse.ArgumentTypeError(f"nobody of {names}")
+    return chosen
+
+
+def _measured(arguments: argparse.Namespace, loads: Sequence[Load]) -> dict[str, Any]:
+    quiet = Quiet()
+    sample_s = QUICK_SAMPLE_S if arguments.quick else SAMPLE_S
+    with (
+        tempfile.TemporaryDirectory() as log_dir,
+        rounds.seated(arguments.only, _python, Path(log_dir), arguments.placement) as seats,
+    ):
+        rounds.verify(seats, loads)
+        rounds.measure(seats, loads, rounds=arguments.rounds, min_s=sample_s)
+        results = {seat.contestant.name: figures(seat.result, arguments.sizes) for seat in seats}
+    return {
+        "machine": _machine(),
+        "others_cores": quiet.others_cores(),
+        "rounds": arguments.rounds,
+        "placement": arguments.placement,
+        "pool_bytes": POOL_BYTES,
+        "in_flight": {size: _in_flight(size) for size in arguments.sizes},
+        "results": results,
+        "bars": bars(results, arguments.sizes),
+    }
+
+
+def _in_flight(size: str) -> int:
+    load = throughput("read", *SIZES[size])
+    return load.requests * load.outstanding
+
+
+def _python(contestant: Contestant) -> Path:
+    return PEERS_PYTHON if contestant.in_peers_environment else Path(sys.executable)
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the machine can do: memory copies, reads across processes, raw sockets."""

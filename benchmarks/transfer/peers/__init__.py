@@ -1,0 +1,1 @@
+"""Other transfer engines, each used as its documentation says, from Python."""

@@ -1,0 +1,189 @@
+"""How moonserve's cost per byte changes with the number of peers, of concurrent batches and of rails.
+
+One initiator; batches of 4 × 64 KiB over the same 128 MiB. Peers: two batches in flight for each of
+them. Batches: that many in flight to one peer. Rails: loopback addresses. Flat means: at the far end of a
+series a GB costs at most `FLAT` times the CPU seconds that it costs at the cheapest point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import table, write_json
+from benchmarks.transfer import rounds
+from benchmarks.transfer.contestant import Contestant
+from benchmarks.transfer.pair import Placement
+from benchmarks.transfer.results import OPS, summary
+from benchmarks.transfer.workload import KIB, Load
+
+BLOCK_BYTES, REQUESTS = 64 * KIB, 4
+COUNTS = {
+    "peers": (1, 2, 4, 8, 16, 32, 64),
+    "batches": (1, 4, 16, 64, 256),
+    "rails": (1, 2, 3, 4),
+}
+DEFAULT_BATCHES = 8
+FLAT = 1.3
+SAMPLE_S = 0.15
+
+Point = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transfer.scaling",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--checksums", action="store_true")
+    parser.add_argument("--only", choices=list(COUNTS), help="one dimension")
+    parser.add_argument(
+        "--placement", type=Placement, choices=list(Placement), default=Placement.APART
+    )
+    parser.add_argument("--json", type=Path, default=Path("out/transfer-scaling.json"))
+    parser.add_argument("--plot", type=Path, help="a PNG file of the table")
+    arguments = parser.parse_args()
+    points = [
+        point
+        for dimension in ([arguments.only] if arguments.only else COUNTS)
+        for transport in ("shm", "tcp")
+        if (dimension, transport) != ("rails", "shm")
+        for point in _series(dimension, transport, arguments)
+    ]
+    series = _flatness(points)
+    print(_report(points, series))
+    write_json(arguments.json, {"points": points, "series": series})
+    if arguments.plot:
+        _plot(points, arguments.plot)
+    return 0 if all(each["met"] for each in series) else 1
+
+
+def _series(dimension: str, transport: str, arguments: argparse.Namespace) -> list[Point]:
+    """All points of one line, measured in turns."""
+    contestants = [
+        _contestant(dimension, count, transport, arguments.checksums) for count in COUNTS[dimension]
+    ]
+    loads = [Load(op, BLOCK_BYTES, requests=REQUESTS) for op in OPS]
+    with (
+        tempfile.TemporaryDirectory() as log_dir,
+        rounds.seated(
+            contestants, lambda _: Path(sys.executable), Path(log_dir), arguments.placement
+        ) as seats,
+    ):
+        rounds.verify(seats, loads)
+        rounds.measure(seats, loads, rounds=arguments.rounds, min_s=SAMPLE_S)
+        return [
+            _point(dimension, transport, count, load, seat)
+            for count, seat in zip(COUNTS[dimension], seats, strict=True)
+            for load in loads
+        ]
+
+
+def _contestant(dimension: str, count: int, transport: str, checksums: bool) -> Contestant:
+    shape = {"peers": 1, "rails": 1, "outstanding": DEFAULT_BATCHES}
+    if dimension == "peers":
+        shape |= {"peers": count, "outstanding": 2 * count}
+    elif dimension == "batches":
+        shape |= {"outstanding": count}
+    else:
+        shape |= {"rails": count}
+    return Contestant(
+        name=f"{transport} {dimension} {count}",
+        group="moonserve",
+        module="benchmarks.transfer.crowd:",
+        options={"transport": transport, "checksums": checksums, **shape},
+    )
+
+
+def _point(dimension: str, transport: str, count: int, load: Load, seat: rounds.Seat) -> Point:
+    samples = seat.result.samples.get((load, ""))
+    failure = seat.result.absent or seat.result.errors.get(load)
+    where = {"dimension": dimension, "transport": transport, "count": count, "op": load.op}
+    if failure or not samples:
+        return where | {"failed": failure or "no samples"}
+    return where | summary(samples)
+
+
+def _flatness(points: Sequence[Point]) -> list[dict[str, Any]]:
+    lines: dict[tuple[str, str, str], list[Point]] = {}
+    for point in points:
+        lines.setdefault((point["dimension"], point["transport"], point["op"]), []).append(point)
+    series = []
+    for (dimension, transport, op), line in lines.items():
+        costs = [point["cpu_s_per_gb"] for point in line if "failed" not in point]
+        growth = costs[-1] / min(costs) if len(costs) == len(line) else None
+        name = f"{transport} {op}, 1 … {line[-1]['count']} {dimension}"
+        met = growth is not None and growth <= FLAT
+        series.append({"series": name, "growth": growth, "met": met})
+    return series
+
+
+def _report(points: Sequence[Point], series: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        [
+            f"{point['count']} {point['dimension']}",
+            f"{point['transport']} {point['op']}",
+            point.get("failed") or f"{point['gb_s']:.2f}",
+            "" if "failed" in point else f"{point['cpu_s_per_gb']:.3f}",
+        ]
+        for point in points
+    ]
+    lines = [
+        [
+            each["series"],
+            f"{each['growth']:.2f}",
+            f"≤ {FLAT}",
+            "met" if each["met"] else "**missed**",
+        ]
+        for each in series
+    ]
+    return "\n\n".join(
+        [
+            table(("", "", "GB/s", "CPU s/GB"), rows),
+            table(
+                ("CPU s/GB at the far end / at the cheapest point", "reached", "asked", ""), lines
+            ),
+        ]
+    )
+
+
+def _plot(points: Sequence[Point], path: Path) -> None:
+    from matplotlib import pyplot
+
+    dimensions = list(dict.fromkeys(point["dimension"] for point in points))
+    figure, panels = pyplot.subplots(
+        2, len(dimensions), figsize=(4 * len(dimensions), 5), sharex="col", squeeze=False
+    )
+    for column, dimension in enumerate(dimensions):
+        here = [p for p in points if p["dimension"] == dimension and "failed" not in p]
+        for panel, figure_name in zip(panels[:, column], ("gb_s", "cpu_s_per_gb"), strict=True):
+            _draw(panel, here, figure_name)
+        panels[1, column].set_xlabel(dimension)
+        panels[1, column].set_xscale("log", base=2)
+        panels[1, column].set_xticks(COUNTS[dimension], labels=map(str, COUNTS[dimension]))
+    panels[0, 0].set_ylabel("GB/s")
+    panels[1, 0].set_ylabel("CPU seconds per GB")
+    panels[0, 0].legend(fontsize="small")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=80)
+
+
+def _draw(panel: Any, points: Sequence[Point], figure: str) -> None:
+    for number, (transport, op) in enumerate(itertools.product(("shm", "tcp"), OPS)):
+        line = [p for p in points if (p["transport"], p["op"]) == (transport, op)]
+        values = [point[figure] for point in line]
+        counts = [point["count"] for point in line]
+        panel.plot(counts, values, marker="o", color=f"C{number}", label=f"{transport} {op}")
+    panel.set_ylim(bottom=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The inside of one contestant's process: does what the driver says, one message at a time.
+
+Messages are JSON lines over a socket of its own, because libraries print. Knows no other contestant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import select
+import socket
+import traceback
+from typing import Any
+
+import numpy as np
+
+from benchmarks.transfer.contestant import Initiator, Side, Target
+from benchmarks.transfer.workload import POOL_BYTES, Load, differing_blocks, pattern
+
+
+class Control:
+    """The socket to the driver; one JSON value per line, both ways."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._reader = connection.makefile("rb")
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> dict[str, Any]:
+        """Raises EOFError when the other side has gone."""
+        line = self._reader.readline()
+        if not line:
+            raise EOFError("the control connection is closed")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def pending(self, timeout_s: float = 0) -> bool:
+        return bool(select.select([self._connection], [], [], timeout_s)[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=("target", "initiator"))
+    parser.add_argument("module")
+    parser.add_argument("prefix")
+    parser.add_argument("options", type=json.loads)
+    parser.add_argument("control", type=int)
+    arguments = parser.parse_args()
+    control = Control(socket.socket(fileno=arguments.control))
+    try:
+        module = importlib.import_module(arguments.module)
+        kind = getattr(module, arguments.prefix + arguments.role.capitalize())
+        side: Side = kind(arguments.options)
+        control.send({"hello": side.hello()})
+        _obey(control, side)
+    except EOFError:
+        return
+    except Exception as error:
+        traceback.print_exc()
+        control.send(_failure(error))
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _obey(control: Control, side: Side) -> None:
+    while True:
+        message = control.receive()
+        if message["do"] == "close":
+            side.close()
+            control.send({})
+            return
+        try:
+            control.send(_done(control, side, **message) or {})
+        except Exception as error:
+            traceback.print_exc()
+            control.send(_failure(error))
+
+
+def _done(control: Control, side: Side, do: str, **arguments: Any) -> dict[str, Any] | None:
+    if do == "connect":
+        side.connect(arguments["other"])
+    elif do == "fill":
+        side.fill(pattern())
+    elif do == "blank":
+        side.fill(np.zeros(POOL_BYTES, np.uint8))
+    elif do == "compare":
+        return {"differing": differing_blocks(side.landed(), Load(**arguments["load"]))}
+    elif do == "serve" and isinstance(side, Target):
+        control.send({})
+        _serve(control, side, Load(**arguments["load"]), arguments["mode"])
+    elif isinstance(side, Initiator):
+        return _initiate(side, do, arguments)
+    return None
+
+
+def _serve(control: Control, side: Target, load: Load, mode: str) -> None:
+    """Was answered as it began; "stop", which ends it, is answered when it has ended."""
+    try:
+        side.serve(load, mode, control.pending)
+    finally:
+        control.receive()
+
+
+def _initiate(side: Initiator, do: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
+    if do == "prepare":
+        side.prepare(Load(**arguments["load"]), arguments["mode"])
+    elif do == "run":
+        return side.run(arguments["min_s"])
+    elif do == "latencies":
+        return {"latencies": side.latencies()}
+    elif do == "done":
+        side.done()
+    return None
+
+
+if __name__ == "__main__":
+    main()

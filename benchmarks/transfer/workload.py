@@ -1,0 +1,102 @@
+"""What every contestant does: which blocks move where, in what order, and how that is verified.
+
+Its rule: all contestants touch memory in the same pattern. Both ends own a pool several times larger than
+the last-level cache; blocks travel between two fixed random permutations of its places, so every
+transfer is cold, none are adjacent (nothing to coalesce), and a copy in memory is measured under the
+same cache and TLB misses as a transfer. Knows no contestant. Needs numpy only: it runs in the peers'
+environment too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Offsets = npt.NDArray[np.int64]
+"""Shape (requests, blocks, 2): remote and local offset of each block of one batch."""
+
+REMOTE, LOCAL = 0, 1
+KIB, MIB = 1 << 10, 1 << 20
+POOL_BYTES = 128 * MIB
+REQUESTS_PER_BATCH = 16
+BATCH_BYTES = 32 * MIB
+"""A batch has 16 requests, or as many as fit into this."""
+OUTSTANDING = 2
+BLOCKS_PER_SWEEP = 8192
+"""4 KiB blocks: a random quarter of the pool, or slow contestants would take seconds."""
+PATTERN_BYTES = MIB + 4099
+"""No multiple of any block size, so that neighbouring blocks differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One kind of work: `op` of requests of `blocks` blocks of `block_bytes` each."""
+
+    op: str
+    """"read" or "write", seen from the initiator."""
+    block_bytes: int
+    blocks: int = 1
+    requests: int = 1
+    """Per batch."""
+    outstanding: int = OUTSTANDING
+    """Batches in flight."""
+    sweep_blocks: int = BLOCKS_PER_SWEEP
+
+    @property
+    def batch_bytes(self) -> int:
+        return self.requests * self.blocks * self.block_bytes
+
+    def batches(self) -> list[Offsets]:
+        """One sweep over the pool."""
+        places = POOL_BYTES // self.block_bytes
+        per_batch = self.requests * self.blocks
+        used = min(places, self.sweep_blocks) // per_batch * per_batch
+        order = np.random.default_rng(self.block_bytes)
+        ends = [order.permutation(places)[:used] for _ in (REMOTE, LOCAL)]
+        offsets = np.stack(ends, axis=-1).astype(np.int64) * self.block_bytes
+        return list(offsets.reshape(-1, self.requests, self.blocks, 2))
+
+
+def throughput(op: str, block_bytes: int, blocks: int = 1) -> Load:
+    """Several requests in flight: as many for everybody."""
+    fit = BATCH_BYTES // (block_bytes * blocks)
+    return Load(op, block_bytes, blocks, 1 if blocks > 1 else max(1, min(REQUESTS_PER_BATCH, fit)))
+
+
+LATENCY = Load("read", 64 * KIB, outstanding=1, sweep_blocks=512)
+SIZES: dict[str, tuple[int, int]] = {
+    "4 KiB": (4 * KIB, 1),
+    "64 KiB": (64 * KIB, 1),
+    "128 KiB": (128 * KIB, 1),
+    "1 MiB": (MIB, 1),
+    "16 MiB": (16 * MIB, 1),
+    "64 MiB": (64 * MIB, 1),
+    "1000×16 KiB": (16 * KIB, 1000),
+}
+"""Block size and blocks per request by the name in the table."""
+
+
+def pattern() -> Bytes:
+    """What the source pool holds while a transfer is verified; the same in both processes."""
+    base = np.random.default_rng(1).integers(0, 256, PATTERN_BYTES, dtype=np.uint8)
+    return np.resize(base, POOL_BYTES)
+
+
+def differing_blocks(landed: Bytes, load: Load) -> int:
+    """How many blocks of one sweep are not what the source held, byte for byte."""
+    source = pattern().reshape(-1, load.block_bytes)
+    target = landed.reshape(-1, load.block_bytes)
+    come_from, go_to = (REMOTE, LOCAL) if load.op == "read" else (LOCAL, REMOTE)
+    wrong = 0
+    for batch in load.batches():
+        for places in batch.reshape(-1, 2) // load.block_bytes:
+            wrong += not np.array_equal(target[places[go_to]], source[places[come_from]])
+    return wrong
+
+
+def as_json(load: Load) -> dict[str, Any]:
+    return {name: getattr(load, name) for name in Load.__slots__}

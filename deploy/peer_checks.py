@@ -1,0 +1,161 @@
+"""Whether this host can reach a peer, for `moonserve doctor --peer`: endpoint by endpoint, then the handshake.
+
+Owns what an operator is told about each way of failing. Its rule: every wait is bounded by seconds.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from deploy.findings import Finding, State
+from protocol.errors import Incompatible, MoonserveError, Unauthenticated
+from transfer import TransferEngine, TransferOptions
+from transfer.address import Address, host_identity, parse
+from transfer.base import Rail
+from transfer.rails.interfaces import owner_of, read_addresses
+
+SECTION = "peer"
+
+_CONNECT_S = 1.5
+_HANDSHAKE_S = 3.0
+_HOST_AND_PORT = re.compile(r"\[?(?P<host>[^\]@;,]+)\]?:(?P<port>\d{1,5})")
+
+_WHY = {
+    errno.ECONNREFUSED: (
+        "refused",
+        "nothing listens there: an address ends with its process, ask for the current one",
+    ),
+    errno.ETIMEDOUT: (
+        f"no answer within {_CONNECT_S:g} s",
+        "a firewall drops it, or the peer advertises an address that is not routed from here (--host there)",
+    ),
+    errno.EHOSTUNREACH: ("no such host on that network", "is the peer up, and the address right?"),
+    errno.ENETUNREACH: ("no route to that network", "name a reachable address with --host there"),
+    errno.EINVAL: ("cannot be dialled", "the peer advertises an address that only it can use"),
+}
+
+
+def check_peer(text: str, options: TransferOptions, cluster_token: str) -> Iterator[Finding]:
+    """`text` is what an engine publishes ("ms2;…"), or just host:port."""
+    match = _HOST_AND_PORT.fullmatch(text)
+    if match:
+        yield _dial_tcp("tcp", Rail("tcp", text, text))
+        return
+    try:
+        address = parse(text)
+    except MoonserveError as error:
+        advice = "give host:port, or the whole address as the peer logged it, in quotes"
+        if isinstance(error, Incompatible):
+            advice = "run the same version of moonserve at both ends"
+        yield Finding(SECTION, "address", State.PROBLEM, error.message, advice)
+        return
+    reached: set[str] = set()
+    for transport, rails in address.rails.items():
+        for rail in rails:
+            finding = _dial_shm(address, rail) if transport == "shm" else _dial_tcp(transport, rail)
+            if finding.state is State.OK:
+                reached.add(transport)
+            elif transport not in options.transports:
+                finding = replace(finding, state=State.NOTE)
+            yield finding
+    yield from _shake_hands(text, address, reached, options, cluster_token)
+
+
+def _dial_shm(address: Address, rail: Rail) -> Finding:
+    if address.host != host_identity():
+        return Finding(SECTION, "shm", State.NOTE, "the peer runs under another kernel")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(_CONNECT_S)
+        try:
+            sock.connect("\0" + rail.endpoint)
+        except OSError as error:
+            advice = (
+                "has it ended, or does it run in another container (network namespace)? "
+                "there, leave shm out of --transports"
+            )
+            text = f"{rail.endpoint}: {error.strerror or error}"
+            return Finding(SECTION, "shm", State.PROBLEM, text, advice)
+    return Finding(SECTION, "shm", State.OK, f"{rail.endpoint}: reached on this host")
+
+
+def _dial_tcp(transport: str, rail: Rail) -> Finding:
+    """Of rdma, this is the connection beside the queue pairs."""
+    subject = f"{transport} {rail.name}" if rail.name != rail.endpoint else transport
+    host, _, port = rail.endpoint.rpartition(":")
+    began = time.perf_counter()
+    try:
+        with socket.create_connection((host.strip("[]"), _port(port)), _CONNECT_S) as sock:
+            seconds = time.perf_counter() - began
+            source = sock.getsockname()[0]
+    except (OSError, ValueError) as error:
+        text, advice = _explained(error)
+        return Finding(SECTION, subject, State.PROBLEM, f"{rail.endpoint}: {text}", advice)
+    interface = owner_of(source, read_addresses()) or "an unknown interface"
+    text = f"{rail.endpoint}: reached from {source} on {interface} in {seconds * 1e3:.1f} ms"
+    facts = {"source": source, "interface": interface, "connect_s": seconds}
+    return Finding(SECTION, subject, State.OK, text, facts=facts)
+
+
+def _port(text: str) -> int:
+    """Raises ValueError. The resolver would take it modulo 65536."""
+    port = int(text)
+    if not 0 < port < 65536:
+        raise ValueError(f"there is no port {port}")
+    return port
+
+
+def _explained(error: Exception) -> tuple[str, str]:
+    code = errno.ETIMEDOUT if isinstance(error, TimeoutError) else getattr(error, "errno", None)
+    return _WHY.get(code or 0, (str(error), "is the host name right, and the port below 65536?"))
+
+
+def _shake_hands(
+    text: str, address: Address, reached: set[str], options: TransferOptions, cluster_token: str
+) -> Iterator[Finding]:
+    """Over each transport that was reached and that `options` allow."""
+    if not cluster_token:
+        advice = "set MOONSERVE_CLUSTER_TOKEN to the cluster's"
+        yield Finding(SECTION, "handshake", State.NOTE, "not tried without a cluster token", advice)
+        return
+    for transport in options.transports:
+        if transport in reached:
+            yield _handshake(text, address, transport, options, cluster_token)
+
+
+def _handshake(
+    text: str, address: Address, transport: str, options: TransferOptions, cluster_token: str
+) -> Finding:
+    subject = f"{transport} handshake"
+    source = _source_towards(address) if not options.rails else None
+    options = replace(options, transports=(transport,), topology=None, host=source or options.host)
+    try:
+        with TransferEngine(cluster_token=cluster_token, options=options, name="doctor") as engine:
+            segments = engine.open(text, deadline_s=_HANDSHAKE_S)
+    except MoonserveError as error:
+        advice = "see the peer's log"
+        if isinstance(error, Unauthenticated):
+            advice = "MOONSERVE_CLUSTER_TOKEN differs between here and there"
+        elif isinstance(error, Incompatible):
+            advice = "run the same version of moonserve at both ends"
+        return Finding(SECTION, subject, State.PROBLEM, error.message, advice)
+    listed = f"{len(segments)} readable segments" if len(segments) != 1 else "1 readable segment"
+    return Finding(SECTION, subject, State.OK, f"authenticated; {listed}")
+
+
+def _source_towards(address: Address) -> str | None:
+    """The local address that the route to the peer's first TCP rail starts from. Sends nothing."""
+    for rail in address.rails.get("tcp", ()):
+        host = rail.endpoint.rpartition(":")[0].strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            try:
+                sock.connect((host, 9))
+            except OSError:
+                continue
+            return str(sock.getsockname()[0])
+    return None

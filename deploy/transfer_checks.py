@@ -1,0 +1,264 @@
+"""What `moonserve doctor` finds out about moving KV: by moving some, between two engines in this process.
+
+Owns the trial of each transport and what its outcome means to the operator. Its rule: a transport is
+usable when bytes went both ways over it and were right, not when its parts seem to be there.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from deploy.findings import Finding, State, rate
+from protocol.errors import ConfigError, MoonserveError
+from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
+from transfer.base import LENGTH, Rail
+from transfer.native.process_memory import OtherProcess
+from transfer.rails.interfaces import local_tcp_rails, reachable_addresses, read_addresses
+from transfer.rails.sysfs import read_topology
+from transfer.rails.topology import Topology
+from transfer.rdma.device import Port, discover
+
+TRANSPORTS = ("shm", "rdma", "tcp")
+
+_DEADLINE_S = 3.0
+_PROBE_BYTES = 64 << 10
+_MOST_BYTES = 32 << 20
+_MEASURE_S = 0.4
+_NUM_LATENCIES = 100
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Two engines, one transport; what came of it."""
+
+    transport: str
+    error: str = ""
+    """Why it cannot be used; empty when it can."""
+    read_bytes_s: float | None = None
+    latency_s: float | None = None
+    """Median of single READs of 64 KiB."""
+
+
+def check_transports(options: TransferOptions, *, measure: bool) -> Iterator[Finding]:
+    """Every transport; one that `options` names and that fails is a problem. Raises ConfigError."""
+    unknown = [name for name in options.transports if name not in TRANSPORTS]
+    if unknown:
+        raise ConfigError(f"--transports {unknown[0]}: choose from {', '.join(TRANSPORTS)}")
+    if measure:
+        yield _memcpy()
+    for transport in TRANSPORTS:
+        trial = try_transport(transport, options, measure=measure)
+        yield _outcome(trial, asked=transport in options.transports)
+        if transport == "shm" and not trial.error:
+            yield _other_processes()
+    for port in discover():
+        state = State.OK if port.usable else State.NOTE
+        yield Finding("transports", f"rdma {port.name}", state, str(port), facts=_port_facts(port))
+
+
+def check_rails(options: TransferOptions) -> tuple[list[Finding], Topology | None]:
+    """The rails that an engine with these options has, others it could have, and the topology matrix."""
+    try:
+        rails = _rails(options)
+        topology = read_topology(rails, options.topology)
+    except ConfigError as error:
+        advice = "see --transfer-rails, --transfer-topology and --host"
+        return [Finding("rails", "rails", State.PROBLEM, error.message, advice)], None
+    findings = [_rail(rail, used=True) for rail in rails]
+    findings += [_rail(rail, used=False) for rail in _unused(rails)]
+    for location, preference in topology.matrix.items():
+        text = f"prefers {', '.join(preference.preferred) or 'nothing'}"
+        if preference.secondary:
+            text += f"; then {', '.join(preference.secondary)}"
+        findings.append(Finding("topology", location, State.OK, text))
+    return findings, topology
+
+
+def try_transport(transport: str, options: TransferOptions, *, measure: bool) -> Trial:
+    """Moves bytes there and back over this transport alone, and measures if told to."""
+    options = replace(options, transports=(transport,), topology=None)
+    token = secrets.token_hex(16)
+    try:
+        with (
+            TransferEngine(cluster_token=token, options=options, name="near") as near,
+            TransferEngine(cluster_token=token, options=options, name="far") as far,
+        ):
+            pair = _Pair(near, far, _MOST_BYTES if measure else 2 * _PROBE_BYTES)
+            pair.verify()
+            if not measure:
+                return Trial(transport)
+            return Trial(transport, "", pair.read_bytes_s(), pair.latency_s())
+    except ImportError as error:
+        return Trial(transport, f"not installed ({error}): pip install 'moonserve[{transport}]'")
+    except MoonserveError as error:
+        return Trial(transport, error.message)
+
+
+class _Pair:
+    """Memory at both ends of a trial."""
+
+    def __init__(self, near: TransferEngine, far: TransferEngine, nbytes: int) -> None:
+        self._near, self._far = near, far
+        self._local = near.allocate(nbytes)
+        self._memory = far.allocate(nbytes, readable=True)
+
+    def verify(self) -> None:
+        """WRITE, then READ back. Raises what goes wrong."""
+        sent = secrets.token_bytes(_PROBE_BYTES)
+        self._local.buffer[:_PROBE_BYTES] = sent
+        window_id = self._far.open_window(self._memory, [(0, _PROBE_BYTES)])
+        self._move(Op.WRITE, 0, 0, _PROBE_BYTES, window_id)
+        self._far.close_window(window_id)
+        self._move(Op.READ, _PROBE_BYTES, 0, _PROBE_BYTES)
+        arrived = bytes(self._local.buffer[_PROBE_BYTES : 2 * _PROBE_BYTES])
+        if arrived != sent or bytes(self._memory.buffer[:_PROBE_BYTES]) != sent:
+            raise MoonserveError("bytes arrived changed: do not use this transport")
+
+    def read_bytes_s(self) -> float:
+        """The best of what fits into the time, with transfers as large as are quick."""
+        nbytes, best, ends_at = 1 << 20, 0.0, time.monotonic() + _MEASURE_S
+        while time.monotonic() < ends_at:
+            seconds = _timed(lambda: self._move(Op.READ, 0, 0, nbytes))  # noqa: B023 - called at once
+            best = max(best, nbytes / seconds)
+            if seconds < _MEASURE_S / 16:
+                nbytes = min(2 * nbytes, _MOST_BYTES)
+        return best
+
+    def latency_s(self) -> float:
+        ends_at, taken = time.monotonic() + _MEASURE_S / 2, list[float]()
+        while len(taken) < _NUM_LATENCIES and (not taken or time.monotonic() < ends_at):
+            taken.append(_timed(lambda: self._move(Op.READ, 0, 0, _PROBE_BYTES)))
+        return median(taken)
+
+    def _move(self, op: Op, to: int, start: int, nbytes: int, window_id: int | None = None) -> None:
+        local, remote = (to, start) if op is Op.READ else (start, to)
+        target = RemoteSegment(self._far.address, self._memory.segment_id)
+        transfer = Transfer(op, self._local, local, target, remote, nbytes, window_id)
+        self._near.run([transfer], deadline_s=_DEADLINE_S)
+
+
+def _outcome(trial: Trial, *, asked: bool) -> Finding:
+    subject = trial.transport
+    if trial.error:
+        state = State.PROBLEM if asked else State.NOTE
+        text = trial.error if asked else f"not available: {trial.error}"
+        advice = f"repair it, or leave {subject} out of --transports" if asked else ""
+        return Finding("transports", subject, state, text, advice)
+    text = "bytes went both ways and were right"
+    if trial.read_bytes_s is not None and trial.latency_s is not None:
+        text += f"; READ {rate(trial.read_bytes_s)}, 64 KiB in {trial.latency_s * 1e6:.0f} µs"
+        text += " (both ends in this process)"
+    facts = {"read_bytes_s": trial.read_bytes_s, "latency_64k_s": trial.latency_s}
+    return Finding("transports", subject, State.OK, text, facts=facts)
+
+
+def _memcpy() -> Finding:
+    """What a copy can be at most."""
+    source, target = np.ones(_MOST_BYTES, np.uint8), np.empty(_MOST_BYTES, np.uint8)
+    seconds = min(_timed(lambda: np.copyto(target, source)) for _ in range(5))
+    bytes_s = _MOST_BYTES / seconds
+    text = f"{rate(bytes_s)}: the limit of any transport within this host"
+    return Finding("transports", "memory copy", State.OK, text, facts={"bytes_s": bytes_s})
+
+
+def _other_processes() -> Finding:
+    """Memory that is registered and not allocated can be read in one copy only where this is allowed."""
+    subject = "process_vm_readv"
+    try:
+        _read_own_memory()
+        scope = int(_YAMA.read_text()) if _YAMA.exists() else 0
+    except (OSError, ValueError) as error:
+        text = f"not permitted ({error}): buffers that a program registers go through a socket"
+        return Finding(
+            "transports", subject, State.NOTE, text, "allow it in the container's filter"
+        )
+    if scope == 0:
+        return Finding("transports", subject, State.OK, "permitted between processes of one user")
+    text = (
+        f"restricted (kernel.yama.ptrace_scope = {scope}): registered buffers go through a socket"
+    )
+    return Finding("transports", subject, State.NOTE, text, "sysctl kernel.yama.ptrace_scope=0")
+
+
+def _read_own_memory() -> None:
+    bytes_ = np.arange(16, dtype=np.uint8)
+    rows = np.zeros((1, 3), np.int64)
+    rows[0, LENGTH] = 8
+    place = int(bytes_.__array_interface__["data"][0])
+    own = OtherProcess(os.getpid())
+    try:
+        own.read(place + 8, place, rows, to_column=1)
+    finally:
+        own.close()
+
+
+def _rails(options: TransferOptions) -> list[Rail]:
+    """What the transports will find, in their order. Raises ConfigError."""
+    rails: list[Rail] = []
+    for transport in options.transports:
+        if transport == "tcp":
+            rails += local_tcp_rails(options.tcp_rails or (options.host,))
+        elif transport == "rdma":
+            ports = [port for port in discover() if port.usable]
+            wanted = options.rdma_rails or [port.name for port in ports]
+            rails += [_rdma_rail(port) for port in ports if {port.name, port.device} & {*wanted}]
+    return rails
+
+
+def _unused(rails: Sequence[Rail]) -> list[Rail]:
+    """What `--transfer-rails` could name besides."""
+    hosts = reachable_addresses(read_addresses())
+    others = local_tcp_rails(hosts) + [_rdma_rail(port) for port in discover() if port.usable]
+    taken = {(rail.transport, rail.endpoint or rail.name) for rail in rails}
+    return [rail for rail in others if (rail.transport, rail.endpoint or rail.name) not in taken]
+
+
+def _rdma_rail(port: Port) -> Rail:
+    return Rail("rdma", port.name, "", port.numa_node, port.bandwidth_bytes_s)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _port_facts(port: Port) -> dict[str, object]:
+    gid = port.gid
+    return {
+        "state": port.state,
+        "link": "Ethernet" if port.is_ethernet else "InfiniBand",
+        "bandwidth_bytes_s": port.bandwidth_bytes_s,
+        "numa_node": port.numa_node,
+        "gid_index": gid.index if gid else None,
+        "gid_kind": gid.kind if gid else None,
+        "gid_address": str(gid.address) if gid else None,
+        "interface": gid.netdev if gid else None,
+    }
+
+
+def _rail(rail: Rail, *, used: bool) -> Finding:
+    parts = [rail.endpoint or "RDMA port"]
+    if rail.bandwidth_bytes_s:
+        parts.append(f"{rail.bandwidth_bytes_s * 8e-9:g} Gbit/s")
+    if rail.numa_node is not None:
+        parts.append(f"NUMA node {rail.numa_node}")
+    if not used:
+        parts.append("not used with these options")
+    facts = {
+        "transport": rail.transport,
+        "address": rail.endpoint,
+        "numa_node": rail.numa_node,
+        "bandwidth_bytes_s": rail.bandwidth_bytes_s,
+        "used": used,
+    }
+    return Finding("rails", rail.name, State.OK, ", ".join(parts), facts=facts)

@@ -1,0 +1,18 @@
+"""Reading a process's metrics as Prometheus does."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        text: str = response.read().decode()
+        return text

@@ -1,0 +1,71 @@
+"""C files become libraries once, and whatever goes wrong is one kind of error."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+
+import pytest
+
+from protocol import native
+from protocol.native import CompilerError, load_library
+
+pytestmark = pytest.mark.skipif(
+    not any(map(native.shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler"
+)
+
+
+def source(folder: Path, value: int) -> Path:
+    path = folder / f"answer{value}.c"
+    path.write_text(f"int answer(void) {{ return {value} + PLUS; }}\n")
+    return path
+
+
+def test_a_library_is_compiled_once_per_source_and_flags(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    path = source(tmp_path, 40)
+    assert load_library(path, ["-DPLUS=2"], cache).answer() == 42
+    [made] = cache.iterdir()
+    before = made.stat().st_mtime_ns
+    assert load_library(path, ["-DPLUS=2"], cache).answer() == 42
+    assert [made] == list(cache.iterdir())
+    assert made.stat().st_mtime_ns == before
+    assert load_library(path, ["-DPLUS=3"], cache).answer() == 43
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_without_a_cache_folder_it_is_compiled_for_this_process(tmp_path: Path) -> None:
+    assert load_library(source(tmp_path, 1), ["-DPLUS=0"], None).answer() == 1
+
+
+def test_what_the_compiler_refuses_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CompilerError, match="PLUS"):
+        load_library(source(tmp_path, 1), [], tmp_path)
+
+
+def test_without_a_compiler_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.shutil, "which", lambda _name: None)
+    with pytest.raises(CompilerError, match="no C compiler"):
+        load_library(source(tmp_path, 1), ["-DPLUS=0"], tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CompilerError):
+        load_library(source(tmp_path, 1), ["-DPLUS=0"], tmp_path / "file" / "cache")
+
+
+def test_several_may_compile_the_same_file_at_once(tmp_path: Path) -> None:
+    path, cache, answers = source(tmp_path, 5), tmp_path / "cache", []
+
+    def load() -> None:
+        library: ctypes.CDLL = load_library(path, ["-DPLUS=5"], cache)
+        answers.append(library.answer())
+
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [10, 10, 10]

@@ -1,0 +1,242 @@
+"""One guest: its QEMU command line, one run of a job in it, and the lock that lets one run at a time.
+
+Knows nothing of what the job does. A job is a shell command, run at the repository's root with the
+interpreter that runs this; what it leaves in /run/job (its results folder) is there afterwards.
+"""
+
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.rdma.guest import initramfs, kernel
+from tests.rdma.guest.accelerator import QEMU, Accelerator, choose
+from tests.rdma.guest.missing import GuestUnavailable
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TIMED_OUT = 124  # as timeout(1) says it
+
+_HERE = Path(__file__).parent
+_PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
+_NEEDED = {
+    QEMU: "qemu-system-x86",
+    "busybox": "busybox-static",
+    "ip": "iproute2",
+    "rdma": "iproute2",
+    "ibv_devinfo": "ibverbs-utils",
+    "ib_write_bw": "perftest",
+    "setpriv": "util-linux",
+}
+_KERNEL_WORDS = (
+    "console=ttyS0 quiet panic=-1 reboot=t net.ifnames=0 random.trust_cpu=on "
+    # A busy host delays the emulated timers: without these the kernel gives up on the TSC and reads
+    # its clock from the emulated HPET, three times as slowly, or takes the timer itself for broken.
+    "no_timer_check tsc=reliable "
+    # What costs most under emulation and protects nobody here.
+    "mitigations=off init_on_alloc=0 nokaslr audit=0 apparmor=0"
+)
+
+
+class GuestFailed(Exception):
+    """The guest ended without saying how the job went."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a guest boots from."""
+
+    kernel_image: Path
+    initramfs: Path
+    accelerator: Accelerator
+    memory_mib: int = 4096
+
+    def command(self, kernel_log: Path, results: Path | None, words: str = "") -> list[str]:
+        shared = [*_share("root", Path("/"), ",readonly=on,multidevs=remap")]
+        if results:
+            kept = cache_folder() / "kept"
+            kept.mkdir(parents=True, exist_ok=True)
+            shared += [*_share("job", results), *_share("cache", kept)]
+        return [
+            # The guest ends with the process that started it, however that ends.
+            *(
+                "setpriv",
+                "--pdeathsig",
+                "KILL",
+                QEMU,
+                "-nodefaults",
+                "-no-user-config",
+                "-no-reboot",
+            ),
+            *("-display", "none", "-M", "q35", *self.accelerator.arguments),
+            *("-smp", "2", "-m", str(self.memory_mib)),
+            *("-kernel", str(self.kernel_image), "-initrd", str(self.initramfs)),
+            *("-append", f"{_KERNEL_WORDS} {words}", "-serial", f"file:{kernel_log}"),
+            *("-device", "virtio-serial-pci", "-chardev", "file,id=said,path=/dev/stdout"),
+            *("-device", "virtserialport,chardev=said,name=job"),
+            *shared,
+            *_nic(0),
+            *_nic(1),
+            *_drain(),
+        ]
+
+
+def _share(tag: str, folder: Path, options: str = "") -> list[str]:
+    path = str(folder).replace(",", ",,")  # QEMU's escape
+    return [
+        *("-fsdev", f"local,id={tag},path={path},security_model=none{options}"),
+        *("-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"),
+    ]
+
+
+def _nic(rail: int) -> list[str]:
+    return [
+        *("-netdev", f"hubport,id=rail{rail},hubid=0"),
+        *("-device", f"virtio-net-pci,netdev=rail{rail},mac=52:54:00:77:0{rail}:01"),
+    ]
+
+
+def _drain() -> list[str]:
+    """A port that takes everything: with none that does, QEMU's hub would hold a sender's packets (and
+    with them its queue pairs) until the rail that is down comes up, as no network does."""
+    return [
+        *("-netdev", "user,id=drain,restrict=on,ipv6=off"),
+        *("-netdev", "hubport,id=rail2,hubid=0,netdev=drain"),
+    ]
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "moonserve" / "guest"
+
+
+def why_unavailable() -> str | None:
+    """Why no guest can run here, or None; boots and fetches nothing."""
+    if "MOONSERVE_GUEST" in os.environ:
+        return "this is the guest"
+    for program, package in _NEEDED.items():
+        if not shutil.which(program, path=f"{os.environ['PATH']}:/sbin:/usr/sbin"):
+            return f"{program} is not installed (package {package})"
+    if not _pyverbs_fits():
+        return f"no pyverbs for Python {sys.version_info[0]}.{sys.version_info[1]} (package python3-pyverbs)"
+    try:
+        kernel.find(cache_folder())
+    except GuestUnavailable as error:
+        return str(error)
+    return None
+
+
+def _pyverbs_fits() -> bool:
+    return any(_PYVERBS.glob(f"device.cpython-{sys.version_info[0]}{sys.version_info[1]}-*.so"))
+
+
+def prepare() -> Machine:
+    """The machine to boot; builds the initramfs and probes KVM when that is not cached yet."""
+    if reason := why_unavailable():
+        raise GuestUnavailable(reason)
+    cache = cache_folder()
+    found = kernel.find(cache)
+    archive = initramfs.build(kernel.in_load_order(found.modules), cache)
+
+    def probe(accelerator: Accelerator, log: Path) -> list[str]:
+        return Machine(found.image, archive, accelerator).command(log, None, "guest=probe")
+
+    return Machine(found.image, archive, choose(cache, probe))
+
+
+@contextmanager
+def alone(say: Callable[[str], None]) -> Iterator[None]:
+    """Holds the lock of this host's only guest; waits for another run to end."""
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with (cache_folder() / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("guest: another run has it; waiting\n")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def run(job: str, results: Path, timeout_s: float, say: Callable[[str], None]) -> int:
+    """Boot, run the shell command `job`, and return its exit code (TIMED_OUT when it was killed).
+
+    `say` gets the job's output as it comes; `results` is /run/job in the guest.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    with alone(say):
+        machine = prepare()
+        _lay_out(job, results)
+        timed_out = _boot(
+            machine.command(results / "kernel.log", results), results / "qemu.log", timeout_s, say
+        )
+    if timed_out:
+        say(f"guest: killed after {timeout_s:.0f} s\n")
+        return TIMED_OUT
+    return _exit_code(results)
+
+
+def _lay_out(job: str, results: Path) -> None:
+    (results / "exit_code").unlink(missing_ok=True)
+    shutil.copyfile(_HERE / "start.sh", results / "start.sh")
+    environment = {
+        "PATH": f"{Path(sys.prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+        "HOME": "/tmp",
+        "XDG_CACHE_HOME": "/run/cache",
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        "PYTHONPATH": "/run/python",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "MOONSERVE_GUEST": "1",
+    }
+    assignments = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+    (results / "job.sh").write_text(
+        f"cd {shlex.quote(str(REPOSITORY))}\nexec env -i {assignments} /bin/sh -c {shlex.quote(job)}\n"
+    )
+
+
+def _boot(
+    command: Sequence[str], complaints: Path, timeout_s: float, say: Callable[[str], None]
+) -> bool:
+    """Whether it had to be killed."""
+    with (
+        complaints.open("wb") as stderr,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
+        ) as qemu,
+    ):
+        killed = threading.Event()
+
+        def kill() -> None:
+            killed.set()
+            qemu.kill()
+
+        timer = threading.Timer(timeout_s, kill)
+        timer.start()
+        try:
+            assert qemu.stdout is not None
+            while part := os.read(qemu.stdout.fileno(), 65536):
+                say(part.decode(errors="replace"))
+        except BaseException:
+            qemu.kill()
+            raise
+        finally:
+            timer.cancel()
+    return killed.is_set()
+
+
+def _exit_code(results: Path) -> int:
+    try:
+        return int((results / "exit_code").read_text())
+    except FileNotFoundError as error:
+        log = results / "kernel.log"
+        last = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+        raise GuestFailed(
+            f"the guest ended without an exit code; the kernel's last words:\n{last}"
+        ) from error

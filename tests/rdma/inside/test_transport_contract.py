@@ -1,0 +1,13 @@
+"""What all transports promise, kept by rdma on real queue pairs: two engines, and two processes."""
+
+import pytest
+
+from tests.transfer.conftest import make_engine, pair, peer  # noqa: F401 - fixtures of these tests
+from tests.transfer.test_contract import *  # noqa: F403 - its tests, over the guest's devices
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def transport() -> str:
+    return "rdma"

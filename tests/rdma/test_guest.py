@@ -1,0 +1,43 @@
+"""Runs tests/rdma/inside in the guest, once, and says file by file what became of them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rdma.guest.machine import REPOSITORY, run, why_unavailable
+from tests.rdma.reports import Case, read
+
+INSIDE = Path(__file__).parent / "inside"
+GUEST_TIMEOUT_S = 540.0
+UNAVAILABLE = why_unavailable()
+
+pytestmark = [
+    pytest.mark.rdma,
+    pytest.mark.slow,
+    pytest.mark.skipif(UNAVAILABLE is not None, reason=f"no guest with Soft-RoCE: {UNAVAILABLE}"),
+    pytest.mark.timeout(GUEST_TIMEOUT_S + 60),
+]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Case]]:
+    results = tmp_path_factory.mktemp("guest")
+    tests = INSIDE.relative_to(REPOSITORY)
+    run(f"python -m pytest -v -p no:cacheprovider {tests}", results, GUEST_TIMEOUT_S, _say)
+    return read(results / "reports.jsonl")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@pytest.mark.parametrize("file", sorted(INSIDE.glob("test_*.py")), ids=lambda file: file.name)
+def test_the_guests_tests_pass(file: Path, cases: dict[str, list[Case]]) -> None:
+    ran = cases.get(str(file.relative_to(REPOSITORY)), [])
+    assert ran, (
+        "the guest collected no test from this file; its output is above, with the first file"
+    )
+    if bad := [case for case in ran if not case.is_good]:
+        pytest.fail("\n".join(map(str, bad)), pytrace=False)

@@ -1,0 +1,18 @@
+"""What the README shows, runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def snippets() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_transfer_engine_alone_takes_ten_lines_that_run() -> None:
+    [code] = [snippet for snippet in snippets() if "TransferEngine" in snippet]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    exec(compile(code, "README.md", "exec"), {})

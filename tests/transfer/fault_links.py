@@ -1,0 +1,271 @@
+"""Faults of links and of peers that are what they claim: resets, silence, slowness, damage."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from protocol.errors import (
+    IntegrityError,
+    PeerLost,
+)
+from tests.transfer.conftest import PeerInProcess
+from tests.transfer.proxy import Towards, Trouble
+from tests.transfer.stage import (
+    NBYTES,
+    SLACK_S,
+    Guarded,
+    Stage,
+    code_of_answer,
+    fault,
+    request_of,
+    while_running,
+)
+from transfer import FaultPlan, Op, RemoteSegment, Transfer
+from transfer.stats import Incident
+from transfer.wire import handshake
+from transfer.wire.frames import HEADER_BYTES, Code, Kind
+
+_HANDSHAKE_TO_TARGET = handshake._HELLO.size + handshake._PROOF.size
+_HANDSHAKE_TO_INITIATOR = handshake._CHALLENGE.size + handshake._WELCOME.size
+_READ_FRAME = HEADER_BYTES + 24 + 8
+
+
+# Connections that end.
+
+
+@fault("connection reset in the middle of a WRITE", "tcp")
+def reset_write(stage: Stage) -> str:
+    proxy, address = stage.proxy()
+    proxy.reset = Trouble(Towards.TARGET, at=1 << 20)
+    stage.run(stage.write(address))
+    stage.require_arrived()
+    assert stage.count(Incident.RETRY) > 0
+    return "dialled again, the first connection fenced, the rest sent again; right bytes"
+
+
+@fault("connection reset in the middle of a READ", "tcp")
+def reset_read(stage: Stage) -> str:
+    proxy, address = stage.proxy()
+    proxy.reset = Trouble(Towards.INITIATOR, at=1 << 20)
+    stage.run(stage.read(address))
+    stage.require_arrived()
+    return "dialled again, the rest read again; right bytes"
+
+
+@fault("connection reset again and again", "tcp", deadline_s=60)
+def reset_always(stage: Stage) -> str:
+    proxy, address = stage.proxy()
+    proxy.reset = Trouble(Towards.INITIATOR, at=300_000, times=1000)
+    stage.run(stage.read(address), error=PeerLost)
+    assert stage.took_s < 10
+    return "PeerLost after the second connection, long before the deadline"
+
+
+@fault("SIGKILL of the target", "tcp", "shm", deadline_s=60)
+def killed(stage: Stage) -> str:
+    peer = stage.peer()
+    transfer = _to_process(stage, peer)
+    stage.run(transfer)
+    peer.stop()  # so that the batch is under way for certain
+    batch = stage.near.submit([transfer], deadline_s=stage.deadline_s)
+    peer.process.kill()
+    begin = time.monotonic()
+    with contextlib.suppress(PeerLost):
+        batch.wait(10)
+    stage.took_s = time.monotonic() - begin
+    assert isinstance(batch.errors[0], PeerLost)
+    stage.run(transfer, error=PeerLost)
+    return "PeerLost at once; so are later batches"
+
+
+def _to_process(stage: Stage, peer: PeerInProcess) -> Transfer:
+    address, segment_id = peer.ask("address"), peer.ask("allocate", NBYTES, 0, True)
+    window_id = peer.ask("open_window", segment_id, [(0, NBYTES)])
+    remote = RemoteSegment(address, segment_id)
+    return Transfer(Op.WRITE, stage.local.segment, 0, remote, 0, NBYTES, window_id)
+
+
+# Peers and links that fall silent.
+
+
+@fault("SIGSTOP of the target, then SIGCONT", "tcp", "shm", deadline_s=1)
+def stopped(stage: Stage) -> str:
+    peer = stage.peer()
+    transfer = _to_process(stage, peer)
+    stage.deadline_s = 10
+    stage.run(transfer)
+    peer.stop()
+    stage.deadline_s, stage.took_s = 1, 0.0
+    stage.run(transfer, error=PeerLost)
+    took_s = stage.took_s
+    peer.resume()
+    stage.deadline_s = 10
+    stage.run(transfer)
+    stage.deadline_s, stage.took_s = 1, took_s
+    return "PeerLost at the deadline; after SIGCONT the next batch arrives"
+
+
+@fault("silent drop in the middle of a READ", "tcp", deadline_s=1)
+def silent_read(stage: Stage) -> str:
+    proxy, address = stage.proxy()
+    stage.run(stage.read(address))
+    proxy.silent = True
+    stage.run(stage.read(address), error=PeerLost)
+    left = bytes(stage.local.buffer)
+    proxy.silent = False
+    threading.Event().wait(0.2)
+    assert stage.local.buffer == left
+    stage.run(stage.read(address))
+    stage.require_arrived()
+    return "PeerLost at the deadline; nothing arrives later; a new connection after healing"
+
+
+@fault("silent drop in the middle of a WRITE", "tcp", deadline_s=1)
+def silent_write(stage: Stage) -> str:
+    proxy, address = stage.proxy()
+    proxy.bytes_s = 4e6
+    with while_running(lambda: (time.sleep(0.3), setattr(proxy, "silent", True))[0]):
+        stage.run(stage.write(address), error=PeerLost)
+    proxy.silent, proxy.bytes_s = False, None
+    stage.run(stage.write(address))
+    stage.require_arrived()
+    return "PeerLost at the deadline; the next WRITE fences the old connection and arrives"
+
+
+@fault("half-open: the target's end is gone and nobody says so", "tcp", deadline_s=1)
+def half_open(stage: Stage) -> str:
+    proxy, address = stage.proxy()
+    stage.run(stage.read(address))
+    proxy.vanish()
+    stage.run(stage.read(address), error=PeerLost)
+    proxy.silent = False
+    stage.run(stage.read(address))
+    stage.require_arrived()
+    return "PeerLost at the deadline (keepalive ends an idle connection within 20 s)"
+
+
+# Peers and links that are slow.
+
+
+@fault("slow reader: a target's host that takes bytes at 200 kB/s", "tcp", deadline_s=1)
+def slow_reader(stage: Stage) -> str:
+    proxy, address = stage.proxy()
+    proxy.bytes_s = 200e3
+    stage.run(stage.write(address), error=PeerLost)
+    begin = time.monotonic()
+    stage.far.close_window(stage.window_id)
+    assert time.monotonic() - begin < SLACK_S
+    frozen = bytes(stage.memory.buffer)
+    proxy.bytes_s = None
+    threading.Event().wait(0.2)
+    assert stage.memory.buffer == frozen
+    return "PeerLost at the deadline; closing the window does not wait; nothing is stored after"
+
+
+@fault("slow writer: a target that answers at 200 kB/s", "tcp", deadline_s=1)
+def slow_writer(stage: Stage) -> str:
+    proxy, address = stage.proxy()
+    proxy.bytes_s = 200e3
+    stage.run(stage.read(address), error=PeerLost)
+    left = bytes(stage.local.buffer)
+    proxy.bytes_s = None
+    threading.Event().wait(0.2)
+    assert stage.local.buffer == left
+    return "PeerLost at the deadline; nothing arrives later"
+
+
+@fault("slow reader: an initiator that asks for 4 MiB and takes nothing", "tcp", "shm")
+def greedy_reader(stage: Stage) -> str:
+    connection = stage.stranger()
+    connection.send(request_of(Kind.READ, stage, rows=[(0, 0, NBYTES)]))
+    stage.run(stage.read())
+    stage.require_arrived()
+    begin = time.monotonic()
+    stage.far.close()
+    assert time.monotonic() - begin < SLACK_S + 0.5
+    return "others are served; the engine closes at once"
+
+
+@fault("slow writer: an initiator that stops in the middle of a frame", "tcp", "shm")
+def stalled_writer(stage: Stage) -> str:
+    connection = stage.stranger()
+    connection.send(request_of(Kind.WRITE, stage, rows=[(0, 0, NBYTES)], nbytes=NBYTES))
+    connection.send(bytes(100_000))
+    stage.run(stage.read())
+    begin = time.monotonic()
+    stage.far.close_window(stage.window_id)
+    assert time.monotonic() - begin < SLACK_S
+    frozen = bytes(stage.memory.buffer)
+    connection.send(bytes(NBYTES - 100_000))
+    assert code_of_answer(connection) is Code.STALE
+    assert stage.memory.buffer == frozen
+    return "others are served; closing the window does not wait; the rest is refused as stale"
+
+
+# Damage on the way.
+
+
+@fault("a byte of a WRITE's payload is flipped on the wire", "tcp")
+def flipped_write(stage: Stage) -> str:
+    proxy, address = stage.proxy()
+    proxy.flip = Trouble(Towards.TARGET, at=1 << 20)
+    stage.run(stage.write(address))
+    stage.require_arrived()
+    assert stage.count(Incident.CORRUPT) == 1
+    assert stage.count(Incident.RETRY) == 1
+    return "noticed by the target, counted, the slice sent again; right bytes"
+
+
+@fault("a byte of a READ's payload is flipped on the wire", "tcp")
+def flipped_read(stage: Stage) -> str:
+    proxy, address = stage.proxy()
+    proxy.flip = Trouble(Towards.INITIATOR, at=1 << 20)
+    stage.run(stage.read(address))
+    stage.require_arrived()
+    assert stage.count(Incident.CORRUPT) == 1
+    return "noticed by the initiator, counted, the slice read again; right bytes"
+
+
+@fault("a byte of a request's rows is flipped on the wire", "tcp")
+def flipped_rows(stage: Stage) -> str:
+    proxy, address = stage.proxy()
+    stage.run(stage.read(address, 4096))  # the handshake and one request are behind us
+    at = _HANDSHAKE_TO_TARGET + _READ_FRAME + HEADER_BYTES
+    proxy.flip = Trouble(Towards.TARGET, at=at)
+    stage.run(stage.read(address, 65536))
+    stage.require_arrived()
+    assert stage.count(Incident.BREAK) == 1
+    return "the frame's seal does not fit: connection ended, read again; right bytes"
+
+
+@fault("a byte of a reply's header is flipped on the wire", "tcp")
+def flipped_reply(stage: Stage) -> str:
+    for offset in range(HEADER_BYTES):
+        proxy, address = stage.proxy()
+        proxy.flip = Trouble(Towards.INITIATOR, at=_HANDSHAKE_TO_INITIATOR + offset)
+        stage.run(stage.read(address, 65536))
+        stage.require_arrived()
+    return "each of its bytes: no frame, wrong size or wrong checksum; read again; right bytes"
+
+
+@fault("a link that damages every slice", "tcp")
+def always_flipped(stage: Stage) -> str:
+    proxy, address = stage.proxy()
+    stage.run(stage.read(address, 4096))
+    at = _HANDSHAKE_TO_INITIATOR + 2 * HEADER_BYTES + 4096 + 100
+    proxy.flip = Trouble(Towards.INITIATOR, at=at, times=3, every=HEADER_BYTES + 65536)
+    stage.run(stage.read(address, 65536), error=IntegrityError)
+    assert stage.count(Incident.CORRUPT) == 3
+    return "IntegrityError after three attempts"
+
+
+@fault("a WRITE is damaged by order of the fault plan", "tcp", "shm")
+def planned_damage(stage: Stage) -> str:
+    stage.near = stage.engine(faults=FaultPlan(corrupt_slices=1))
+    stage.local = Guarded(stage.near, NBYTES)
+    stage.run(stage.write())
+    assert stage.memory.buffer == stage.content
+    assert stage.count(Incident.CORRUPT) == 1
+    return "noticed, counted, sent again; right bytes"

@@ -1,0 +1,184 @@
+"""Faults of those who are not what they claim, or speak of what is no more."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from dataclasses import replace
+
+from protocol.errors import (
+    Incompatible,
+    InvalidRequest,
+    PeerLost,
+    StaleLease,
+    Unauthenticated,
+)
+from tests.transfer.stage import (
+    GUARD,
+    NBYTES,
+    Guarded,
+    Stage,
+    code_of_answer,
+    dial,
+    fault,
+    request_of,
+    until_closed,
+    while_running,
+)
+from transfer import Op
+from transfer.address import Address, parse
+from transfer.wire import handshake
+from transfer.wire.frames import Code, Header, Kind, encode
+
+# Those who are not what they claim.
+
+
+@fault("wrong cluster token", "tcp", "shm")
+def wrong_token(stage: Stage) -> str:
+    stage.near = stage.engine(token="another token")
+    stage.local = Guarded(stage.near, NBYTES)
+    stage.run(stage.read(), error=Unauthenticated)
+    assert stage.local.buffer == bytes(NBYTES)
+    return "Unauthenticated, on both sides; not tried again"
+
+
+@fault("a target that speaks another version", "tcp")
+def wrong_version(stage: Stage) -> str:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def impostor() -> None:
+        sock, _ = listener.accept()
+        sock.recv(1024)
+        sock.sendall(handshake._CHALLENGE.pack(b"MOONXFER", 0, 99, 0, bytes(32)))
+        sock.recv(1024)
+        sock.close()
+
+    with while_running(impostor):
+        stage.run(
+            stage.read(_at(stage, f"127.0.0.1:{listener.getsockname()[1]}")), error=Incompatible
+        )
+    listener.close()
+    return "Incompatible, with both versions named; not tried again"
+
+
+@fault("an initiator that speaks another version", "tcp", "shm")
+def wrong_version_of_initiator(stage: Stage) -> str:
+    connection = dial(stage.far.address)
+    connection.send(handshake._HELLO.pack(b"MOONXFER", 99, 0, bytes(32)))
+    answer = handshake._CHALLENGE.unpack(connection.receive_bytes(handshake._CHALLENGE.size))
+    assert answer[1:3] == (Code.INCOMPATIBLE, handshake.PROTOCOL_VERSION)
+    until_closed(connection)
+    stage.require_served()
+    return "told so, and closed; others are served"
+
+
+@fault("something else answers on the target's port", "tcp")
+def no_engine(stage: Stage) -> str:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def web_server() -> None:
+        sock, _ = listener.accept()
+        sock.recv(1024)
+        sock.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" + bytes(100))
+        sock.close()
+
+    with while_running(web_server):
+        stage.run(stage.read(_at(stage, f"127.0.0.1:{listener.getsockname()[1]}")), error=PeerLost)
+    listener.close()
+    return "PeerLost"
+
+
+@fault("the address of an earlier incarnation, its port taken over", "tcp", "shm")
+def earlier_incarnation(stage: Stage) -> str:
+    now = parse(stage.far.address)
+    then = str(replace(now, instance=bytes(16)))
+    stage.run(stage.read(then), error=PeerLost)
+    return "PeerLost: another incarnation answers"
+
+
+@fault("a segment that was deregistered, another in its place", "tcp", "shm")
+def stale_segment(stage: Stage) -> str:
+    stage.run(stage.read())
+    transfer = stage.read()
+    stage.far.close_window(stage.window_id)
+    stage.far.deregister(stage.memory.segment)
+    other = Guarded(stage.far, NBYTES, readable=True)
+    other.buffer[:] = b"o" * NBYTES
+    stage.run(transfer, error=InvalidRequest)
+    stage.run(replace(transfer, op=Op.WRITE, window_id=stage.window_id), error=StaleLease)
+    assert other.buffer == b"o" * NBYTES
+    return "InvalidRequest: ids are never used again"
+
+
+@fault("a window that was closed", "tcp", "shm")
+def stale_window(stage: Stage) -> str:
+    stage.run(stage.write())
+    before = bytes(stage.memory.buffer)
+    stage.far.close_window(stage.window_id)
+    stage.far.open_window(stage.memory.segment, [(0, NBYTES)])
+    stage.run(stage.write(), error=StaleLease)
+    assert stage.memory.buffer == before
+    return "StaleLease: ids are never used again; nothing stored"
+
+
+@fault("lying offsets, sizes and row counts, from an authenticated connection", "tcp", "shm")
+def lies(stage: Stage) -> str:
+    before = bytes(stage.memory.buffer)
+    big = 1 << 62
+    for kind, rows, nbytes in (
+        (Kind.READ, [(NBYTES, 0, 1)], 0),
+        (Kind.READ, [(-1, 0, 1)], 0),
+        (Kind.READ, [(0, 0, -1)], 0),
+        (Kind.READ, [(big, 0, big)], 0),
+        (Kind.READ, [(0, 0, NBYTES), (NBYTES - 1, 0, 2)], 0),
+        (Kind.WRITE, [(NBYTES - 1, 0, 2)], 2),
+        (Kind.WRITE, [(-GUARD, 0, GUARD)], GUARD),
+        (Kind.WRITE, [(0, 0, 10), (NBYTES, 0, 10)], 20),
+        (Kind.WRITE, [(big, 0, 10)], 10),
+    ):
+        connection = stage.stranger()
+        connection.send(request_of(kind, stage, rows=rows, nbytes=nbytes) + b"x" * nbytes)
+        assert code_of_answer(connection) is Code.INVALID_REQUEST
+    for kind, rows, nbytes in (
+        (Kind.WRITE, [(0, 0, 10)], 20),
+        (Kind.WRITE, [(0, 0, -10), (0, 0, 20)], 10),
+        (Kind.WRITE, [(0, 0, 1 << 63 - 1), (0, 0, 1 << 63 - 1)], 10),
+    ):
+        connection = stage.stranger()
+        connection.send(request_of(kind, stage, rows=rows, nbytes=nbytes) + b"x" * nbytes)
+        until_closed(connection)
+    for header in (
+        Header(kind=Kind.READ, entries=4097, segment_id=1),
+        Header(kind=Kind.WRITE, entries=1, segment_id=1, nbytes=1 << 63),
+        Header(kind=Kind.REPLY, entries=1 << 20),
+    ):
+        connection = stage.stranger()
+        connection.send(encode(header))
+        until_closed(connection)
+    assert stage.memory.buffer == before
+    stage.require_served()
+    return "refused (or the connection ended); nothing read or stored outside; others are served"
+
+
+@fault("peers that hang up at once", "tcp", "shm")
+def hang_up(stage: Stage) -> str:
+    for _ in range(50):
+        _reset(dial_socket(stage.far.address))
+    stage.require_served()
+    return "others are served"
+
+
+def dial_socket(address: str) -> socket.socket:
+    return dial(address)._sock
+
+
+def _reset(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    sock.close()
+
+
+def _at(stage: Stage, endpoint: str) -> str:
+    address: Address = parse(stage.far.address)
+    (rail,) = address.rails["tcp"]
+    return str(replace(address, rails={"tcp": (replace(rail, endpoint=endpoint),)}))

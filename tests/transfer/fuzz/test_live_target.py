@@ -1,0 +1,201 @@
+"""A live engine fed with mutated sessions: it goes on serving, and nothing outside what it grants moves."""
+
+from __future__ import annotations
+
+import array
+import os
+import secrets
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from tests.transfer.conftest import TOKEN
+from tests.transfer.fuzz import FIRST_SEED, TOTAL_S
+from tests.transfer.fuzz.mutations import Frame, Ground, Inventor, Passed, mutated
+from tests.transfer.stage import GUARD, dial
+from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
+from transfer.address import parse
+from transfer.base import Credentials
+from transfer.native import address_of
+from transfer.shm.memfd import OwnedMemory
+from transfer.wire import handshake
+from transfer.wire.connection import Connection
+
+NBYTES = 64 << 10
+_QUIET_S = 0.01
+WINDOW = (16 << 10, 16 << 10)
+SECRET = secrets.token_bytes(32)
+"""Fills all memory that peers must not see: a reply that holds any of it is a finding."""
+
+
+class Quarry:
+    """An engine with a readable segment, a hidden one, one window, and secrets all around them."""
+
+    def __init__(self, transport: str) -> None:
+        options = TransferOptions(transports=(transport,))
+        self.engine = TransferEngine(cluster_token=TOKEN, options=options)
+        self.engine.start()
+        self._all = bytearray(SECRET * ((2 * NBYTES + 3 * GUARD) // len(SECRET)))
+        view = memoryview(self._all)
+        self.segment = self.engine.register(view[GUARD : GUARD + NBYTES], readable=True)
+        self.segment.buffer[:] = bytes(NBYTES)
+        self.hidden = self.engine.register(view[2 * GUARD + NBYTES : 2 * GUARD + 2 * NBYTES])
+        self.lent = self.engine.allocate(NBYTES, readable=True)
+        self.window_id = self.engine.open_window(self.segment, [WINDOW])
+        self.before = bytes(self._all)
+        self.own = OwnedMemory(NBYTES)
+        self.own.view[:] = b"\1" * NBYTES  # which is also how a live marker looks
+        self.unsealed = os.memfd_create("unsealed")
+        os.ftruncate(self.unsealed, NBYTES)
+        self.no_memory, self.other_end = os.pipe()
+        self.buffer = bytearray(NBYTES)
+        self.ground = Ground(
+            segment_id=self.segment.segment_id,
+            hidden_id=self.hidden.segment_id,
+            window_id=self.window_id,
+            nbytes=NBYTES,
+            window_start=WINDOW[0],
+            window_nbytes=WINDOW[1],
+            base=address_of(self.buffer),
+        )
+        self.near = transport == "shm"
+        self.honest = TransferEngine(cluster_token=TOKEN, options=options)
+        self.honest.start()
+        self.local = self.honest.allocate(4096)
+
+    def close(self) -> None:
+        self.honest.close()
+        self.engine.close()
+        for descriptor in (self.unsealed, self.no_memory, self.other_end):
+            os.close(descriptor)
+
+    def descriptor(self, passed: Passed) -> int:
+        return {
+            Passed.MEMORY: self.own.fd,
+            Passed.UNSEALED: self.unsealed,
+            Passed.NO_MEMORY: self.no_memory,
+        }[passed]
+
+    def require_untouched(self) -> None:
+        start, end = GUARD + WINDOW[0], GUARD + sum(WINDOW)
+        assert self._all[:start] == self.before[:start]
+        assert self._all[end:] == self.before[end:]
+        assert self.lent.buffer == bytes(NBYTES)
+
+    def require_serving(self) -> None:
+        remote = RemoteSegment(self.engine.address, self.segment.segment_id)
+        self.local.buffer[:] = secrets.token_bytes(4096)
+        write = Transfer(Op.WRITE, self.local, 0, remote, WINDOW[0], 4096, self.window_id)
+        self.honest.submit([write], deadline_s=20).wait(20)
+        assert self.segment.buffer[WINDOW[0] : WINDOW[0] + 4096] == self.local.buffer
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def quarry(request: pytest.FixtureRequest) -> Iterator[Quarry]:
+    made = Quarry(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """What escaped from any thread of the engine."""
+    found: list[BaseException] = []
+
+    def note(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None:
+            found.append(args.exc_value)
+
+    monkeypatch.setattr(threading, "excepthook", note)
+    return found
+
+
+def attack(quarry: Quarry, seed: int) -> bytes:
+    """One session; everything that came back."""
+    inventor = Inventor(seed, quarry.ground, near=quarry.near)
+    frames = inventor.session()
+    connection = dial(quarry.engine.address)
+    try:
+        if inventor.rng.random() < 0.1:
+            _stray_handshake(connection, quarry, inventor)
+        else:
+            credentials = Credentials(TOKEN.encode(), b"")
+            instance = parse(quarry.engine.address).instance
+            handshake.initiate(connection, credentials, instance, checksums=seed % 4 != 0)
+        return _exchange(connection._sock, quarry, frames)
+    finally:
+        connection.close()
+
+
+def _stray_handshake(connection: Connection, quarry: Quarry, inventor: Inventor) -> None:
+    hello = handshake._HELLO.pack(b"MOONXFER", handshake.PROTOCOL_VERSION, 1, bytes(32))
+    proof = handshake._PROOF.pack(bytes(32), parse(quarry.engine.address).instance)
+    data = mutated(inventor.rng, hello + proof)
+    connection._sock.setblocking(True)
+    with suppress(OSError):
+        connection._sock.sendall(data)
+
+
+def _exchange(sock: socket.socket, quarry: Quarry, frames: list[Frame]) -> bytes:
+    sock.setblocking(True)
+    thread = threading.Thread(target=_send_all, args=(sock, quarry, frames))
+    thread.start()
+    answer = bytearray()
+    with suppress(ConnectionError):
+        while data := _received(sock, thread):
+            answer += data
+    thread.join()
+    return bytes(answer)
+
+
+def _received(sock: socket.socket, sender: threading.Thread) -> bytes:
+    """Nothing more is sent once all has been said and the engine falls silent; then it hangs up."""
+    silences = 0
+    while silences < 1000:
+        readable, _, _ = select.select([sock], [], [], _QUIET_S)
+        if readable:
+            return sock.recv(1 << 16)
+        if not sender.is_alive():
+            silences += 1
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+    raise AssertionError("the engine neither answers nor hangs up")
+
+
+def _send_all(sock: socket.socket, quarry: Quarry, frames: list[Frame]) -> None:
+    with suppress(OSError):
+        for frame in frames:
+            data = frame.data
+            if frame.passed and quarry.near and data:
+                descriptors = array.array("i", [quarry.descriptor(frame.passed)])
+                passing = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+                data = data[sock.sendmsg([data], passing) :]
+            sock.sendall(data)
+        if not quarry.near:  # over shared memory a request whose sender has hung up is not served
+            sock.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.timeout(TOTAL_S + 60)
+def test_mutated_sessions_neither_end_the_engine_nor_get_outside(
+    quarry: Quarry, failures: list[BaseException]
+) -> None:
+    ends_at = time.monotonic() + TOTAL_S * 0.4
+    seed = FIRST_SEED
+    while time.monotonic() < ends_at:
+        answer = attack(quarry, seed)
+        assert SECRET[:16] not in answer, f"seed {seed} was told a secret"
+        if seed % 20 == 0:
+            quarry.require_untouched()
+            quarry.require_serving()
+        assert not failures, f"seed {seed}: {failures[0]!r}"
+        seed += 1
+    quarry.require_untouched()
+    quarry.require_serving()
+    sys.stdout.write(f"{seed - FIRST_SEED} sessions\n")
+    assert len(quarry.engine._hosted.served) <= 2

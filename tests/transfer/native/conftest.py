@@ -1,0 +1,26 @@
+"""The compiled data plane and its Python twin, for tests that both must pass."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from transfer.native import DataPlane
+from transfer.native.library import NativeDataPlane
+from transfer.native.twin import PythonDataPlane
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("native")
+
+
+@pytest.fixture(params=["native", "python"])
+def plane(request: pytest.FixtureRequest, compiled: Path) -> DataPlane:
+    if request.param == "python":
+        return PythonDataPlane()
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("no C compiler")
+    return NativeDataPlane(compiled)

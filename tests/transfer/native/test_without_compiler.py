@@ -1,0 +1,48 @@
+"""A machine without a C compiler loses speed and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import logging, sys
+from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
+from transfer.native import data_plane
+
+assert data_plane().name == "python"
+options = TransferOptions(transports=(sys.argv[1],))
+with (
+    TransferEngine(cluster_token="t", options=options) as near,
+    TransferEngine(cluster_token="t", options=options) as far,
+):
+    size = 3 << 20
+    local, memory = near.allocate(size), far.allocate(size, readable=True)
+    local.buffer[:] = bytes(range(256)) * (size // 256)
+    remote = RemoteSegment(far.address, memory.segment_id)
+    window_id = far.open_window(memory, [(0, size)])
+    write = [Transfer(Op.WRITE, local, 0, remote, size // 2, size // 2, window_id)]
+    near.submit(write, deadline_s=20).wait(20)
+    assert memory.buffer[size // 2 :] == local.buffer[: size // 2]
+    near.run([Transfer(Op.READ, local, 0, remote, size // 2 - 100, 200)], deadline_s=20)
+    assert local.buffer[:200] == memory.buffer[size // 2 - 100 : size // 2 + 100]
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_engines_transfer_with_the_twin(transport: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT, transport],
+        env={"PATH": "", "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no C compiler" in done.stderr

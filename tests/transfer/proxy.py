@@ -1,0 +1,175 @@
+"""A TCP link that misbehaves on order: between an engine and the port it dials."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+_STEP_S = 0.01
+_CHUNK = 16384
+_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER: close sends RST."""
+
+
+class Towards(StrEnum):
+    """Which way bytes travel."""
+
+    TARGET = "target"
+    INITIATOR = "initiator"
+
+
+@dataclass
+class Trouble:
+    """Happens when the stream of any one connection reaches `at` bytes, `times` times in all.
+
+    With `every`, the next time is that many bytes later.
+    """
+
+    towards: Towards
+    at: int
+    times: int = 1
+    every: int = 0
+
+
+class Proxy:
+    """Forwards each connection to `endpoint`. What it does next is set from any thread."""
+
+    def __init__(self, endpoint: str, host: str = "127.0.0.1") -> None:
+        self.silent = False
+        """Forwards nothing and takes nothing, in either direction."""
+        self.bytes_s: float | None = None
+        """As fast as this, in each direction."""
+        self.flip: Trouble | None = None
+        """A byte arrives as its complement."""
+        self.reset: Trouble | None = None
+        """The connection is cut with RST at both ends."""
+        self.num_connections = 0
+        host_port = endpoint.rpartition(":")
+        self._upstream = (host_port[0], int(host_port[2]))
+        self._listener = socket.create_server((host, 0))
+        self.endpoint = f"{host}:{self._listener.getsockname()[1]}"
+        self._lock = threading.Lock()
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._closed = threading.Event()
+        self._threads = [threading.Thread(target=self._accept, name="proxy")]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        self._listener.close()
+        for thread in self._threads[1:]:
+            thread.join()
+        self._end_all(reset=False)
+
+    def cut(self) -> None:
+        """Resets every connection, now."""
+        self._end_all(reset=True)
+
+    def vanish(self) -> None:
+        """The target's end is gone and nobody tells the initiator: nothing comes any more."""
+        self.silent = True
+        with self._lock:
+            for _, target in self._pairs:
+                _end(target, reset=True)
+
+    def _end_all(self, *, reset: bool) -> None:
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            for sock in pair:
+                _end(sock, reset=reset)
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                initiator, _ = self._listener.accept()
+                target = socket.create_connection(self._upstream, timeout=5)
+            except OSError:
+                continue
+            for sock in (initiator, target):
+                sock.setblocking(False)
+            self.num_connections += 1
+            with self._lock:
+                self._pairs.append((initiator, target))
+            for towards, source, to in (
+                (Towards.TARGET, initiator, target),
+                (Towards.INITIATOR, target, initiator),
+            ):
+                thread = threading.Thread(target=self._forward, args=(towards, source, to))
+                self._threads.append(thread)
+                thread.start()
+
+    def _forward(self, towards: Towards, source: socket.socket, to: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            done = 0
+            for data in self._chunks(source):
+                self._harm(data, towards, done)
+                done += len(data)
+                self._send(to, data)
+            if not self._closed.is_set():
+                to.shutdown(socket.SHUT_WR)
+
+    def _chunks(self, source: socket.socket) -> Iterator[bytearray]:
+        readable = select.poll()
+        readable.register(source.fileno(), select.POLLIN)
+        while not self._closed.is_set():
+            if self.silent:
+                self._closed.wait(_STEP_S)
+            elif readable.poll(_STEP_S * 1000):
+                data = source.recv(_CHUNK)
+                if not data:
+                    return
+                yield bytearray(data)
+
+    def _send(self, to: socket.socket, data: bytearray) -> None:
+        while self.silent and not self._closed.is_set():
+            self._closed.wait(_STEP_S)
+        while data:
+            rate = self.bytes_s
+            piece = data if rate is None else data[: max(1, int(rate * _STEP_S))]
+            data = data[len(piece) :]
+            if rate is not None and self._closed.wait(len(piece) / rate):
+                return
+            self._send_all(to, piece)
+
+    def _send_all(self, to: socket.socket, data: bytearray) -> None:
+        """In short waits: a socket is only closed, and its RST sent, when nobody waits in the kernel."""
+        writable = select.poll()
+        writable.register(to.fileno(), select.POLLOUT)
+        while data and not self._closed.is_set():
+            if writable.poll(_STEP_S * 1000):
+                del data[: to.send(data)]
+
+    def _harm(self, data: bytearray, towards: Towards, done: int) -> None:
+        if (at := self._due(self.flip, towards, done, len(data))) is not None:
+            data[at] ^= 0xFF
+        if self._due(self.reset, towards, done, len(data)) is not None:
+            self.cut()
+
+    def _due(self, trouble: Trouble | None, towards: Towards, done: int, count: int) -> int | None:
+        with self._lock:
+            if trouble is None or not trouble.times or trouble.towards is not towards:
+                return None
+            if not done <= trouble.at < done + count:
+                return None
+            at, trouble.times = trouble.at, trouble.times - 1
+            trouble.at += trouble.every
+            return at - done
+
+
+def _end(sock: socket.socket, *, reset: bool) -> None:
+    with contextlib.suppress(OSError):
+        if reset:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        else:
+            sock.shutdown(socket.SHUT_RDWR)
+    sock.close()

@@ -1,0 +1,52 @@
+"""What a user is told where pyverbs or a device is missing. The rest needs a device (tests/rdma)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from protocol.errors import ConfigError
+from transfer import TransferEngine, TransferOptions, registry
+from transfer.rdma import bindings
+from transfer.rdma.transport import RdmaTransport, describe
+
+
+@pytest.fixture(autouse=True)
+def fresh_import(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """pyverbs is looked for again in each test, and the next one finds it again."""
+    bindings.pyverbs.cache_clear()
+    yield
+    bindings.pyverbs.cache_clear()
+
+
+@pytest.fixture
+def no_pyverbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pyverbs"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pyverbs", None)
+
+
+def test_without_pyverbs_rdma_is_refused_with_what_to_install(
+    no_pyverbs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers = {**registry._TRANSPORTS, "rdma": RdmaTransport}
+    monkeypatch.setattr(registry, "_TRANSPORTS", makers)
+    engine = TransferEngine(cluster_token="t", options=TransferOptions(transports=("rdma",)))
+    with pytest.raises(ConfigError, match=r"python3-pyverbs.*moonserve\[rdma\]"):
+        engine.start()
+
+
+def test_the_description_says_what_is_missing(no_pyverbs: None) -> None:
+    assert any("python3-pyverbs" in line for line in describe())
+
+
+def test_the_root_logger_is_left_as_it_was() -> None:
+    root = logging.getLogger()
+    before = (list(root.handlers), root.level)
+    with bindings.root_logger_untouched():
+        root.addHandler(logging.NullHandler())
+        root.setLevel(logging.DEBUG)
+    assert (root.handlers, root.level) == before

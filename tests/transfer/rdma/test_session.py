@@ -1,0 +1,154 @@
+"""What can go wrong between a session, its target and the devices below them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from protocol.errors import InvalidRequest, PeerLost, StaleLease
+from tests.transfer.conftest import Pair
+from tests.transfer.rdma.fake_fabric import Wire
+from transfer import Op, RemoteSegment, Transfer, TransferEngine
+from transfer.faults import FaultPlan
+
+AT_MOST_S = 3.0
+
+
+@pytest.fixture(params=[True, False], ids=["checksums", "bare"])
+def checksums(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def pair(make_engine: Callable[..., TransferEngine], checksums: bool) -> Pair:
+    near, far = (make_engine(checksums=checksums) for _ in range(2))
+    memory = far.allocate(1 << 20, readable=True)
+    local = near.allocate(1 << 20)
+    local.buffer[:] = b"n" * (1 << 20)
+    memory.buffer[:] = b"f" * (1 << 20)
+    return Pair(near, far, local, memory, far.open_window(memory, [(0, 1 << 20)]))
+
+
+def test_closing_a_window_ends_a_write_that_hangs_and_nothing_is_stored_later(
+    pair: Pair, wire: Wire
+) -> None:
+    wire.freeze()
+    batch = pair.near.submit([pair.write(0, 0, 1 << 20)], deadline_s=10)
+    assert wire.has_frozen.wait(AT_MOST_S)
+    start = time.monotonic()
+    pair.far.close_window(pair.window_id)
+    assert time.monotonic() - start < AT_MOST_S
+    wire.thaw()
+    with pytest.raises(StaleLease):
+        batch.wait(10)
+    assert pair.memory.buffer == b"f" * (1 << 20)
+
+
+def test_a_read_that_hangs_ends_with_its_deadline_and_fills_nothing_later(
+    pair: Pair, wire: Wire
+) -> None:
+    wire.freeze()
+    start = time.monotonic()
+    batch = pair.near.submit([pair.read(0, 0, 1 << 20)], deadline_s=0.3)
+    with pytest.raises(PeerLost):
+        batch.wait(10)
+    assert time.monotonic() - start < AT_MOST_S
+    wire.thaw()
+    assert pair.local.buffer == b"n" * (1 << 20)
+
+
+def test_a_forgotten_peer_ends_what_hangs_at_once(pair: Pair, wire: Wire) -> None:
+    wire.freeze()
+    batch = pair.near.submit([pair.read(0, 0, 4096)], deadline_s=60)
+    assert wire.has_frozen.wait(AT_MOST_S)
+    pair.near.forget(pair.far.address)
+    with pytest.raises(PeerLost):
+        batch.wait(AT_MOST_S)
+    wire.thaw()
+    assert pair.local.buffer[:4096] == b"n" * 4096
+
+
+def test_a_failed_queue_pair_is_replaced_and_the_batch_succeeds(pair: Pair, wire: Wire) -> None:
+    pair.run(pair.read(0, 0, 4096))
+    for queue_pair in list(wire.pairs.values()):
+        queue_pair.fail()
+    pair.local.buffer[:] = b"n" * (1 << 20)
+    pair.run(pair.read(0, 0, 1 << 20), pair.write(0, 0, 0))
+    assert pair.local.buffer == b"f" * (1 << 20)
+
+
+def test_a_key_that_was_told_dies_with_its_segment(pair: Pair, wire: Wire) -> None:
+    other = pair.far.allocate(4096, readable=True)
+    pair.run(pair.read(0, 0, 4096))
+    pair.far.close_window(pair.window_id)
+    pair.far.deregister(pair.memory)
+    assert len(wire.regions) == 2  # near's memory and far's other
+    with pytest.raises(InvalidRequest):
+        pair.run(pair.read(0, 0, 4096))
+    remote = RemoteSegment(pair.far.address, other.segment_id)
+    pair.run(Transfer(Op.READ, pair.local, 0, remote, 0, 4096))
+    assert pair.local.buffer[:4096] == bytes(4096)
+
+
+def test_deregistering_waits_for_no_reader_that_hangs(pair: Pair, wire: Wire) -> None:
+    pair.far.close_window(pair.window_id)
+    wire.freeze()
+    batch = pair.near.submit([pair.read(0, 0, 4096)], deadline_s=5)
+    assert wire.has_frozen.wait(AT_MOST_S)
+    start = time.monotonic()
+    pair.far.deregister(pair.memory)
+    assert time.monotonic() - start < AT_MOST_S
+    wire.thaw()
+    with pytest.raises(InvalidRequest):
+        batch.wait(10)
+
+
+def test_memory_of_a_gpu_is_refused_clearly(make_engine: Callable[..., TransferEngine]) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match="pinned"):
+        engine.allocate(4096, "cuda:0")
+
+
+def test_many_batches_from_many_threads_share_a_session(pair: Pair) -> None:
+    def work(part: int) -> None:
+        start = part * 4096
+        for _ in range(20):
+            pair.run(pair.write(start, start, 4096))
+            pair.run(pair.read(start, start, 4096))
+
+    threads = [threading.Thread(target=work, args=(part,)) for part in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pair.memory.buffer[: 8 * 4096] == b"n" * (8 * 4096)
+
+
+@pytest.mark.parametrize("nbytes", [1, 1 << 20])
+def test_a_slice_that_is_damaged_on_the_way_is_sent_again(
+    make_engine: Callable[..., TransferEngine], nbytes: int
+) -> None:
+    pair = damaging_pair(make_engine, FaultPlan(corrupt_slices=1), nbytes)
+    pair.run(pair.write(0, 0, nbytes))
+    assert pair.memory.buffer == pair.local.buffer
+
+
+def test_bytes_that_were_bad_before_their_checksum_was_made_pass_here(
+    make_engine: Callable[..., TransferEngine],
+) -> None:
+    pair = damaging_pair(make_engine, FaultPlan(corrupt_writes=1), 4096)
+    pair.run(pair.write(0, 0, 4096))
+    assert pair.memory.buffer[0] != pair.local.buffer[0]
+    assert pair.memory.buffer[1:] == pair.local.buffer[1:]
+
+
+def damaging_pair(
+    make_engine: Callable[..., TransferEngine], faults: FaultPlan, nbytes: int
+) -> Pair:
+    near, far = make_engine(faults=faults), make_engine()
+    memory, local = far.allocate(nbytes), near.allocate(nbytes)
+    local.buffer[:] = b"n" * nbytes
+    return Pair(near, far, local, memory, far.open_window(memory, [(0, nbytes)]))

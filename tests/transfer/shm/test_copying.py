@@ -1,0 +1,140 @@
+"""Copies are whole, verified where asked, guarded step by step, and shared among threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import TracebackType
+
+import pytest
+
+from protocol.errors import IntegrityError, InvalidRequest, PeerLost, StaleLease
+from transfer import scatter
+from transfer.base import LOCAL, REMOTE, Rows
+from transfer.segments import Segment, SegmentTable
+from transfer.shm.copying import VERIFIED_BYTES, Copier
+from transfer.shm.memfd import PeerMemory
+
+NBYTES = 20 << 20
+
+
+class Guard:
+    """Counts how often it was entered; refuses from the `limit`-th time on."""
+
+    def __init__(self, limit: int = 1 << 30) -> None:
+        self.limit = limit
+        self.entered = 0
+        self.inside = 0
+
+    def __enter__(self) -> None:
+        if self.entered >= self.limit:
+            raise StaleLease("closed")
+        self.entered += 1
+        self.inside += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.inside -= 1
+
+
+class Segments:
+    def __init__(self) -> None:
+        table = SegmentTable()
+        self.into: Segment = table.allocate(NBYTES, "cpu:0", readable=False)
+        self.owned: Segment = table.allocate(NBYTES, "cpu:0", readable=True)
+        self.owned.buffer[:] = random.Random(0).randbytes(NBYTES)
+        assert self.owned.memory is not None
+        self.source = PeerMemory(self.owned.memory.fd, NBYTES)
+
+
+@pytest.fixture(scope="module")
+def segments() -> Segments:
+    return Segments()
+
+
+@pytest.fixture(autouse=True)
+def empty(segments: Segments) -> None:
+    segments.into.buffer[:] = bytes(NBYTES)
+
+
+@pytest.mark.parametrize("verified", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, 1000])
+def test_all_bytes_arrive_in_their_places(
+    segments: Segments, num_rows: int, threads: int, verified: bool
+) -> None:
+    length = NBYTES // num_rows
+    order = random.Random(1).sample(range(num_rows), num_rows)
+    rows = scatter.rows(*((one * length, i * length, length) for i, one in enumerate(order)))
+    copier = Copier(threads)
+    copier.copy(segments.source, segments.into, rows, to_column=LOCAL, verified=verified)
+    copier.close()
+    for remote, local, _ in rows.tolist():
+        source = segments.owned.buffer[remote : remote + length]
+        assert segments.into.buffer[local : local + length] == source
+    assert not [t for t in threading.enumerate() if t.name.startswith("transfer-copy")]
+
+
+class Torn:
+    """A source whose owner changes it while it is read."""
+
+    def __init__(self, source: PeerMemory, segments: Segments) -> None:
+        self.source = source
+        self.nbytes = source.nbytes
+        self.live = True
+        self._owner = segments.owned.buffer
+
+    def copy(self, to: int, rows: Rows, *, to_column: int) -> None:
+        self.source.copy(to, rows, to_column=to_column)
+        self._owner[5] ^= 1
+
+    def checksum(self, rows: Rows, column: int) -> int:
+        return self.source.checksum(rows, column)
+
+    def require_live(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_bytes_that_change_while_they_are_copied_are_found(segments: Segments) -> None:
+    torn, rows = Torn(segments.source, segments), scatter.rows((0, 0, 100))
+    with pytest.raises(IntegrityError):
+        Copier(1).copy(torn, segments.into, rows, to_column=LOCAL, verified=True)
+    Copier(1).copy(torn, segments.into, rows, to_column=LOCAL, verified=False)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_step_is_guarded_and_none_comes_after_a_refusal(
+    segments: Segments, threads: int
+) -> None:
+    rows, guard, copier = scatter.rows((0, 0, NBYTES)), Guard(limit=3), Copier(threads)
+    with pytest.raises(StaleLease):
+        copier.copy(
+            segments.source, segments.into, rows, to_column=REMOTE, verified=True, guard=guard
+        )
+    copier.close()
+    assert guard.inside == 0
+    stored = sum(
+        any(segments.into.buffer[at : at + VERIFIED_BYTES])
+        for at in range(0, NBYTES, VERIFIED_BYTES)
+    )
+    assert stored == 3
+
+
+def test_a_source_that_was_deregistered_meanwhile_does_not_count() -> None:
+    other = Segments()
+    assert other.owned.memory is not None
+    other.owned.memory.retire()
+    rows = scatter.rows((0, 0, 100))
+    with pytest.raises(InvalidRequest):
+        Copier(1).copy(other.source, other.into, rows, to_column=LOCAL, verified=True)
+
+
+def test_a_closed_copier_shares_no_more_work(segments: Segments) -> None:
+    copier, rows = Copier(2), scatter.rows((0, 0, NBYTES))
+    copier.close()
+    with pytest.raises(PeerLost):
+        copier.copy(segments.source, segments.into, rows, to_column=LOCAL, verified=False)

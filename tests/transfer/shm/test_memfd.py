@@ -1,0 +1,131 @@
+"""Memory that is lent out can be read by others and harmed by nobody."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+
+import numpy as np
+import pytest
+
+from protocol.errors import ConfigError, InvalidRequest, PeerLost
+from transfer import scatter
+from transfer.base import LOCAL
+from transfer.native import address_of
+from transfer.shm import memfd
+from transfer.shm.memfd import OwnedMemory, PeerMemory
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_borrower_sees_the_owners_stores_and_can_neither_write_nor_shrink() -> None:
+    owned = OwnedMemory(5000)
+    borrowed = PeerMemory(owned.fd, 5000)
+    owned.view[4999] = 42
+    assert borrowed.view[4999] == 42
+    assert borrowed.view.readonly
+    with pytest.raises(PermissionError):
+        mmap.mmap(owned.fd, 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(owned.fd, 0)
+    with pytest.raises(PermissionError):
+        os.pwrite(owned.fd, b"x", 0)
+    borrowed.close()
+    owned.retire()
+
+
+def test_a_retired_segment_is_known_as_such_to_who_still_maps_it() -> None:
+    owned = OwnedMemory(4096)
+    borrowed = PeerMemory(owned.fd, 4096)
+    borrowed.require_live()
+    owned.retire()
+    assert not borrowed.live
+    with pytest.raises(InvalidRequest):
+        borrowed.require_live()
+    borrowed.close()
+
+
+def test_memory_that_its_owner_could_shrink_is_not_accepted() -> None:
+    fd = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 8192)
+    with pytest.raises(PeerLost):
+        PeerMemory(fd, 4096)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("claimed", [0, 4097, 1 << 40])
+def test_a_size_that_is_not_the_files_is_not_accepted(claimed: int) -> None:
+    owned = OwnedMemory(4096)
+    with pytest.raises(PeerLost):
+        PeerMemory(owned.fd, claimed)
+    owned.retire()
+
+
+def test_its_descriptor_lives_as_long_as_anybody_may_still_pass_it_on() -> None:
+    gc.collect()
+    before = open_descriptors()
+    owned = OwnedMemory(4096)
+    owned.retire()
+    assert os.fstat(owned.fd).st_size > 4096
+    del owned
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 5 << 20])
+def test_all_its_pages_are_there_and_zero(nbytes: int) -> None:
+    owned = OwnedMemory(nbytes)
+    assert os.fstat(owned.fd).st_blocks * 512 >= nbytes
+    assert not np.frombuffer(owned.view, np.uint8).any()
+    owned.retire()
+
+
+def test_a_kernel_that_cannot_populate_at_once_is_helped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memfd, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before Linux 5.14
+    owned = OwnedMemory(1 << 20)
+    assert os.fstat(owned.fd).st_blocks * 512 >= 1 << 20
+    owned.retire()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "cannot be had")]
+)
+def test_memory_or_descriptors_that_have_run_out_are_told_apart(
+    code: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    before = open_descriptors()
+    monkeypatch.setattr(memfd.os, "memfd_create" if code == errno.EMFILE else "ftruncate", refuse)
+    with pytest.raises(ConfigError, match=words):
+        OwnedMemory(4096)
+    gc.collect()
+    assert open_descriptors() == before
+
+
+def test_a_view_keeps_the_mapping_that_its_memory_no_longer_needs() -> None:
+    owned = OwnedMemory(4096)
+    owned.view[:3] = b"abc"
+    borrowed = PeerMemory(owned.fd, 4096)
+    view = borrowed.view[:3]
+    borrowed.close()
+    assert view == b"abc"
+    owned.retire()
+
+
+def test_what_it_copies_has_the_checksum_it_tells() -> None:
+    owned = OwnedMemory(8192)
+    owned.view[:] = os.urandom(8192)
+    borrowed = PeerMemory(owned.fd, 8192)
+    into = bytearray(8192)
+    rows = scatter.rows((4000, 0, 100), (10, 100, 3000))
+    borrowed.copy(address_of(into), rows, to_column=LOCAL)
+    assert into[:100] == owned.view[4000:4100]
+    assert into[100:3100] == owned.view[10:3010]
+    assert borrowed.checksum(rows, 0) == scatter.checksum(memoryview(into), rows, LOCAL)
+    borrowed.close()
+    owned.retire()

@@ -1,0 +1,229 @@
+"""Nothing is kept over thousands of peers that came, were used and ended, well or badly.
+
+`MOONSERVE_LEAK_CYCLES` is how many; 10,000 is what the engine promises.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import InvalidRequest, MoonserveError, PeerLost
+from tests.transfer.conftest import ROOT, TOKEN
+from tests.transfer.target_zygote import NBYTES
+from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
+
+CYCLES = int(os.environ.get("MOONSERVE_LEAK_CYCLES", "1500"))
+DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Census:
+    descriptors: int
+    threads: int
+    mappings: int
+    resident_bytes: int
+
+    @staticmethod
+    def take() -> Census:
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return Census(
+            descriptors=len(os.listdir("/proc/self/fd")),
+            threads=threading.active_count(),
+            mappings=len(Path("/proc/self/maps").read_text().splitlines()),
+            resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+        )
+
+
+class Zygote:
+    """Makes peers in processes of their own, one fork each."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.transfer.target_zygote", TOKEN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def make(self, transport: str) -> tuple[int, str, int, int]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{transport}\n")
+        self._process.stdin.flush()
+        pid, address, segment_id, window_id = json.loads(self._process.stdout.readline())
+        return pid, address, segment_id, window_id
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+class Cycles:
+    """One engine that outlives all of its peers."""
+
+    def __init__(self, zygote: Zygote) -> None:
+        self.zygote = zygote
+        self.rng = random.Random(11)
+        self.near = engine_of("shm", "tcp")
+        self.local = self.near.allocate(NBYTES)
+
+    def one(self) -> None:
+        kinds: list[Any] = [self.connect_and_close] * 5
+        kinds += [self.end_in_the_middle, self.end_ourselves, self.kill, self.stay_silent]
+        self.rng.choice(kinds)(self.rng.choice(("shm", "tcp")))
+
+    def connect_and_close(self, transport: str) -> None:
+        with closing(engine_of(transport)) as far:
+            memory = far.allocate(4096, readable=True)
+            brought = far.register(bytearray(4096), readable=True)
+            window_id = far.open_window(memory, [(0, 4096)])
+            for segment in (memory, brought):
+                self.near.run(
+                    [read_of(self.local, far.address, segment.segment_id, 4096)],
+                    deadline_s=DEADLINE_S,
+                )
+            remote = RemoteSegment(far.address, memory.segment_id)
+            write = Transfer(Op.WRITE, self.local, 0, remote, 0, 4096, window_id)
+            self.near.submit([write], deadline_s=DEADLINE_S).wait(DEADLINE_S)
+            far.close_window(window_id)
+            far.deregister(brought)
+        self.leave(far.address)
+
+    def end_in_the_middle(self, transport: str) -> None:
+        """The target is closed while batches are under way."""
+        far = engine_of(transport)
+        memory = far.allocate(NBYTES, readable=True)
+        window_id = far.open_window(memory, [(0, NBYTES)])
+        batches = self.submit(self.near, self.local, far.address, memory.segment_id, window_id)
+        far.close()
+        self.end(batches)
+        self.leave(far.address)
+
+    def end_ourselves(self, transport: str) -> None:
+        """An initiator is closed while batches are under way."""
+        with closing(engine_of(transport)) as far:
+            memory = far.allocate(NBYTES, readable=True)
+            window_id = far.open_window(memory, [(0, NBYTES)])
+            near = engine_of("shm", "tcp")
+            local = near.allocate(NBYTES)
+            batches = self.submit(near, local, far.address, memory.segment_id, window_id)
+            near.close()
+            self.end(batches)
+
+    def kill(self, transport: str) -> None:
+        """A process is killed while batches are under way."""
+        pid, address, segment_id, window_id = self.zygote.make(transport)
+        self.near.run([read_of(self.local, address, segment_id, 4096)], deadline_s=DEADLINE_S)
+        batches = self.submit(self.near, self.local, address, segment_id, window_id)
+        os.kill(pid, signal.SIGKILL)
+        self.end(batches)
+        self.leave(address)
+
+    def stay_silent(self, transport: str) -> None:
+        """A stopped process: given up at the deadline, or forgotten before."""
+        pid, address, segment_id, window_id = self.zygote.make(transport)
+        os.kill(pid, signal.SIGSTOP)
+        batches = self.submit(
+            self.near, self.local, address, segment_id, window_id, deadline_s=0.02
+        )
+        if self.rng.random() < 0.5:
+            self.near.forget(address)
+        self.end(batches)
+        os.kill(pid, signal.SIGKILL)
+        self.leave(address)
+
+    def submit(
+        self,
+        engine: TransferEngine,
+        local: Segment,
+        address: str,
+        segment_id: int,
+        window_id: int,
+        deadline_s: float = DEADLINE_S,
+    ) -> list[Any]:
+        remote = RemoteSegment(address, segment_id)
+        half = NBYTES // 2
+        read = Transfer(Op.READ, local, 0, remote, 0, half)
+        write = Transfer(Op.WRITE, local, half, remote, half, half, window_id)
+        return [engine.submit([each], deadline_s=deadline_s) for each in (read, write, read)]
+
+    def end(self, batches: list[Any]) -> None:
+        begin = time.monotonic()
+        for batch in batches:
+            # InvalidRequest: a READ of mapped memory found that its owner had deregistered it.
+            with suppress(PeerLost, InvalidRequest):
+                batch.wait(DEADLINE_S + 5)
+        assert time.monotonic() - begin < DEADLINE_S
+
+    def leave(self, address: str) -> None:
+        self.near.forget(address)
+        for peer in list(self.near._retired):
+            peer.join()
+
+    def close(self) -> None:
+        self.near.close()
+
+
+def engine_of(*transports: str) -> TransferEngine:
+    engine = TransferEngine(cluster_token=TOKEN, options=TransferOptions(transports=transports))
+    engine.start()
+    return engine
+
+
+def read_of(local: Segment, address: str, segment_id: int, nbytes: int) -> Transfer:
+    return Transfer(Op.READ, local, 0, RemoteSegment(address, segment_id), 0, nbytes)
+
+
+@pytest.fixture
+def cycles() -> Iterator[Cycles]:
+    zygote = Zygote()
+    made = Cycles(zygote)
+    yield made
+    made.close()
+    zygote.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 + CYCLES * 0.2)
+def test_nothing_is_kept_of_peers_that_have_gone(cycles: Cycles) -> None:
+    warm_up = min(CYCLES // 2, 6000)  # metrics name up to 4,096 peers, and remember them
+    for _ in range(warm_up):
+        cycles.one()
+    before = Census.take()
+    for _ in range(CYCLES - warm_up):
+        cycles.one()
+    after = Census.take()
+    sys.stdout.write(f"{CYCLES} cycles: {before} after {warm_up}, {after} at the end\n")
+    assert after.descriptors == before.descriptors
+    assert after.threads == before.threads
+    # The allocator's arenas come and go; what leaks once per cycle shows.
+    assert after.mappings <= before.mappings + 30
+    assert after.resident_bytes <= before.resident_bytes + (6 << 20)
+    near = cycles.near
+    usage = near.usage()
+    assert (usage.num_segments, usage.num_windows, usage.num_served, usage.num_endpoints) == (
+        1,
+        0,
+        0,
+        0,
+    )
+    assert not near._peers
+    with suppress(MoonserveError):
+        near.deregister(cycles.local)
+    assert cycles.local.num_users == 0

@@ -1,0 +1,60 @@
+"""A certificate authority of a test's own, by the openssl command."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from transfer import TransferOptions
+
+_NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+
+
+@dataclass(frozen=True)
+class Files:
+    """What one engine is given."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+    @property
+    def options(self) -> dict[str, Path]:
+        return {
+            "tls_certificate": self.certificate,
+            "tls_key": self.key,
+            "tls_authority": self.authority,
+        }
+
+    def transfer_options(self) -> TransferOptions:
+        return TransferOptions(transports=("tcp",), **self.options)
+
+
+class Authority:
+    """`name` tells the files of several apart."""
+
+    def __init__(self, folder: Path, name: str = "authority") -> None:
+        self._folder = folder
+        self._name = name
+        self.certificate, self._key = folder / f"{name}.pem", folder / f"{name}.key"
+        openssl(
+            f"req -x509 {_NEW_KEY} -days 2 -subj /CN={name} "
+            f"-keyout {self._key} -out {self.certificate}"
+        )
+
+    def sign(self, name: str, *, days: int = 2, names: str = "") -> Files:
+        """A certificate for an engine; `names`: a subjectAltName such as "IP:127.0.0.1"."""
+        stem = self._folder / f"{self._name}-{name}"
+        request, certificate, key = (Path(f"{stem}.{kind}") for kind in ("csr", "pem", "key"))
+        extension = f"-addext subjectAltName={names}" if names else ""
+        openssl(f"req {_NEW_KEY} -subj /CN={name} {extension} -keyout {key} -out {request}")
+        openssl(
+            f"x509 -req -in {request} -CA {self.certificate} -CAkey {self._key} "
+            f"-copy_extensions copy -days {days} -out {certificate}"
+        )
+        return Files(certificate, key, self.certificate)
+
+
+def openssl(command: str) -> None:
+    subprocess.run(["openssl", *command.split()], check=True, capture_output=True)

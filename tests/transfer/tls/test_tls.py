@@ -1,0 +1,146 @@
+"""Who is believed over TLS, and what those in between and outside can do."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+
+from protocol.errors import Incompatible, PeerError, PeerLost, Unauthenticated
+from tests.transfer.conftest import Pair
+from tests.transfer.tls.authority import Authority, Files
+from tests.transfer.tls.relay import Relay
+from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine
+from transfer.address import parse
+
+Make = Callable[..., TransferEngine]
+DEADLINE_S = 20.0
+
+
+def read(near: TransferEngine, far: TransferEngine, address: str | None = None) -> None:
+    """Ten bytes; fails if it takes the better part of its deadline."""
+    memory = far.allocate(4096, readable=True)
+    local = near.allocate(4096)
+    remote = RemoteSegment(address or far.address, memory.segment_id)
+    began = time.monotonic()
+    try:
+        near.run([Transfer(Op.READ, local, 0, remote, 0, 10)], deadline_s=DEADLINE_S)
+    finally:
+        assert time.monotonic() - began < DEADLINE_S / 2
+
+
+@pytest.fixture
+def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines start with files that their peers will refuse."""
+    monkeypatch.setattr("transfer.wire.certificates._rehearse", lambda *files: None)
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Files:
+    """Signed by another authority, which it believes."""
+    return Authority(tmp_path_factory.mktemp("strangers"), "strangers").sign("stranger")
+
+
+def test_a_peer_of_another_authority_is_refused(make_engine: Make, stranger: Files) -> None:
+    ours, theirs = make_engine(), make_engine(files=stranger)
+    for near, far in ((ours, theirs), (theirs, ours)):
+        with pytest.raises(Unauthenticated, match="peer's TLS certificate is refused"):
+            read(near, far)
+
+
+@pytest.mark.usefixtures("unrehearsed")
+def test_a_target_refuses_an_initiator_that_its_authority_did_not_sign(
+    make_engine: Make, files: Files, stranger: Files
+) -> None:
+    intruder = make_engine(files=Files(stranger.certificate, stranger.key, files.authority))
+    with pytest.raises(Unauthenticated, match="refuses this process's TLS certificate"):
+        read(intruder, make_engine())
+
+
+@pytest.mark.usefixtures("unrehearsed")
+def test_an_expired_certificate_is_refused_on_either_side(
+    make_engine: Make, authority: Authority
+) -> None:
+    ours, theirs = make_engine(), make_engine(files=authority.sign("expired", days=-1))
+    with pytest.raises(Unauthenticated, match="expired"):
+        read(ours, theirs)
+    with pytest.raises(Unauthenticated, match=r"refuses this process's TLS certificate.*expired"):
+        read(theirs, ours)
+
+
+def test_a_certificate_for_other_addresses_is_refused(
+    make_engine: Make, authority: Authority
+) -> None:
+    near = make_engine()
+    read(near, make_engine(files=authority.sign("nameless")))
+    read(near, make_engine(files=authority.sign("named", names="DNS:store-0")))
+    with pytest.raises(Unauthenticated, match=r"10\.0\.0\.9 only"):
+        read(near, make_engine(files=authority.sign("elsewhere", names="IP:10.0.0.9")))
+
+
+def test_the_cluster_token_is_asked_for_inside(make_engine: Make) -> None:
+    with pytest.raises(Unauthenticated, match="token"):
+        read(make_engine(token="another token"), make_engine())
+
+
+def test_ends_with_and_without_tls_say_what_to_do(make_engine: Make) -> None:
+    encrypted, plain = make_engine(), make_engine(files=None)
+    with pytest.raises(Incompatible, match="give the peer a TLS certificate"):
+        read(encrypted, plain)
+    with pytest.raises(Incompatible, match=r"the peer speaks TLS.*give it"):
+        read(plain, encrypted)
+
+
+def test_an_address_that_hides_or_claims_tls_gets_nobody_in(make_engine: Make) -> None:
+    encrypted, plain = make_engine(), make_engine(files=None)
+    with pytest.raises(PeerLost):
+        read(plain, encrypted, encrypted.address.replace("tls=1;", ""))
+    with pytest.raises(PeerLost):
+        read(encrypted, plain, plain.address.replace(";tcp=", ";tls=1;tcp="))
+
+
+def test_plain_bytes_on_the_encrypted_port_end_their_connection_only(pair: Pair) -> None:
+    host, _, port = parse(pair.far.address).rails["tcp"][0].endpoint.rpartition(":")
+    for garbage in (b"\0" * 100, b"MOONXFER" + bytes(35), b"\x16\x03\x01\x40\x00" + b"x" * 300):
+        with socket.create_connection((host, int(port)), 10) as sock:
+            sock.sendall(garbage)
+            sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(10)
+            while sock.recv(4096):
+                pass
+    pair.run(pair.read(0, 0, 10))
+
+
+def _write_through(pair: Pair, relay: Relay, source: Segment) -> None:
+    remote = RemoteSegment(relay.address, pair.memory.segment_id)
+    write = Transfer(Op.WRITE, source, 0, remote, 0, source.nbytes, pair.window_id)
+    pair.near.run([write], deadline_s=5)
+
+
+def test_whoever_listens_sees_nothing_of_what_is_sent(pair: Pair) -> None:
+    source = pair.near.allocate(64 << 10)
+    source.buffer[:] = b"a secret, often." * 4096
+    with Relay(pair.far.address) as relay:
+        _write_through(pair, relay, source)
+        pair.near.forget(relay.address)
+    assert pair.memory.buffer[: source.nbytes] == source.buffer
+    assert len(relay.seen) > source.nbytes
+    assert b"secret" not in relay.seen
+
+
+def test_a_byte_changed_on_the_way_never_reaches_memory(pair: Pair) -> None:
+    def flip(piece: bytes) -> bytes:
+        if len(piece) < 4096:  # the handshake and the frames' heads pass
+            return piece
+        return piece[:-100] + bytes([piece[-100] ^ 1]) + piece[-99:]
+
+    source = pair.near.allocate(12 << 10)  # one record
+    source.buffer[:] = b"w" * source.nbytes
+    before = bytes(pair.memory.buffer)
+    with Relay(pair.far.address, flip) as relay:
+        with pytest.raises(PeerError):
+            _write_through(pair, relay, source)
+        pair.near.forget(relay.address)
+    assert pair.memory.buffer == before

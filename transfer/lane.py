@@ -1,0 +1,402 @@
+"""One endpoint: a path, the session on it, the queue before it and the thread that carries it.
+
+Its rule: every part ends by its deadline, whatever the peer does, and a part that has failed leaves no
+session behind on which late bytes could still arrive. Whoever has the turn uses the session: the lane's
+own thread, or a caller's, which then carries nothing but what it brought. While the turn is free, nothing
+waits and nothing is under way. Knows nothing of other paths; `Reports` decides what becomes of parts that
+were lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from protocol.errors import (
+    Cancelled,
+    IntegrityError,
+    InvalidRequest,
+    MoonserveError,
+    PeerLost,
+    StaleLease,
+)
+from transfer.base import Op, Session, Slice, Transfer
+from transfer.faults import FaultPlan
+from transfer.job import Group, attempt_ends_at
+from transfer.plan import Part
+from transfer.rails.paths import Path
+from transfer.reports import Connect, Reports
+from transfer.stats import Incident, PathStats
+from transfer.waiting import Waiting
+from transfer.wire.connection import STEP_S
+from transfer.wire.stream import without_frames
+
+_log = logging.getLogger(__name__)
+
+IDLE_S = 60.0
+"""A lane that is unused for this long and not connected any more gives its thread back."""
+_FENCE_S = 6.0
+
+
+class Lane:
+    """`put` never blocks. A `base.Feed` for its own session."""
+
+    def __init__(
+        self, path: Path, *, connect: Connect, reports: Reports, stats: PathStats, faults: FaultPlan
+    ) -> None:
+        self.path = path
+        self.stats = stats
+        self.num_visitors = 0
+        """Callers of `with_session`; the peer counts them, and the lane does not retire meanwhile."""
+        self._connect = connect
+        self._reports = reports
+        self._faults = faults
+        # SimpleQueue.put neither blocks nor gives up the GIL: it is called from the compute thread.
+        # Only the lane's thread takes from it.
+        self._inbox: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
+        self._arrived = Waiting()
+        """What the lane's thread holds while it waits for the turn."""
+        self._groups = Waiting()
+        """What whoever has the turn is to carry."""
+        self._jobs: dict[Part, Group] = {}
+        """Taken and not settled, with whose they are."""
+        self._session: Session | None = None
+        self._turn = threading.Lock()
+        """Held by the thread that uses the session."""
+        self._guest = False
+        """The turn is a caller's."""
+        self._unwanted = False
+        """The endpoint pool has given the session's place to another."""
+        self._forgotten = threading.Event()
+        self._last_end_at = 0.0
+        self._thread = threading.Thread(
+            target=self._run, name=f"transfer {path.transport}", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, group: Group) -> None:
+        self._inbox.put(group)
+
+    def run_here(self, group: Group) -> bool:
+        """Carries the group in the caller's thread if nothing else is under way; else returns False."""
+        if not self._may_visit():
+            return False
+        try:
+            if self._session is None:
+                return False
+            self._guest = True
+            self._groups.add(group)
+            self._work()
+            return True
+        finally:
+            self._guest = False
+            self._turn.release()
+
+    def read_at_once(self, transfer: Transfer) -> bool:
+        """A small READ in the caller's thread, without a slice being made, where the session can."""
+        session = self._session
+        if session is None or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            return session is self._session and session.alive() and session.read_at_once(transfer)
+        except InvalidRequest:
+            raise
+        except MoonserveError as error:  # the ordinary way tries again
+            if isinstance(error, IntegrityError):
+                self.stats.count(Incident.CORRUPT)
+            return False
+        finally:
+            self._turn.release()
+
+    def read_alone(self, transfer: Transfer, deadline_at: float) -> bool:
+        """A READ in the caller's thread when the lane is idle; False: it has not happened."""
+        session = self._session
+        if session is None or not self._may_visit():
+            return False
+        self._guest = True
+        try:
+            if session is not self._session or not session.alive():
+                return False
+            return session.read_alone(transfer, deadline_at)
+        except InvalidRequest:
+            raise
+        except IntegrityError:
+            self.stats.count(Incident.CORRUPT)
+            return False
+        except BaseException as error:
+            self._disconnect()
+            if not isinstance(error, Exception):
+                raise
+            return False  # whatever it was, the ordinary way deals with it
+        finally:
+            self._guest = False
+            self._turn.release()
+
+    def with_session(self, work: Callable[[Session, float], None], deadline_at: float) -> None:
+        """Uses the session for something else, connecting it if need be. Blocks; raises PeerLost."""
+        if not self._turn.acquire(timeout=max(0.0, deadline_at - time.monotonic())):
+            raise PeerLost("the connection was busy until the deadline")
+        self._guest = True
+        try:
+            work(self._ready(deadline_at), deadline_at)
+        except (InvalidRequest, StaleLease):
+            raise
+        except BaseException:  # the session may be between two frames
+            self._disconnect()
+            raise
+        finally:
+            self._guest = False
+            self._turn.release()
+
+    def _may_visit(self) -> bool:
+        """The turn is the caller's now. Callers do not go before groups that wait."""
+        return self.idle and self._turn.acquire(blocking=False)
+
+    def disconnect_when_idle(self) -> None:
+        """Gives the connection back (the endpoint pool wants its place). Does not wait."""
+        self._unwanted = True
+        self._inbox.put(None)
+
+    def forget(self) -> None:
+        """Its parts fail now and its thread ends. Does not wait."""
+        self._forgotten.set()
+        session = self._session
+        if session is not None:
+            session.abort()
+        self._inbox.put(None)
+
+    @property
+    def idle(self) -> bool:
+        return self._inbox.empty() and not self._arrived and not self._groups and not self._jobs
+
+    @property
+    def connected(self) -> bool:
+        return self._session is not None
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    # The lane's own thread.
+
+    def _run(self) -> None:
+        try:
+            while self._serve_next():
+                self._reports.fell_idle()
+        finally:
+            with self._turn:
+                self._disconnect()
+                self._groups.add_all_of(self._arrived)
+                self._give_up_waiting()
+
+    def _serve_next(self) -> bool:
+        """A function of its own, so that an idle thread holds no group and so no memory.
+
+        False: the thread is to end.
+        """
+        something_came = self._await_arrival()
+        self._await_turn()
+        try:
+            self._work()
+            if self._unwanted or not (something_came or self._session_lives()):
+                self._disconnect()
+        finally:
+            self._turn.release()
+        if self._forgotten.is_set():
+            return False
+        return something_came or self._session is not None or not self._reports.may_retire(self)
+
+    def _await_arrival(self) -> bool:
+        try:
+            group = self._inbox.get(timeout=IDLE_S)
+        except queue.Empty:
+            return False
+        if group is not None:
+            self._arrived.add(group)
+        return group is not None
+
+    def _await_turn(self) -> None:
+        """While a caller uses the session, deadlines are kept all the same."""
+        while not self._turn.acquire(timeout=STEP_S):
+            while not self._inbox.empty():
+                if (group := self._inbox.get()) is not None:
+                    self._arrived.add(group)
+            self._end_overdue(self._arrived)
+        self._groups.add_all_of(self._arrived)
+
+    def _session_lives(self) -> bool:
+        return self._session is not None and self._session.alive()
+
+    # Whoever has the turn.
+
+    def _work(self) -> None:
+        """Until nothing waits."""
+        while self._any_waiting():
+            connect_until = self._groups.connect_until()
+            connected = False
+            try:
+                session = self._ready(connect_until)
+                connected = True
+                self._fence(session)
+                session.carry(self)
+            except Exception as error:  # also a bug of ours must end the batch, not this thread
+                self._broken(self._translated(error), connected, connect_until)
+            except BaseException:  # the caller's thread was interrupted
+                self._broken(PeerLost("the caller was interrupted"), False, math.inf)
+                raise
+
+    def _any_waiting(self) -> bool:
+        self._drain()
+        if self._forgotten.is_set():
+            self._give_up_waiting()
+        return bool(self._groups)
+
+    def _drain(self) -> None:
+        while not self._guest and not self._inbox.empty():
+            if (group := self._inbox.get()) is not None:
+                self._groups.add(group)
+
+    def _ready(self, deadline_at: float) -> Session:
+        """A live session."""
+        if not self._session_lives():
+            self._disconnect()
+        if self._session is None:
+            if time.monotonic() >= deadline_at:
+                raise PeerLost("the time was over before the peer was reached")
+            self._session = self._connect(self.path, deadline_at, self.look_up)
+            self._unwanted = False
+            self.stats.count(Incident.CONNECT)
+            self._reports.opened(self)
+        if self._forgotten.is_set():  # `forget` may have come too early to see the session
+            raise PeerLost("the peer was given up")
+        return self._session
+
+    def _disconnect(self) -> None:
+        self._unwanted = False
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+            self._reports.closed(self)
+
+    def _fence(self, session: Session) -> None:
+        """Ends at the target what the waiting parts were sent on before."""
+        parts = list(self._groups.head.parts) if self._groups else []
+        earlier = {connection_id: part for part in parts for connection_id in part.fences}
+        for connection_id, part in earlier.items():
+            session.fence(connection_id, min(part.deadline_at, time.monotonic() + _FENCE_S))
+        if earlier:
+            self._reports.fenced(earlier)
+        for part in parts:
+            part.fences.clear()
+
+    def _broken(self, error: MoonserveError, connected: bool, connect_until: float) -> None:
+        connection_id = self._session.connection_id if self._session is not None else None
+        self._disconnect()
+        self.stats.count(Incident.BREAK)
+        lost = list(self._jobs)
+        for part in lost:
+            if part.op is Op.WRITE and connection_id is not None:
+                part.fences.append(connection_id)
+        if not connected:
+            lost += _parts(self._groups.pop_disconnected(time.monotonic(), connect_until))
+        elif not lost and self._groups:  # broken before anything was sent: by a fence
+            lost += _parts([self._groups.pop_head()])
+        self.stats.taken(-len(self._jobs))
+        self._jobs.clear()
+        self._reports.lost(self, lost, error, connected=connected)
+
+    def _give_up_waiting(self) -> None:
+        self._drain()
+        error = PeerLost("the peer was given up")
+        while self._groups:
+            self._end_all(self._groups.pop_head(), error)
+
+    def _end_overdue(self, waiting: Waiting) -> None:
+        for group in waiting.pop_ended(time.monotonic()):
+            self._end_all(group, self._why_ended(group, "the peer did not answer in time"))
+
+    def _end_all(self, group: Group, error: MoonserveError) -> None:
+        while group.parts:
+            self._reports.ended(self, group.parts.popleft(), error)
+
+    def _translated(self, error: Exception) -> MoonserveError:
+        if not isinstance(error, MoonserveError):
+            _log.error("transfer failed", exc_info=error)
+            error = PeerLost(f"transfer failed: {error!r}")
+        error.ids.setdefault("peer", self.stats.peer)
+        return without_frames(error)
+
+    # The session's feed.
+
+    def take(self) -> Part | None:
+        self._drain()
+        while self._groups:
+            group = self._groups.head
+            if group.parts[0].fences:
+                return None  # not before `_fence`, for which the session must be free
+            if self._not_to_be_begun(group):
+                continue
+            part = self._groups.pop_part()
+            part.taken_at = time.monotonic()
+            part.give_up_at = attempt_ends_at(part, part.taken_at)
+            self._jobs[part] = group
+            self.stats.taken()
+            return part
+        return None
+
+    def _not_to_be_begun(self, group: Group) -> bool:
+        if group.fresh:
+            group.fresh = False
+            if self._faults.delay_s:
+                self._forgotten.wait(self._faults.delay_s)
+        if not group.job.cancelled and time.monotonic() < group.job.deadline_at:
+            return False
+        self._groups.pop_head()
+        self._end_all(group, self._why_ended(group, "the time was over before it was begun"))
+        return True
+
+    def _why_ended(self, group: Group, overdue: str) -> MoonserveError:
+        if group.job.cancelled:
+            return Cancelled("the batch was cancelled")
+        return PeerLost(overdue, peer=self.stats.peer)
+
+    def settle(self, part: Slice, error: MoonserveError | None) -> None:
+        assert isinstance(part, Part)
+        del self._jobs[part]
+        self.stats.taken(-1)
+        if error is not None:
+            self._reports.refused(self, part, error)
+            return
+        now = time.monotonic()
+        # What it took by itself: until its predecessor had ended, it waited for that.
+        seconds = now - max(part.taken_at, self._last_end_at)
+        self._last_end_at = now
+        self._reports.arrived(self, part, seconds)
+
+    def deadline_at(self) -> float:
+        return min((part.give_up_at for part in self._jobs), default=math.inf)
+
+    def may_give_up(self) -> bool:
+        return all(part.has_alternative for part in self._jobs)
+
+    def look_up(self) -> None:
+        """Waiting groups keep their own deadlines, and `forget` is heeded."""
+        self._drain()
+        if self._forgotten.is_set():
+            raise PeerLost("the peer was given up")
+        self._end_overdue(self._groups)
+        impatient = _parts(self._groups.pop_impatient(time.monotonic()))
+        if impatient:
+            error = PeerLost("the peer did not answer in time", peer=self.stats.peer)
+            self._reports.lost(self, impatient, error, connected=self.connected)
+
+
+def _parts(groups: Iterable[Group]) -> list[Part]:
+    return [part for group in groups for part in group.parts]

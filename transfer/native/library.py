@@ -1,0 +1,77 @@
+"""The data plane in C: loading it, and calling it with numpy's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+
+from protocol.machine import cache_folder
+from protocol.native import CompilerError, load_library
+from transfer.base import Rows
+from transfer.native.base import DataPlane, End, Flow, FlowState, IoVectors, address_of
+from transfer.native.twin import PythonDataPlane
+
+_log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("data_plane.c")
+FLAGS = ("-std=gnu11", "-O2", "-fvisibility=hidden")
+_ENDS = {int(end): end for end in End}
+
+
+@functools.cache
+def data_plane() -> DataPlane:
+    """The one of this process: code, like an imported module, so it is loaded once and has no state.
+
+    The first call on a machine takes as long as the compiler does; an engine makes it when it starts.
+    """
+    try:
+        return NativeDataPlane(_cache_folder())
+    except CompilerError as error:
+        _log.warning("the compiled data plane is not available, using Python: %s", error)
+        return PythonDataPlane()
+
+
+def _cache_folder() -> Path | None:
+    try:
+        folder = cache_folder(os.environ, Path.home()) / "native"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home, or not writable
+        return None
+    return folder
+
+
+class NativeDataPlane:
+    """`DataPlane` over `data_plane.c`. Raises CompilerError where it cannot be had."""
+
+    name = "native"
+
+    def __init__(self, folder: Path | None) -> None:
+        library = load_library(SOURCE, FLAGS, folder)
+        pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        self._copy_rows = library.copy_rows
+        self._copy_rows.argtypes = [pointer, pointer, pointer, int64, int32]
+        self._copy_rows.restype = None
+        self._fill_iovecs = library.fill_iovecs
+        self._fill_iovecs.argtypes = [pointer, pointer, pointer, int64, int32]
+        self._fill_iovecs.restype = int64
+        self._pump = library.pump
+        self._pump.argtypes = [int32, ctypes.POINTER(FlowState), int64, int64]
+        self._pump.restype = int32
+
+    def copy_rows(self, to: int, source: int, rows: Rows, *, to_column: int) -> None:
+        rows = np.ascontiguousarray(rows, np.int64)
+        self._copy_rows(to, source, address_of(rows), len(rows), to_column)
+
+    def iovecs(self, base: int, rows: Rows, *, column: int) -> IoVectors:
+        rows = np.ascontiguousarray(rows, np.int64)
+        made: IoVectors = np.empty((len(rows), 2), np.uint64)
+        count = self._fill_iovecs(address_of(made), base, address_of(rows), len(rows), column)
+        return made[:count]
+
+    def pump(self, fd: int, flow: Flow, *, timeout_ns: int, spin_ns: int) -> End:
+        return _ENDS[self._pump(fd, flow.state, timeout_ns, spin_ns)]

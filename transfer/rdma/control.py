@@ -1,0 +1,91 @@
+"""What the two ends tell each other on the TCP connection beside the queue pairs.
+
+CONNECT   one `PairAddress` per queue pair      → REPLY with as many
+KEY       rows (none without checksums)         → REPLY: key and address to read at, checksum of the rows
+GRANT     rows, window, checksum, queue pair    → REPLY: grant number, key and address to write at
+                                                  … and, once written, RESULT with the grant's number
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from xxhash import xxh3_64_digest
+
+from protocol.errors import MoonserveError
+from transfer.rdma.fabric import Limits, PairAddress, QueuePair
+from transfer.wire.frames import (
+    MAX_TEXT_BYTES,
+    Code,
+    Header,
+    Kind,
+    ProtocolViolation,
+    code_of,
+    encode,
+)
+
+_PAIR = struct.Struct("<II16sHBB")
+PAIR_BYTES = _PAIR.size
+_KEY = struct.Struct("<IQQ")
+KEY_BYTES = _KEY.size + 8
+"""With a seal: the XXH3-64 of the whole reply."""
+MAX_PAIRS = 16
+MAX_GRANTS = 64
+"""Under way per connection: how many receives each of the target's queue pairs has room for."""
+
+
+class RemoteKey(NamedTuple):
+    """How to reach a segment of the peer's."""
+
+    key: int
+    address: int
+    nbytes: int
+
+
+def pack_pair(pair: QueuePair, gid: bytes, lid: int, limits: Limits) -> bytes:
+    return _PAIR.pack(
+        pair.number, pair.first_packet, gid, lid, limits.path_mtu, limits.max_outstanding_reads
+    )
+
+
+def unpack_pairs(data: bytes | bytearray, limits: Limits) -> list[PairAddress]:
+    """What both ends can do. Raises ProtocolViolation for what no device would say."""
+    pairs = [PairAddress(*fields) for fields in _PAIR.iter_unpack(data)]
+    return [_agreed(pair, limits) for pair in pairs]
+
+
+def _agreed(pair: PairAddress, limits: Limits) -> PairAddress:
+    if not 1 <= pair.path_mtu <= 5 or pair.number >> 24 or pair.first_packet >> 24:
+        raise ProtocolViolation("not an address of a queue pair")
+    return PairAddress(
+        pair.number,
+        pair.first_packet,
+        pair.gid,
+        pair.lid,
+        min(pair.path_mtu, limits.path_mtu),
+        min(pair.max_outstanding_reads, limits.max_outstanding_reads),
+    )
+
+
+def key_reply(key: RemoteKey, *, grant: int = 0, checksum: int = 0) -> bytes:
+    header = encode(Header(kind=Kind.REPLY, entries=KEY_BYTES, source_id=grant, checksum=checksum))
+    body = _KEY.pack(*key)
+    return header + body + xxh3_64_digest(header + body)
+
+
+def unpack_key(header: Header, data: bytes | bytearray) -> RemoteKey:
+    """Raises ProtocolViolation when its seal does not fit: it says where bytes will go."""
+    if len(data) != KEY_BYTES:
+        raise ProtocolViolation("not a key")
+    body, seal = data[: _KEY.size], data[_KEY.size :]
+    if xxh3_64_digest(encode(header) + body) != seal:
+        raise ProtocolViolation("a key arrived damaged")
+    return RemoteKey(*_KEY.unpack(body))
+
+
+def result(grant: int, error: MoonserveError | None) -> bytes:
+    """How a grant has ended."""
+    text = str(error).encode()[:MAX_TEXT_BYTES] if error else b""
+    code = code_of(error) if error else Code.OK
+    return encode(Header(kind=Kind.RESULT, code=code, entries=len(text), source_id=grant)) + text

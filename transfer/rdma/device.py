@@ -1,0 +1,167 @@
+"""Which device ports and GIDs this host can use, from sysfs alone.
+
+Its rule: an active port with an address that peers can route to. On Ethernet that is a RoCE v2 GID,
+IPv4-mapped if there is one (UDP over the host's own addressing), on InfiniBand the first GID.
+Knows no verbs, so `moonserve doctor` can tell what is there without them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import ConfigError
+
+SYSFS = Path("/sys")
+_ROCE_V2 = "RoCE v2"
+_MAX_HOLE = 64
+"""Unused entries in a row after which no more are expected: the kernel fills the first free one."""
+_RATE = re.compile(r"([\d.]+) Gb/sec")
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """One entry of a port's table of addresses."""
+
+    index: int
+    raw: bytes
+    kind: str
+    """"RoCE v2", "IB/RoCE v1"."""
+    netdev: str | None
+
+    @property
+    def address(self) -> ipaddress.IPv6Address:
+        return ipaddress.IPv6Address(self.raw)
+
+    @property
+    def ip(self) -> str:
+        """As a socket takes it."""
+        return str(self.address.ipv4_mapped or self.address)
+
+    def __str__(self) -> str:
+        on = f" on {self.netdev}" if self.netdev else ""
+        return f"GID {self.index} {self.kind} {self.ip}{on}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One port of one device, with the GID that was chosen for it."""
+
+    device: str
+    number: int
+    state: str
+    """"ACTIVE", "DOWN"."""
+    is_ethernet: bool
+    gid: Gid | None
+    bandwidth_bytes_s: float | None
+    numa_node: int | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.device}:{self.number}"
+
+    @property
+    def usable(self) -> bool:
+        return self.state == "ACTIVE" and self.gid is not None
+
+    def __str__(self) -> str:
+        link = "Ethernet" if self.is_ethernet else "InfiniBand"
+        speed = f", {self.bandwidth_bytes_s * 8e-9:g} Gb/s" if self.bandwidth_bytes_s else ""
+        numa = "" if self.numa_node is None else f", NUMA node {self.numa_node}"
+        return (
+            f"{self.name} {self.state.lower()} {link}{speed}{numa}, {self.gid or 'no usable GID'}"
+        )
+
+
+def discover(sysfs: Path = SYSFS) -> list[Port]:
+    """All ports of all devices, usable or not, in the order of their names."""
+    found = (sysfs / "class/infiniband").glob("*/ports/*")
+    ports = [_port(path, sysfs) for path in found if path.name.isdigit()]
+    return sorted(ports, key=lambda port: (port.device, port.number))
+
+
+def choose(ports: Sequence[Port], wanted: Sequence[str]) -> list[Port]:
+    """Those that `wanted` names ("mlx5_0:1", or "mlx5_0" for its only port), or all usable ones.
+
+    Raises ConfigError when one that is named cannot be used, or none is left.
+    """
+    chosen = [_named(ports, name) for name in wanted]
+    if not wanted:
+        chosen = [port for port in ports if port.usable]
+    if not chosen:
+        listed = "; ".join(map(str, ports)) or "the kernel has none (is the driver loaded?)"
+        raise ConfigError(f"rdma: no device port can be used: {listed}")
+    return chosen
+
+
+def _named(ports: Sequence[Port], name: str) -> Port:
+    matches = [port for port in ports if name in (port.name, port.device)]
+    if len(matches) != 1:
+        listed = ", ".join(port.name for port in ports) or "none"
+        raise ConfigError(f"rdma: rail {name!r} is not one of the device ports: {listed}")
+    if not matches[0].usable:
+        raise ConfigError(f"rdma: rail {name!r} cannot be used: {matches[0]}")
+    return matches[0]
+
+
+def best_gid(gids: Sequence[Gid], *, is_ethernet: bool) -> Gid | None:
+    """RoCE v1 does not leave its Ethernet segment and link-local GIDs need a scope: neither is taken."""
+    if not is_ethernet:
+        return gids[0] if gids else None
+    routable = [gid for gid in gids if gid.kind == _ROCE_V2]
+    mapped = [gid for gid in routable if gid.address.ipv4_mapped]
+    rest = [gid for gid in routable if not gid.address.is_link_local]
+    return next(iter(mapped or rest), None)
+
+
+def _port(path: Path, sysfs: Path) -> Port:
+    is_ethernet = _text(path / "link_layer") == "Ethernet"
+    gid = best_gid(_gids(path), is_ethernet=is_ethernet)
+    device = path.parents[1]
+    rate = _RATE.match(_text(path / "rate"))
+    return Port(
+        device=device.name,
+        number=int(path.name),
+        state=_text(path / "state").partition(": ")[2],
+        is_ethernet=is_ethernet,
+        gid=gid,
+        bandwidth_bytes_s=float(rate[1]) * 1e9 / 8 if rate else None,
+        numa_node=_numa_node(device, gid, sysfs),
+    )
+
+
+def _gids(port: Path) -> list[Gid]:
+    """The entries that are in use, in the order of their indices."""
+    found = []
+    index = last = 0
+    while index <= last + _MAX_HOLE and (text := _text(port / f"gids/{index}")):
+        raw = bytes.fromhex(text.replace(":", ""))
+        if any(raw):
+            kind = _text(port / f"gid_attrs/types/{index}") or "InfiniBand"
+            netdev = _text(port / f"gid_attrs/ndevs/{index}") or None
+            found.append(Gid(index, raw, kind, netdev))
+            last = index
+        index += 1
+    return found
+
+
+def _numa_node(device: Path, gid: Gid | None, sysfs: Path) -> int | None:
+    """A device in software has none of its own; its network interface may."""
+    places = [device / "device/numa_node"]
+    if gid is not None and gid.netdev:
+        places.append(sysfs / "class/net" / gid.netdev / "device/numa_node")
+    for place in places:
+        if (text := _text(place)) and int(text) >= 0:
+            return int(text)
+    return None
+
+
+def _text(path: Path) -> str:
+    """Empty where there is nothing; the kernel answers EINVAL for unused entries."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

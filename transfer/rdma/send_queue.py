@@ -1,0 +1,102 @@
+"""The send queue of one queue pair: bounded, in chains, of which only the last request reports.
+
+Its rule: no more requests are posted than the queue holds, and a chain's completion frees all of it:
+a reliable connection ends its requests in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from transfer.base import LENGTH, LOCAL, REMOTE, Op, Rows
+from transfer.rdma.fabric import CHAIN, QueuePair, Runs
+
+_Owner = TypeVar("_Owner")
+
+
+@dataclass(slots=True, eq=False)
+class Work(Generic[_Owner]):
+    """The requests of one slice. A write ends with the number of its grant."""
+
+    owner: _Owner
+    op: Op
+    runs: Runs
+    local_key: int
+    remote_key: int
+    immediate: int | None = None
+    num_posted: int = 0
+
+
+class SendQueue(Generic[_Owner]):
+    """Used by one thread."""
+
+    def __init__(self, pair: QueuePair, token: int, depth: int) -> None:
+        self.pair = pair
+        self._token = token
+        self._free = depth
+        self._waiting: deque[Work[_Owner]] = deque()
+        self._posted: deque[tuple[int, Work[_Owner] | None]] = deque()
+        """Per chain: its requests, and the work that ends with it."""
+
+    def give_up(self) -> int:
+        """Nothing more is posted. How many chains have still to end."""
+        self._waiting.clear()
+        return len(self._posted)
+
+    def submit(self, work: Work[_Owner]) -> None:
+        """Its runs must not be empty. Raises PeerLost."""
+        self._waiting.append(work)
+        self._post()
+
+    def completed(self) -> Work[_Owner] | None:
+        """The oldest chain has ended; the work that ended with it."""
+        num_requests, work = self._posted.popleft()
+        self._free += num_requests
+        self._post()
+        return work
+
+    def _post(self) -> None:
+        while self._waiting and self._free:
+            work = self._waiting[0]
+            first = work.num_posted
+            runs = work.runs[first : first + min(CHAIN, self._free)]
+            work.num_posted += len(runs)
+            is_last = work.num_posted == len(work.runs)
+            self._post_chain(work, runs, work.immediate if is_last else None)
+            self._free -= len(runs)
+            self._posted.append((len(runs), work if is_last else None))
+            if is_last:
+                self._waiting.popleft()
+
+    def _post_chain(self, work: Work[_Owner], runs: Runs, immediate: int | None) -> None:
+        if work.op is Op.READ:
+            self.pair.read(self._token, runs, work.local_key, work.remote_key)
+        else:
+            self.pair.write(self._token, runs, work.local_key, work.remote_key, immediate)
+
+
+def runs_of(rows: Rows, remote_base: int, local_base: int, limit_bytes: int) -> Runs:
+    """Absolute addresses of what is not empty, no run longer than the device takes in one message."""
+    absolute = rows[rows[:, LENGTH] > 0] + _bases(remote_base, local_base)
+    if len(absolute) and int(absolute[:, LENGTH].max()) > limit_bytes:
+        return [piece for run in absolute.tolist() for piece in _cut(run, limit_bytes)]
+    runs: Runs = absolute.tolist()
+    return runs
+
+
+def _bases(remote_base: int, local_base: int) -> Rows:
+    bases = np.zeros(3, dtype=np.int64)
+    bases[REMOTE], bases[LOCAL] = remote_base, local_base
+    return bases
+
+
+def _cut(run: list[int], limit_bytes: int) -> list[tuple[int, int, int]]:
+    remote, local, nbytes = run
+    return [
+        (remote + start, local + start, min(limit_bytes, nbytes - start))
+        for start in range(0, nbytes, limit_bytes)
+    ]

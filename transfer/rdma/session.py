@@ -1,0 +1,270 @@
+"""The initiator's side: slices become RDMA READs and granted RDMA WRITEs on the pair's queues.
+
+A READ goes straight out once the segment's key is known; with checksums the target is asked for the
+rows' checksum at the same time. A WRITE asks for a grant first, and ends when the target says how the
+grant ended. Its rule: from `close` on the device moves no byte of it: pairs fail, drain and are gone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost
+from transfer import scatter
+from transfer.base import LOCAL, REMOTE, Dial, Feed, Op, Slice
+from transfer.rdma import control
+from transfer.rdma.control import MAX_GRANTS, RemoteKey
+from transfer.rdma.device_rail import DeviceRail, PairSet
+from transfer.rdma.fabric import Completion
+from transfer.rdma.local import DamagedCopy, LocalMemory
+from transfer.rdma.send_queue import SendQueue, Work, runs_of
+from transfer.rdma.waiter import Waiter
+from transfer.wire.connection import STEP_S, Connection
+from transfer.wire.frames import (
+    HEADER_BYTES,
+    Code,
+    Header,
+    Kind,
+    ProtocolViolation,
+    decode,
+    encode,
+    error_of,
+)
+from transfer.wire.handshake import Agreement
+from transfer.wire.stream import StreamSession, without_frames
+
+QUEUE_PAIRS: Final = 2
+"""Per session. One fills a link of 100 Gb/s; more share the work of devices with several engines."""
+_MIN_IN_FLIGHT_BYTES = 16 << 20
+"""A write takes a round trip for its grant before its first byte leaves: the pipe must be longer."""
+_DRAIN_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A slice under way."""
+
+    part: Slice
+    queue: int
+    """Which pair carries it."""
+    local: LocalMemory
+    num_waits: int = 0
+    """Answers and completions still to come."""
+    error: MoonserveError | None = None
+    checksum: int = 0
+    """Of a READ, as the target says."""
+    posted: bool = False
+
+
+class RdmaSession(StreamSession):
+    """A `base.Session` over queue pairs and a TCP connection. Owns both; the rail is shared."""
+
+    def __init__(
+        self, dial: Dial, connection: Connection, agreed: Agreement, rail: DeviceRail
+    ) -> None:
+        super().__init__(dial, connection, agreed)
+        self._rail = rail
+        self._max_in_flight = max(self._max_in_flight, _MIN_IN_FLIGHT_BYTES)
+        self._pairs = PairSet(rail, QUEUE_PAIRS, serves=False)
+        self._queues: list[SendQueue[_Flight]] = [
+            SendQueue(pair, number + 1, self._pairs.send_depth)
+            for number, pair in enumerate(self._pairs.pairs)
+        ]
+        self._waiter = Waiter(connection.descriptor, self._pairs.completions)
+        self._keys: dict[int, RemoteKey] = {}
+        self._asked: deque[_Flight] = deque()
+        """Their replies come in this order."""
+        self._granted: dict[int, _Flight] = {}
+        self._num_flights = 0
+        self._in_flight = 0
+        self._next_queue = 0
+        self._look_up_at = 0.0
+        self._is_broken = False
+
+    def meet(self) -> None:
+        """Connects the queue pairs with the target's. Raises PeerLost."""
+        try:
+            header = Header(kind=Kind.CONNECT, entries=len(self._pairs.pairs))
+            self._connection.send(encode(header) + self._pairs.addresses())
+            peers = self._connection.receive_bytes(self.reply().entries)
+            self._pairs.connect(control.unpack_pairs(peers, self._rail.device.limits))
+        except BaseException:
+            self.close()
+            raise
+
+    def alive(self) -> bool:
+        return not self._is_broken and super().alive()
+
+    def close(self) -> None:
+        if self._num_flights:
+            self._drain()
+        self._pairs.close()
+        super().close()
+
+    def carry(self, feed: Feed) -> None:
+        self._connection.deadline = feed.deadline_at
+        self._connection.look_up = feed.look_up
+        self._look_up_at = time.monotonic() + STEP_S
+        try:
+            while self._begin_more(feed):
+                self._advance(feed)
+        except MoonserveError:
+            self._is_broken = True
+            raise
+
+    def _begin_more(self, feed: Feed) -> bool:
+        """False when nothing is under way any more."""
+        while self._in_flight < self._max_in_flight and self._num_flights < MAX_GRANTS:
+            part = feed.take()
+            if part is None:
+                break
+            self._begin(part, feed)
+        self._connection.flush()
+        return self._num_flights > 0
+
+    def _advance(self, feed: Feed) -> None:
+        completions, readable = self._waiter.wait(STEP_S)
+        for completion in completions:
+            self._completed(completion, feed)
+        if readable:
+            self._take_frame(feed)
+        now = time.monotonic()
+        if now >= self._look_up_at:
+            self._look_up_at = now + STEP_S
+            feed.look_up()
+            if now >= feed.deadline_at():
+                raise PeerLost("the peer did not answer in time")
+
+    def _begin(self, part: Slice, feed: Feed) -> None:
+        if part.op is Op.WRITE and part.window_id is None:
+            feed.settle(part, InvalidRequest("a WRITE needs a window"))
+            return
+        flight = _Flight(part, self._next_queue, self._local(part))
+        self._next_queue = (self._next_queue + 1) % len(self._queues)
+        self._num_flights += 1
+        self._in_flight += part.nbytes
+        if part.op is Op.WRITE:
+            self._ask_grant(flight)
+        else:
+            self._begin_read(flight, feed)
+
+    def _begin_read(self, flight: _Flight, feed: Feed) -> None:
+        part = flight.part
+        key = self._keys.get(part.segment_id)
+        if key is None or self._checksums:
+            rows = part.rows if self._checksums else part.rows[:0]
+            header = Header(kind=Kind.KEY, entries=len(rows), segment_id=part.segment_id)
+            self._ask(flight, self._request(header, rows))
+        if key is not None:
+            flight.error = self._post_read(flight, key)
+            self._settle_if_ended(flight, feed)
+
+    def _local(self, part: Slice) -> LocalMemory:
+        if part.damage and part.nbytes:
+            return DamagedCopy(part, self._rail.device)
+        key = self._rail.memory.own(part.local).local_key
+        return LocalMemory(part.rows, part.local.base, key)
+
+    def _ask_grant(self, flight: _Flight) -> None:
+        part = flight.part
+        header = Header(
+            kind=Kind.GRANT,
+            entries=len(part.rows),
+            segment_id=part.segment_id,
+            window_id=part.window_id or 0,
+            source_id=flight.queue,
+            nbytes=part.nbytes,
+            checksum=flight.local.checksum(part) if self._checksums else 0,
+        )
+        self._ask(flight, self._request(header, part.rows))
+
+    def _ask(self, flight: _Flight, frame: bytes) -> None:
+        flight.num_waits += 1
+        self._asked.append(flight)
+        self._connection.queue(frame)
+
+    def _take_frame(self, feed: Feed) -> None:
+        header = decode(self._connection.receive_bytes(HEADER_BYTES))
+        body = self._connection.receive_bytes(header.entries)
+        error = None
+        if header.code is not Code.OK:
+            error = without_frames(error_of(header.code, body.decode(errors="replace")))
+        if header.kind is Kind.RESULT and header.source_id in self._granted:
+            flight = self._granted.pop(header.source_id)
+        elif header.kind is Kind.REPLY and self._asked:
+            flight = self._asked.popleft()
+            if error is None:
+                error = self._answered(flight, header, body)
+        else:
+            raise ProtocolViolation(f"an unexpected {header.kind.name}")
+        flight.error = flight.error or error
+        flight.num_waits -= 1
+        self._settle_if_ended(flight, feed)
+
+    def _answered(self, flight: _Flight, header: Header, body: bytearray) -> MoonserveError | None:
+        """Posts what the target has opened the way for. Returns what is wrong with the slice."""
+        key = control.unpack_key(header, body)
+        if flight.part.op is Op.WRITE:
+            self._granted[header.source_id] = flight
+            flight.num_waits += 1
+            self._post(flight, key, header.source_id)
+            return None
+        flight.checksum = header.checksum
+        self._keys[flight.part.segment_id] = key
+        return None if flight.posted else self._post_read(flight, key)
+
+    def _post_read(self, flight: _Flight, key: RemoteKey) -> MoonserveError | None:
+        flight.posted = True
+        try:
+            scatter.require_inside(flight.part.rows, REMOTE, key.nbytes)
+        except InvalidRequest as error:
+            return without_frames(error)
+        self._post(flight, key, None)
+        return None
+
+    def _post(self, flight: _Flight, key: RemoteKey, grant: int | None) -> None:
+        local = flight.local
+        limit = self._rail.device.limits.max_message_bytes
+        runs = runs_of(local.rows, key.address, local.base, limit)
+        if grant is not None and not runs:
+            runs = [(key.address, local.base, 0)]  # nothing to write, but the grant must end
+        if runs:
+            flight.num_waits += 1
+            work = Work(flight, flight.part.op, runs, local.key, key.key, grant)
+            self._queues[flight.queue].submit(work)
+
+    def _completed(self, completion: Completion, feed: Feed) -> None:
+        if completion.failure is not None:
+            raise PeerLost(f"rdma: a request ended with {completion.failure!r}")
+        work = self._queues[completion.token - 1].completed()
+        if work is not None:
+            work.owner.num_waits -= 1
+            self._settle_if_ended(work.owner, feed)
+
+    def _settle_if_ended(self, flight: _Flight, feed: Feed) -> None:
+        if flight.num_waits:
+            return
+        part = flight.part
+        self._num_flights -= 1
+        self._in_flight -= part.nbytes
+        flight.local.release()
+        feed.settle(part, flight.error or self._corrupt(flight))
+
+    def _corrupt(self, flight: _Flight) -> IntegrityError | None:
+        part = flight.part
+        if part.op is Op.WRITE or not self._checksums:
+            return None  # a WRITE is verified by the target
+        if scatter.checksum(part.local.buffer, part.rows, LOCAL) == flight.checksum:
+            return None
+        return IntegrityError(f"{part.nbytes} bytes read arrived with another checksum")
+
+    def _drain(self) -> None:
+        """What was posted has ended; bounded, since destroying the pairs ends it for certain."""
+        self._pairs.fail()
+        num_chains = sum(queue.give_up() for queue in self._queues)
+        until = time.monotonic() + _DRAIN_S
+        while num_chains and time.monotonic() < until:
+            num_chains -= sum(each.token > 0 for each in self._waiter.completions(STEP_S))

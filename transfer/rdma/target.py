@@ -1,0 +1,163 @@
+"""The side that owns the remote memory: tells keys, grants writes, and says how they ended.
+
+Its rule: a grant holds its window until the peer's last packet is in and verified, or until the queue
+pairs are gone; closing the window revokes it, which fails the pairs. Bytes are moved by the device, so
+nothing is stored but inside what was granted, by a peer that proved to be an engine of the cluster.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from protocol.errors import IntegrityError, MoonserveError, PeerLost
+from transfer import scatter
+from transfer.base import REMOTE, Hosted, Rows
+from transfer.rdma import control
+from transfer.rdma.control import MAX_GRANTS, MAX_PAIRS, RemoteKey
+from transfer.rdma.device_rail import DeviceRail, PairSet
+from transfer.rdma.fabric import Completion
+from transfer.rdma.waiter import Waiter
+from transfer.segments import Segment
+from transfer.windows import Hold
+from transfer.wire.connection import Connection
+from transfer.wire.frames import (
+    HEADER_BYTES,
+    Header,
+    Kind,
+    ProtocolViolation,
+    decode,
+    encode,
+    receive_rows,
+    refusal,
+)
+from transfer.wire.target import StreamTarget
+
+_RECEIVE = 1
+"""Token of a receive; the immediate says which grant it is."""
+_END_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Grant:
+    """A write that the peer may do now."""
+
+    hold: Hold
+    segment: Segment
+    rows: Rows
+    checksum: int
+
+
+class RdmaTarget(StreamTarget):
+    """Serves one connection and its queue pairs."""
+
+    def __init__(self, connection: Connection, hosted: Hosted, rail: DeviceRail) -> None:
+        super().__init__(connection, hosted)
+        self._rail = rail
+        self._pairs: PairSet | None = None
+        self._grants: dict[int, _Grant] = {}
+        self._next_grant = 1
+        self._ended = threading.Event()
+
+    def serve(self) -> None:
+        pairs = self._meet()
+        waiter = Waiter(self.connection.descriptor, pairs.completions)
+        while True:
+            completions, readable = waiter.wait(None)
+            for completion in completions:
+                self._completed(completion)
+            if readable:
+                self.next_request()
+            self.connection.flush()
+
+    def close(self) -> None:
+        if self._pairs is not None:
+            self._pairs.fail()
+            self._pairs.close()
+        for grant in self._grants.values():
+            grant.hold.leave()
+        self._rail.memory.forget(self)
+        self._ended.set()
+
+    def end(self) -> None:
+        """For a segment that is being deregistered. Any other thread."""
+        self._revoke()
+        self._ended.wait(_END_S)
+
+    def _revoke(self) -> None:
+        """Its thread is woken to leave everything; the peer cannot store from now on. Any thread."""
+        self.connection.abort()
+        if self._pairs is not None:
+            self._pairs.fail()
+
+    def _meet(self) -> PairSet:
+        header = decode(self.idle_receive(HEADER_BYTES))
+        if header.kind is not Kind.CONNECT or not 1 <= header.entries <= MAX_PAIRS:
+            raise ProtocolViolation("queue pairs were due")
+        data = self.connection.receive_bytes(header.entries * control.PAIR_BYTES)
+        peers = control.unpack_pairs(data, self._rail.device.limits)
+        self._pairs = pairs = PairSet(self._rail, len(peers), serves=True)
+        pairs.connect(peers)
+        addresses = pairs.addresses()
+        reply = encode(Header(kind=Kind.REPLY, entries=len(addresses)))
+        self.connection.send(reply + addresses)
+        return pairs
+
+    def dispatch(self, header: Header) -> None:
+        match header.kind:
+            case Kind.KEY:
+                self._tell_key(header)
+            case Kind.GRANT:
+                self._grant(header)
+            case _:
+                super().dispatch(header)
+
+    def _tell_key(self, header: Header) -> None:
+        rows = receive_rows(self.connection, header, sealed=self.checksums)
+        try:
+            segment = self.readable(header.segment_id)
+            scatter.require_inside(rows, REMOTE, segment.nbytes)
+            region = self._rail.memory.readable(segment, self)
+        except MoonserveError as error:
+            self.connection.queue(refusal(error))
+            return
+        key = RemoteKey(region.remote_key, segment.base, segment.nbytes)
+        checksum = scatter.checksum(segment.buffer, rows, REMOTE) if len(rows) else 0
+        self.connection.queue(control.key_reply(key, checksum=checksum))
+
+    def _grant(self, header: Header) -> None:
+        rows = self.rows_to_write(header)
+        assert self._pairs is not None
+        if header.source_id >= len(self._pairs.pairs) or len(self._grants) >= MAX_GRANTS:
+            raise ProtocolViolation("no such queue pair, or too many grants")
+        try:
+            window = self.window_for(header, rows)
+            region = self._rail.memory.writable(window.segment, self)
+            hold = window.hold(self._revoke)
+        except MoonserveError as error:
+            self.connection.queue(refusal(error))
+            return
+        number, self._next_grant = self._next_grant, self._next_grant % 0xFFFF_FFFF + 1
+        self._grants[number] = _Grant(hold, window.segment, rows, header.checksum)
+        self._pairs.pairs[header.source_id].receive(_RECEIVE)
+        key = RemoteKey(region.remote_key, window.segment.base, window.segment.nbytes)
+        self.connection.queue(control.key_reply(key, grant=number))
+
+    def _completed(self, completion: Completion) -> None:
+        if completion.failure is not None:
+            raise PeerLost(f"rdma: a receive ended with {completion.failure!r}")
+        number = completion.immediate or 0
+        grant = self._grants.pop(number, None)
+        if grant is None:
+            raise ProtocolViolation("no such grant")
+        error = self._corrupt(grant)
+        grant.hold.leave()
+        self.connection.queue(control.result(number, error))
+
+    def _corrupt(self, grant: _Grant) -> IntegrityError | None:
+        if not self.checksums:
+            return None
+        if scatter.checksum(grant.segment.buffer, grant.rows, REMOTE) == grant.checksum:
+            return None
+        nbytes = scatter.total(grant.rows)
+        return IntegrityError(f"{nbytes} bytes written arrived with another checksum")

@@ -1,0 +1,118 @@
+"""The `rdma` transport: one rail per device port, each with its listener.
+
+What a port is dialled at is a TCP address of its own network interface, where the handshake and the
+agreements about memory travel; the bytes go through queue pairs.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from protocol.errors import ConfigError, PeerLost
+from transfer import tcp
+from transfer.address import Address
+from transfer.base import Dial, Hosted, Rail
+from transfer.rdma import device
+from transfer.rdma.bindings import INSTALL
+from transfer.rdma.device_rail import DeviceRail
+from transfer.rdma.fabric import Fabric
+from transfer.rdma.session import RdmaSession
+from transfer.rdma.target import RdmaTarget
+from transfer.rdma.verbs import VerbsFabric
+from transfer.segments import Segment
+from transfer.wire.acceptor import Acceptor
+from transfer.wire.connection import Connection
+from transfer.wire.stream import authenticate
+
+
+class RdmaListener:
+    """A `base.Listener`: an acceptor that lets go of the device when it is closed."""
+
+    def __init__(self, acceptor: Acceptor, rail: DeviceRail) -> None:
+        self.rail = acceptor.rail
+        self._acceptor = acceptor
+        self._device_rail = rail
+
+    def close(self) -> None:
+        self._acceptor.close()
+        self._device_rail.stop_listening()
+
+
+class RdmaTransport:
+    """A `base.Transport`; without a device of its own until it listens."""
+
+    name = "rdma"
+
+    def __init__(self, make_fabric: Callable[[], Fabric] = VerbsFabric) -> None:
+        self._make_fabric = make_fabric
+        self._rails: dict[str, DeviceRail] = {}
+
+    def listen(self, hosted: Hosted) -> Sequence[RdmaListener]:
+        """Raises ConfigError without pyverbs, without a usable port, or for a rail that is none."""
+        fabric = self._make_fabric()
+        listeners: list[RdmaListener] = []
+        try:
+            for port in device.choose(fabric.ports(), hosted.options.rdma_rails):
+                listeners.append(self._listen_on(fabric, port, hosted))  # noqa: PERF401 - closed below
+        except ConfigError:
+            for listener in listeners:
+                listener.close()
+            raise
+        return listeners
+
+    def _listen_on(self, fabric: Fabric, port: device.Port, hosted: Hosted) -> RdmaListener:
+        assert port.gid is not None
+        host = port.gid.ip if port.is_ethernet else hosted.options.host
+        rail = DeviceRail(fabric.open(port))
+        try:
+            listener, endpoint = tcp.listen_on(host)
+        except ConfigError:
+            rail.stop_listening()
+            raise
+        self._rails[port.name] = rail
+        published = Rail(self.name, port.name, endpoint, port.numa_node, port.bandwidth_bytes_s)
+        acceptor = Acceptor(listener, published, hosted, partial(_target, hosted, rail))
+        return RdmaListener(acceptor, rail)
+
+    def reachable(self, address: Address) -> bool:
+        return self.name in address.rails
+
+    def connect(self, dial: Dial) -> RdmaSession:
+        rail = self._rails.get(dial.local.name)
+        if rail is None:
+            raise PeerLost(f"rdma: {dial.local.name} is no rail of this engine")
+        connection = tcp.open_connection(dial)
+        agreed = authenticate(connection, dial)
+        try:
+            session = RdmaSession(dial, connection, agreed, rail)
+        except BaseException:
+            connection.close()
+            raise
+        session.meet()
+        return session
+
+    def segment_added(self, segment: Segment) -> None:
+        for rail in self._rails.values():
+            rail.memory.add(segment)
+
+    def segment_removed(self, segment: Segment) -> None:
+        for rail in self._rails.values():
+            rail.remove(segment)
+
+
+def describe() -> list[str]:
+    """What `moonserve doctor` prints: every device port, usable or not, and what is missing."""
+    ports = device.discover()
+    lines = [f"{'usable' if port.usable else 'unusable'}: {port}" for port in ports]
+    try:
+        VerbsFabric().ports()
+    except ConfigError as error:
+        lines.append(str(error))
+    return lines or [f"no RDMA device ({INSTALL})"]
+
+
+def _target(hosted: Hosted, rail: DeviceRail, sock: socket.socket) -> RdmaTarget:
+    tcp.tune_accepted(sock)
+    return RdmaTarget(Connection(sock), hosted, rail)

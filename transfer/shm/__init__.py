@@ -1,0 +1,1 @@
+"""Peers under one kernel: memory mapped, copied once."""

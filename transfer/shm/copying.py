@@ -1,0 +1,125 @@
+"""Copying between a peer's memory and ours: in steps, verified, by several threads when it is much.
+
+Its rule: with checksums on, every step is read again on both sides after it was copied; bytes that changed
+meanwhile, or were copied wrong, are an IntegrityError and never a success. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from protocol.errors import IntegrityError, PeerLost
+from transfer import scatter
+from transfer.base import Rows
+from transfer.plan import MAX_ROWS
+from transfer.segments import Segment
+
+VERIFIED_BYTES = 1 << 20
+"""A step that is verified: source and copy are still in a cache when they are hashed (LOG.md)."""
+_STEP_BYTES = 4 << 20
+"""Any other: under way for less than a millisecond, the longest that close_window waits."""
+_SHARED_BYTES = 8 << 20
+"""From here on a copy is shared among threads; below, waking them costs more than they save."""
+
+_unguarded: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class Source(Protocol):
+    """A peer's memory, as far as we may read it."""
+
+    nbytes: int
+
+    def copy(self, to: int, rows: Rows, *, to_column: int) -> None:
+        """Raises PeerLost or InvalidRequest when it cannot be read any more."""
+
+    def checksum(self, rows: Rows, column: int) -> int:
+        """XXH3-64 of the rows' bytes; `column` has their offsets."""
+
+    def require_live(self) -> None:
+        """After copying: raises InvalidRequest when the owner has deregistered it meanwhile."""
+
+    @property
+    def live(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+class Copier:
+    """Thread-safe. Holds threads once it has copied much; `close` ends them."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def copy(
+        self,
+        source: Source,
+        into: Segment,
+        rows: Rows,
+        *,
+        to_column: int,
+        verified: bool,
+        guard: AbstractContextManager[None] = _unguarded,
+    ) -> None:
+        """Each step's stores happen inside `guard`, which may refuse. Bounds have been checked."""
+
+        def perform(steps: Sequence[Rows]) -> None:
+            for step in steps:
+                with guard:
+                    copy_step(source, into, step, to_column, verified)
+
+        steps = list(scatter.cut(rows, VERIFIED_BYTES if verified else _STEP_BYTES, MAX_ROWS))
+        if self._threads > 1 and scatter.total(rows) >= _SHARED_BYTES:
+            shares = [steps[first :: self._threads] for first in range(self._threads)]
+            others = [self._submit(perform, share) for share in shares[1:]]
+            try:
+                perform(shares[0])
+            finally:
+                _join(others)
+        else:
+            perform(steps)
+        source.require_live()
+
+    def close(self) -> None:
+        """On return its threads have ended; what was being copied has been."""
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+    def _submit(self, perform: _Perform, share: Sequence[Rows]) -> Future[None]:
+        with self._lock:
+            if self._closed:
+                raise PeerLost("the transfer engine is closed")
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads - 1, "transfer-copy")
+            return self._pool.submit(perform, share)
+
+
+class _Perform(Protocol):
+    def __call__(self, steps: Sequence[Rows], /) -> None: ...
+
+
+def copy_step(source: Source, into: Segment, rows: Rows, to_column: int, verified: bool) -> None:
+    """In this thread; the caller asks afterwards whether the source is still live."""
+    source.copy(into.base, rows, to_column=to_column)
+    if not verified:
+        return
+    # The source last: copying has brought it into the cache, which hashing it first would do more slowly.
+    copied = scatter.checksum(into.buffer, rows, to_column)
+    if source.checksum(rows, 1 - to_column) != copied:
+        raise IntegrityError("bytes changed while they were copied within the host")
+
+
+def _join(others: Sequence[Future[None]]) -> None:
+    """Waits for all, so that nothing is stored later; raises what the first of them raised."""
+    errors = [error for other in others if (error := other.exception()) is not None]
+    if errors:
+        raise errors[0]

@@ -1,0 +1,122 @@
+"""Memory that a peer on the same host can map: created and written here, mapped read-only there.
+
+Owns the layout of such a file: the data, then one page whose first byte says whether the segment is
+still registered. Its seals are the rule: nobody can shrink it under a reader (SIGBUS) and, once the
+owner has mapped it, nobody can ever map it writable again. Linux ≥ 5.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+
+import numpy as np
+
+from protocol.errors import ConfigError, InvalidRequest, PeerLost
+from transfer import scatter
+from transfer.base import Rows
+from transfer.native import address_of, data_plane
+
+_F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python names it from 3.14 on
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE
+_PAGE = mmap.PAGESIZE
+_LIVE = 1
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, Linux ≥ 5.14
+_HUGE_BYTES = 4 << 20
+"""From here on a rounding up to 2 MiB is affordable; where the kernel gives huge pages to shared memory
+they fill ten times as fast and copy a tenth faster (LOG.md)."""
+
+
+def _marker(nbytes: int) -> int:
+    """Offset of the byte that says whether the segment is registered."""
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+class OwnedMemory:
+    """A sealed memfd and the only writable mapping of it, with every page already present."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Raises ConfigError when this process or this host cannot have that much more."""
+        try:
+            self.fd = os.memfd_create("moonserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            # With the object, not with the registration: a thread may be passing it to a peer.
+            weakref.finalize(self, os.close, self.fd)
+            os.ftruncate(self.fd, _marker(nbytes) + _PAGE)
+            self._map = mmap.mmap(self.fd, 0, flags=mmap.MAP_SHARED)
+            _populate(self._map)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            raise _exhausted(nbytes, error) from error
+        self._marker = _marker(nbytes)
+        self._map[self._marker] = _LIVE
+        self.view = memoryview(self._map)[:nbytes]
+
+    def retire(self) -> None:
+        """Peers that still map it see from now on that its content means nothing."""
+        self._map[self._marker] = 0
+
+
+class PeerMemory:
+    """A peer's memfd, mapped read-only; owns neither the content nor the passed descriptor."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Raises PeerLost when the file is not sealed as `OwnedMemory` seals it or too small."""
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            size = os.fstat(fd).st_size
+            if not sealed or not 0 < nbytes <= size - _PAGE:
+                raise PeerLost("the peer offered memory that could change under us")
+            # Not populated: the pages exist already and fault in 16 at a time when they are first read, which costs
+            # less than populating all of them and does not hold up the first transfer from a peer.
+            self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise PeerLost("the peer offered memory that cannot be mapped") from error
+        self._marker = _marker(nbytes)
+        self.nbytes = nbytes
+        self.view = memoryview(self._map)[:nbytes]
+        self._base = address_of(self.view)
+        self._plane = data_plane()
+
+    def copy(self, to: int, rows: Rows, *, to_column: int) -> None:
+        self._plane.copy_rows(to, self._base, rows, to_column=to_column)
+
+    def checksum(self, rows: Rows, column: int) -> int:
+        return scatter.checksum(self.view, rows, column)
+
+    def require_live(self) -> None:
+        """Raises InvalidRequest once the owner has deregistered the segment."""
+        if not self.live:
+            raise InvalidRequest("the peer's segment is no longer registered")
+
+    @property
+    def live(self) -> bool:
+        return self._map[self._marker] == _LIVE
+
+    def close(self) -> None:
+        """Unmaps it, or leaves that to the last of the views that callers still hold."""
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
+
+
+def _populate(memory: mmap.mmap) -> None:
+    """Every page is there afterwards. Raises OSError when there is no memory for that."""
+    if len(memory) >= _HUGE_BYTES:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        np.frombuffer(memory, np.uint8)[::_PAGE] = 0  # an older kernel
+
+
+def _exhausted(nbytes: int, error: OSError) -> ConfigError:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return ConfigError(f"no file descriptor for shared memory, raise `ulimit -n`: {error}")
+    return ConfigError(f"{nbytes} bytes of shared memory cannot be had on this host: {error}")

@@ -1,0 +1,184 @@
+"""The initiator over shared memory: READs copy out of the peer's memory, WRITEs offer it ours.
+
+Memory that neither side can reach directly takes the stream's way over the same socket. Its rule:
+descriptors are passed only when that cannot block, since a peer may be sending us its answers.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import Enum, auto
+
+from protocol.errors import IntegrityError, InvalidRequest, PeerLost
+from transfer import scatter
+from transfer.base import LOCAL, REMOTE, Dial, Feed, Op, Slice, Transfer
+from transfer.segments import Segment
+from transfer.shm.copying import VERIFIED_BYTES, Copier, Source, copy_step
+from transfer.shm.markers import Markers
+from transfer.shm.memfd import PeerMemory
+from transfer.shm.sources import Sources
+from transfer.wire.connection import Connection
+from transfer.wire.frames import HEADER_BYTES, Header, Kind, encode, request
+from transfer.wire.handshake import Agreement
+from transfer.wire.stream import StreamSession, without_frames
+
+_IN_FLIGHT_BYTES = 64 << 20
+"""Requests to copy out of offered memory carry no payload: enough of them that the target never waits."""
+
+
+class _Offer(Enum):
+    """What the peer knows of a segment of ours."""
+
+    ASKED = auto()
+    """Whether it can read our process's memory; until the answer comes the stream carries the bytes."""
+    TAKEN = auto()
+    REFUSED = auto()
+
+
+class ShmSession(StreamSession):
+    """Adds the peer's memory that we can reach, and what of ours the peer has been offered."""
+
+    def __init__(
+        self,
+        dial: Dial,
+        connection: Connection,
+        agreed: Agreement,
+        *,
+        copier: Copier,
+        markers: Markers,
+    ) -> None:
+        super().__init__(dial, connection, agreed)
+        self._max_in_flight = max(self._max_in_flight, _IN_FLIGHT_BYTES)
+        self._copier = copier
+        self._markers = markers
+        self._sources = Sources(connection.peer_pid)
+        self._mapping: set[Slice] = set()
+        """Slices whose next answer is a mapping."""
+        self._offers: dict[int, _Offer] = {}
+        """Our segments by id."""
+        self._offering: set[Slice] = set()
+        """Slices before whose answer an offer's comes."""
+
+    def close(self) -> None:
+        super().close()
+        self._sources.close()
+
+    def ask(self, part: Slice, feed: Feed) -> bool:
+        if part.op is Op.READ:
+            return self._ask_read(part, feed)
+        if part.window_id is None or part.damage or not self._reachable_for_peer(part):
+            return super().ask(part, feed)
+        header = Header(
+            kind=Kind.WRITE_FROM,
+            entries=len(part.rows),
+            segment_id=part.segment_id,
+            window_id=part.window_id,
+            source_id=part.local.segment_id,
+        )
+        self._connection.queue(request(header, part.rows))
+        return True
+
+    def answer(self, part: Slice) -> bool:
+        if part in self._mapping:
+            self._mapping.discard(part)
+            return self._answer_with_map(part)
+        if part in self._offering:
+            self._offering.discard(part)
+            taken = self.reply().nbytes
+            self._offers[part.local.segment_id] = _Offer.TAKEN if taken else _Offer.REFUSED
+        return super().answer(part)
+
+    def _ask_read(self, part: Slice, feed: Feed) -> bool:
+        if part.segment_id not in self._sources:
+            self._connection.queue(encode(Header(kind=Kind.MAP, segment_id=part.segment_id)))
+            self._mapping.add(part)
+            return True
+        source = self._sources.get(part.segment_id)
+        if source is None:
+            return super().ask(part, feed)
+        if not self.alive():  # copying would not notice
+            raise PeerLost("the peer is gone")
+        try:
+            self._read(part, source)
+        except (InvalidRequest, IntegrityError) as error:
+            feed.settle(part, without_frames(error))
+        else:
+            feed.settle(part, None)
+        return False
+
+    def _answer_with_map(self, part: Slice) -> bool:
+        self._accept_map(part.segment_id)
+        source = self._sources.get(part.segment_id)
+        if source is None:
+            header = Header(kind=Kind.READ, entries=len(part.rows), segment_id=part.segment_id)
+            self._connection.queue(self._request(header, part.rows))
+            return False
+        self._read(part, source)
+        return True
+
+    def _accept_map(self, segment_id: int) -> None:
+        """Raises InvalidRequest when the peer lends no such memory."""
+        data, fd = self._connection.receive_with_fd(HEADER_BYTES)
+        try:
+            reply = self.accept(data)
+            if segment_id not in self._sources:
+                self._sources.add(segment_id, fd, reply.source_id, reply.nbytes)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _read(self, part: Slice, source: Source) -> None:
+        scatter.require_inside(part.rows, REMOTE, source.nbytes)
+        self._copier.copy(source, part.local, part.rows, to_column=LOCAL, verified=self._checksums)
+
+    def _reachable_for_peer(self, part: Slice) -> bool:
+        """Whether the peer can copy out of the slice's local memory, which it is offered if need be."""
+        segment = part.local
+        state = self._offers.get(segment.segment_id)
+        if state is None and self._offer(segment):
+            if segment.memory is not None:
+                state = _Offer.TAKEN
+            else:
+                state = _Offer.ASKED
+                self._offering.add(part)
+            self._offers[segment.segment_id] = state
+        return state is _Offer.TAKEN
+
+    def _offer(self, segment: Segment) -> bool:
+        """False when it cannot be done now."""
+        lent = segment.memory or self._markers.of(segment)
+        if lent is None:
+            return False
+        offer = Header(
+            kind=Kind.OFFER,
+            source_id=segment.segment_id,
+            window_id=0 if segment.memory else segment.base,
+            nbytes=segment.nbytes,
+        )
+        return self._connection.pass_at_once(encode(offer), lent.fd)
+
+    def view(self, segment_id: int, offset: int, length: int, deadline_at: float) -> memoryview:
+        if segment_id not in self._sources:
+            self._connection.set_deadline(deadline_at)
+            self._connection.send(encode(Header(kind=Kind.MAP, segment_id=segment_id)))
+            self._accept_map(segment_id)
+        source = self._sources.get(segment_id)
+        if not isinstance(source, PeerMemory):
+            raise InvalidRequest("memory that its owner did not allocate cannot be viewed: READ it")
+        source.require_live()
+        if offset < 0 or length < 0 or length > source.nbytes - offset:
+            raise InvalidRequest(f"out of bounds of a segment of {source.nbytes} bytes")
+        return source.view[offset : offset + length]
+
+    def read_at_once(self, transfer: Transfer) -> bool:
+        source = self._sources.get(transfer.remote.segment_id)
+        start, to, length = transfer.remote_offset, transfer.local_offset, transfer.length
+        if source is None or not 0 <= length <= VERIFIED_BYTES:
+            return False
+        if to < 0 or to + length > transfer.local.nbytes:
+            return False  # the long way has the words for it
+        row = scatter.rows((start, to, length))
+        scatter.require_inside(row, REMOTE, source.nbytes)
+        copy_step(source, transfer.local, row, LOCAL, self._checksums)
+        source.require_live()  # after the copy: what was copied counts
+        return True

@@ -1,0 +1,1 @@
+"""What travels on a connection, and both ends of one."""

@@ -1,0 +1,280 @@
+"""Bytes over one stream socket with deadlines, straight between the kernel and registered memory.
+
+Its rule: every wait has an end (the deadline, `abort`, or the peer's hang-up) and comes out as
+`PeerLost`. What is queued for sending goes out while input is awaited, so that two ends which both
+send can never block each other. One thread owns a connection; only `abort` may come from others.
+Knows no frames.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+
+from protocol.errors import PeerLost, StaleLease
+from transfer.native import End, Flow, IoVectors, address_of, data_plane, vectors
+
+STEP_S = 0.05
+"""How often a thread that waits for a silent peer looks up."""
+_STEP_NS = 50_000_000
+_IDLE_NS = 3_600_000_000_000
+_SPIN_NS = 100_000
+"""A peer that is at work answers within this; going to sleep and being woken costs as much (LOG.md)."""
+_STORE_NS = 1_000_000
+"""The longest that one step of a guarded receive holds the guard."""
+_SCRATCH_BYTES = 65536
+_HUNG_UP = select.POLLHUP | select.POLLERR | select.POLLNVAL | select.POLLRDHUP
+
+
+def _nothing() -> None:
+    pass
+
+
+def never() -> float | None:
+    """For a connection that waits as long as the peer lives."""
+    return None
+
+
+class Connection:
+    """A connected (or connecting) stream socket, which it owns."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._plane = data_plane()
+        self._flow = Flow()
+        self._header = bytearray()
+        self._header_vector: IoVectors | None = None
+        self._kept: deque[tuple[int, object]] = deque()
+        """What the queued output points into, with how many of its pieces that is."""
+        self._num_kept_pieces = 0
+        self._closing = threading.Lock()
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._ended = select.poll()
+        self._ended.register(sock, select.POLLRDHUP)
+        self.deadline: Callable[[], float | None] = never
+        """Monotonic time by which the present wait must have ended; None: as long as the peer lives."""
+        self.look_up: Callable[[], None] = _nothing
+        """Called every `STEP_S` of a wait with a deadline; may raise to end it."""
+
+    @property
+    def descriptor(self) -> int:
+        """For poll(2), by an owner that waits for other things as well."""
+        return self._sock.fileno()
+
+    def abort(self) -> None:
+        """Wakes the owner, whose next or current wait fails. Any thread."""
+        with self._closing, suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._closing:
+            self._sock.close()
+        self._flow.out.clear()
+        self._let_go()
+        if (descriptor := self._flow.take_descriptor()) is not None:
+            os.close(descriptor)
+
+    def num_moved(self) -> int:
+        """Bytes that came and went so far."""
+        return self._flow.into.moved + self._flow.out.moved
+
+    def hung_up(self) -> bool:
+        """Whether the peer is known to be gone, without waiting."""
+        return any(events & _HUNG_UP for _, events in self._ended.poll(0))
+
+    def peer_pid(self) -> int:
+        """Of a Unix socket: the process at the other end when it connected."""
+        credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return array.array("i", credentials)[0]
+
+    def set_deadline(self, deadline_at: float | None) -> None:
+        """A fixed one, for what follows."""
+        self.deadline = lambda: deadline_at
+
+    def finish_connect(self) -> None:
+        """Waits for a connect that was begun. Raises PeerLost."""
+        writable = select.poll()
+        writable.register(self._sock, select.POLLOUT)
+        while not writable.poll(STEP_S * 1000):
+            self.keep_time()
+        if code := self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise PeerLost(f"cannot connect: {os.strerror(code)}")
+
+    def queue(self, data: bytes, payload: IoVectors | None = None, keep: object = None) -> None:
+        """To be sent from the next wait on; `keep` holds the payload's memory."""
+        flow, num_pieces = self._flow, 1
+        flow.send(vectors((address_of(data), len(data))))
+        if payload is not None and len(payload):
+            flow.send(payload)
+            num_pieces += len(payload)
+        self._kept.append((num_pieces, (data, keep)))
+        self._num_kept_pieces += num_pieces
+        # The queue may never run empty: what has been sent goes before that.
+        while self._num_kept_pieces - self._kept[0][0] >= flow.out.count - flow.out.index:
+            self._num_kept_pieces -= self._kept.popleft()[0]
+
+    def flush(self) -> None:
+        """All that is queued has been given to the kernel."""
+        while not self._flow.out.empty:
+            self._step()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._kept.clear()
+        self._num_kept_pieces = 0
+
+    def send(self, data: bytes, descriptor: int | None = None) -> None:
+        """All of it, before it returns; the descriptor goes with its first bytes."""
+        if descriptor is not None:
+            self.flush()
+            data = data[self._pass(data, descriptor) :]
+        if data:
+            self.queue(data)
+        self.flush()
+
+    def pass_at_once(self, data: bytes, descriptor: int) -> bool:
+        """Sends a short message with a descriptor if nothing has to be waited for; else sends nothing.
+
+        For whoever has answers outstanding: waiting for room while the peer waits to answer is for ever.
+        """
+        if not self._flow.out.empty:
+            end = self._pump(0)
+            if end in (End.HANGUP, End.ERROR):
+                self._raise_ended(end)
+        if not self._flow.out.empty:
+            return False
+        try:
+            sent = self._sock.sendmsg([data], _passing(descriptor))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise PeerLost("the peer is gone") from error
+        if sent < len(data):
+            self.queue(data[sent:])
+        return True
+
+    def receive_vectors(self, into: IoVectors) -> None:
+        """Fills them, in order."""
+        if not len(into):
+            return
+        self._flow.receive(into)
+        while self._step() is not End.IN_DONE:
+            pass
+
+    def receive_guarded(self, into: IoVectors, guard: AbstractContextManager[None]) -> None:
+        """Fills them; each store happens inside `guard`, in short steps.
+
+        When the guard refuses (StaleLease), what is left is read and thrown away, then it raises.
+        """
+        if not len(into):
+            return
+        flow = self._flow
+        goal = flow.into.moved + int(into[:, 1].sum())
+        flow.receive(into)
+        while True:
+            try:
+                with guard:
+                    end = self._pump(_STORE_NS)
+            except StaleLease:
+                left = goal - flow.into.moved
+                self._drop_input()
+                self.discard(left)
+                raise
+            if end is End.IN_DONE:
+                return
+            if end is not End.TIMEOUT:
+                self._raise_ended(end)
+            self._input_within(STEP_S)
+            self.keep_time()  # also with a peer that sends a byte now and then
+
+    def _input_within(self, seconds: float) -> bool:
+        return bool(self._readable.poll(seconds * 1000))
+
+    def receive_bytes(self, count: int) -> bytearray:
+        data = bytearray(count)
+        if count:
+            self.receive_vectors(vectors((address_of(data), count)))
+        return data
+
+    def receive_header(self, count: int) -> bytearray:
+        """As `receive_bytes`, for the same small `count` each time: valid until the next call."""
+        if self._header_vector is None:
+            self._header = bytearray(count)
+            self._header_vector = vectors((address_of(self._header), count))
+        self.receive_vectors(self._header_vector)
+        return self._header
+
+    def receive_with_fd(self, count: int) -> tuple[bytearray, int | None]:
+        """`count` bytes and the descriptor that came with them, now the caller's."""
+        data = self.receive_bytes(count)
+        return data, self._flow.take_descriptor()
+
+    def take_descriptor(self) -> int | None:
+        """One that came with what was received since the last call, now the caller's."""
+        return self._flow.take_descriptor()
+
+    def discard(self, count: int) -> None:
+        """Reads `count` bytes and throws them away."""
+        scratch = bytearray(min(count, _SCRATCH_BYTES))
+        while count:
+            piece = min(count, len(scratch))
+            self.receive_vectors(vectors((address_of(scratch), piece)))
+            count -= piece
+
+    def _step(self) -> End:
+        """One call of the data plane; raises what ends the connection."""
+        end = self._pump(_IDLE_NS if self.deadline is never else _STEP_NS)
+        if end is End.TIMEOUT:
+            self.keep_time()
+        elif end not in (End.IN_DONE, End.OUT_DONE):
+            self._raise_ended(end)
+        return end
+
+    def _pump(self, timeout_ns: int) -> End:
+        return self._plane.pump(
+            self._sock.fileno(), self._flow, timeout_ns=timeout_ns, spin_ns=_SPIN_NS
+        )
+
+    def keep_time(self) -> None:
+        """Raises PeerLost when the deadline has passed; looks up."""
+        deadline_at = self.deadline()
+        if deadline_at is None:
+            return
+        if time.monotonic() >= deadline_at:
+            raise PeerLost("the peer did not answer in time")
+        self.look_up()
+
+    def _raise_ended(self, end: End) -> None:
+        if end is End.HANGUP:
+            raise PeerLost("the peer closed the connection")
+        raise PeerLost(f"the connection is broken: {os.strerror(self._flow.error)}")
+
+    def _drop_input(self) -> None:
+        self._flow.into.clear()
+        self._flow.state.wanted = self._flow.into.moved
+
+    def _pass(self, data: bytes, descriptor: int) -> int:
+        """Sends the descriptor with as much of `data` as fits; the number of bytes."""
+        writable = select.poll()
+        writable.register(self._sock, select.POLLOUT)
+        while True:
+            try:
+                return self._sock.sendmsg([data], _passing(descriptor))
+            except BlockingIOError:
+                if not writable.poll(STEP_S * 1000):
+                    self.keep_time()
+            except OSError as error:
+                raise PeerLost("the peer is gone") from error
+
+
+def _passing(descriptor: int) -> list[tuple[int, int, array.array[int]]]:
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
