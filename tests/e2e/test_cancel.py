@@ -6,7 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -18,7 +18,7 @@ from tests.random_models import make_model
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 MAX_MODEL_LEN = 16_384
-LONG = 12_000
+LONG = 16_000
 """Tokens of a prompt that takes seconds in steps of 64: long enough to act while it is computed."""
 
 FLAGS = (
@@ -72,15 +72,14 @@ def wait_for_count(cluster: Cluster, accounts: Accounts, name: str, at_least: in
 
 
 def test_while_queued(cluster: Cluster, accounts: Accounts) -> None:
-    clients = [RawClient(cluster) for _ in range(8)]
-    for index, client in enumerate(clients):
-        client.ask(long_prompt(f"queued {index}"), max_tokens=100)
-    cluster.wait_for("a queue", lambda: accounts.worker("prefill-0").load.num_waiting == 7)
-    clients[-1].leave()
-    # More than four are not prepared ahead, so the last one has neither blocks nor a landing.
+    with ExitStack() as clients:
+        for index in range(12):
+            client = clients.enter_context(RawClient(cluster))
+            client.ask(long_prompt(f"queued {index}"), max_tokens=100)
+        # More than four are not prepared ahead, so the last ones have neither blocks nor landings.
+        cluster.wait_for("a queue", lambda: accounts.worker("prefill-0").load.num_waiting > 5)
+    # They left in reverse order, the last one first.
     wait_for_count(cluster, accounts, "cancelled_queued", 1)
-    for client in clients:
-        client.leave()
 
 
 def test_while_its_prompt_is_computed(cluster: Cluster, accounts: Accounts) -> None:
@@ -104,16 +103,26 @@ def test_while_the_decode_worker_cannot_grant_a_landing(
 
 
 def test_while_its_kv_is_on_the_way(cluster: Cluster, accounts: Accounts) -> None:
+    """On a busy machine the stop may come when all has arrived: then another one is tried."""
+    assert any(left_while_sending(cluster, accounts, attempt) for attempt in range(10))
+
+
+def left_while_sending(cluster: Cluster, accounts: Accounts, attempt: int) -> bool:
+    """False: the decode worker had all of it already."""
     with RawClient(cluster) as client:
         # So short that the conductor does not notice that the decode worker is silent meanwhile.
-        client.ask(long_prompt("sending")[:4_000], max_tokens=100)
+        client.ask(long_prompt(f"sending {attempt}")[:8_000], max_tokens=100)
         cluster.wait_for("its landing", lambda: accounts.worker("decode-0").load.leased_blocks > 0)
         with stopped(cluster, "decode-0"):
             # All is computed, but what was sent since the stop has not arrived.
             (first,) = read_events(client.reply(), 1)
             assert first["choices"][0]["finish_reason"] is None
+            is_sending = accounts.worker("prefill-0").load.held_blocks > 0
             client.leave()
-            wait_for_count(cluster, accounts, "cancelled_sending", 1)
+            if is_sending:
+                wait_for_count(cluster, accounts, "cancelled_sending", 1)
+    accounts.wait_until_all_is_free()
+    return is_sending
 
 
 def test_while_its_tokens_come(cluster: Cluster, accounts: Accounts) -> None:
