@@ -23,7 +23,7 @@ class TransferOptions:
     """TCP connections per pair of rails; more help on links where one cannot fill the window."""
     checksums: bool = True
     """XXH3-64 of every slice, made by the sender and verified by the receiver."""
-    slice_bytes: int = 2 << 20
+    slice_bytes: int = 4 << 20
     """Transfers are cut into slices of at most this."""
     max_in_flight_bytes: int = 8 << 20
     """Per connection: how far requests run ahead of their answers."""

@@ -6,6 +6,8 @@
  */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sched.h>
 #include <stdint.h>
@@ -21,6 +23,9 @@
 /* Waits without spinning from one on that span for nothing: the peer may share this very core, and then it cannot
    answer while we spin. Three halve the latency of peers on one core and cost those on two nothing (LOG.md). */
 #define REST 3
+/* A receiver that also sends counts as a conversation for the kernel: it delays acknowledgements, and a sender whose
+   buffer is full waits for them. From so many expected bytes on it is a stream; a fifth faster (LOG.md). */
+#define STREAM ((int64_t)64 << 10)
 #define PUBLIC __attribute__((visibility("default")))
 
 enum { IN_DONE = 1, OUT_DONE, TIMEOUT, HANGUP, FAILED };
@@ -161,12 +166,19 @@ static int spin_until(int fd, int events, int64_t until_ns) {
     return 0;
 }
 
+/* The kernel forgets it as soon as something is sent, so it is said before each long wait for input. */
+static void acknowledge_at_once(int fd) {
+    int yes = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_QUICKACK, &yes, sizeof yes); /* a Unix socket has nothing to acknowledge */
+}
+
 PUBLIC int32_t pump(int32_t fd, Flow *flow, int64_t timeout_ns, int64_t spin_ns) {
     int64_t deadline_ns = now_ns() + timeout_ns;
     int receiving, broken = 0; /* a broken pipe may still have something for us */
     advance(&flow->out, 0);
     advance(&flow->into, 0);
     receiving = wants_input(flow);
+    if (receiving && flow->wanted - flow->into.moved >= STREAM) acknowledge_at_once(fd);
     for (;;) {
         ssize_t received = receiving ? move_some(fd, flow, &flow->into) : -EAGAIN;
         ssize_t sent = broken ? -EAGAIN : move_some(fd, flow, &flow->out);
