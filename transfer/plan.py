@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,7 +47,10 @@ class _Flow:
     segment_id: int
     window_id: int | None
     runs: list[int] = field(default_factory=list)
-    """Remote offset, local offset, length, flat."""
+    """Remote offset, local offset, length, flat; neighbours are joined and none is empty."""
+    remote_end: int = -1
+    """Of the last run; what begins there as well as at `local_end` is joined to it."""
+    local_end: int = -1
     arrays: list[Rows] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -110,7 +115,15 @@ def plan(
             if local < 0 or length < 0 or local + length > segment.nbytes or not 0 <= start < LIMIT:
                 planned.errors[index] = _out_of_bounds(transfer)
                 continue
-            flow.runs += (start, local, length)
+            if start == flow.remote_end and local == flow.local_end:
+                flow.runs[-1] += length
+            elif length:
+                flow.runs += (start, local, length)
+            else:
+                flow.indices.append(index)
+                flow.sizes.append(0)
+                continue
+            flow.remote_end, flow.local_end = start + length, local + length
             flow.sizes.append(length)
         elif not _add_array(flow, transfer, index, planned):
             continue
@@ -162,7 +175,7 @@ def _add_array(
         planned.errors[index] = InvalidRequest(f"unreadable rows: {error}", param="rows")
         return False
     _flush_runs(flow)
-    flow.arrays.append(rows)
+    flow.arrays.append(scatter.merge(rows[rows[:, LENGTH] > 0]))
     flow.sizes.append(scatter.total(rows))
     return True
 
@@ -175,18 +188,19 @@ def _has_sound_ids(transfer: AnyTransfer) -> bool:
 def _flush_runs(flow: _Flow) -> None:
     if flow.runs:
         flow.arrays.append(np.array(flow.runs, dtype=np.int64).reshape(-1, 3))
-        flow.runs = []
+        flow.runs, flow.remote_end, flow.local_end = [], -1, -1
 
 
 def _cut(flow: _Flow, planned: Planned, slice_bytes: int, deadline_at: float) -> None:
     _flush_runs(flow)
     if not flow.arrays:
         return
-    rows = flow.arrays[0] if len(flow.arrays) == 1 else np.concatenate(flow.arrays)
-    if len(rows) != 1 or not rows[0, LENGTH]:
-        rows = scatter.merge(rows[rows[:, LENGTH] > 0])
-    owners = _Owners(flow)
-    for group in scatter.cut(rows, slice_bytes, MAX_ROWS):
+    rows = flow.arrays[0]
+    if len(flow.arrays) > 1:
+        rows = scatter.merge(np.concatenate(flow.arrays))
+    groups = list(scatter.cut(rows, slice_bytes, MAX_ROWS))
+    owners = _Owners(flow, len(groups))
+    for group in groups:
         nbytes = scatter.total(group)
         part = Part(
             op=flow.op,
@@ -204,17 +218,18 @@ def _cut(flow: _Flow, planned: Planned, slice_bytes: int, deadline_at: float) ->
 class _Owners:
     """Whose bytes the next slice carries: a flow is one stream of bytes, cut in order."""
 
-    def __init__(self, flow: _Flow) -> None:
+    def __init__(self, flow: _Flow, num_slices: int) -> None:
         self._indices = flow.indices
-        self._ends = np.cumsum(flow.sizes) if len(flow.sizes) > 1 else None
+        is_shared = num_slices > 1 and len(flow.sizes) > 1
+        self._ends = list(accumulate(flow.sizes)) if is_shared else None
         self._done = 0
 
     def next(self, nbytes: int) -> Sequence[int]:
         if self._ends is None:
             return self._indices
-        first = int(np.searchsorted(self._ends, self._done, side="right"))
+        first = bisect_right(self._ends, self._done)
         self._done += nbytes
-        last = int(np.searchsorted(self._ends, self._done, side="left"))
+        last = bisect_left(self._ends, self._done)
         return self._indices[first : last + 1]
 
 

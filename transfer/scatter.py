@@ -70,10 +70,10 @@ def cut(rows: Rows, limit_bytes: int, limit_rows: int) -> Iterator[Rows]:
             yield rows
         return
     rows = _cut_long(rows, limit_bytes)
-    ends = np.cumsum(rows[:, LENGTH])
+    ends = rows[:, LENGTH].cumsum()
     first, done = 0, 0
     while first < len(rows):
-        last = int(np.searchsorted(ends, done + limit_bytes, side="right"))
+        last = int(ends.searchsorted(done + limit_bytes, side="right"))
         last = min(last, first + limit_rows)
         yield rows[first:last]
         first, done = last, int(ends[last - 1])
@@ -81,9 +81,9 @@ def cut(rows: Rows, limit_bytes: int, limit_rows: int) -> Iterator[Rows]:
 
 def _cut_long(rows: Rows, limit_bytes: int) -> Rows:
     """Runs longer than the limit become several."""
-    counts = np.maximum(1, -(-rows[:, LENGTH] // limit_bytes))
-    if int(counts.max()) == 1:
+    if int(rows[:, LENGTH].max()) <= limit_bytes:
         return rows
+    counts = np.maximum(1, -(-rows[:, LENGTH] // limit_bytes))
     pieces = np.repeat(rows, counts, axis=0)
     number = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
     skipped = number * limit_bytes

@@ -33,7 +33,7 @@ _KEEPALIVE = {  # a host that vanished is noticed within 20 s even by an idle co
 }
 
 
-_LOCAL_BUFFER_BYTES = 1 << 20
+_LOCAL_BUFFER_BYTES = 2 << 20
 """Within a host the kernel's automatic sizing ends up with buffers that fall out of the cache (LOG.md)."""
 
 
