@@ -22,7 +22,8 @@ class TransferOptions:
     streams: int = 1
     """TCP connections per pair of rails; more help on links where one cannot fill the window."""
     checksums: bool = True
-    """XXH3-64 of every slice, made by the sender and verified by the receiver."""
+    """XXH3-64 of every slice, made by the sender and verified by the receiver; what is copied within a
+    host is compared with its source instead."""
     slice_bytes: int = 4 << 20
     """Transfers are cut into slices of at most this."""
     max_in_flight_bytes: int = 8 << 20

@@ -158,6 +158,12 @@ class DataPlane(Protocol):
         memory (READ), REMOTE otherwise; the other column has the source's.
         """
 
+    def copy_rows_verified(self, to: int, source: int, rows: Rows, *, to_column: int) -> bool:
+        """As `copy_rows`, reading both sides again; False when a copy is not what its source is then."""
+
+    def rows_equal(self, at: int, source: int, rows: Rows, *, column: int) -> bool:
+        """Whether each row's bytes at `at` (offsets in `column`) and at `source` are the same."""
+
     def iovecs(self, base: int, rows: Rows, *, column: int) -> IoVectors:
         """The places of `rows` on one side, in order, touching ones joined, empty ones left out."""
 

@@ -20,6 +20,7 @@
 #define MAX_IOVECS 1024 /* IOV_MAX of Linux */
 /* From somewhere below 1 MiB on, glibc's memcpy goes past the caches; a fifth slower here (LOG.md). */
 #define COPY_STEP ((size_t)256 << 10)
+#define VERIFY_STEP ((size_t)64 << 10) /* source and copy fit into the second-level cache several times */
 /* Waits without spinning from one on that span for nothing: the peer may share this very core, and then it cannot
    answer while we spin. Three halve the latency of peers on one core and cost those on two nothing (LOG.md). */
 #define REST 3
@@ -57,6 +58,29 @@ static void copy(char *to, const char *source, size_t length) {
 PUBLIC void copy_rows(char *to, const char *source, Row *rows, int64_t count, int32_t to_column) {
     for (int64_t i = 0; i < count; i++)
         copy(to + rows[i][to_column], source + rows[i][1 - to_column], (size_t)rows[i][LENGTH]);
+}
+
+/* Compares each piece with its source while both are in the nearest caches: 0 when one of them differs, which
+   ends it. Hashing both sides, or comparing larger pieces, takes twice as long and more (LOG.md). */
+PUBLIC int32_t copy_rows_verified(char *to, const char *source, Row *rows, int64_t count, int32_t to_column) {
+    for (int64_t i = 0; i < count; i++) {
+        char *into = to + rows[i][to_column];
+        const char *from = source + rows[i][1 - to_column];
+        for (size_t left = (size_t)rows[i][LENGTH], piece; left; left -= piece, into += piece, from += piece) {
+            piece = left < VERIFY_STEP ? left : VERIFY_STEP;
+            memcpy(into, from, piece);
+            __asm__ volatile("" ::: "memory"); /* or the compiler knows the answer */
+            if (memcmp(into, from, piece)) return 0;
+        }
+    }
+    return 1;
+}
+
+/* Whether each row's bytes are the same on both sides. */
+PUBLIC int32_t rows_equal(const char *at, const char *source, Row *rows, int64_t count, int32_t column) {
+    for (int64_t i = 0; i < count; i++)
+        if (memcmp(at + rows[i][column], source + rows[i][1 - column], (size_t)rows[i][LENGTH])) return 0;
+    return 1;
 }
 
 /* Writes at most `count` pieces to `vectors` and returns how many. */

@@ -56,6 +56,12 @@ class NativeDataPlane:
         self._copy_rows = library.copy_rows
         self._copy_rows.argtypes = [pointer, pointer, pointer, int64, int32]
         self._copy_rows.restype = None
+        self._copy_rows_verified = library.copy_rows_verified
+        self._copy_rows_verified.argtypes = [pointer, pointer, pointer, int64, int32]
+        self._copy_rows_verified.restype = int32
+        self._rows_equal = library.rows_equal
+        self._rows_equal.argtypes = [pointer, pointer, pointer, int64, int32]
+        self._rows_equal.restype = int32
         self._fill_iovecs = library.fill_iovecs
         self._fill_iovecs.argtypes = [pointer, pointer, pointer, int64, int32]
         self._fill_iovecs.restype = int64
@@ -66,6 +72,15 @@ class NativeDataPlane:
     def copy_rows(self, to: int, source: int, rows: Rows, *, to_column: int) -> None:
         rows = np.ascontiguousarray(rows, np.int64)
         self._copy_rows(to, source, address_of(rows), len(rows), to_column)
+
+    def copy_rows_verified(self, to: int, source: int, rows: Rows, *, to_column: int) -> bool:
+        rows = np.ascontiguousarray(rows, np.int64)
+        place = address_of(rows)
+        return bool(self._copy_rows_verified(to, source, place, len(rows), to_column))
+
+    def rows_equal(self, at: int, source: int, rows: Rows, *, column: int) -> bool:
+        rows = np.ascontiguousarray(rows, np.int64)
+        return bool(self._rows_equal(at, source, address_of(rows), len(rows), column))
 
     def iovecs(self, base: int, rows: Rows, *, column: int) -> IoVectors:
         rows = np.ascontiguousarray(rows, np.int64)

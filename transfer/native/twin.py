@@ -21,6 +21,8 @@ from transfer.native.base import NO_VECTORS, End, Flow, IoVectors, Queue
 
 _BATCH = 64
 """Pieces per system call; making the views of 1024 costs more than it saves when few of them move."""
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -30,6 +32,16 @@ class PythonDataPlane:
     def copy_rows(self, to: int, source: int, rows: Rows, *, to_column: int) -> None:
         for row in rows.tolist():
             ctypes.memmove(to + row[to_column], source + row[1 - to_column], row[LENGTH])
+
+    def copy_rows_verified(self, to: int, source: int, rows: Rows, *, to_column: int) -> bool:
+        self.copy_rows(to, source, rows, to_column=to_column)
+        return self.rows_equal(to, source, rows, column=to_column)
+
+    def rows_equal(self, at: int, source: int, rows: Rows, *, column: int) -> bool:
+        return all(
+            _memcmp(at + row[column], source + row[1 - column], row[LENGTH]) == 0
+            for row in rows.tolist()
+        )
 
     def iovecs(self, base: int, rows: Rows, *, column: int) -> IoVectors:
         kept = rows[rows[:, LENGTH] > 0]

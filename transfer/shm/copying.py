@@ -1,7 +1,8 @@
 """Copying between a peer's memory and ours: in steps, verified, by several threads when it is much.
 
-Its rule: with checksums on, every step is read again on both sides after it was copied; bytes that changed
-meanwhile, or were copied wrong, are an IntegrityError and never a success. Knows no requests.
+Its rule: with checksums on, every step is read again on both sides after it was copied and compared, which
+costs less than a checksum of each side and misses nothing; bytes that changed meanwhile, or were copied
+wrong, are an IntegrityError and never a success. Knows no requests.
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ from transfer.base import Rows
 from transfer.plan import MAX_ROWS
 from transfer.segments import Segment
 
-VERIFIED_BYTES = 1 << 20
-"""A step that is verified: source and copy are still in a cache when they are hashed (LOG.md)."""
-_STEP_BYTES = 4 << 20
-"""Any other: under way for less than a millisecond, the longest that close_window waits."""
+STEP_BYTES = 4 << 20
+"""Under way for less than a millisecond, the longest that close_window waits."""
 _SHARED_BYTES = 8 << 20
 """From here on a copy is shared among threads; below, waking them costs more than they save."""
 
@@ -37,8 +36,8 @@ class Source(Protocol):
     def copy(self, to: int, rows: Rows, *, to_column: int) -> None:
         """Raises PeerLost or InvalidRequest when it cannot be read any more."""
 
-    def checksum(self, rows: Rows, column: int) -> int:
-        """XXH3-64 of the rows' bytes; `column` has their offsets."""
+    def copy_verified(self, to: int, rows: Rows, *, to_column: int) -> bool:
+        """Both sides are read again; False when they differ then."""
 
     def require_live(self) -> None:
         """After copying: raises InvalidRequest when the owner has deregistered it meanwhile."""
@@ -74,7 +73,7 @@ class Copier:
                 with guard:
                     copy_step(source, into, step, to_column, verified)
 
-        steps = list(scatter.cut(rows, VERIFIED_BYTES if verified else _STEP_BYTES, MAX_ROWS))
+        steps = list(scatter.cut(rows, STEP_BYTES, MAX_ROWS))
         if self._threads > 1 and scatter.total(rows) >= _SHARED_BYTES:
             shares = [steps[first :: self._threads] for first in range(self._threads)]
             others = [self._submit(perform, share) for share in shares[1:]]
@@ -109,12 +108,9 @@ class _Perform(Protocol):
 
 def copy_step(source: Source, into: Segment, rows: Rows, to_column: int, verified: bool) -> None:
     """In this thread; the caller asks afterwards whether the source is still live."""
-    source.copy(into.base, rows, to_column=to_column)
     if not verified:
-        return
-    # The source last: copying has brought it into the cache, which hashing it first would do more slowly.
-    copied = scatter.checksum(into.buffer, rows, to_column)
-    if source.checksum(rows, 1 - to_column) != copied:
+        source.copy(into.base, rows, to_column=to_column)
+    elif not source.copy_verified(into.base, rows, to_column=to_column):
         raise IntegrityError("bytes changed while they were copied within the host")
 
 

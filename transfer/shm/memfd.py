@@ -17,7 +17,6 @@ import weakref
 import numpy as np
 
 from protocol.errors import ConfigError, InvalidRequest, PeerLost
-from transfer import scatter
 from transfer.base import Rows
 from transfer.native import address_of, data_plane
 
@@ -84,8 +83,8 @@ class PeerMemory:
     def copy(self, to: int, rows: Rows, *, to_column: int) -> None:
         self._plane.copy_rows(to, self._base, rows, to_column=to_column)
 
-    def checksum(self, rows: Rows, column: int) -> int:
-        return scatter.checksum(self.view, rows, column)
+    def copy_verified(self, to: int, rows: Rows, *, to_column: int) -> bool:
+        return self._plane.copy_rows_verified(to, self._base, rows, to_column=to_column)
 
     def require_live(self) -> None:
         """Raises InvalidRequest once the owner has deregistered the segment."""

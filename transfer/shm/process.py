@@ -15,7 +15,7 @@ import numpy as np
 from protocol.errors import InvalidRequest, PeerLost
 from transfer import scatter
 from transfer.base import LENGTH, LOCAL, REMOTE, Rows
-from transfer.native import address_of
+from transfer.native import address_of, data_plane
 from transfer.native.process_memory import OtherProcess
 from transfer.shm.memfd import PeerMemory
 
@@ -48,16 +48,21 @@ class ProcessMemory:
             reason = errno.errorcode.get(error.errno or 0, "")
             raise InvalidRequest(f"the peer's memory cannot be read: {reason}") from error
 
-    def checksum(self, rows: Rows, column: int) -> int:
-        """Of a second copy, as the bytes cannot be read in place."""
+    def copy_verified(self, to: int, rows: Rows, *, to_column: int) -> bool:
+        """By a second copy, as the bytes cannot be read in place."""
+        self.copy(to, rows, to_column=to_column)
         lengths = rows[:, LENGTH]
-        packed = np.stack((rows[:, column], np.cumsum(lengths) - lengths, lengths), axis=1)
+        packed_at = np.cumsum(lengths) - lengths
         nbytes = scatter.total(rows)
         with self._lock:
             if len(self._scratch) < nbytes:
                 self._scratch = bytearray(nbytes)
-            self.copy(address_of(self._scratch), packed, to_column=LOCAL)
-            return scatter.checksum(memoryview(self._scratch), scatter.rows((0, 0, nbytes)), REMOTE)
+            packed = address_of(self._scratch)
+            self.copy(
+                packed, np.stack((rows[:, 1 - to_column], packed_at, lengths), 1), to_column=LOCAL
+            )
+            places = np.stack((rows[:, to_column], packed_at, lengths), 1)
+            return data_plane().rows_equal(to, packed, places, column=REMOTE)
 
     def require_live(self) -> None:
         self._marker.require_live()

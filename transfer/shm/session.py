@@ -13,7 +13,7 @@ from protocol.errors import IntegrityError, InvalidRequest, PeerLost
 from transfer import scatter
 from transfer.base import LOCAL, REMOTE, Dial, Feed, Op, Slice, Transfer
 from transfer.segments import Segment
-from transfer.shm.copying import VERIFIED_BYTES, Copier, Source, copy_step
+from transfer.shm.copying import STEP_BYTES, Copier, Source, copy_step
 from transfer.shm.markers import Markers
 from transfer.shm.memfd import PeerMemory
 from transfer.shm.sources import Sources
@@ -173,7 +173,7 @@ class ShmSession(StreamSession):
     def read_at_once(self, transfer: Transfer) -> bool:
         source = self._sources.get(transfer.remote.segment_id)
         start, to, length = transfer.remote_offset, transfer.local_offset, transfer.length
-        if source is None or not 0 <= length <= VERIFIED_BYTES:
+        if source is None or not 0 <= length <= STEP_BYTES:
             return False
         if to < 0 or to + length > transfer.local.nbytes:
             return False  # the long way has the words for it

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -47,6 +49,44 @@ def test_every_row_is_copied_and_nothing_else(plane: DataPlane, rows: Rows, flip
         rows, column = np.ascontiguousarray(rows[:, [LOCAL, REMOTE, LENGTH]]), REMOTE
     plane.copy_rows(address_of(into), address_of(source), rows, to_column=column)
     assert np.array_equal(into, expected)
+    into[:] = 0
+    assert plane.copy_rows_verified(address_of(into), address_of(source), rows, to_column=column)
+    assert np.array_equal(into, expected)
+
+
+@both_planes
+@given(rows=disjoint_rows(), data=st.data())
+def test_one_different_byte_makes_rows_unequal(
+    plane: DataPlane, rows: Rows, data: st.DataObject
+) -> None:
+    source = np.random.default_rng(0).integers(1, 256, SIZE, np.uint8)
+    into = np.zeros(SIZE, np.uint8)
+    plane.copy_rows(address_of(into), address_of(source), rows, to_column=LOCAL)
+    assert plane.rows_equal(address_of(into), address_of(source), rows, column=LOCAL)
+    covered = [local + i for _, local, length in rows.tolist() for i in range(length)]
+    if covered:
+        into[data.draw(st.sampled_from(covered))] = 0  # no byte of the source is
+        assert not plane.rows_equal(address_of(into), address_of(source), rows, column=LOCAL)
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(plane: DataPlane) -> None:
+    source, into = np.zeros(8 << 20, np.uint8), np.zeros(8 << 20, np.uint8)
+    done = threading.Event()
+
+    def change() -> None:
+        while not done.is_set():
+            source[:] += 1
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    rows = rows_of((0, 0, len(source)))
+    give_up_at = time.monotonic() + 30
+    try:
+        while plane.copy_rows_verified(address_of(into), address_of(source), rows, to_column=LOCAL):
+            assert time.monotonic() < give_up_at
+    finally:
+        done.set()
+        changing.join()
 
 
 def test_rows_need_neither_be_contiguous_nor_aligned(plane: DataPlane) -> None:

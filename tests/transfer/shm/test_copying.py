@@ -11,8 +11,9 @@ import pytest
 from protocol.errors import IntegrityError, InvalidRequest, PeerLost, StaleLease
 from transfer import scatter
 from transfer.base import LOCAL, REMOTE, Rows
+from transfer.native import address_of, data_plane
 from transfer.segments import Segment, SegmentTable
-from transfer.shm.copying import VERIFIED_BYTES, Copier
+from transfer.shm.copying import STEP_BYTES, Copier
 from transfer.shm.memfd import PeerMemory
 
 NBYTES = 20 << 20
@@ -92,8 +93,10 @@ class Torn:
         self.source.copy(to, rows, to_column=to_column)
         self._owner[5] ^= 1
 
-    def checksum(self, rows: Rows, column: int) -> int:
-        return self.source.checksum(rows, column)
+    def copy_verified(self, to: int, rows: Rows, *, to_column: int) -> bool:
+        self.copy(to, rows, to_column=to_column)
+        place = address_of(self.source.view)
+        return data_plane().rows_equal(to, place, rows, column=to_column)
 
     def require_live(self) -> None: ...
     def close(self) -> None: ...
@@ -118,8 +121,7 @@ def test_every_step_is_guarded_and_none_comes_after_a_refusal(
     copier.close()
     assert guard.inside == 0
     stored = sum(
-        any(segments.into.buffer[at : at + VERIFIED_BYTES])
-        for at in range(0, NBYTES, VERIFIED_BYTES)
+        any(segments.into.buffer[at : at + STEP_BYTES]) for at in range(0, NBYTES, STEP_BYTES)
     )
     assert stored == 3
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from protocol.errors import InvalidRequest, PeerLost
 from transfer import scatter
-from transfer.base import LOCAL, REMOTE
+from transfer.base import LENGTH, LOCAL, REMOTE
 from transfer.native import address_of
 from transfer.native.process_memory import OtherProcess
 from transfer.shm.memfd import OwnedMemory, PeerMemory
@@ -38,13 +39,15 @@ def lent() -> Iterator[Lent]:
     lent.process.close()
 
 
-def test_rows_arrive_with_the_checksum_that_was_told(lent: Lent) -> None:
+@pytest.mark.parametrize("column", [LOCAL, REMOTE])
+def test_rows_arrive_in_their_places_and_are_verified(lent: Lent, column: int) -> None:
     borrowed, into = lent.borrow(), bytearray(NBYTES)
     rows = scatter.rows((9000, 0, 1000), (3, 1000, 5000))
-    borrowed.copy(address_of(into), rows, to_column=LOCAL)
+    if column == REMOTE:
+        rows = np.ascontiguousarray(rows[:, [LOCAL, REMOTE, LENGTH]])
+    assert borrowed.copy_verified(address_of(into), rows, to_column=column)
     assert into[:1000] == lent.content[9000:]
     assert into[1000:6000] == lent.content[3:5003]
-    assert borrowed.checksum(rows, REMOTE) == scatter.checksum(memoryview(into), rows, LOCAL)
     borrowed.close()
 
 

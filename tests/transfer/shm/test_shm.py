@@ -11,6 +11,8 @@ import pytest
 from protocol.errors import IntegrityError, InvalidRequest
 from tests.transfer.conftest import TOKEN, PeerInProcess
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
+from transfer.base import Rows
+from transfer.native import address_of, data_plane
 from transfer.native.process_memory import OtherProcess
 from transfer.shm import session
 from transfer.shm.memfd import PeerMemory
@@ -168,15 +170,15 @@ def test_a_large_copy_is_shared_by_the_threads_that_the_options_grant(make: Make
 def test_a_copy_gone_wrong_is_never_a_success(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     two = Two(make, 3 * MIB, registered=False, checksums=True)
     two.round_trip()
-    plain = PeerMemory.copy
 
-    def wrong(self: PeerMemory, to: int, rows: object, *, to_column: int) -> None:
-        plain(self, to, rows, to_column=to_column)  # type: ignore[arg-type]
+    def wrong(self: PeerMemory, to: int, rows: Rows, *, to_column: int) -> bool:
+        self.copy(to, rows, to_column=to_column)
         for segment in (two.local, two.memory):
             if to == segment.base:
                 segment.buffer[0] ^= 1
+        return data_plane().rows_equal(to, address_of(self.view), rows, column=to_column)
 
-    monkeypatch.setattr(PeerMemory, "copy", wrong)
+    monkeypatch.setattr(PeerMemory, "copy_verified", wrong)
     for attempt in (two.read, two.write):
         with pytest.raises(IntegrityError):
             attempt()
