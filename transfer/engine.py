@@ -45,9 +45,9 @@ AT_ONCE_BYTES = 256 << 10
 """`run` carries a single READ up to this size in the caller's thread: waking another costs more."""
 _RUN_HERE_BYTES = 1 << 20
 """`run` carries batches up to this size in the caller's thread; larger ones would hold up others."""
-_MIN_SLICE_BYTES = {"shm": 16 << 20, "rdma": 4 << 20}
+_MIN_SLICE_BYTES = {"shm": 16 << 20, "rdma": 16 << 20}
 """Within a host cutting gains nothing, still short enough to take turns. Over rdma a write asks for a grant
-per slice; from 4 MiB on that is lost in the device's work."""
+per slice; that is lost in the device's work (LOG.md)."""
 _UNUSED_PEER_S = 300.0
 
 

@@ -38,8 +38,8 @@ from transfer.wire.stream import StreamSession, without_frames
 
 QUEUE_PAIRS: Final = 2
 """Per session. One fills a link of 100 Gb/s; more share the work of devices with several engines."""
-_MIN_IN_FLIGHT_BYTES = 16 << 20
-"""A write takes a round trip for its grant before its first byte leaves: the pipe must be longer."""
+_MIN_IN_FLIGHT_BYTES = 64 << 20
+"""A write takes a round trip for its grant before its first byte leaves: enough slices that the pairs never wait."""
 _DRAIN_S = 0.5
 
 
