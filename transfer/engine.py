@@ -45,9 +45,11 @@ AT_ONCE_BYTES = 256 << 10
 """`run` carries a single READ up to this size in the caller's thread: waking another costs more."""
 _RUN_HERE_BYTES = 1 << 20
 """`run` carries batches up to this size in the caller's thread; larger ones would hold up others."""
-_MIN_SLICE_BYTES = {"shm": 16 << 20, "rdma": 16 << 20}
-"""Within a host cutting gains nothing, still short enough to take turns. Over rdma a write asks for a grant
-per slice; that is lost in the device's work (LOG.md)."""
+_SLICE_BYTES = {"shm": 16 << 20, "tcp": 4 << 20, "rdma": 16 << 20}
+"""Within a host cutting gains nothing, still short enough to take turns; over rdma a write asks for a grant per
+slice, and both pairs are to have one always (LOG.md)."""
+_HASHED_TCP_SLICE_BYTES = 2 << 20
+"""What was hashed is sent, and what came is hashed, while it is still near."""
 _UNUSED_PEER_S = 300.0
 
 
@@ -313,7 +315,12 @@ class TransferEngine:
             peer.put(job, planned)
 
     def _slice_bytes(self, peer: Peer) -> int:
-        return max(self._options.slice_bytes, _MIN_SLICE_BYTES.get(peer.transports[0], 0))
+        if self._options.slice_bytes is not None:
+            return self._options.slice_bytes
+        transport = peer.transports[0]
+        if transport == "tcp" and self._options.checksums:
+            return _HASHED_TCP_SLICE_BYTES
+        return _SLICE_BYTES.get(transport, _SLICE_BYTES["tcp"])
 
     def _damage(self, planned: plan.Planned) -> None:
         """What the fault plan orders."""

@@ -24,8 +24,8 @@ class TransferOptions:
     checksums: bool = True
     """XXH3-64 of every slice, made by the sender and verified by the receiver; what is copied within a
     host is compared with its source instead."""
-    slice_bytes: int = 4 << 20
-    """Transfers are cut into slices of at most this."""
+    slice_bytes: int | None = None
+    """Transfers are cut into slices of at most this. None: what suits the transport."""
     max_in_flight_bytes: int = 8 << 20
     """Per connection: how far requests run ahead of their answers."""
     copy_threads: int = 1
@@ -49,7 +49,7 @@ class TransferOptions:
             "copy_threads",
             "max_endpoints",
         ):
-            if getattr(self, name) < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"transfer {name.replace('_', ' ')} must be at least 1")
         tls = (self.tls_certificate, self.tls_key, self.tls_authority)
         if any(tls) and not all(tls):
