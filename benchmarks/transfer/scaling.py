@@ -41,7 +41,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--checksums", action="store_true")
     parser.add_argument("--only", choices=list(COUNTS), help="one dimension")
     parser.add_argument(
