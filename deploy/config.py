@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
+from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
 from transfer.config import PatienceConfig, TransferConfig
@@ -42,6 +43,9 @@ class ServeConfig(TransferConfig, PatienceConfig):
         256 * MIB, help="bytes of KV per prefill or decode worker", unit="bytes"
     )
     dram: int = option(512 * MIB, help="bytes of KV per store node", unit="bytes")
+    eviction_policy: str = option(
+        DEFAULT_POLICY, help="which KV leaves a store node first", choices=POLICY_NAMES
+    )
     max_num_seqs: int = option(64, help="sequences in one decode batch")
     max_num_batched_tokens: int = option(512, help="tokens of prompt computed in one step")
     enable_prefix_caching: bool = option(True, help="re-use the KV of equal prefixes")

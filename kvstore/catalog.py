@@ -143,7 +143,7 @@ class Catalog:
         self._reserved_bytes -= stored.space
         stored.stage, stored.checksum = Stage.VISIBLE, checksum
         self._visible[stored.key] = stored
-        self._policy.used(stored.key)
+        self._policy.added(stored.key, stored.parent)
         self._reconsider(stored.key)
         self._announce.added(stored.key, stored.parent)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvstore.allocator import ALIGNMENT
 from kvstore.catalog import Watermarks
+from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
 from protocol.config import option
 from protocol.errors import ConfigError
 from protocol.process import ProcessConfig
@@ -17,6 +18,9 @@ class StoreConfig(ProcessConfig, TransferConfig):
     """Everything a store node can be told."""
 
     dram: int = option(512 * 2**20, help="bytes of memory for objects", unit="bytes")
+    eviction_policy: str = option(
+        DEFAULT_POLICY, help="which objects go first (docs/store-eviction.md)", choices=POLICY_NAMES
+    )
     # Mooncake's defaults: eviction starts at 90 % and frees 5 %.
     evict_above: float = option(0.90, help="evict when more than this share of the memory is used")
     evict_share: float = option(0.05, help="share of the memory that is then freed")

@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from kvstore import wire
+from kvstore import eviction, wire
 from kvstore.catalog import Announcements, Usage
 from kvstore.config import StoreConfig
-from kvstore.eviction import LeastRecentlyUsed
 from kvstore.state import Landed, Reservation, StoreState
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
@@ -61,7 +60,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self._clock = clock
         self._state = StoreState(
             segment.nbytes,
-            policy=LeastRecentlyUsed(),
+            policy=eviction.make(config.eviction_policy),
             announce=announce,
             watermarks=config.watermarks(),
         )

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from kvstore import eviction
 from kvstore.allocator import ALIGNMENT
 from kvstore.catalog import Watermarks
-from kvstore.eviction import LeastRecentlyUsed
 from kvstore.state import Outcome, StoreState, Wish
 from protocol.errors import StaleLease
 from protocol.keys import BlockKey
@@ -45,6 +52,8 @@ class Announced:
 
 
 class StoreRights(RuleBasedStateMachine):
+    policy_name: str
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
@@ -52,7 +61,7 @@ class StoreRights(RuleBasedStateMachine):
         self.heard = Announced()
         self.state = StoreState(
             8 * ALIGNMENT,
-            policy=LeastRecentlyUsed(),
+            policy=eviction.make(self.policy_name),
             announce=self.heard,
             watermarks=Watermarks(evict_above=0.9, evict_share=0.2),
         )
@@ -203,5 +212,12 @@ class StoreRights(RuleBasedStateMachine):
         assert len({offset for _, offset, _ in places}) == len(places)
 
 
-TestStoreRights = StoreRights.TestCase
-TestStoreRights.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+@pytest.mark.parametrize("name", eviction.POLICY_NAMES)
+def test_every_right_is_kept_under_every_policy(name: str) -> None:
+    machine = type("StoreRightsUnderPolicy", (StoreRights,), {"policy_name": name})
+    # The rights do not depend on the policy: the default one is searched deeply, the others enough to meet evictions.
+    num_examples = 80 if name == eviction.DEFAULT_POLICY else 20
+    run_state_machine_as_test(
+        machine,
+        settings=settings(max_examples=num_examples, stateful_step_count=50, deadline=None),
+    )

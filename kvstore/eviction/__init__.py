@@ -1,0 +1,44 @@
+"""Which object goes first when space is needed: policies by name. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore.eviction.base import EvictionPolicy
+from kvstore.eviction.fifo import FirstInFirstOut
+from kvstore.eviction.length_aware import LengthAware
+from kvstore.eviction.lfu import LeastFrequentlyUsed
+from kvstore.eviction.lru import LeastRecentlyUsed
+from kvstore.eviction.s3_fifo import S3Fifo
+from protocol.errors import ConfigError
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "POLICY_NAMES",
+    "EvictionPolicy",
+    "FirstInFirstOut",
+    "LeastFrequentlyUsed",
+    "LeastRecentlyUsed",
+    "LengthAware",
+    "S3Fifo",
+    "make",
+]
+
+DEFAULT_POLICY = LeastRecentlyUsed.name
+
+_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    LeastRecentlyUsed.name: LeastRecentlyUsed,
+    LeastFrequentlyUsed.name: LeastFrequentlyUsed,
+    FirstInFirstOut.name: FirstInFirstOut,
+    LengthAware.name: LengthAware,
+    S3Fifo.name: S3Fifo,
+}
+
+POLICY_NAMES = tuple(_POLICIES)
+
+
+def make(name: str) -> EvictionPolicy:
+    """Raises ConfigError for an unknown name."""
+    if name not in _POLICIES:
+        raise ConfigError(f"eviction policy {name!r} is not one of {', '.join(POLICY_NAMES)}")
+    return _POLICIES[name]()
