@@ -9,6 +9,7 @@ from kvstore.eviction.fifo import FirstInFirstOut
 from kvstore.eviction.length_aware import LengthAware
 from kvstore.eviction.lfu import LeastFrequentlyUsed
 from kvstore.eviction.lru import LeastRecentlyUsed
+from kvstore.eviction.reuse_credit import ReuseCredit
 from kvstore.eviction.s3_fifo import S3Fifo
 from protocol.errors import ConfigError
 
@@ -20,6 +21,7 @@ __all__ = [
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
     "LengthAware",
+    "ReuseCredit",
     "S3Fifo",
     "make",
 ]
@@ -32,6 +34,7 @@ _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     FirstInFirstOut.name: FirstInFirstOut,
     LengthAware.name: LengthAware,
     S3Fifo.name: S3Fifo,
+    ReuseCredit.name: ReuseCredit,
 }
 
 POLICY_NAMES = tuple(_POLICIES)

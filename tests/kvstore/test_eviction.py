@@ -247,3 +247,57 @@ def test_s3_fifo_judges_a_head_of_a_chain_when_it_is_offered_where_it_stood() ->
     assert evict(policy) == KEYS[1]
     policy.offer(KEYS[0])
     assert drain(policy) == [KEYS[0], KEYS[2]]
+
+
+def make_with_lifetime(lifetime: int) -> EvictionPolicy:
+    """reuse-credit, after one block of this age was evicted; as many are resident, so that short runs owe little."""
+    policy = eviction.make("reuse-credit")
+    for number in range(1, lifetime + 2):
+        policy.added(BlockKey(number.to_bytes(16, "big")), None)
+    policy.offer(BlockKey((1).to_bytes(16, "big")))
+    assert evict(policy) == BlockKey((1).to_bytes(16, "big"))
+    return policy
+
+
+def test_reuse_credit_lets_a_read_block_outlast_a_newer_unread_one_by_a_lifetime() -> None:
+    policy = make_with_lifetime(1000)
+    add(policy, KEYS[0])
+    policy.used(KEYS[0])
+    for key in KEYS[1:4]:
+        add(policy, key)
+    assert drain(policy) == [*KEYS[1:4], KEYS[0]]
+
+
+def test_reuse_credit_ends_with_its_lifetime() -> None:
+    policy = make_with_lifetime(1000)
+    add(policy, KEYS[0])
+    policy.used(KEYS[0])
+    add(policy, KEYS[1])
+    policy.used(KEYS[1])
+    for _ in range(2000):
+        policy.used(KEYS[1])
+    add(policy, KEYS[2])
+    assert drain(policy) == [KEYS[0], KEYS[2], KEYS[1]]
+
+
+def test_reuse_credit_evicts_the_end_of_a_long_run_before_older_short_ones() -> None:
+    policy = make_with_lifetime(1000)
+    add(policy, KEYS[0])
+    run = [BlockKey(n.to_bytes(16, "little")) for n in range(100, 200)]
+    for parent, key in zip([None, *run], run, strict=False):
+        add(policy, key, parent)
+    gone = drain(policy)
+    assert gone[0] == run[-1]
+    assert 0 < gone.index(KEYS[0]) < len(run)
+
+
+def test_reuse_credit_counts_a_run_from_where_it_leaves_what_was_read() -> None:
+    policy = make_with_lifetime(1000)
+    read = [BlockKey(n.to_bytes(16, "little")) for n in range(100, 200)]
+    for parent, key in zip([None, *read], read, strict=False):
+        policy.added(key, parent)
+    for key in reversed(read):
+        policy.used(key)
+    add(policy, KEYS[0])
+    add(policy, KEYS[1], read[-1])
+    assert drain(policy) == [KEYS[0], KEYS[1]]

@@ -1,0 +1,207 @@
+"""How much of a trace's prompts each eviction policy keeps: hit ratio against capacity.
+
+The catalog of a store node is driven with objects of one unit, one per hash id of the trace. A request leases its
+leading resident blocks (the hits), stores the others behind them, and lets go; one request at a time. So the figures
+are those of the product's policies under its own leaf-first rule. `belady` is the line to aim at: under that rule, for
+a store that must keep what comes in, it knows the trace and evicts what is needed again last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import table, write_json
+from kvstore.allocator import ALIGNMENT
+from kvstore.catalog import Catalog, Watermarks
+from kvstore.eviction import POLICY_NAMES, EvictionPolicy, make
+from kvstore.eviction.ranked import Ranked
+from protocol.keys import KEY_BYTES, BlockKey
+from traces.format import TOKENS_PER_HASH, TraceRecord, read_trace
+
+CAPACITIES = (3_000_000, 10_000_000, 30_000_000)
+OPTIMUM = "belady"
+FULL = Watermarks(evict_above=1.0, evict_share=0.0)  # evict for space only, one at a time
+
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request's chain, and its length in tokens."""
+
+    keys: tuple[BlockKey, ...]
+    num_tokens: int
+
+
+class Belady(Ranked):
+    """What is needed again last goes first. `added` and `used` must come once per block of `prompts`, in order."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        super().__init__()
+        self._uses: defaultdict[BlockKey, list[int]] = defaultdict(list)  # to come, latest first
+        for position, prompt in reversed(list(enumerate(prompts))):
+            for key in prompt.keys:
+                self._uses[key].append(position)
+        self._never = len(prompts)
+
+    def added(self, key: BlockKey, parent: BlockKey | None) -> None:
+        self.used(key)
+
+    def used(self, key: BlockKey) -> None:
+        uses = self._uses[key]
+        uses.pop()
+        self._place(key, (-(uses[-1] if uses else self._never), self._tick()))
+
+
+class Silence:
+    """Nobody wants to know what the catalog holds."""
+
+    def added(self, key: BlockKey, parent: BlockKey | None) -> None: ...
+
+    def removed(self, key: BlockKey) -> None: ...
+
+
+def main() -> int:
+    arguments = _arguments()
+    prompts = prompts_of(read_trace(arguments.trace, arguments.limit), arguments.full_blocks)
+    points = [
+        measure(name, Belady(prompts) if name == OPTIMUM else make(name), prompts, capacity)
+        for name in arguments.policies or (*POLICY_NAMES, OPTIMUM)
+        for capacity in arguments.capacities
+    ]
+    points.append(measure("unlimited", make("fifo"), prompts, None))
+    print(report(points))
+    write_json(arguments.json, {"trace": arguments.trace.name, "points": points})
+    if arguments.plot:
+        _plot(points, arguments.plot)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.store_hit_ratio",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("trace", type=Path, help="a Mooncake trace (moonserve traces fetch)")
+    parser.add_argument("--limit", type=int, help="requests from the begin of the trace")
+    parser.add_argument("--policies", nargs="+", choices=[*POLICY_NAMES, OPTIMUM])
+    parser.add_argument(
+        "--capacities", type=int, nargs="+", default=CAPACITIES, help="of the store, in tokens"
+    )
+    parser.add_argument(
+        "--full-blocks", action="store_true", help="leave out each prompt's partial last block"
+    )
+    parser.add_argument("--json", type=Path, default=Path("out/store-hit-ratio.json"))
+    parser.add_argument("--plot", type=Path, help="a PNG file of the table")
+    return parser.parse_args()
+
+
+def prompts_of(records: Sequence[TraceRecord], full_blocks: bool = False) -> list[Prompt]:
+    """One key per hash id; with `full_blocks` only those that a whole block of tokens stands behind."""
+    prompts = []
+    for record in records:
+        num_full = record.input_length // TOKENS_PER_HASH
+        ids = record.hash_ids[:num_full] if full_blocks else record.hash_ids
+        num_tokens = num_full * TOKENS_PER_HASH if full_blocks else record.input_length
+        keys = tuple(BlockKey(each.to_bytes(KEY_BYTES, "little")) for each in ids)
+        prompts.append(Prompt(keys, num_tokens))
+    return prompts
+
+
+def measure(
+    name: str, policy: EvictionPolicy, prompts: Sequence[Prompt], capacity: int | None
+) -> Point:
+    """One point of the plot. `capacity` is in tokens; None = everything fits."""
+    num_blocks = sum(len(prompt.keys) for prompt in prompts)
+    room = num_blocks if capacity is None else capacity // TOKENS_PER_HASH
+    hits = replay(policy, prompts, room)
+    tokens = sum(
+        min(hit * TOKENS_PER_HASH, prompt.num_tokens)
+        for hit, prompt in zip(hits, prompts, strict=True)
+    )
+    return {
+        "policy": name,
+        "capacity_tokens": capacity,
+        "block_hit_ratio": sum(hits) / num_blocks,
+        "token_hit_ratio": tokens / sum(prompt.num_tokens for prompt in prompts),
+    }
+
+
+def replay(policy: EvictionPolicy, prompts: Sequence[Prompt], room: int) -> list[int]:
+    """Each prompt's number of leading blocks that were resident, in a store with room for so many blocks.
+
+    Raises ValueError when a prompt alone is larger than that.
+    """
+    catalog = Catalog(room * ALIGNMENT, policy=policy, announce=Silence(), watermarks=FULL)
+    return [_serve(catalog, prompt) for prompt in prompts]
+
+
+def _serve(catalog: Catalog, prompt: Prompt) -> int:
+    found = map(catalog.find, prompt.keys)
+    held = [stored for stored in itertools.takewhile(bool, found) if stored]
+    for stored in held:
+        catalog.hold(stored)
+    catalog.used(reversed(held))  # as a lease does
+    for parent, key in itertools.pairwise((None, *prompt.keys)):
+        if key is not None and catalog.find(key) is None:
+            stored_new = catalog.reserve(key, parent, ALIGNMENT)
+            if stored_new is None:
+                raise ValueError(f"a prompt of {len(prompt.keys)} blocks does not fit")
+            catalog.publish(stored_new, checksum=0)
+    for stored in held:
+        catalog.let_go(stored)
+    return len(held)
+
+
+def report(points: Sequence[Point]) -> str:
+    """A row per policy, a column per capacity: hits of all blocks, of all prompt tokens in brackets."""
+    capacities = list(dict.fromkeys(point["capacity_tokens"] for point in points))
+    cells = {(point["policy"], point["capacity_tokens"]): _cell(point) for point in points}
+    names = list(dict.fromkeys(point["policy"] for point in points))
+    rows = [[name, *(cells.get((name, each), "") for each in capacities)] for name in names]
+    return table(("", *map(_tokens, capacities)), rows)
+
+
+def _cell(point: Point) -> str:
+    return f"{point['block_hit_ratio']:.3f} ({point['token_hit_ratio']:.3f})"
+
+
+def _tokens(capacity: int | None) -> str:
+    return "unlimited" if capacity is None else f"{capacity / 1e6:g}M tokens"
+
+
+def _plot(points: Sequence[Point], path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(6, 4))
+    for name in dict.fromkeys(point["policy"] for point in points):
+        line = [point for point in points if point["policy"] == name]
+        ratios = [point["block_hit_ratio"] for point in line]
+        if line[0]["capacity_tokens"] is None:
+            panel.axhline(ratios[0], color="grey", linestyle=":", label=name)
+            continue
+        style = "k--" if name == OPTIMUM else "o-"
+        panel.plot([point["capacity_tokens"] / 1e6 for point in line], ratios, style, label=name)
+    panel.set_xscale("log")
+    capacities = sorted({p["capacity_tokens"] / 1e6 for p in points if p["capacity_tokens"]})
+    panel.set_xticks(capacities, labels=[f"{each:g}" for each in capacities])
+    panel.minorticks_off()
+    panel.set_xlabel("capacity, millions of tokens")
+    panel.set_ylabel("hits / all blocks")
+    panel.set_ylim(bottom=0)
+    panel.legend(fontsize="small")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=80)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
