@@ -19,7 +19,7 @@ class StoreConfig(ProcessConfig, TransferConfig):
 
     dram: int = option(512 * 2**20, help="bytes of memory for objects", unit="bytes")
     eviction_policy: str = option(
-        DEFAULT_POLICY, help="which objects go first (docs/store-eviction.md)", choices=POLICY_NAMES
+        DEFAULT_POLICY, help="which objects go first", choices=POLICY_NAMES
     )
     # Mooncake's defaults: eviction starts at 90 % and frees 5 %.
     evict_above: float = option(0.90, help="evict when more than this share of the memory is used")
