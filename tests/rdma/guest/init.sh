@@ -25,9 +25,8 @@ mount -t devtmpfs dev /root/dev
 mkdir -p /root/dev/shm /root/dev/pts
 mount -t tmpfs shm /root/dev/shm
 mount -t devpts devpts /root/dev/pts
-mount -t tmpfs tmp /root/tmp
 mount -t tmpfs run /root/run
-mkdir -p /root/run/job /root/run/cache
+mkdir -p /root/run/job /root/run/cache /root/run/tmp  # not /tmp: the repository may lie there
 mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,cache=none job /root/run/job
 # What jobs compile is kept for the next guest, as a home's cache folder would.
 mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,cache=loose cache /root/run/cache

@@ -186,7 +186,8 @@ def _lay_out(job: str, results: Path) -> None:
     shutil.copyfile(_HERE / "start.sh", results / "start.sh")
     environment = {
         "PATH": f"{Path(sys.prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
-        "HOME": "/tmp",
+        "HOME": "/run/tmp",
+        "TMPDIR": "/run/tmp",
         "XDG_CACHE_HOME": "/run/cache",
         "LANG": "C.UTF-8",
         "TERM": "dumb",
