@@ -120,5 +120,5 @@ class Batch:
 def _call(callback: Callable[[], None]) -> None:
     try:
         callback()
-    except Exception:
+    except Exception:  # a caller's mistake must not end the thread that carries the transfers
         _log.exception("a callback of a transfer batch failed")

@@ -127,7 +127,7 @@ class Lane:
         except IntegrityError:
             self.stats.count(Incident.CORRUPT)
             return False
-        except BaseException as error:
+        except BaseException as error:  # the session may be between two frames
             self._disconnect()
             if not isinstance(error, Exception):
                 raise

@@ -115,15 +115,12 @@ def plan(
             if local < 0 or length < 0 or local + length > segment.nbytes or not 0 <= start < LIMIT:
                 planned.errors[index] = _out_of_bounds(transfer)
                 continue
-            if start == flow.remote_end and local == flow.local_end:
-                flow.runs[-1] += length
-            elif length:
-                flow.runs += (start, local, length)
-            else:
-                flow.indices.append(index)
-                flow.sizes.append(0)
-                continue
-            flow.remote_end, flow.local_end = start + length, local + length
+            if length:
+                if start == flow.remote_end and local == flow.local_end:
+                    flow.runs[-1] += length
+                else:
+                    flow.runs += (start, local, length)
+                flow.remote_end, flow.local_end = start + length, local + length
             flow.sizes.append(length)
         elif not _add_array(flow, transfer, index, planned):
             continue
