@@ -45,11 +45,6 @@ AT_ONCE_BYTES = 256 << 10
 """`run` carries a single READ up to this size in the caller's thread: waking another costs more."""
 _RUN_HERE_BYTES = 1 << 20
 """`run` carries batches up to this size in the caller's thread; larger ones would hold up others."""
-_SLICE_BYTES = {"shm": 16 << 20, "tcp": 4 << 20, "rdma": 16 << 20}
-"""Within a host cutting gains nothing, still short enough to take turns; over rdma a write asks for a grant per
-slice, and both pairs are to have one always (LOG.md)."""
-_HASHED_TCP_SLICE_BYTES = 2 << 20
-"""What was hashed is sent, and what came is hashed, while it is still near."""
 _UNUSED_PEER_S = 300.0
 
 
@@ -303,9 +298,8 @@ class TransferEngine:
         except MoonserveError as error:
             batch.settle_part(dict.fromkeys(indices, error))
             return
-        planned = plan.plan(
-            transfers, indices, slice_bytes=self._slice_bytes(peer), deadline_at=deadline_at
-        )
+        slice_bytes = self._options.slice_bytes_over(peer.transports[0])
+        planned = plan.plan(transfers, indices, slice_bytes=slice_bytes, deadline_at=deadline_at)
         self._damage(planned)
         job = Job(planned, batch, deadline_at)
         if not planned.parts:
@@ -313,14 +307,6 @@ class TransferEngine:
         quick = here and len(planned.parts) == 1 and job.nbytes <= _RUN_HERE_BYTES
         if not (quick and peer.run_here(job, planned)):
             peer.put(job, planned)
-
-    def _slice_bytes(self, peer: Peer) -> int:
-        if self._options.slice_bytes is not None:
-            return self._options.slice_bytes
-        transport = peer.transports[0]
-        if transport == "tcp" and self._options.checksums:
-            return _HASHED_TCP_SLICE_BYTES
-        return _SLICE_BYTES.get(transport, _SLICE_BYTES["tcp"])
 
     def _damage(self, planned: plan.Planned) -> None:
         """What the fault plan orders."""

@@ -1,4 +1,4 @@
-"""What a transfer engine can be told; each field is a flag of the processes that have one."""
+"""What a transfer engine can be told; `transfer.config` makes flags of most fields."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import ConfigError
+
+_SLICE_BYTES = {"shm": 16 << 20, "tcp": 4 << 20, "rdma": 16 << 20}
+"""Within a host cutting gains nothing, still short enough to take turns; over rdma a write asks for a grant per
+slice, and both pairs are to have one always (LOG.md)."""
+_HASHED_TCP_SLICE_BYTES = 2 << 20
+"""What was hashed is sent, and what came is hashed, while it is still near."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +64,13 @@ class TransferOptions:
             raise ConfigError(
                 "rdma cannot be encrypted: take it out of the transports, or TLS away"
             )
+
+    def slice_bytes_over(self, transport: str) -> int:
+        if self.slice_bytes is not None:
+            return self.slice_bytes
+        if transport == "tcp" and self.checksums:
+            return _HASHED_TCP_SLICE_BYTES
+        return _SLICE_BYTES.get(transport, _SLICE_BYTES["tcp"])
 
     @property
     def tcp_rails(self) -> tuple[str, ...]:
