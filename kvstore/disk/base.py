@@ -1,0 +1,125 @@
+"""The SSD tier as the rest of a node sees it: durable objects at places, in a folder of segment files.
+
+A write is durable when it returns. A place stays valid until it is released, or until the tier moves its object
+elsewhere to reclaim space, and says so. Which objects are worth keeping is the catalog's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType, Protocol
+
+from protocol.keys import BlockKey
+
+PAGE = 4096
+"""Bytes; every place and every length on disk is a multiple of it, as O_DIRECT wants."""
+
+Place = NewType("Place", int)
+"""Where an object's header lies: segment number << 32 | page within the segment."""
+
+
+class Pin(StrEnum):
+    """How much an object may be evicted."""
+
+    NONE = "none"
+    SOFT = "soft"  # after everything that has no pin
+    HARD = "hard"  # never
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskObject:
+    """What a header says of its object."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    length: int
+    checksum: int
+    generation: int  # grows within a node, over restarts too: of two objects with one key, the later one counts
+    tenant: str = ""
+    pin: Pin = Pin.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskWrite:
+    """An object to write; `memory` does not change until the write returns."""
+
+    object: DiskObject
+    memory: memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskRead:
+    """An object to read into `memory`, which is as long as the object."""
+
+    object: DiskObject
+    place: Place
+    memory: memoryview
+
+
+class Health(StrEnum):
+    """What can still be asked of the disk."""
+
+    GOOD = "good"
+    READ_ONLY = "read-only"  # writes are refused, what is there is served
+    FAILED = "failed"  # neither
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskUsage:
+    """Bytes; live + dead + free = capacity, headers and padding included."""
+
+    capacity: int
+    live: int
+    dead: int  # reclaimed once their segment's live objects have moved
+    free: int
+
+
+class DiskTier(Protocol):
+    """One folder. All methods belong to one event loop; none blocks it."""
+
+    def space(self, length: int) -> int:
+        """Bytes of disk that an object of `length` bytes takes."""
+
+    @property
+    def live_limit(self) -> int:
+        """Live bytes above which writes may be refused for want of a segment to move objects into."""
+
+    @property
+    def health(self) -> Health: ...
+
+    def usage(self) -> DiskUsage: ...
+
+    def recover(
+        self, progress: Callable[[float], None]
+    ) -> AsyncIterator[list[tuple[DiskObject, Place]]]:
+        """What the folder holds, in pieces, as it is found. Call it once, before the first write.
+
+        Of copies of one object only one is given; an older generation of a key may come before or after a newer one.
+        Torn and corrupt tails are cut off, counted and logged. `progress` is told the share that is done.
+        """
+
+    async def write(self, writes: Sequence[DiskWrite]) -> list[Place | None]:
+        """Durable on return; None where there was no space or the disk failed. Never raises for the disk's sake."""
+
+    async def read(self, reads: Sequence[DiskRead]) -> list[bool]:
+        """Whether each object now lies in its memory: its header says so and its bytes match their checksum."""
+
+    def release(self, place: Place) -> None:
+        """The object there is no longer wanted. It may come back after a restart: `forget` prevents that."""
+
+    async def forget(self, objects: Sequence[DiskObject]) -> None:
+        """Durably: these objects, and earlier ones of the same keys, are not found by `recover` any more."""
+
+    async def close(self) -> None:
+        """Waits for what is under way."""
+
+
+Moved = Callable[[DiskObject, Place, Place], bool]
+"""Called in the event loop when the tier has moved an object (object, from, to): whether anybody still wants it."""
+
+HealthChanged = Callable[[Health, str], None]
+"""Called in the event loop with the new health and a sentence that says why."""
+
+Sleep = Callable[[float], Awaitable[None]]
