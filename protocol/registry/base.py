@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from protocol.errors import StaleLease
 from protocol.request import Endpoint
 
 TTL_S = 10.0
@@ -33,17 +34,26 @@ class Member:
         return self.endpoint.instance_id
 
 
+class Superseded(StaleLease):
+    """A later epoch holds the id: whoever has this one must end rather than join again."""
+
+    code = "superseded"
+
+
 class Registry(Protocol):
-    """All methods raise PeerLost when the registry cannot be reached within their deadline."""
+    """All methods raise PeerLost when the registry cannot be reached within their deadline, Unauthenticated when it
+    refuses the credentials."""
 
     async def join(self, member: Member, *, ttl_s: float = TTL_S) -> Member:
         """Takes the id and gives the member with its epoch, above all that this id ever had.
 
-        Raises StaleLease when another owner holds the id; its message names who and for how long yet.
+        The epoch in `member` is the last one it knows of, or 0; the new one is above that too, also where the registry
+        has forgotten everything. Raises StaleLease when another owner holds the id; its message names who and for how
+        long yet, its `retry_after_s` says that for programs. Raises InvalidRequest for a malformed member.
         """
 
     async def renew(self, member: Member, *, ttl_s: float = TTL_S) -> None:
-        """Raises StaleLease when the lease has ended or belongs to a later epoch."""
+        """Raises Superseded when a later epoch holds the id, StaleLease when the lease has ended or was forgotten."""
 
     async def leave(self, member: Member) -> None:
         """No-op when the lease has ended or belongs to a later epoch."""
@@ -52,6 +62,10 @@ class Registry(Protocol):
         """Those whose lease has not ended, by id."""
 
     def watch(self) -> AsyncIterator[list[Member]]:
-        """The members now, then again after each change; for ever, waiting while the registry cannot be reached."""
+        """The members now, then again after each change; for ever, waiting while the registry cannot be reached.
+
+        Changes that follow each other closely may come as one. A registry that has lost its memory shows nobody until
+        its members have joined again; `protocol.registry.known` bridges that.
+        """
 
     async def close(self) -> None: ...

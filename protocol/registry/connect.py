@@ -1,0 +1,39 @@
+"""From the text that an operator gives (`--registry`) to the Registry it means."""
+
+from __future__ import annotations
+
+from protocol.errors import ConfigError
+from protocol.registry import redis_address
+from protocol.registry.base import Registry
+from protocol.registry.redis_registry import RedisRegistry
+from protocol.registry.remote import RemoteRegistry
+
+EMBEDDED_SCHEME = "moonserve"
+
+
+def connect(url: str, *, cluster_token: str) -> Registry:
+    """Reaches nothing yet, so that a process can start while its registry is away.
+
+    `host:port` or `moonserve://host:port` is the process that holds the embedded registry; the rest is Redis. Raises
+    ConfigError, which never quotes a password.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return RemoteRegistry(_address(url), cluster_token)
+    if scheme == EMBEDDED_SCHEME:
+        return RemoteRegistry(_address(rest), cluster_token)
+    if scheme in redis_address.SCHEMES:
+        return RedisRegistry(url)
+    raise ConfigError(
+        f"unknown scheme {scheme!r} of the registry; write host:port or moonserve://host:port for "
+        f"the process that holds it, or for a Redis {redis_address.FORMS}"
+    )
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rstrip("/").rpartition(":")
+    if not host or "@" in host or "/" in host or not (port.isascii() and port.isdigit()):
+        raise ConfigError(
+            "the registry's address must be host:port or moonserve://host:port, or a URL of a Redis"
+        )
+    return f"{host}:{port}"

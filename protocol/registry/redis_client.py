@@ -1,0 +1,79 @@
+"""redis-py's client for an address: directly, by a local socket, or through the Sentinels that know the server.
+
+Rule: nothing waits for longer than the deadline of one call, whichever of the Sentinels are dead. Knows no command.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.connection import (
+    Connection,
+    ConnectionPool,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.backoff import NoBackoff
+
+from protocol.registry.redis_address import SENTINEL_OPTIONS, TLS_OPTIONS, RedisAddress
+
+
+def connect(address: RedisAddress, deadline_s: float) -> Redis:
+    """Connects on first use. A connection that broke while idle is replaced once within a call."""
+    kwargs: dict[str, Any] = {
+        **_timeouts(deadline_s),
+        **_tls_files(address),
+        "db": address.db,
+        "username": address.username,
+        "password": address.password,
+        "retry": Retry(NoBackoff(), 1),
+    }
+    if address.service is not None:
+        return _by_sentinel(address, address.service, deadline_s, kwargs)
+    if address.path is not None:
+        pool = ConnectionPool(UnixDomainSocketConnection, path=address.path, **kwargs)
+    else:
+        ((host, port),) = address.hosts
+        connection = SSLConnection if address.tls else Connection
+        pool = ConnectionPool(connection, host=host, port=port, **kwargs)
+    return Redis.from_pool(pool)
+
+
+async def close(client: Redis) -> None:
+    """Also the connections to the Sentinels, which redis-py leaves open."""
+    pool = client.connection_pool
+    await client.aclose()  # type: ignore[no-untyped-call]  # redis-py
+    if isinstance(pool, SentinelConnectionPool):
+        await pool.sentinel_manager.aclose()
+
+
+def _by_sentinel(
+    address: RedisAddress, service: str, deadline_s: float, kwargs: dict[str, Any]
+) -> Redis:
+    tls: dict[str, Any] = {"ssl": True} if address.tls else {}
+    sentinel_kwargs = {
+        # They are asked one after the other; time must be left for the server itself.
+        **_timeouts(deadline_s / (len(address.hosts) + 1)),
+        **_tls_files(address),
+        **tls,
+        **{
+            name.removeprefix("sentinel_"): address.options[name]
+            for name in SENTINEL_OPTIONS
+            if name in address.options
+        },
+        "retry": Retry(NoBackoff(), 0),
+    }
+    sentinel = Sentinel(address.hosts, sentinel_kwargs=sentinel_kwargs)  # type: ignore[no-untyped-call]
+    client: Redis = sentinel.master_for(service, **kwargs, **tls)
+    return client
+
+
+def _timeouts(seconds: float) -> dict[str, Any]:
+    return {"socket_timeout": seconds, "socket_connect_timeout": seconds}
+
+
+def _tls_files(address: RedisAddress) -> dict[str, str]:
+    return {name: address.options[name] for name in TLS_OPTIONS if name in address.options}

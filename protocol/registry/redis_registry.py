@@ -1,0 +1,162 @@
+"""The registry in Redis: what the scripts answer, as a Registry.
+
+Leases end by the server's clock. A Redis that restarts empty has forgotten all members: `renew` raises StaleLease and
+they join again (`protocol.registry.seat`). Knows nothing of keyspace notifications, which servers have switched off by
+default: watchers hear of changes on a channel and look every `poll_s` besides, for leases that ended in silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from typing import TypeVar
+
+from redis.asyncio.client import PubSub
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
+
+from protocol.errors import PeerError, PeerLost, Unauthenticated
+from protocol.registry import redis_address, redis_client, redis_scripts, table, wire
+from protocol.registry.base import TTL_S, Member
+from protocol.registry.claims import check_join, check_ttl
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PREFIX = "moonserve"
+DEADLINE_S = 2.0
+"""Less than RENEW_EVERY_S, so that one lost call does not cost two renewals."""
+POLL_S = 2.0
+"""How late, after its lease's end, a watcher may hear of a silent member; small beside TTL_S."""
+RETRY_S = 0.5
+
+
+class RedisRegistry:
+    """A Registry. `url` as in `protocol.registry.redis_address`; `prefix` is one per cluster."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefix: str = PREFIX,
+        deadline_s: float = DEADLINE_S,
+        poll_s: float = POLL_S,
+    ) -> None:
+        self._address = redis_address.parse(url)
+        self._prefix = prefix
+        self._deadline_s = deadline_s
+        self._poll_s = poll_s
+        self._client = redis_client.connect(self._address, deadline_s)
+        self._join = self._client.register_script(redis_scripts.JOIN)
+        self._renew = self._client.register_script(redis_scripts.RENEW)
+        self._leave = self._client.register_script(redis_scripts.LEAVE)
+        self._members = self._client.register_script(redis_scripts.MEMBERS)
+
+    async def join(self, member: Member, *, ttl_s: float = TTL_S) -> Member:
+        check_join(member, ttl_s)
+        keys = [self._key_of(member), self._key("members"), self._key("epochs")]
+        epoch, text = str(member.endpoint.epoch), wire.member_to_json(member)
+        args = [member.instance_id, member.owner, epoch, _ms(ttl_s), text]
+        reply = await self._bounded(self._join(keys=[*keys, self._key("changed")], args=args))
+        if reply[0]:
+            return table.with_epoch(member, int(reply[1]))
+        holder = wire.member_from_json(reply[2])
+        raise table.refused(holder.endpoint.rpc_address, member, reply[1] / 1000)
+
+    async def renew(self, member: Member, *, ttl_s: float = TTL_S) -> None:
+        check_ttl(ttl_s)
+        epoch = member.endpoint.epoch
+        args = [str(epoch), _ms(ttl_s)]
+        holder = await self._bounded(self._renew(keys=[self._key_of(member)], args=args))
+        if holder is None:
+            raise table.ended(member.instance_id)
+        if int(holder) != epoch:
+            raise table.taken_over(member.instance_id, epoch, int(holder))
+
+    async def leave(self, member: Member) -> None:
+        keys = [self._key_of(member), self._key("members"), self._key("changed")]
+        args = [member.instance_id, str(member.endpoint.epoch)]
+        await self._bounded(self._leave(keys=keys, args=args))
+
+    async def members(self) -> list[Member]:
+        keys, args = [self._key("members"), self._key("changed")], [self._key("member:")]
+        reply = await self._bounded(self._members(keys=keys, args=args))
+        epochs, texts = map(int, reply[::2]), map(wire.member_from_json, reply[1::2])
+        found = [
+            table.with_epoch(member, epoch) for epoch, member in zip(epochs, texts, strict=True)
+        ]
+        return sorted(found, key=lambda member: member.instance_id)
+
+    async def watch(self) -> AsyncIterator[list[Member]]:
+        seen, away = None, False
+        while True:
+            try:
+                async with self._changes() as changes:
+                    while True:
+                        members, away = await self.members(), False
+                        if members != seen:
+                            seen = members
+                            yield members
+                        await self._next(changes)
+            except PeerError as error:
+                if not away:
+                    log.warning("watching the registry at %s again: %s", self._address, error)
+                away = True
+            await asyncio.sleep(RETRY_S)
+
+    async def close(self) -> None:
+        await redis_client.close(self._client)
+
+    @contextlib.asynccontextmanager
+    async def _changes(self) -> AsyncIterator[PubSub]:
+        """Subscribed before the first look, so that no change falls in between."""
+        changes = self._client.pubsub()
+        try:
+            await self._bounded(changes.subscribe(self._key("changed")))
+            yield changes
+        finally:
+            await changes.aclose()  # type: ignore[no-untyped-call]  # redis-py
+
+    async def _next(self, changes: PubSub) -> None:
+        """Returns after a change, or when it is time to look again."""
+        with _translated():
+            await changes.get_message(timeout=self._poll_s)
+
+    async def _bounded(self, call: Awaitable[T]) -> T:
+        with _translated():
+            async with asyncio.timeout(self._deadline_s):
+                return await call
+
+    def _key_of(self, member: Member) -> str:
+        return self._key(f"member:{member.instance_id}")
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Errors of redis-py and of sockets as errors of the one tree. redis-py quotes addresses, never passwords."""
+    try:
+        yield
+    except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
+        raise Unauthenticated(f"redis refuses the registry's credentials: {error}") from error
+    except ResponseError as error:  # out of memory, a replica, a failing disk
+        raise PeerError(f"redis refuses: {error}") from error
+    except TimeoutError as error:
+        raise PeerLost("redis did not answer in time") from error
+    except (RedisError, OSError) as error:
+        raise PeerLost(f"redis cannot be reached: {error}") from error
+
+
+def _ms(seconds: float) -> str:
+    return str(math.ceil(seconds * 1000))

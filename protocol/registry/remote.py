@@ -1,0 +1,76 @@
+"""The embedded registry of another process, reached over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from protocol.errors import PeerError
+from protocol.pb import registry_pb2, registry_pb2_grpc
+from protocol.registry import wire
+from protocol.registry.base import TTL_S, Member
+from protocol.rpc import Channels
+
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 2.0
+"""Less than RENEW_EVERY_S, so that one lost call does not cost two renewals."""
+RETRY_S = 0.5
+
+
+class RemoteRegistry:
+    """A Registry served at `address` (host:port) by `protocol.registry.service`."""
+
+    def __init__(self, address: str, cluster_token: str, *, deadline_s: float = DEADLINE_S) -> None:
+        self._address = address
+        self._deadline_s = deadline_s
+        self._channels = Channels(cluster_token)
+        self._stub = registry_pb2_grpc.RegistryStub(self._channels.to(address))
+
+    async def join(self, member: Member, *, ttl_s: float = TTL_S) -> Member:
+        request = registry_pb2.RegistryJoinRequest(member=wire.member_to_wire(member), ttl_s=ttl_s)
+        reply = await self._channels.call(self._stub.Join, request, timeout_s=self._deadline_s)
+        return wire.member_from_wire(reply.member)
+
+    async def renew(self, member: Member, *, ttl_s: float = TTL_S) -> None:
+        request = registry_pb2.RegistryRenewRequest(
+            instance_id=member.instance_id, epoch=member.endpoint.epoch, ttl_s=ttl_s
+        )
+        await self._channels.call(self._stub.Renew, request, timeout_s=self._deadline_s)
+
+    async def leave(self, member: Member) -> None:
+        request = registry_pb2.RegistryLeaveRequest(
+            instance_id=member.instance_id, epoch=member.endpoint.epoch
+        )
+        await self._channels.call(self._stub.Leave, request, timeout_s=self._deadline_s)
+
+    async def members(self) -> list[Member]:
+        request = registry_pb2.RegistryMembersRequest()
+        reply = await self._channels.call(self._stub.Members, request, timeout_s=self._deadline_s)
+        return wire.members_from_wire(reply)
+
+    async def watch(self) -> AsyncIterator[list[Member]]:
+        seen, away = 0, False
+        while True:
+            try:
+                async with contextlib.aclosing(self._stream(seen)) as messages:
+                    async for message in messages:
+                        seen, away = message.version, False
+                        yield wire.members_from_wire(message)
+            except PeerError as error:
+                if not away:
+                    log.warning("watching the registry at %s again: %s", self._address, error)
+                away = True
+            await asyncio.sleep(RETRY_S)
+
+    async def _stream(
+        self, seen_version: int
+    ) -> AsyncGenerator[registry_pb2.RegistryMembers, None]:
+        request = registry_pb2.RegistryWatchRequest(seen_version=seen_version)
+        async for message in self._channels.stream(self._stub.Watch, request):
+            yield message
+
+    async def close(self) -> None:
+        await self._channels.close()

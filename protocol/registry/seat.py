@@ -1,0 +1,161 @@
+"""A process's place in its cluster: takes its id, keeps the lease alive, takes it again when the registry forgot it.
+
+Rules: a registry that cannot be reached ends nothing, it is only told once; a later epoch under the same id ends the
+seat, for two processes must not take the id from each other for ever; what the caller publishes carries the epoch of
+the last join. Knows nothing of what the process does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from protocol.errors import (
+    ConfigError,
+    Incompatible,
+    InvalidRequest,
+    MoonserveError,
+    StaleLease,
+    Unauthenticated,
+)
+from protocol.process import running
+from protocol.registry.base import RENEW_EVERY_S, TTL_S, Member, Registry, Superseded
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MARGIN_S = 0.05
+"""After the instant at which another's lease ends: both sides round to milliseconds, and timers ring early."""
+
+
+def ignore(member: Member) -> None:
+    """For callers to whom their epoch does not matter."""
+
+
+class Seat:
+    """`on_epoch` is called after each join, in the loop's thread, with the member as the registry has it."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        member: Member,
+        *,
+        ttl_s: float = TTL_S,
+        renew_every_s: float = RENEW_EVERY_S,
+        on_epoch: Callable[[Member], None] = ignore,
+    ) -> None:
+        self.member = member
+        """With the epoch of the last join."""
+        self.joined = asyncio.Event()
+        """Set by the first join, and never cleared."""
+        self._registry = registry
+        self._ttl_s = ttl_s
+        self._renew_every_s = renew_every_s
+        self._retry_s = renew_every_s / 3
+        self._on_epoch = on_epoch
+        self._away = False
+
+    async def run(self) -> None:
+        """Joins and renews until cancelled. Raises StaleLease when the id belongs to another process for good, and
+        what else no repetition can help, such as Unauthenticated at the first join."""
+        await self._take_first()
+        while True:
+            await asyncio.sleep(self._renew_every_s)
+            await self._persist(self._renew)
+
+    async def leave(self) -> None:
+        """Says good-bye, best effort: the lease would end the membership anyway. Not while `run` runs."""
+        if not self.joined.is_set():
+            return
+        try:
+            await self._registry.leave(self.member)
+        except MoonserveError as error:
+            log.info("left without a word: %s", error)
+
+    async def _take_first(self) -> None:
+        """Another owner may be this process's own last life: its lease is waited for once."""
+        try:
+            await self._persist(self._take)
+            return
+        except StaleLease as error:
+            log.warning("waiting for the id: %s", error)
+            await asyncio.sleep((error.retry_after_s or 0.0) + MARGIN_S)
+        await self._take_second()
+
+    async def _take_second(self) -> None:
+        try:
+            await self._persist(self._take)
+        except StaleLease as error:
+            raise StaleLease(
+                f"{self.member.instance_id} belongs to another process, which keeps renewing it; "
+                f"stop that one or give this one another id ({error.message})",
+                **error.ids,
+            ) from error
+
+    async def _renew(self) -> None:
+        try:
+            await self._registry.renew(self.member, ttl_s=self._ttl_s)
+        except Superseded as error:
+            raise self._lost(error) from error
+        except StaleLease:
+            await self._take_again()
+
+    async def _take_again(self) -> None:
+        log.warning("the registry has no lease of %s, joining again", self.member.instance_id)
+        try:
+            await self._take()
+        except StaleLease as error:
+            raise self._lost(error) from error
+
+    async def _take(self) -> None:
+        self.member = await self._registry.join(self.member, ttl_s=self._ttl_s)
+        log.info("joined as %s, epoch %d", self.member.instance_id, self.member.endpoint.epoch)
+        self.joined.set()
+        self._on_epoch(self.member)
+
+    async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeats `call` until the registry answers."""
+        while True:
+            try:
+                result = await call()
+            except MoonserveError as error:
+                if self._is_final(error):
+                    raise
+                if not self._away:
+                    log.warning("registry cannot be used, going on without it: %s", error)
+                self._away = True
+                await asyncio.sleep(self._retry_s)
+                continue
+            if self._away:
+                log.info("registry can be used again")
+            self._away = False
+            return result
+
+    def _is_final(self, error: MoonserveError) -> bool:
+        """No repetition can help. A process that serves already outlives a password that was changed."""
+        if isinstance(error, Unauthenticated):
+            return not self.joined.is_set()
+        return isinstance(error, StaleLease | InvalidRequest | Incompatible | ConfigError)
+
+    def _lost(self, error: StaleLease) -> StaleLease:
+        return StaleLease(
+            f"{self.member.instance_id} was taken by another process, this one must end: {error.message}",
+            **error.ids,
+        )
+
+
+@contextlib.asynccontextmanager
+async def seated(seat: Seat) -> AsyncIterator[asyncio.Task[None]]:
+    """Keeps the seat while the block lasts, then leaves. The task ends, with the reason, when the seat is lost."""
+    async with running(seat.run()) as task:
+        try:
+            yield task
+        finally:
+            # Not while a renewal is under way: a join that came after would take the seat again.
+            task.cancel()
+            await asyncio.wait({task})
+            await seat.leave()

@@ -1,0 +1,54 @@
+"""The embedded registry as a gRPC service of the process that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from protocol.pb import registry_pb2, registry_pb2_grpc
+from protocol.registry import wire
+from protocol.registry.embedded import EmbeddedRegistry
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RegistryService(registry_pb2_grpc.RegistryServicer):
+    """Each call is answered without awaiting, except `Watch`."""
+
+    def __init__(self, registry: EmbeddedRegistry) -> None:
+        self._registry = registry
+
+    async def Join(
+        self, request: registry_pb2.RegistryJoinRequest, context: Context
+    ) -> registry_pb2.RegistryJoinReply:
+        member = await self._registry.join(
+            wire.member_from_wire(request.member), ttl_s=request.ttl_s
+        )
+        return registry_pb2.RegistryJoinReply(member=wire.member_to_wire(member))
+
+    async def Renew(
+        self, request: registry_pb2.RegistryRenewRequest, context: Context
+    ) -> registry_pb2.RegistryRenewReply:
+        self._registry.renew_epoch(request.instance_id, request.epoch, request.ttl_s)
+        return registry_pb2.RegistryRenewReply()
+
+    async def Leave(
+        self, request: registry_pb2.RegistryLeaveRequest, context: Context
+    ) -> registry_pb2.RegistryLeaveReply:
+        self._registry.leave_epoch(request.instance_id, request.epoch)
+        return registry_pb2.RegistryLeaveReply()
+
+    async def Members(
+        self, request: registry_pb2.RegistryMembersRequest, context: Context
+    ) -> registry_pb2.RegistryMembers:
+        return wire.members_to_wire(*self._registry.now())
+
+    async def Watch(
+        self, request: registry_pb2.RegistryWatchRequest, context: Context
+    ) -> AsyncIterator[registry_pb2.RegistryMembers]:
+        seen = request.seen_version
+        while True:
+            seen, members = await self._registry.after(seen)
+            yield wire.members_to_wire(seen, members)

@@ -1,0 +1,65 @@
+"""Members as protobuf messages and as JSON. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from protocol.errors import PeerError
+from protocol.pb import registry_pb2
+from protocol.registry.base import Member
+from protocol.request import Endpoint
+from protocol.wire import endpoint_from_wire, endpoint_to_wire
+
+
+def member_to_wire(member: Member) -> registry_pb2.Member:
+    return registry_pb2.Member(
+        endpoint=endpoint_to_wire(member.endpoint),
+        role=member.role,
+        owner=member.owner,
+        facts=dict(member.facts),
+    )
+
+
+def member_from_wire(message: registry_pb2.Member) -> Member:
+    return Member(
+        endpoint=endpoint_from_wire(message.endpoint),
+        role=message.role,
+        owner=message.owner,
+        facts=dict(message.facts),
+    )
+
+
+def members_to_wire(version: int, members: Iterable[Member]) -> registry_pb2.RegistryMembers:
+    return registry_pb2.RegistryMembers(version=version, members=map(member_to_wire, members))
+
+
+def members_from_wire(message: registry_pb2.RegistryMembers) -> list[Member]:
+    return [member_from_wire(member) for member in message.members]
+
+
+def member_to_json(member: Member) -> str:
+    return json.dumps(dataclasses.asdict(member), separators=(",", ":"), sort_keys=True)
+
+
+def member_from_json(text: str) -> Member:
+    """Raises PeerError for what `member_to_json` did not write; fields of later releases are ignored."""
+    try:
+        entry: dict[str, Any] = json.loads(text)
+        endpoint: dict[str, Any] = entry["endpoint"]
+        return Member(
+            endpoint=Endpoint(
+                instance_id=str(endpoint["instance_id"]),
+                epoch=int(endpoint["epoch"]),
+                rpc_address=str(endpoint["rpc_address"]),
+                transfer_address=str(endpoint["transfer_address"]),
+                host=str(endpoint["host"]),
+            ),
+            role=str(entry["role"]),
+            owner=str(entry["owner"]),
+            facts={str(name): str(value) for name, value in entry["facts"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PeerError(f"the registry holds a member that cannot be read: {error!r}") from error
