@@ -2,15 +2,17 @@
 
 Rules: every call has a deadline; every call carries the cluster token in its metadata; a `MoonserveError` raised by a
 handler arrives at the caller as the same class. Anything else a handler raises is logged with its traceback and
-arrives as the base class, without details of the inside.
+arrives as the base class, without details of the inside. Unary calls of services that were added with `add_lean` also
+travel over `protocol.lean`; callers choose by the address.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -27,17 +29,19 @@ from protocol.errors import (
     PeerLost,
     StaleLease,
     Unauthenticated,
-    error_classes,
 )
+from protocol.failures import failure_from_wire as failure_from_wire
+from protocol.failures import failure_to_wire as failure_to_wire
+from protocol.lean import sockets
+from protocol.lean.channel import LeanChannel
+from protocol.lean.frames import MAX_MESSAGE_BYTES
+from protocol.lean.server import LeanServer
 from protocol.pb import common_pb2
 
 log = logging.getLogger(__name__)
 
 TOKEN_HEADER = "x-moonserve-token"
 FAILURE_HEADER = "x-moonserve-failure-bin"
-
-# One message must hold a prompt of a million tokens.
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -71,37 +75,30 @@ _STATUS_OF: list[tuple[type[MoonserveError], grpc.StatusCode]] = [
 Reply = TypeVar("Reply")
 
 
-def failure_to_wire(error: BaseException) -> common_pb2.Failure:
-    """`error` as other processes may see it."""
-    if not isinstance(error, MoonserveError):
-        return common_pb2.Failure(code=MoonserveError.code, message="internal error")
-    return common_pb2.Failure(
-        code=error.code,
-        message=error.message,
-        ids=error.ids,
-        retry_after_s=error.retry_after_s or 0.0,
-    )
-
-
-def failure_from_wire(failure: common_pb2.Failure) -> MoonserveError:
-    """The error that `failure_to_wire` described; an unknown code becomes the base class."""
-    cls = error_classes().get(failure.code, MoonserveError)
-    error = cls.__new__(cls)
-    MoonserveError.__init__(error, failure.message, **failure.ids)
-    error.retry_after_s = failure.retry_after_s or None
-    return error
-
-
 class RpcServer:
-    """A gRPC server of one process."""
+    """A gRPC server of one process, and a lean one beside it for services that ask for it.
+
+    `lean_address` and `lean_unix_address`: where others and processes of this host reach the latter, once started;
+    empty without one.
+    """
 
     def __init__(self, cluster_token: str) -> None:
+        self.lean_address = ""
+        self.lean_unix_address = ""
+        self._token = cluster_token
+        self._lean: LeanServer | None = None
         self._server = grpc.aio.server(options=_OPTIONS, interceptors=[_Gatekeeper(cluster_token)])
 
     @property
     def grpc(self) -> grpc.aio.Server:
         """For the generated `add_…Servicer_to_server` functions; call them before `start`."""
         return self._server
+
+    def add_lean(self, service: str, servicer: object) -> None:
+        """Serves the unary methods of a service, named as in its .proto file, over `protocol.lean` too."""
+        if self._lean is None:
+            self._lean = LeanServer(self._token)
+        self._lean.add(service, servicer)
 
     async def start(self, host: str, port: int) -> str:
         """Listens and returns `host:port`, with the port chosen by the system when `port` is 0.
@@ -119,12 +116,17 @@ class RpcServer:
                 f"cannot listen on {host}:{port}: port in use or not permitted; "
                 "choose another --port"
             ) from error
+        if self._lean is not None:
+            self.lean_address, self.lean_unix_address = await self._lean.start(host)
         await self._server.start()
         return f"{host}:{bound}"
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls and ends running ones after `grace_s`."""
-        await self._server.stop(grace_s)
+        if self._lean is None:
+            await self._server.stop(grace_s)
+        else:
+            await asyncio.gather(self._server.stop(grace_s), self._lean.stop(grace_s))
 
 
 class _Gatekeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
@@ -197,16 +199,25 @@ class Channels:
     """Channels to the other processes, one per address, opened on first use and closed together."""
 
     def __init__(self, cluster_token: str) -> None:
+        self._token = cluster_token
         self._metadata = ((TOKEN_HEADER, cluster_token),)
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def to(self, address: str) -> grpc.aio.Channel:
-        """The channel to `host:port`, for a generated stub's constructor."""
+        """The channel to `host:port` or to a lean address, for a generated stub's constructor.
+
+        Raises InvalidRequest for a malformed lean address.
+        """
         channel = self._channels.get(address)
         if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-            self._channels[address] = channel
+            channel = self._channels[address] = self._open(address)
         return channel
+
+    def _open(self, address: str) -> grpc.aio.Channel:
+        if sockets.is_lean(address):
+            # It has what stubs need of a channel; streams it refuses.
+            return cast(grpc.aio.Channel, LeanChannel(address, self._token))
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
 
     async def call(
         self,

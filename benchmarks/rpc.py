@@ -1,0 +1,147 @@
+"""What one unary call costs: gRPC beside the lean transport, between two processes of this machine.
+
+`Exists` with one key against a servicer that only looks it up. Rounds of all ways are interleaved; a figure is the
+median over the rounds. `python -m benchmarks.rpc --json out/rpc.json`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks.measure import medians, table, write_json
+from protocol.lean.sync_channel import SyncChannel
+from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from protocol.rpc import Channels, RpcServer
+from protocol.timeline import percentile
+
+TOKEN = "benchmark"
+REQUEST = kvstore_pb2.StoreExistsRequest(keys=[bytes(32)])
+TIMEOUT_S = 10.0
+WIDTHS = (1, 8, 64)
+Row = dict[str, float]
+
+
+class Lookup(kvstore_pb2_grpc.KvStoreServicer):
+    """Answers `Exists` from a set, as a store node does."""
+
+    def __init__(self) -> None:
+        self._present = {bytes(32)}
+
+    async def Exists(self, request: Any, context: Any) -> kvstore_pb2.StoreExistsReply:
+        present = [key in self._present for key in request.keys]
+        return kvstore_pb2.StoreExistsReply(present=present)
+
+
+async def serve() -> None:
+    """Prints its addresses and serves until its input ends."""
+    server, servicer = RpcServer(TOKEN), Lookup()  # type: ignore[abstract]  # the others are not called
+    kvstore_pb2_grpc.add_KvStoreServicer_to_server(servicer, server.grpc)
+    server.add_lean("KvStore", servicer)
+    grpc_address = await server.start("127.0.0.1", 0)
+    addresses = {"grpc": grpc_address, "tcp": server.lean_address, "unix": server.lean_unix_address}
+    print(json.dumps(addresses), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(0)
+
+
+@contextlib.contextmanager
+def served(loop: str) -> Iterator[dict[str, str]]:
+    """The addresses of a server process."""
+    command = [sys.executable, "-m", "benchmarks.rpc", "--serve", loop]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())
+        process.communicate()
+
+
+def sync_round(address: str, num_calls: int) -> Row:
+    channel = SyncChannel(address, TOKEN)
+    stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
+    took = []
+    for _ in range(num_calls):
+        begun_at = time.perf_counter()
+        stub.Exists(REQUEST, timeout=TIMEOUT_S)
+        took.append(time.perf_counter() - begun_at)
+    channel.close()
+    return latencies(took)
+
+
+async def asyncio_round(address: str, width: int, num_calls: int) -> Row:
+    """`width` calls at once, time and again; the time of a call is that of its batch over its width."""
+    channels = Channels(TOKEN)
+    stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
+    call: Callable[[], Awaitable[Any]] = lambda: channels.call(  # noqa: E731  # one expression
+        stub.Exists, REQUEST, timeout_s=TIMEOUT_S
+    )
+    await call()
+    took = []
+    for _ in range(num_calls // width):
+        begun_at = time.perf_counter()
+        if width == 1:
+            await call()
+        else:
+            await asyncio.gather(*(call() for _ in range(width)))
+        took.append((time.perf_counter() - begun_at) / width)
+    await channels.close()
+    return latencies(took)
+
+
+def latencies(took: list[float]) -> Row:
+    took = took[len(took) // 10 :]  # the first warm caches and connections
+    return {"p50_us": percentile(took, 50) * 1e6, "p99_us": percentile(took, 99) * 1e6}
+
+
+def ways(servers: dict[str, dict[str, str]], num_calls: int) -> dict[str, Callable[[], Row]]:
+    """By name, one round of each way of calling."""
+    found: dict[str, Callable[[], Row]] = {}
+    for loop, addresses in servers.items():
+        for transport in ("tcp", "unix"):
+            address = addresses[transport]
+            name = f"lean {transport}, server on {loop}, sync"
+            found[name] = lambda address=address: sync_round(address, num_calls)  # type: ignore[misc]
+        for transport, address in addresses.items():
+            kind = transport if transport == "grpc" else f"lean {transport}"
+            for width in WIDTHS:
+                name = f"{kind}, server on {loop}, asyncio × {width}"
+                found[name] = lambda address=address, width=width: asyncio.run(  # type: ignore[misc]
+                    asyncio_round(address, width, num_calls)
+                )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--serve", choices=("asyncio", "uvloop"), help=argparse.SUPPRESS)
+    parser.add_argument("--calls", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.serve:
+        factory = uvloop.new_event_loop if args.serve == "uvloop" else None
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(serve())
+        return
+    with served("asyncio") as plain, served("uvloop") as fast:
+        rounds = ways({"asyncio": plain, "uvloop": fast}, args.calls)
+        measured = [{name: run() for name, run in rounds.items()} for _ in range(args.rounds)]
+    rows = {name: medians([round_[name] for round_ in measured]) for name in rounds}
+    print(table(["µs per call", "p50", "p99"], [[n, *row.values()] for n, row in rows.items()]))
+    if args.json:
+        write_json(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()

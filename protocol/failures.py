@@ -1,0 +1,27 @@
+"""Errors as messages: what a handler raises arrives at the caller as the same class, over every transport."""
+
+from __future__ import annotations
+
+from protocol.errors import MoonserveError, error_classes
+from protocol.pb import common_pb2
+
+
+def failure_to_wire(error: BaseException) -> common_pb2.Failure:
+    """`error` as other processes may see it."""
+    if not isinstance(error, MoonserveError):
+        return common_pb2.Failure(code=MoonserveError.code, message="internal error")
+    return common_pb2.Failure(
+        code=error.code,
+        message=error.message,
+        ids=error.ids,
+        retry_after_s=error.retry_after_s or 0.0,
+    )
+
+
+def failure_from_wire(failure: common_pb2.Failure) -> MoonserveError:
+    """The error that `failure_to_wire` described; an unknown code becomes the base class."""
+    cls = error_classes().get(failure.code, MoonserveError)
+    error = cls.__new__(cls)
+    MoonserveError.__init__(error, failure.message, **failure.ids)
+    error.retry_after_s = failure.retry_after_s or None
+    return error

@@ -1,0 +1,152 @@
+"""Lean calls for asyncio: what the generated stubs need of a `grpc.aio.Channel`, over one connection.
+
+Its rules: every call has a deadline and raises MoonserveErrors, so `Channels.call` has nothing to translate; a broken
+connection fails its calls with PeerLost, and the next call dials again. The token is proven once, in the handshake; the
+metadata that gRPC carries with each call is ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
+from protocol.lean import sockets
+from protocol.lean.connection import Connection
+from protocol.lean.unary import UnaryOnly
+
+# Between attempts to reach a peer that is not there yet, as for gRPC (`protocol.rpc`).
+_RETRY_S = 0.1
+# A peer that accepts and does not shake hands is stopped or none; the server gives up then as well.
+_DIAL_S = 5.0
+
+
+class LeanChannel(UnaryOnly):
+    """Belongs to the event loop of its first call. `address`: `lean://host:port` or `lean+unix://name`."""
+
+    def __init__(self, address: str, cluster_token: str) -> None:
+        self._address = address
+        self._target = sockets.parse(address)
+        self._token = cluster_token
+        self._connection: Connection | None = None
+        self._dialling: asyncio.Task[Connection] | None = None
+
+    def unary_unary(
+        self,
+        path: str,
+        request_serializer: Callable[[Any], bytes],
+        response_deserializer: Callable[[bytes], Any],
+        **_of_grpc: object,
+    ) -> UnaryCall:
+        return UnaryCall(self, path, request_serializer, response_deserializer)
+
+    def live(self) -> Connection | None:
+        connection = self._connection
+        return connection if connection is not None and connection.usable else None
+
+    async def connect(self, give_up_at: float, *, wait_for_ready: bool) -> Connection:
+        """The live connection, dialled if need be; all who wait for it share one attempt.
+
+        Raises PeerLost, Unauthenticated, Incompatible, or DeadlineExceeded.
+        """
+        try:
+            async with asyncio.timeout_at(give_up_at):
+                while True:
+                    try:
+                        return await self._shared_dial()
+                    except PeerLost:
+                        if not wait_for_ready:
+                            raise
+                    await asyncio.sleep(_RETRY_S)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self._address} did not answer within the deadline") from error
+
+    async def close(self, grace: float | None = None) -> None:
+        """Calls under way end with PeerLost."""
+        if self._dialling is not None:
+            self._dialling.cancel()
+            await asyncio.wait([self._dialling])
+        if self._connection is not None:
+            self._connection.close()
+            await self._connection.gone.wait()
+
+    async def _shared_dial(self) -> Connection:
+        connection = self.live()
+        if connection is not None:
+            return connection
+        if self._dialling is None:
+            self._dialling = asyncio.create_task(self._dial())
+            self._dialling.add_done_callback(self._dialled)
+        return await asyncio.shield(self._dialling)
+
+    def _dialled(self, dialling: asyncio.Task[Connection]) -> None:
+        self._dialling = None
+        if not dialling.cancelled() and dialling.exception() is None:
+            self._connection = dialling.result()
+
+    async def _dial(self) -> Connection:
+        connection = Connection(self._token)
+        try:
+            async with asyncio.timeout(_DIAL_S):
+                await self._open(connection)
+                await connection.ready
+        except (OSError, TimeoutError) as error:
+            await _discard(connection)
+            raise PeerLost(f"{self._address} cannot be reached: {error or 'silent'}") from error
+        except (MoonserveError, asyncio.CancelledError):
+            await _discard(connection)
+            raise
+        return connection
+
+    async def _open(self, connection: Connection) -> None:
+        loop = asyncio.get_running_loop()
+        family, target = self._target
+        if isinstance(target, str):
+            await loop.create_unix_connection(lambda: connection, target)
+        else:
+            host, port = target
+            await loop.create_connection(lambda: connection, host, port, family=family)
+
+
+async def _discard(connection: Connection) -> None:
+    """Waits until a connection that came to nothing has let its socket go."""
+    if connection.opened:
+        connection.close()
+        await connection.gone.wait()
+
+
+class UnaryCall:
+    """One method of one channel, as a stub calls it."""
+
+    def __init__(
+        self,
+        channel: LeanChannel,
+        path: str,
+        serialize: Callable[[Any], bytes],
+        deserialize: Callable[[bytes], Any],
+    ) -> None:
+        self._channel = channel
+        self._path = path
+        self._serialize = serialize
+        self._deserialize = deserialize
+
+    async def __call__(
+        self,
+        request: Any,
+        *,
+        timeout: float,
+        metadata: object = None,
+        wait_for_ready: bool = False,
+    ) -> Any:
+        give_up_at = asyncio.get_running_loop().time() + timeout
+        payload = self._serialize(request)
+        connection = self._channel.live()
+        if connection is None:
+            connection = await self._channel.connect(give_up_at, wait_for_ready=wait_for_ready)
+        call_id, reply = connection.begin(self._path, payload, give_up_at)
+        try:
+            return self._deserialize(await reply)
+        except asyncio.CancelledError:
+            connection.give_up(call_id)
+            raise

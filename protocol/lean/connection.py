@@ -1,0 +1,174 @@
+"""One connection as an asyncio client sees it: the handshake, then calls in any number at once.
+
+Its rule: every call ends, with its reply, at its deadline or with the connection. A call that is alone is written at
+once; those that are made while others are under way are written together at the end of the loop's turn. Once broken it
+stays so. It does not know what calls mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import NamedTuple, cast
+
+from protocol.errors import DeadlineExceeded, Incompatible, MoonserveError, Overloaded, PeerLost
+from protocol.failures import failure_from_wire
+from protocol.lean import frames, handshake, sockets
+from protocol.lean.frames import MAX_CALL_ID, MAX_MESSAGE_BYTES, Reply, Status
+from protocol.lean.handshake import Initiator
+from protocol.pb import common_pb2
+from protocol.timer import Timer
+
+# Deadlines that are as close as this are looked at together.
+_TICK_S = 0.002
+# What a peer that reads nothing may leave in our memory: two messages of any size.
+_MAX_UNSENT_BYTES = 2 * MAX_MESSAGE_BYTES
+
+
+class _Call(NamedTuple):
+    reply: asyncio.Future[bytes]
+    give_up_at: float
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, cluster_token: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        """Set when the handshake is over, with its failure if it failed."""
+        self.gone = asyncio.Event()
+        self.opened = False
+        self.usable = False
+        """Open, proven and not yet broken."""
+        self._handshake = Initiator(cluster_token, secrets.token_bytes(handshake.NONCE_BYTES))
+        self._arrived = bytearray()
+        self._numbers: dict[str, int] = {}
+        self._reader = frames.reply_reader()
+        self._calls: dict[int, _Call] = {}
+        self._last_id = 0
+        self._unwritten: list[bytes] = []
+        self._is_full = False
+        self._next_deadline: float | None = None
+        self._timer = Timer(self._expire, self._loop.time)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.opened = True
+        sockets.tune(transport.get_extra_info("socket"))
+        self._transport.write(self._handshake.hello)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            if self._handshake.needed:
+                data = self._shake_hands(data)
+            for reply in self._reader.feed(data):
+                self._settle(reply)
+        except MoonserveError as error:
+            self._break(error)
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._break(PeerLost(f"the connection broke: {error or 'closed by the peer'}"))
+        self._timer.set(None)
+        self.gone.set()
+
+    def close(self) -> None:
+        self._break(PeerLost("the channel was closed"))
+
+    def begin(
+        self, path: str, payload: bytes, give_up_at: float
+    ) -> tuple[int, asyncio.Future[bytes]]:
+        """Sends a call and gives its id and the future of its reply.
+
+        Raises Incompatible (the peer has no such method), InvalidRequest (too large), Overloaded (it reads nothing).
+        """
+        number = self._numbers.get(path)
+        if number is None:
+            raise Incompatible(f"the peer has no method {path}")
+        if self._is_full and self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+            raise Overloaded("the peer reads slower than it is asked", retry_after_s=0.1)
+        call_id = self._new_id()
+        self._write(frames.request(call_id, number, give_up_at - self._loop.time(), payload))
+        reply: asyncio.Future[bytes] = self._loop.create_future()
+        self._calls[call_id] = _Call(reply, give_up_at)
+        if self._next_deadline is None or give_up_at < self._next_deadline - _TICK_S:
+            self._ring_at(give_up_at)
+        return call_id, reply
+
+    def give_up(self, call_id: int) -> None:
+        """Nobody waits for this call any more; the peer is told."""
+        if self._calls.pop(call_id, None) is not None and self.usable:
+            self._write(frames.cancel(call_id))
+
+    def _shake_hands(self, data: bytes) -> bytes:
+        """Gives what came behind the handshake."""
+        self._arrived += data
+        self._transport.write(handshake.advance(self._handshake, self._arrived))
+        if self._handshake.needed:
+            return b""
+        self._numbers = {path: number for number, path in enumerate(self._handshake.methods)}
+        self.usable = True
+        if not self.ready.done():
+            self.ready.set_result(None)
+        return bytes(self._arrived)
+
+    def _new_id(self) -> int:
+        while True:
+            self._last_id = (self._last_id + 1) & MAX_CALL_ID
+            if self._last_id not in self._calls:
+                return self._last_id
+
+    def _write(self, frame: bytes) -> None:
+        if not self._calls and not self._unwritten:
+            self._transport.write(frame)
+            return
+        if not self._unwritten:
+            self._loop.call_soon(self._flush)
+        self._unwritten.append(frame)
+
+    def _flush(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(b"".join(self._unwritten))
+        self._unwritten.clear()
+
+    def _settle(self, reply: Reply) -> None:
+        call = self._calls.pop(reply.call_id, None)
+        if call is None or call.reply.done():  # given up meanwhile
+            return
+        if reply.status == Status.OK:
+            call.reply.set_result(reply.payload)
+        else:
+            failure = common_pb2.Failure.FromString(reply.payload)
+            call.reply.set_exception(failure_from_wire(failure))
+
+    def _ring_at(self, when: float) -> None:
+        self._next_deadline = when
+        self._timer.set(when)
+
+    def _expire(self) -> None:
+        due_at = self._loop.time() + _TICK_S
+        for call_id, call in list(self._calls.items()):
+            if call.give_up_at <= due_at:
+                del self._calls[call_id]
+                _fail(call.reply, DeadlineExceeded("no reply within the call's deadline"))
+        self._next_deadline = None
+        if self._calls:
+            self._ring_at(min(call.give_up_at for call in self._calls.values()))
+
+    def _break(self, why: MoonserveError) -> None:
+        """Ends everything that waits for this connection; again has no effect."""
+        self.usable = False
+        _fail(self.ready, why)
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            _fail(call.reply, why)
+        self._transport.abort()
+
+
+def _fail(waiter: asyncio.Future[bytes] | asyncio.Future[None], why: MoonserveError) -> None:
+    if not waiter.done():
+        waiter.set_exception(why)

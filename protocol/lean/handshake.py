@@ -1,0 +1,150 @@
+"""Both ends prove that they know the cluster token before anything else is read, and agree on the methods.
+
+client → HELLO(version, nonce)     server → CHALLENGE(status, version, nonce)
+client → PROOF(hmac)               server → WELCOME(status, size of the method list, hmac), the method list
+
+Every proof is HMAC-SHA256 over a role, both nonces and, from the server, the method list, compared in constant time.
+Each end is fed whole messages of `needed` bytes and gives what is to be sent. Knows no sockets and no randomness. What
+follows the handshake is not signed: the network is the cluster's own, as it is for gRPC.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Protocol
+
+from protocol.errors import Incompatible, MoonserveError, Unauthenticated
+from protocol.lean.frames import MalformedFrame
+
+PROTOCOL_VERSION = 1
+NONCE_BYTES = 32
+# A hundred methods with long names; a stranger may not have more kept for it.
+MAX_METHOD_LIST_BYTES = 64 * 1024
+
+_MAGIC = b"MOONLEAN"
+_HELLO = struct.Struct("<8sH32s")
+_CHALLENGE = struct.Struct("<8sBH32s")
+_PROOF = struct.Struct("<32s")
+_WELCOME = struct.Struct("<BI32s")
+
+
+class Answer(IntEnum):
+    OK = 0
+    INCOMPATIBLE = 1
+    UNAUTHENTICATED = 2
+
+
+class Handshake(Protocol):
+    """One end of it."""
+
+    needed: int
+    """Size of the next message from the other end; 0 once the handshake is over."""
+
+    def receive(self, message: bytes) -> bytes:
+        """Takes a message of exactly `needed` bytes and gives what is to be sent."""
+
+
+def advance(handshake: Handshake, arrived: bytearray) -> bytes:
+    """Feeds the whole messages in `arrived`, takes them out of it and gives what is to be sent."""
+    answer = b""
+    while 0 < handshake.needed <= len(arrived):
+        message = bytes(arrived[: handshake.needed])
+        del arrived[: len(message)]
+        answer += handshake.receive(message)
+    return answer
+
+
+class Initiator:
+    """The client's end. `receive` raises Unauthenticated, Incompatible or MalformedFrame."""
+
+    def __init__(self, cluster_token: str, nonce: bytes) -> None:
+        self.hello = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, nonce)
+        self.needed = _CHALLENGE.size
+        self.methods: tuple[str, ...] = ()
+        """What the server offers, in its numbering; known when `needed` is 0."""
+        self._token = cluster_token.encode()
+        self._nonces = nonce
+        self._welcome = b""
+        self._receive: Callable[[bytes], bytes] = self._challenged
+
+    def receive(self, message: bytes) -> bytes:
+        return self._receive(message)
+
+    def _challenged(self, message: bytes) -> bytes:
+        magic, status, version, nonce = _CHALLENGE.unpack(message)
+        if magic != _MAGIC:
+            raise MalformedFrame("the peer is no lean server")
+        if status != Answer.OK or version != PROTOCOL_VERSION:
+            raise _other_version(version)
+        self._nonces += nonce
+        self.needed, self._receive = _WELCOME.size, self._welcomed
+        return _proof(self._token, b"client", self._nonces)
+
+    def _welcomed(self, message: bytes) -> bytes:
+        status, list_bytes, self._welcome = _WELCOME.unpack(message)
+        if status == Answer.UNAUTHENTICATED:
+            raise Unauthenticated("wrong cluster token")
+        if status != Answer.OK or not 0 < list_bytes <= MAX_METHOD_LIST_BYTES:
+            raise MalformedFrame("the handshake ended with nonsense")
+        self.needed, self._receive = list_bytes, self._told_methods
+        return b""
+
+    def _told_methods(self, message: bytes) -> bytes:
+        expected = _proof(self._token, b"server", self._nonces + message)
+        if not hmac.compare_digest(self._welcome, expected):
+            raise Unauthenticated("the peer does not know the cluster token")
+        self.methods = tuple(message.decode().split("\n"))
+        self.needed = 0
+        return b""
+
+
+class Responder:
+    """The server's end. It raises nothing: a refusal is sent, so that the client learns why, and kept in `refusal`."""
+
+    def __init__(self, cluster_token: str, methods: Sequence[str], nonce: bytes) -> None:
+        self.needed = _HELLO.size
+        self.refusal: MoonserveError | None = None
+        self._token = cluster_token.encode()
+        self._method_list = "\n".join(methods).encode()
+        self._nonce = nonce
+        self._nonces = b""
+        self._receive: Callable[[bytes], bytes] = self._greeted
+
+    def receive(self, message: bytes) -> bytes:
+        return self._receive(message)
+
+    def _greeted(self, message: bytes) -> bytes:
+        magic, version, nonce = _HELLO.unpack(message)
+        if magic != _MAGIC:
+            self._refuse(MalformedFrame("no handshake"))
+            return b""
+        self._nonces = nonce + self._nonce
+        self.needed, self._receive = _PROOF.size, self._proven
+        status = Answer.OK
+        if version != PROTOCOL_VERSION:
+            status = Answer.INCOMPATIBLE
+            self._refuse(_other_version(version))
+        return _CHALLENGE.pack(_MAGIC, status, PROTOCOL_VERSION, self._nonce)
+
+    def _proven(self, message: bytes) -> bytes:
+        if not hmac.compare_digest(message, _proof(self._token, b"client", self._nonces)):
+            self._refuse(Unauthenticated("wrong cluster token"))
+            return _WELCOME.pack(Answer.UNAUTHENTICATED, 0, bytes(_PROOF.size))
+        self.needed = 0
+        proof = _proof(self._token, b"server", self._nonces + self._method_list)
+        return _WELCOME.pack(Answer.OK, len(self._method_list), proof) + self._method_list
+
+    def _refuse(self, why: MoonserveError) -> None:
+        self.refusal = why
+        self.needed = 0
+
+
+def _proof(token: bytes, role: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(token, b"moonserve lean " + role + transcript, "sha256")
+
+
+def _other_version(version: int) -> Incompatible:
+    return Incompatible(f"the peer speaks lean protocol {version}, this is {PROTOCOL_VERSION}")

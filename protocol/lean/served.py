@@ -1,0 +1,227 @@
+"""One connection as the server sees it: the handshake, then calls in any number at once, answered as they finish.
+
+Its rules: nothing is read as a call before the client has proved itself; every call that was read is answered or its
+connection ends; a handler that waits is cancelled at the call's deadline, by the client and when the connection ends.
+Replies that are ready in one turn of the loop are written together. It does not know who else is connected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, cast
+
+from google.protobuf.message import DecodeError
+
+from protocol.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    MoonserveError,
+    Overloaded,
+    PeerLost,
+)
+from protocol.failures import failure_to_wire
+from protocol.lean import frames, handshake, sockets
+from protocol.lean.eager import EagerStart
+from protocol.lean.frames import MalformedFrame, Request, Status
+from protocol.lean.handshake import Responder
+from protocol.lean.methods import Method
+
+log = logging.getLogger(__name__)
+
+# Two round trips; whoever needs longer is no peer.
+HANDSHAKE_S = 5.0
+# Calls of one client that wait at a time; each costs a task. More are refused rather than left unread, since what
+# the waiting ones wait for may come behind them.
+MAX_WAITING_CALLS = 1024
+
+
+class Door(Protocol):
+    """Who counts the connections."""
+
+    def entered(self, connection: ServedConnection) -> None: ...
+    def proven(self, connection: ServedConnection) -> None: ...
+    def left(self, connection: ServedConnection) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    task: asyncio.Task[Any]
+    timer: asyncio.TimerHandle
+    give_up_at: float
+
+
+class ServedConnection(asyncio.Protocol):
+    def __init__(
+        self, methods: Sequence[Method], cluster_token: str, eager: EagerStart, door: Door
+    ) -> None:
+        self._methods = methods
+        self._eager = eager
+        self._door = door
+        self._loop = asyncio.get_running_loop()
+        nonce = secrets.token_bytes(handshake.NONCE_BYTES)
+        paths = [method.path for method in methods]
+        self._handshake: Responder | None = Responder(cluster_token, paths, nonce)
+        self._arrived = bytearray()
+        """Bytes of the handshake."""
+        self._reader = frames.request_reader()
+        self._replies: list[bytes] = []
+        self._flush_is_due = False
+        self._waiting: dict[int, _Waiting] = {}
+        self._finishing = False
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """The handlers that wait."""
+        return [call.task for call in self._waiting.values()]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        sockets.tune(transport.get_extra_info("socket"))
+        self._patience = self._loop.call_later(HANDSHAKE_S, self.abort)
+        self._door.entered(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            if self._handshake is not None:
+                data = self._shake_hands(self._handshake, data)
+            for request in self._reader.feed(data):
+                self._take(request)
+        except MoonserveError as error:
+            log.warning("a lean connection ended: %s", error)
+            self._transport.close()
+            return
+        self._flush()
+
+    def pause_writing(self) -> None:
+        """A client that does not read its replies may not ask for more."""
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._patience.cancel()
+        for task in self.tasks:
+            task.cancel()
+        self._door.left(self)
+
+    def finish(self) -> None:
+        """Takes no more calls, and closes once the present ones are answered."""
+        self._finishing = True
+        if not self._waiting:
+            self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def _shake_hands(self, responder: Responder, data: bytes) -> bytes:
+        """Gives what came behind the handshake. Raises why the client was refused."""
+        self._arrived += data
+        self._transport.write(handshake.advance(responder, self._arrived))
+        if responder.refusal is not None:
+            raise responder.refusal
+        if responder.needed:
+            return b""
+        self._handshake = None
+        self._patience.cancel()
+        self._door.proven(self)
+        return bytes(self._arrived)
+
+    def _take(self, request: Request) -> None:
+        if request.method == frames.CANCEL:
+            self._cancel(request.call_id)
+            return
+        try:
+            self._admit(request)
+            method = self._methods[request.method]
+            message = method.deserialize(request.payload)
+            # Handlers are shared with gRPC; none of ours uses its context.
+            outcome = self._eager.start(method.handler(message, None))
+        except MalformedFrame:
+            raise
+        except DecodeError as error:
+            self._fail(request.call_id, InvalidRequest(f"malformed request: {error}"))
+        except (Exception, asyncio.CancelledError) as error:
+            self._fail(request.call_id, error)
+        else:
+            self._settle(request, outcome)
+
+    def _admit(self, request: Request) -> None:
+        """Raises why a call is not even begun; MalformedFrame when nothing more is read from this client."""
+        if request.method >= len(self._methods) or request.call_id in self._waiting:
+            raise MalformedFrame("a call of an unknown method, or with the id of another one")
+        if self._finishing:
+            raise PeerLost("the server is stopping")
+        if len(self._waiting) >= MAX_WAITING_CALLS:
+            raise Overloaded("too many calls of one client are waiting", retry_after_s=0.1)
+
+    def _settle(self, request: Request, outcome: Any) -> None:
+        if isinstance(outcome, asyncio.Task):
+            self._wait_for(request, outcome)
+        else:
+            self._succeed(request.call_id, outcome)
+
+    def _wait_for(self, request: Request, task: asyncio.Task[Any]) -> None:
+        give_up_at = self._loop.time() + request.deadline_ms / 1000
+        timer = self._loop.call_at(give_up_at, task.cancel)
+        self._waiting[request.call_id] = _Waiting(task, timer, give_up_at)
+        task.add_done_callback(partial(self._waited, request.call_id))
+
+    def _waited(self, call_id: int, task: asyncio.Task[Any]) -> None:
+        call = self._waiting.pop(call_id)
+        call.timer.cancel()
+        if task.cancelled():
+            self._fail(call_id, self._why_cancelled(call))
+        elif (error := task.exception()) is not None:
+            self._fail(call_id, error)
+        else:
+            self._succeed(call_id, task.result())
+        self._flush_soon()
+
+    def _why_cancelled(self, call: _Waiting) -> MoonserveError:
+        if self._loop.time() >= call.give_up_at:
+            return DeadlineExceeded("the call's deadline passed in its handler")
+        return Cancelled("the call was cancelled")
+
+    def _cancel(self, call_id: int) -> None:
+        call = self._waiting.get(call_id)
+        if call is not None:  # else it was answered while the client gave up
+            call.task.cancel()
+
+    def _succeed(self, call_id: int, message: Any) -> None:
+        try:
+            self._replies.append(frames.reply(call_id, Status.OK, message.SerializeToString()))
+        except (
+            Exception
+        ) as error:  # a handler's mistake: no message, an incomplete or too large one
+            self._fail(call_id, error)
+
+    def _fail(self, call_id: int, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            error = Cancelled("the handler was cancelled")
+        if not isinstance(error, MoonserveError):
+            log.error("handler failed", exc_info=error)
+        payload = failure_to_wire(error).SerializeToString()
+        self._replies.append(frames.reply(call_id, Status.FAILURE, payload))
+
+    def _flush_soon(self) -> None:
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            self._loop.call_soon(self._flush_late)
+
+    def _flush_late(self) -> None:
+        self._flush_is_due = False
+        self._flush()
+        if self._finishing and not self._waiting:
+            self._transport.close()
+
+    def _flush(self) -> None:
+        if self._replies and not self._transport.is_closing():
+            self._transport.write(b"".join(self._replies))
+        self._replies.clear()

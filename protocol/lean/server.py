@@ -1,0 +1,105 @@
+"""A lean server: where it listens, who is connected, and how it ends. One connection's life is `served`.
+
+Its rule: clients that have not proved themselves are few and short-lived, so that strangers cannot keep peers out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from protocol.lean import methods, sockets
+from protocol.lean.eager import EagerStart
+from protocol.lean.methods import Method
+from protocol.lean.served import ServedConnection
+
+log = logging.getLogger(__name__)
+
+# A handshake takes milliseconds: this many peers at once are a cluster starting, more are not peers.
+MAX_STRANGERS = 256
+# Handlers that were cancelled end within this time; none of them blocks.
+_CANCELLED_S = 1.0
+
+
+class LeanServer:
+    """`add` what it serves, then `start` it; both in its event loop's thread."""
+
+    def __init__(self, cluster_token: str) -> None:
+        self._token = cluster_token
+        self._methods: list[Method] = []
+        self._eager: EagerStart | None = None
+        self._listeners: list[asyncio.Server] = []
+        self._strangers: dict[ServedConnection, None] = {}  # the oldest first
+        self._connections: set[ServedConnection] = set()
+        self._deserted = asyncio.Event()
+        self._deserted.set()
+
+    def add(self, service: str, servicer: object) -> None:
+        """Serves the unary methods that `servicer` implements of a service, named as in its .proto file."""
+        assert self._eager is None, "clients are told the methods when they connect"
+        self._methods.extend(methods.unary_methods(methods.service_descriptor(service), servicer))
+
+    async def start(self, host: str, port: int = 0) -> tuple[str, str]:
+        """Listens, and returns the addresses for other hosts and for this one. Raises ConfigError: port taken."""
+        self._eager = EagerStart()
+        tcp, tcp_address = sockets.listen_tcp(host, port)
+        unix, unix_address = sockets.listen_unix()
+        await self._listen(tcp)
+        await self._listen(unix)
+        return tcp_address, unix_address
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls and ends running ones after `grace_s`."""
+        for listener in self._listeners:
+            listener.close()
+        for stranger in list(self._strangers):
+            stranger.abort()
+        for connection in list(self._connections):
+            connection.finish()
+        try:
+            await asyncio.wait_for(self._deserted.wait(), grace_s)
+        except TimeoutError:
+            await self._end_calls()
+        if self._eager is not None:
+            await self._eager.close()
+
+    async def _end_calls(self) -> None:
+        tasks = [task for connection in self._connections for task in connection.tasks]
+        for connection in list(self._connections):
+            connection.abort()
+        await self._deserted.wait()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CANCELLED_S)
+
+    async def _listen(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        if listener.family == socket.AF_UNIX:
+            server = await loop.create_unix_server(self._make_connection, sock=listener)
+        else:
+            server = await loop.create_server(self._make_connection, sock=listener)
+        self._listeners.append(server)
+
+    def _make_connection(self) -> ServedConnection:
+        assert self._eager is not None, "it has been started"
+        return ServedConnection(self._methods, self._token, self._eager, self)
+
+    def entered(self, connection: ServedConnection) -> None:
+        """The oldest stranger makes room: a peer is through before that many others have come."""
+        self._strangers[connection] = None
+        self._connections.add(connection)
+        self._deserted.clear()
+        if len(self._strangers) > MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            log.warning("more than %d connections without a handshake", MAX_STRANGERS)
+            self.proven(oldest)
+            oldest.abort()
+
+    def proven(self, connection: ServedConnection) -> None:
+        self._strangers.pop(connection, None)
+
+    def left(self, connection: ServedConnection) -> None:
+        self._strangers.pop(connection, None)
+        self._connections.discard(connection)
+        if not self._connections:
+            self._deserted.set()

@@ -1,0 +1,219 @@
+"""Lean calls for threads: one call at a time on a connection, as many connections as there are calls at once.
+
+A call is one send and one receive, without an event loop between. Its rules: a call has a deadline, which is the
+socket's own time limit; a connection on which anything went wrong is closed, which also tells the server to end the
+call; one that was idle is looked at before it is used again, so that a restarted server is not taken for a lost one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from protocol.errors import DeadlineExceeded, Incompatible, PeerLost
+from protocol.failures import failure_from_wire
+from protocol.lean import frames, handshake, sockets
+from protocol.lean.frames import MalformedFrame, Status
+from protocol.lean.handshake import Initiator
+from protocol.lean.unary import UnaryOnly
+from protocol.pb import common_pb2
+
+# Replies to hot calls are far smaller; a larger one costs another receive.
+_BUFFER_BYTES = 64 * 1024
+_TIMEVAL = struct.Struct("@ll")
+
+
+class SyncChannel(UnaryOnly):
+    """May be used by any number of threads at once. `close` it when none does any more."""
+
+    def __init__(self, address: str, cluster_token: str) -> None:
+        self._target = sockets.parse(address)
+        self._address = address
+        self._token = cluster_token
+        self._idle: deque[_Connection] = deque()  # its append and pop are atomic
+
+    def unary_unary(
+        self,
+        path: str,
+        request_serializer: Callable[[Any], bytes],
+        response_deserializer: Callable[[bytes], Any],
+        **_of_grpc: object,
+    ) -> Callable[..., Any]:
+        """For a generated stub's constructor; its methods are called with `timeout`."""
+
+        def call(request: Any, *, timeout: float, metadata: object = None) -> Any:
+            payload = request_serializer(request)
+            return response_deserializer(self.call(path, payload, timeout_s=timeout))
+
+        return call
+
+    def call(self, path: str, payload: bytes, *, timeout_s: float) -> bytes:
+        """The serialized reply to a serialized request.
+
+        Raises the MoonserveError that the handler raised, PeerLost, DeadlineExceeded, Unauthenticated, Incompatible or
+        InvalidRequest.
+        """
+        give_up_at = time.monotonic() + timeout_s
+        connection = self._take(give_up_at)
+        try:
+            status, reply = connection.exchange(path, payload, timeout_s, give_up_at)
+        except BaseException:  # what it would receive next may belong to this call
+            connection.close()
+            raise
+        self._idle.append(connection)
+        if status == Status.OK:
+            return reply
+        raise failure_from_wire(common_pb2.Failure.FromString(reply))
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def _take(self, give_up_at: float) -> _Connection:
+        """The connection used last, since its memory is the warmest, or a new one."""
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return _Connection(self._address, self._target, self._token, give_up_at)
+            if connection.is_quiet():
+                return connection
+            connection.close()
+
+
+class _Connection:
+    """A blocking socket whose time limits are the call's."""
+
+    def __init__(
+        self, address: str, target: sockets.SocketAddress, token: str, give_up_at: float
+    ) -> None:
+        self._address = address
+        self._limit_s = 0.0
+        self._last_id = 0
+        self._buffer = bytearray(_BUFFER_BYTES)
+        family, self._target = target
+        self._sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._limit(give_up_at)
+            self._dial(token, give_up_at)
+        except BaseException:
+            self.close()
+            raise
+        self._events = select.poll()
+        self._events.register(self._sock, select.POLLIN)
+
+    def is_quiet(self) -> bool:
+        """Nothing has arrived, not even its end."""
+        return not self._events.poll(0)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def exchange(
+        self, path: str, payload: bytes, timeout_s: float, give_up_at: float
+    ) -> tuple[int, bytes]:
+        """Status and payload of the reply."""
+        number = self._numbers.get(path)
+        if number is None:
+            raise Incompatible(f"the peer has no method {path}")
+        self._last_id = call_id = (self._last_id + 1) & frames.MAX_CALL_ID
+        self._limit_to(timeout_s)
+        self._send(frames.request(call_id, number, timeout_s, payload), give_up_at)
+        num_bytes = self._receive_into(memoryview(self._buffer))
+        while num_bytes < frames.REPLY.size:
+            self._limit(give_up_at)
+            num_bytes += self._receive_into(memoryview(self._buffer)[num_bytes:])
+        length, replied_id, status = frames.REPLY.unpack_from(self._buffer)
+        frames.check_length(length, frames.REPLY)
+        if replied_id != call_id:
+            raise MalformedFrame("a reply to another call")
+        return status, self._payload(frames.LENGTH.size + length, num_bytes, give_up_at)
+
+    def _payload(self, frame_bytes: int, num_bytes: int, give_up_at: float) -> bytes:
+        """What follows the header in a frame of which the buffer holds the first `num_bytes`."""
+        if num_bytes > frame_bytes:
+            raise MalformedFrame("more than the reply")
+        if num_bytes == frame_bytes:
+            return bytes(memoryview(self._buffer)[frames.REPLY.size : frame_bytes])
+        whole = bytearray(frame_bytes)
+        whole[:num_bytes] = self._buffer[:num_bytes]
+        self._fill(memoryview(whole)[num_bytes:], give_up_at)
+        return bytes(memoryview(whole)[frames.REPLY.size :])
+
+    def _dial(self, token: str, give_up_at: float) -> None:
+        try:
+            self._sock.connect(self._target)
+        except BlockingIOError as error:  # how the kernel tells that the time limit is over
+            raise self._too_late() from error
+        except OSError as error:
+            raise PeerLost(f"{self._address} cannot be reached: {error}") from error
+        sockets.tune(self._sock)
+        initiator = Initiator(token, secrets.token_bytes(handshake.NONCE_BYTES))
+        self._send(initiator.hello, give_up_at)
+        while initiator.needed:
+            message = bytearray(initiator.needed)
+            self._fill(memoryview(message), give_up_at)
+            self._send(initiator.receive(bytes(message)), give_up_at)
+        self._numbers = {path: number for number, path in enumerate(initiator.methods)}
+
+    def _send(self, data: bytes, give_up_at: float) -> None:
+        """Usually one call into the kernel; more when the peer reads slowly."""
+        sent = self._send_some(data)
+        while sent < len(data):
+            self._limit(give_up_at)
+            sent += self._send_some(memoryview(data)[sent:])
+
+    def _send_some(self, data: bytes | memoryview) -> int:
+        try:
+            return self._sock.send(data)
+        except BlockingIOError as error:
+            raise self._too_late() from error
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _fill(self, buffer: memoryview, give_up_at: float) -> None:
+        filled = 0
+        while filled < len(buffer):
+            self._limit(give_up_at)
+            filled += self._receive_into(buffer[filled:])
+
+    def _receive_into(self, buffer: memoryview) -> int:
+        try:
+            num_bytes = self._sock.recv_into(buffer)
+        except BlockingIOError as error:
+            raise self._too_late() from error
+        except OSError as error:
+            raise self._lost(error) from error
+        if not num_bytes:
+            raise self._lost("closed by the peer")
+        return num_bytes
+
+    def _limit(self, give_up_at: float) -> None:
+        """Raises DeadlineExceeded when no time is left."""
+        left_s = give_up_at - time.monotonic()
+        if left_s <= 0:
+            raise self._too_late()
+        self._limit_to(left_s)
+
+    def _limit_to(self, limit_s: float) -> None:
+        """Callers mostly use one and the same limit, which the socket then has already."""
+        if limit_s == self._limit_s:
+            return
+        self._limit_s = limit_s
+        # Zero would be no limit at all.
+        micros = max(1, int(limit_s * 1e6))
+        limit = _TIMEVAL.pack(*divmod(micros, 1_000_000))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def _too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{self._address} did not reply within the call's deadline")
+
+    def _lost(self, why: OSError | str) -> PeerLost:
+        return PeerLost(f"the connection to {self._address} broke: {why}")
