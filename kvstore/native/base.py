@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from protocol.keys import BlockKey
 
 Record = int
@@ -67,16 +70,24 @@ class KeyIndex(Protocol):
         """Raises AssertionError unless every entry can be found and the count is right."""
 
 
+class PublishedIndex(KeyIndex, Protocol):
+    """A `KeyIndex`, and where readers find it (`kvstore.native.reader`)."""
+
+    @property
+    def memory(self) -> memoryview:
+        """Another one after the index has grown; the one before was marked and retired then."""
+
+
 class KeyMap(Protocol):
     """Private memory: key → a number below 2**32 - 1."""
 
     def get(self, key: BlockKey) -> int:
         """NO_RECORD when absent."""
 
-    def get_all(self, packed_keys: bytes) -> Sequence[int]:
-        """Of 16-byte keys back to back, as an int64 numpy array; NO_RECORD where absent."""
+    def get_all(self, packed_keys: bytes) -> npt.NDArray[np.int64]:
+        """Of 16-byte keys back to back; NO_RECORD where absent."""
 
-    def get_leading(self, packed_keys: bytes) -> Sequence[int]:
+    def get_leading(self, packed_keys: bytes) -> npt.NDArray[np.int64]:
         """As `get_all`, up to and without the first absent key: O(what is found), however many keys are given."""
 
     def put(self, key: BlockKey, value: int) -> None:
@@ -92,10 +103,22 @@ class KeyMap(Protocol):
 
 
 class RankHeap(Protocol):
-    """Records by rank. A rank is (primary, secondary); the smallest is first. O(log n) each."""
+    """Records by rank. A rank is (primary, secondary); the smallest is first. O(log n) each.
+
+    A record keeps its rank while it is not in the heap. Primaries take no memory while all of them are 0.
+    """
 
     def put(self, record: Record, primary: float, secondary: int) -> None:
-        """Adds `record`, or moves it."""
+        """Adds `record`, or moves it: `rank` and `offer`."""
+
+    def rank(self, record: Record, primary: float, secondary: int) -> None:
+        """Its rank from now on, whether it is in the heap or not."""
+
+    def rank_of(self, record: Record) -> tuple[float, int]:
+        """The last one given; `record` had one."""
+
+    def offer(self, record: Record) -> None:
+        """Adds `record` with the rank that it had last; no-op when it is there."""
 
     def discard(self, record: Record) -> None:
         """No-op when absent."""

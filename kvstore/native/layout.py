@@ -1,0 +1,208 @@
+"""The memory of a key index: what stands where, and how a key finds its slot.
+
+A header of 64 bytes, `num_slots` home slots and a tail of more slots, so that a run of occupied ones never wraps
+around. An entry lies in the first free slot from its key's home on; a search ends at an empty slot. Pure: knows neither
+who changes the memory nor how it is shared. `metadata.c` repeats it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from dataclasses import dataclass
+
+from kvstore.native.base import MAX_OBJECT_BYTES, MAX_RECORDS, OFFSET_UNIT, Entry
+from protocol.errors import Incompatible
+from protocol.keys import KEY_BYTES, BlockKey
+
+# Native alignment and byte order: each field is then read and written as a whole, also from Python.
+HEADER = struct.Struct("@8sIIQQQQQQ")
+"""Magic, format, retired, version, num_slots, seed, count, num_tail, 0."""
+RETIRED_AT, VERSION_AT, COUNT_AT = 12, 16, 40
+SLOT = struct.Struct("@16sQQIIII")
+"""Key, checksum, generation, record, offset in units, length, tag. An empty slot's generation is 0."""
+GENERATION_AT = 24
+EMPTY = bytes(SLOT.size)
+
+MAGIC = b"MoonKIdx"
+FORMAT = 1
+MIN_SLOTS = 64
+NUM_TAIL = 64
+"""Displacements beyond it have odds of about 1e-19 at the highest load; then the index grows early."""
+MAX_LOAD = 0.70
+"""On average 2 slots are looked at for a key that is there and 6 for one that is not (Knuth, vol. 3, 6.4)."""
+NOWHERE = 2**32 - 1
+"""An offset: not in memory."""
+
+_WORD = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = 0xFFFFFF
+_TURN = 1 << 24
+
+Fields = tuple[bytes, int, int, int, int, int, int]
+"""What `SLOT` holds."""
+
+
+class Retired(Exception):
+    """The index has moved to other memory; its owner tells where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How an index is laid out; what a reader must know before it looks for a key."""
+
+    num_slots: int
+    num_tail: int
+    seed: int
+
+    @classmethod
+    def parse(cls, header: bytes | memoryview, nbytes: int) -> Geometry:
+        """From the first 64 bytes of memory of `nbytes`.
+
+        Raises Incompatible unless this is an index that fits into it, Retired when it is one no more.
+        """
+        if len(header) < HEADER.size:
+            raise Incompatible(f"{len(header)} bytes are too few for the header of a key index")
+        magic, layout, retired, _, num_slots, seed, _, num_tail, _ = HEADER.unpack_from(header)
+        if magic != MAGIC or layout != FORMAT:
+            raise Incompatible(f"not a key index of format {FORMAT}: {bytes(header[:12]).hex()}")
+        geometry = cls(num_slots, num_tail, seed)
+        if not num_slots or geometry.nbytes > nbytes:
+            raise Incompatible(f"a key index of {num_slots} slots does not fit into {nbytes} bytes")
+        if retired:
+            raise Retired
+        return geometry
+
+    @classmethod
+    def starting(cls) -> Geometry:
+        """The smallest, with a seed that clients, who choose keys, do not know."""
+        return cls(MIN_SLOTS, NUM_TAIL, secrets.randbits(64))
+
+    def grown(self) -> Geometry:
+        return Geometry(more_slots(self.num_slots), self.num_tail, self.seed)
+
+    @property
+    def num_all(self) -> int:
+        return self.num_slots + self.num_tail
+
+    @property
+    def nbytes(self) -> int:
+        return HEADER.size + self.num_all * SLOT.size
+
+    def header(self) -> bytes:
+        return HEADER.pack(MAGIC, FORMAT, 0, 0, self.num_slots, self.seed, 0, self.num_tail, 0)
+
+    def home_of(self, key: BlockKey) -> int:
+        """Offset in the memory of the slot where the search for `key` begins."""
+        return HEADER.size + home(key, self.seed, self.num_slots) * SLOT.size
+
+
+def more_slots(num_slots: int) -> int:
+    """Small tables double; for large ones what is not used would cost more than growing more often."""
+    return num_slots * 2 if num_slots < 4096 else num_slots + num_slots // 4
+
+
+def home(key: BlockKey, seed: int, num_slots: int) -> int:
+    """Number of the slot where the search for `key` begins."""
+    low, high = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
+    mixed = _fold(low ^ seed, high ^ (seed * _GOLDEN & _WORD)) ^ seed
+    return _fold(mixed, _GOLDEN) * num_slots >> 64
+
+
+def _fold(a: int, b: int) -> int:
+    product = a * b
+    return (product ^ (product >> 64)) & _WORD
+
+
+def fields_of(key: BlockKey, entry: Entry) -> Fields:
+    """Raises ValueError for what a slot cannot hold."""
+    check_key(key)
+    check_entry(entry)
+    return _sealed(
+        key,
+        entry.checksum,
+        entry.generation,
+        entry.record,
+        place_of(entry.offset),
+        entry.length,
+        turn=0,
+    )
+
+
+def relocated(fields: Fields, offset: int | None) -> Fields:
+    """The same object elsewhere, one turn later."""
+    key, checksum, generation, record, _, length, tag = fields
+    turn = (tag // _TURN + 1) % 256
+    return _sealed(key, checksum, generation, record, place_of(offset), length, turn=turn)
+
+
+def _sealed(
+    key: bytes,
+    checksum: int,
+    generation: int,
+    record: int,
+    place: int,
+    length: int,
+    *,
+    turn: int,
+) -> Fields:
+    tag = turn * _TURN
+    mix = _mix_of((key, checksum, generation, record, place, length, tag))
+    return key, checksum, generation, record, place, length, tag | mix
+
+
+def is_sealed(fields: Fields) -> bool:
+    """Whether the fields belong together: false while somebody overwrites what was read."""
+    return fields[6] & _MIX == _mix_of(fields)
+
+
+def _mix_of(fields: Fields) -> int:
+    key, checksum, generation, record, place, length, tag = fields
+    low, high = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
+    extent = length | (tag & ~_MIX) << 32
+    mix = 0
+    for word in (low, high, checksum, generation, record | place << 32, extent):
+        mix = (mix + word) * _GOLDEN & _WORD
+    mix ^= mix >> 29
+    return (mix * _GOLDEN & _WORD) >> 40
+
+
+def entry_of(fields: Fields) -> Entry:
+    _, checksum, generation, record, place, length, _ = fields
+    offset = None if place == NOWHERE else place * OFFSET_UNIT
+    return Entry(record, generation, checksum, length, offset)
+
+
+def place_of(offset: int | None) -> int:
+    """Raises ValueError for an offset that no slot can hold."""
+    if offset is None:
+        return NOWHERE
+    place, rest = divmod(offset, OFFSET_UNIT)
+    if rest or not 0 <= place < NOWHERE:
+        raise ValueError(f"{offset} is not a multiple of {OFFSET_UNIT} below {NOWHERE} times it")
+    return place
+
+
+def check_key(key: bytes) -> None:
+    """Raises ValueError unless `key` has a key's length: compiled code reads that much."""
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+
+
+def check_keys(packed_keys: bytes) -> int:
+    """How many there are. Raises ValueError when the last one is cut off."""
+    count, rest = divmod(len(packed_keys), KEY_BYTES)
+    if rest:
+        raise ValueError(f"{len(packed_keys)} bytes are not a whole number of keys")
+    return count
+
+
+def check_entry(entry: Entry) -> None:
+    """Raises ValueError when a number does not fit into its field."""
+    if not (
+        0 < entry.generation <= _WORD
+        and 0 <= entry.checksum <= _WORD
+        and 0 <= entry.record < MAX_RECORDS
+        and 0 <= entry.length <= MAX_OBJECT_BYTES
+    ):
+        raise ValueError(f"no slot can hold {entry}")

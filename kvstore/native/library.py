@@ -1,0 +1,60 @@
+"""The structures of `base` as this machine can have them: compiled where there is a compiler, else their twins."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+
+from kvstore.native.base import KeyMap, PublishedIndex, RankHeap
+from kvstore.native.compiled import NativeKeyIndex, NativeKeyMap
+from kvstore.native.compiled_heap import NativeRankHeap
+from kvstore.native.memory import Allocate, Retire, anonymous, dropped
+from kvstore.native.prototypes import HeapLibrary, MetadataLibrary
+from kvstore.native.twin import PythonKeyIndex, PythonKeyMap, PythonRankHeap
+from protocol.machine import cache_folder
+from protocol.native import CompilerError
+
+_log = logging.getLogger(__name__)
+
+
+def key_index(allocate: Allocate = anonymous, retire: Retire = dropped) -> PublishedIndex:
+    """An empty index in memory from `allocate`; `retire` gets what it has outgrown."""
+    libraries = compiled()
+    if libraries is None:
+        return PythonKeyIndex(allocate, retire)
+    return NativeKeyIndex(libraries[0], allocate, retire)
+
+
+def key_map() -> KeyMap:
+    libraries = compiled()
+    return PythonKeyMap() if libraries is None else NativeKeyMap(libraries[0])
+
+
+def rank_heap() -> RankHeap:
+    libraries = compiled()
+    return PythonRankHeap() if libraries is None else NativeRankHeap(libraries[1])
+
+
+@functools.cache
+def compiled() -> tuple[MetadataLibrary, HeapLibrary] | None:
+    """Those of this process: code, like an imported module, so they are loaded once and have no state.
+
+    The first call on a machine takes as long as the compiler does; a node makes it when it starts.
+    """
+    try:
+        folder = _cache_folder()
+        return MetadataLibrary(folder), HeapLibrary(folder)
+    except CompilerError as error:
+        _log.warning("compiled metadata is not available, using Python: %s", error)
+        return None
+
+
+def _cache_folder() -> Path | None:
+    try:
+        folder = cache_folder(os.environ, Path.home()) / "native"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home, or not writable
+        return None
+    return folder

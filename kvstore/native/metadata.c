@@ -1,0 +1,398 @@
+/* Metadata of millions of blocks: the published index of keys, and private maps of keys.
+ *
+ * Called through ctypes. Takes addresses as they are: Python allocates all memory, zeroed, checks bounds once, and keeps
+ * it alive. A structure has one thread that changes it; only the index may be read meanwhile, by other processes
+ * (`look` below). Layout and constants are repeated in layout.py; twin.py does the same in Python.
+ */
+#define _GNU_SOURCE
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "entries are laid out for little-endian processors"
+#endif
+
+#define PUBLIC __attribute__((visibility("default")))
+#define GOLDEN 0x9E3779B97F4A7C15u /* 2**64 / golden ratio, made odd: an odd factor loses nothing modulo 2**64 */
+#define KEY_BYTES 16
+#define MOST_LOADED_PERCENT 70 /* of the index; at most 6 slots on average until a key is known to be absent */
+#define MAP_LOADED_PERCENT 75
+#define AHEAD 8           /* keys whose memory is asked for before its turn: several times faster beyond the caches */
+#define PATIENCE 1000     /* tries again; a change takes microseconds, and a stopped writer must not stop readers */
+#define YIELD_EVERY 16    /* tries: the writer may be waiting for this very core */
+#define COPY_STEP ((uint64_t)256 << 10) /* as in transfer/native/data_plane.c */
+#define OFFSET_UNIT 256
+#define NOWHERE UINT32_MAX /* an offset: not in memory */
+
+__extension__ typedef unsigned __int128 uint128_t;
+typedef struct { uint64_t low, high; } Key;
+
+static Key key_at(const uint8_t *at) {
+    Key key;
+    memcpy(&key, at, sizeof key);
+    return key;
+}
+
+static uint64_t fold(uint64_t a, uint64_t b) {
+    uint128_t product = (uint128_t)a * b;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+/* Clients choose keys and do not know the seed. It goes into both factors, so that none can be made zero. */
+static uint64_t hash_of(Key key, uint64_t seed) {
+    return fold(fold(key.low ^ seed, key.high ^ seed * GOLDEN) ^ seed, GOLDEN);
+}
+
+static uint64_t reduce(uint64_t hash, uint64_t count) { return (uint64_t)(((uint128_t)hash * count) >> 64); }
+
+/* ---- the index -------------------------------------------------------------------------------------------------- */
+
+enum { LOW, HIGH, CHECKSUM, GENERATION, PLACE, EXTENT, NUM_WORDS };
+/* PLACE = record | offset << 32, EXTENT = length | tag << 32, tag = 24 bits of mix | turn << 24. The turn counts moves,
+   so that an object which left its place and came back to it is seen to have moved. GENERATION 0 = empty. */
+
+typedef struct { _Atomic uint64_t words[NUM_WORDS]; } Slot;
+typedef struct { uint64_t words[NUM_WORDS]; } Entry; /* a copy */
+
+typedef struct {
+    uint64_t magic;
+    uint32_t format;
+    _Atomic uint32_t retired;
+    _Atomic uint64_t version; /* odd while entries change */
+    uint64_t num_slots, seed;
+    _Atomic uint64_t count;
+    uint64_t num_tail, reserved;
+} Header;
+
+typedef struct {
+    Header *header;
+    Slot *slots;
+    uint64_t num_slots, num_all, seed; /* checked by Python: what the header says later does not count */
+} Table;
+
+typedef struct {
+    Table index;
+    const char *data;
+    uint64_t data_bytes;
+} Mapping;
+
+#define LOAD(from) atomic_load_explicit(from, memory_order_relaxed)
+#define STORE(to, value) atomic_store_explicit(to, value, memory_order_relaxed)
+
+static uint64_t mix_of(const Entry *entry) {
+    uint64_t mix = 0;
+    for (int i = 0; i < NUM_WORDS; i++) {
+        uint64_t word = entry->words[i];
+        if (i == EXTENT) word &= ~((uint64_t)0xFFFFFF << 32);
+        mix = (mix + word) * GOLDEN; /* changes with every single word */
+    }
+    mix ^= mix >> 29;
+    return mix * GOLDEN >> 40;
+}
+
+static void seal(Entry *entry) {
+    entry->words[EXTENT] &= ~((uint64_t)0xFFFFFF << 32);
+    entry->words[EXTENT] |= mix_of(entry) << 32;
+}
+
+static int is_sealed(const Entry *entry) { return (entry->words[EXTENT] >> 32 & 0xFFFFFF) == mix_of(entry); }
+
+static Slot *home_of(const Table *table, Key key) {
+    return table->slots + reduce(hash_of(key, table->seed), table->num_slots);
+}
+
+static void fetch_home(const Table *table, const uint8_t *keys, int64_t i, int64_t count) {
+    if (i < count) __builtin_prefetch(home_of(table, key_at(keys + i * KEY_BYTES)));
+}
+
+/* The slot of `key`; else the empty one where its run ends, or the end of the table. Slots behind the last home
+   keep runs from wrapping around. */
+static Slot *search(const Table *table, Key key) {
+    Slot *slot = home_of(table, key), *end = table->slots + table->num_all;
+    while (slot < end && LOAD(&slot->words[GENERATION])
+           && !(LOAD(&slot->words[LOW]) == key.low && LOAD(&slot->words[HIGH]) == key.high))
+        slot++;
+    return slot;
+}
+
+static Slot *found(const Table *table, Key key) {
+    Slot *slot = search(table, key);
+    return slot < table->slots + table->num_all && LOAD(&slot->words[GENERATION]) ? slot : NULL;
+}
+
+static Entry entry_in(const Slot *slot) {
+    Entry entry;
+    for (int i = 0; i < NUM_WORDS; i++) entry.words[i] = LOAD((_Atomic uint64_t *)&slot->words[i]);
+    return entry;
+}
+
+static void put_entry(Slot *slot, const Entry *entry) {
+    for (int i = 0; i < NUM_WORDS; i++) STORE(&slot->words[i], entry->words[i]);
+}
+
+static void begin_change(Header *header) {
+    STORE(&header->version, LOAD(&header->version) + 1);
+    atomic_thread_fence(memory_order_release);
+}
+
+/* The fence behind it: what the caller then does with an object's bytes comes later for readers too. */
+static void end_change(Header *header) {
+    atomic_store_explicit(&header->version, LOAD(&header->version) + 1, memory_order_release);
+    atomic_thread_fence(memory_order_release);
+}
+
+PUBLIC int32_t index_find(const Table *table, const uint8_t *key, Entry *entry) {
+    Slot *slot = found(table, key_at(key));
+    if (slot) *entry = entry_in(slot);
+    return slot != NULL;
+}
+
+PUBLIC void index_records(const Table *table, const uint8_t *keys, int64_t count, int64_t *records) {
+    for (int64_t i = 0; i < count; i++) {
+        fetch_home(table, keys, i + AHEAD, count);
+        Slot *slot = found(table, key_at(keys + i * KEY_BYTES));
+        records[i] = slot ? (int64_t)(uint32_t)LOAD(&slot->words[PLACE]) : -1;
+    }
+}
+
+/* 1; 0 when the table must grow first; -1 when the key is there. */
+PUBLIC int32_t index_insert(const Table *table, const uint8_t *at, uint64_t checksum, uint64_t generation,
+                            uint32_t record, uint32_t place, uint32_t length) {
+    Header *header = table->header;
+    Key key = key_at(at);
+    Slot *slot = search(table, key);
+    if (slot < table->slots + table->num_all && LOAD(&slot->words[GENERATION])) return -1;
+    uint64_t count = LOAD(&header->count) + 1;
+    if (slot == table->slots + table->num_all || count * 100 > table->num_slots * MOST_LOADED_PERCENT) return 0;
+    Entry entry = {{key.low, key.high, checksum, generation, record | (uint64_t)place << 32, length}};
+    seal(&entry);
+    begin_change(header);
+    put_entry(slot, &entry);
+    STORE(&header->count, count);
+    end_change(header);
+    return 1;
+}
+
+PUBLIC int32_t index_relocate(const Table *table, const uint8_t *key, uint32_t place) {
+    Slot *slot = found(table, key_at(key));
+    if (!slot) return 0;
+    Entry entry = entry_in(slot);
+    entry.words[PLACE] = (uint32_t)entry.words[PLACE] | (uint64_t)place << 32;
+    entry.words[EXTENT] += (uint64_t)1 << 56; /* one turn more */
+    seal(&entry);
+    begin_change(table->header);
+    put_entry(slot, &entry);
+    end_change(table->header);
+    return 1;
+}
+
+/* Moves entries behind the hole forward, so that no run is broken and nothing marks what was there. */
+static void close_hole(const Table *table, Slot *hole) {
+    Slot *end = table->slots + table->num_all;
+    for (Slot *next = hole + 1; next < end && LOAD(&next->words[GENERATION]); next++) {
+        Entry entry = entry_in(next);
+        if (home_of(table, (Key){entry.words[LOW], entry.words[HIGH]}) > hole) continue;
+        put_entry(hole, &entry);
+        hole = next;
+    }
+    put_entry(hole, &(Entry){{0}});
+}
+
+PUBLIC int32_t index_remove(const Table *table, const uint8_t *key) {
+    Slot *slot = found(table, key_at(key));
+    if (!slot) return 0;
+    begin_change(table->header);
+    close_hole(table, slot);
+    STORE(&table->header->count, LOAD(&table->header->count) - 1);
+    end_change(table->header);
+    return 1;
+}
+
+/* Fills an empty table that nobody reads yet, from front to back in both. 0 when entries would run over its end. */
+PUBLIC int32_t index_move(const Table *to, const Table *from) {
+    for (Slot *slot = from->slots; slot < from->slots + from->num_all; slot++) {
+        Entry entry = entry_in(slot);
+        if (!entry.words[GENERATION]) continue;
+        Slot *place = search(to, (Key){entry.words[LOW], entry.words[HIGH]});
+        if (place == to->slots + to->num_all) return 0;
+        put_entry(place, &entry);
+    }
+    STORE(&to->header->count, LOAD(&from->header->count));
+    atomic_thread_fence(memory_order_release);
+    return 1;
+}
+
+PUBLIC void index_retire(const Table *table) {
+    STORE(&table->header->retired, 1);
+    atomic_thread_fence(memory_order_release); /* before any change that this memory will not show */
+}
+
+/* Entries, each of which can be found where it is; -1 when one cannot. */
+PUBLIC int64_t index_check(const Table *table) {
+    int64_t count = 0;
+    for (Slot *slot = table->slots; slot < table->slots + table->num_all; slot++) {
+        Entry entry = entry_in(slot);
+        if (!entry.words[GENERATION]) continue;
+        if (search(table, (Key){entry.words[LOW], entry.words[HIGH]}) != slot || !is_sealed(&entry)) return -1;
+        count++;
+    }
+    return count;
+}
+
+/* ---- reading an index that another process changes -------------------------------------------------------------- */
+
+enum { ABSENT, FOUND, UNKNOWN, RETIRED };
+enum { NOT_THERE = -1, ON_DISK = -2, TOO_SMALL = -3, CHANGED = -4, NOT_KNOWN = -5 };
+
+/* An entry that carries its seal is whole, whatever changes around it. That there is none counts only if nothing
+   changed during the search: entries move. */
+static int look_once(const Table *table, Key key, Entry *entry) {
+    uint64_t version = atomic_load_explicit(&table->header->version, memory_order_acquire);
+    Slot *slot = search(table, key);
+    *entry = slot < table->slots + table->num_all ? entry_in(slot) : (Entry){{0}};
+    int empty = !entry->words[GENERATION];
+    int whole = !empty && entry->words[LOW] == key.low && entry->words[HIGH] == key.high && is_sealed(entry);
+    atomic_thread_fence(memory_order_acquire);
+    if (LOAD(&table->header->retired)) return RETIRED;
+    if (whole) return FOUND;
+    return empty && !(version & 1) && version == LOAD(&table->header->version) ? ABSENT : UNKNOWN;
+}
+
+static int look(const Table *table, Key key, Entry *entry, int64_t *patience) {
+    int status;
+    while ((status = look_once(table, key, entry)) == UNKNOWN && *patience > 0)
+        if (--*patience % YIELD_EVERY == 0) sched_yield();
+    return status;
+}
+
+PUBLIC int32_t reader_find(const Mapping *mapping, const uint8_t *key, Entry *entry) {
+    int64_t patience = PATIENCE;
+    return look(&mapping->index, key_at(key), entry, &patience);
+}
+
+/* 0 when the memory is retired. */
+PUBLIC int32_t reader_exists(const Mapping *mapping, const uint8_t *keys, int64_t count, uint8_t *statuses) {
+    int64_t patience = PATIENCE + count;
+    for (int64_t i = 0; i < count; i++) {
+        Entry entry;
+        fetch_home(&mapping->index, keys, i + AHEAD, count);
+        statuses[i] = (uint8_t)look(&mapping->index, key_at(keys + i * KEY_BYTES), &entry, &patience);
+        if (statuses[i] == RETIRED) return 0;
+    }
+    return 1;
+}
+
+static void copy(char *to, const char *source, uint64_t length) {
+    for (; length > COPY_STEP; length -= COPY_STEP, to += COPY_STEP, source += COPY_STEP) memcpy(to, source, COPY_STEP);
+    memcpy(to, source, length);
+}
+
+/* The length when it was copied, else why not. */
+static int64_t copy_entry(const Mapping *mapping, const Entry *entry, char *to, uint64_t capacity) {
+    uint64_t offset = (entry->words[PLACE] >> 32) * OFFSET_UNIT, length = (uint32_t)entry->words[EXTENT];
+    if (entry->words[PLACE] >> 32 == NOWHERE) return ON_DISK;
+    if (length > capacity) return TOO_SMALL;
+    if (offset > mapping->data_bytes || length > mapping->data_bytes - offset) return NOT_KNOWN;
+    copy(to, mapping->data + offset, length);
+    atomic_thread_fence(memory_order_acquire); /* the second look comes after the copy */
+    return (int64_t)length;
+}
+
+/* What was copied counts when the object lay there all the while. `*status` is RETIRED when nobody can tell. */
+static int64_t copy_key(const Mapping *mapping, Key key, Entry *entry, char *to, uint64_t capacity, int64_t *patience,
+                        int *status) {
+    Entry after;
+    *status = look(&mapping->index, key, entry, patience);
+    if (*status != FOUND) *entry = (Entry){{0}};
+    if (*status != FOUND) return *status == ABSENT ? NOT_THERE : NOT_KNOWN;
+    int64_t length = copy_entry(mapping, entry, to, capacity);
+    if (length < 0) return length;
+    *status = look(&mapping->index, key, &after, patience);
+    if (*status == UNKNOWN) return NOT_KNOWN;
+    return *status == FOUND && !memcmp(&after, entry, sizeof after) ? length : CHANGED;
+}
+
+/* 0 when the memory is retired: then no result counts. */
+PUBLIC int32_t reader_copy(const Mapping *mapping, const uint8_t *keys, int64_t count, const uint64_t *addresses,
+                           const uint64_t *capacities, int64_t *lengths, uint64_t *checksums, uint64_t *generations) {
+    int64_t patience = PATIENCE + count;
+    for (int64_t i = 0; i < count; i++) {
+        Entry entry;
+        int status;
+        fetch_home(&mapping->index, keys, i + AHEAD, count);
+        lengths[i] = copy_key(mapping, key_at(keys + i * KEY_BYTES), &entry, (char *)(uintptr_t)addresses[i],
+                              capacities[i], &patience, &status);
+        if (status == RETIRED) return 0;
+        checksums[i] = entry.words[CHECKSUM];
+        generations[i] = entry.words[GENERATION];
+    }
+    return 1;
+}
+
+/* ---- private maps: key -> number -------------------------------------------------------------------------------- */
+
+typedef struct { uint8_t key[KEY_BYTES]; uint32_t value; } MapSlot; /* value + 1; 0 = empty */
+
+typedef struct {
+    MapSlot *slots;
+    uint64_t num_slots, seed, count;
+} Map;
+
+static uint64_t map_home(const Map *map, const uint8_t *key) {
+    return reduce(hash_of(key_at(key), map->seed), map->num_slots);
+}
+
+static uint64_t map_next(const Map *map, uint64_t at) { return at + 1 < map->num_slots ? at + 1 : 0; }
+
+/* Of `key`, or the empty one where it would go; there always is one. */
+static MapSlot *map_slot(const Map *map, const uint8_t *key) {
+    uint64_t at = map_home(map, key);
+    while (map->slots[at].value && memcmp(map->slots[at].key, key, KEY_BYTES)) at = map_next(map, at);
+    return &map->slots[at];
+}
+
+/* How many values were written: all, or with `leading` those before the first absent key. */
+PUBLIC int64_t map_get(const Map *map, const uint8_t *keys, int64_t count, int64_t *values, int32_t leading) {
+    for (int64_t i = 0; i < count; i++) {
+        if (i + AHEAD < count) __builtin_prefetch(&map->slots[map_home(map, keys + (i + AHEAD) * KEY_BYTES)]);
+        values[i] = (int64_t)map_slot(map, keys + i * KEY_BYTES)->value - 1;
+        if (leading && values[i] < 0) return i;
+    }
+    return count;
+}
+
+/* 0 when the map must grow first. */
+PUBLIC int32_t map_put(Map *map, const uint8_t *key, uint32_t value) {
+    MapSlot *slot = map_slot(map, key);
+    if (!slot->value) {
+        if ((map->count + 1) * 100 > map->num_slots * MAP_LOADED_PERCENT) return 0;
+        memcpy(slot->key, key, KEY_BYTES);
+        map->count++;
+    }
+    slot->value = value + 1;
+    return 1;
+}
+
+PUBLIC int64_t map_pop(Map *map, const uint8_t *key) {
+    MapSlot *slot = map_slot(map, key);
+    int64_t value = (int64_t)slot->value - 1;
+    if (value < 0) return value;
+    uint64_t hole = (uint64_t)(slot - map->slots);
+    for (uint64_t next = map_next(map, hole); map->slots[next].value; next = map_next(map, next)) {
+        uint64_t home = map_home(map, map->slots[next].key);
+        if (hole < next ? hole < home && home <= next : hole < home || home <= next) continue;
+        map->slots[hole] = map->slots[next];
+        hole = next;
+    }
+    map->slots[hole].value = 0;
+    map->count--;
+    return value;
+}
+
+PUBLIC void map_move(Map *to, const Map *from) {
+    for (uint64_t at = 0; at < from->num_slots; at++)
+        if (from->slots[at].value) *map_slot(to, from->slots[at].key) = from->slots[at];
+    to->count = from->count;
+}

@@ -1,0 +1,129 @@
+"""The compiled functions and the structures they share with Python. Knows nothing about what they do."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+from protocol.native import load_library
+
+METADATA_SOURCE = Path(__file__).with_name("metadata.c")
+HEAP_SOURCE = Path(__file__).with_name("rank_heap.c")
+FLAGS = ("-std=gnu11", "-O2", "-fvisibility=hidden")
+
+_pointer, _double = ctypes.c_void_p, ctypes.c_double
+_int64, _uint64 = ctypes.c_int64, ctypes.c_uint64
+_int32, _uint32 = ctypes.c_int32, ctypes.c_uint32
+
+
+class Table(ctypes.Structure):
+    """An index whose bounds were checked. `Table` of metadata.c."""
+
+    _fields_ = (
+        ("header", _pointer),
+        ("slots", _pointer),
+        ("num_slots", _uint64),
+        ("num_all", _uint64),
+        ("seed", _uint64),
+    )
+
+
+class Mapping(ctypes.Structure):
+    """An index and the data it tells of. `Mapping` of metadata.c."""
+
+    _fields_ = (("index", Table), ("data", _pointer), ("data_bytes", _uint64))
+
+
+class MapState(ctypes.Structure):
+    """`Map` of metadata.c."""
+
+    _fields_ = (
+        ("slots", _pointer),
+        ("num_slots", _uint64),
+        ("seed", _uint64),
+        ("count", _uint64),
+    )
+    num_slots: int
+    seed: int
+    count: int
+
+
+class HeapState(ctypes.Structure):
+    """`Heap` of rank_heap.c."""
+
+    _fields_ = (
+        ("records", _pointer),
+        ("positions", _pointer),
+        ("secondaries", _pointer),
+        ("primaries", _pointer),
+        ("count", _uint64),
+        ("room", _uint64),
+        ("num_records", _uint64),
+    )
+    count: int
+    room: int
+    num_records: int
+
+
+Function = Callable[..., int]
+
+
+def _function(library: ctypes.CDLL, name: str, result: type | None, *arguments: type) -> Function:
+    function = getattr(library, name)
+    function.argtypes, function.restype = arguments, result
+    return function  # type: ignore[no-any-return]
+
+
+def _load(source: Path, folder: Path | None) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """The library for calls that are long, without the GIL, and for calls that are over sooner than it changes hands.
+
+    Raises CompilerError.
+    """
+    library = load_library(source, FLAGS, folder)
+    return library, ctypes.PyDLL(library._name, handle=library._handle)
+
+
+class MetadataLibrary:
+    """metadata.c."""
+
+    def __init__(self, folder: Path | None) -> None:
+        long, short = _load(METADATA_SOURCE, folder)
+        fields = _uint64, _uint64, _uint32, _uint32, _uint32
+        self.index_find = _function(short, "index_find", _int32, _pointer, _pointer, _pointer)
+        self.index_records = _function(
+            short, "index_records", None, _pointer, _pointer, _int64, _pointer
+        )
+        self.index_insert = _function(short, "index_insert", _int32, _pointer, _pointer, *fields)
+        self.index_relocate = _function(
+            short, "index_relocate", _int32, _pointer, _pointer, _uint32
+        )
+        self.index_remove = _function(short, "index_remove", _int32, _pointer, _pointer)
+        self.index_move = _function(long, "index_move", _int32, _pointer, _pointer)
+        self.index_retire = _function(short, "index_retire", None, _pointer)
+        self.index_check = _function(long, "index_check", _int64, _pointer)
+        self._declare_reader(long, short)
+        self._declare_map(long, short)
+
+    def _declare_reader(self, long: ctypes.CDLL, short: ctypes.CDLL) -> None:
+        batch = _pointer, _pointer, _int64
+        self.reader_find = _function(short, "reader_find", _int32, _pointer, _pointer, _pointer)
+        self.reader_exists = _function(long, "reader_exists", _int32, *batch, _pointer)
+        self.reader_copy = _function(long, "reader_copy", _int32, *batch, *5 * (_pointer,))
+
+    def _declare_map(self, long: ctypes.CDLL, short: ctypes.CDLL) -> None:
+        batch = _pointer, _pointer, _int64
+        self.map_get = _function(short, "map_get", _int64, *batch, _pointer, _int32)
+        self.map_put = _function(short, "map_put", _int32, _pointer, _pointer, _uint32)
+        self.map_pop = _function(short, "map_pop", _int64, _pointer, _pointer)
+        self.map_move = _function(long, "map_move", None, _pointer, _pointer)
+
+
+class HeapLibrary:
+    """rank_heap.c."""
+
+    def __init__(self, folder: Path | None) -> None:
+        _, short = _load(HEAP_SOURCE, folder)
+        self.heap_rank = _function(short, "heap_rank", _int32, _pointer, _uint32, _double, _uint64)
+        self.heap_offer = _function(short, "heap_offer", _int32, _pointer, _uint32)
+        self.heap_discard = _function(short, "heap_discard", None, _pointer, _uint32)

@@ -1,0 +1,71 @@
+"""The compiled structures and their Python twins, for tests that both must pass."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvstore.native import reader
+from kvstore.native.base import KeyMap, PublishedIndex, RankHeap
+from kvstore.native.compiled import NativeKeyIndex, NativeKeyMap
+from kvstore.native.compiled_heap import NativeRankHeap
+from kvstore.native.memory import Allocate, Retire, anonymous, dropped
+from kvstore.native.prototypes import HeapLibrary, MetadataLibrary
+from kvstore.native.twin import PythonKeyIndex, PythonKeyMap, PythonRankHeap
+
+Libraries = tuple[MetadataLibrary, HeapLibrary]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One implementation of everything."""
+
+    libraries: Libraries | None
+
+    def key_index(self, allocate: Allocate = anonymous, retire: Retire = dropped) -> PublishedIndex:
+        if self.libraries is None:
+            return PythonKeyIndex(allocate, retire)
+        return NativeKeyIndex(self.libraries[0], allocate, retire)
+
+    def key_map(self) -> KeyMap:
+        return PythonKeyMap() if self.libraries is None else NativeKeyMap(self.libraries[0])
+
+    def rank_heap(self) -> RankHeap:
+        return PythonRankHeap() if self.libraries is None else NativeRankHeap(self.libraries[1])
+
+
+MakeKind = Callable[[str], Kind]
+
+
+@pytest.fixture(scope="session")
+def make_kind(tmp_path_factory: pytest.TempPathFactory) -> MakeKind:
+    """By name, native or python. Skips the test where it cannot be had."""
+    folder: Path = tmp_path_factory.mktemp("native")
+
+    def make(name: str) -> Kind:
+        if name == "python":
+            return Kind(None)
+        if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+            pytest.skip("no C compiler")
+        return Kind((MetadataLibrary(folder), HeapLibrary(folder)))
+
+    return make
+
+
+@pytest.fixture(params=["native", "python"])
+def kind(request: pytest.FixtureRequest, make_kind: MakeKind) -> Kind:
+    return make_kind(request.param)
+
+
+@pytest.fixture(params=["native", "python"])
+def read_by(
+    request: pytest.FixtureRequest, make_kind: MakeKind, monkeypatch: pytest.MonkeyPatch
+) -> Kind:
+    """What `MappedReader` uses in this test."""
+    chosen = make_kind(request.param)
+    monkeypatch.setattr(reader, "compiled", lambda: chosen.libraries)
+    return chosen

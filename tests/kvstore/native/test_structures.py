@@ -1,0 +1,304 @@
+"""Index, map and heap against a model of Python's own containers: compiled and in Python."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvstore.native.base import MAX_RECORDS, NO_RECORD, Entry
+from kvstore.native.layout import MAX_LOAD, NUM_TAIL, SLOT, home, more_slots
+from protocol.keys import BlockKey
+from tests.kvstore.native.conftest import Kind, MakeKind
+
+SETTINGS = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def key_of(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "little"))
+
+
+def entry_with(record: int, generation: int = 1) -> Entry:
+    return Entry(record, generation, record * 7919, 4096, record * 256)
+
+
+numbers = st.integers(0, 12) | st.integers(0, 300)
+u32 = st.integers(0, MAX_RECORDS - 1)
+u64 = st.integers(0, 2**64 - 1)
+offsets = st.none() | st.integers(0, 2**32 - 2).map(lambda place: place * 256)
+entries = st.builds(
+    Entry,
+    record=u32,
+    generation=st.integers(1, 2**64 - 1),
+    checksum=u64,
+    length=st.integers(0, 2**32 - 1),
+    offset=offsets,
+)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Beyond 45 entries the index grows."""
+
+    kind: Kind
+
+    @initialize()
+    def make(self) -> None:
+        self.retired: list[memoryview] = []
+        self.index = self.kind.key_index(retire=self.retired.append)
+        self.model: dict[BlockKey, Entry] = {}
+
+    @rule(number=numbers, entry=entries, times=st.sampled_from([1, 1, 1, 50]))
+    def insert(self, number: int, entry: Entry, times: int) -> None:
+        for each in map(key_of, range(number, number + times)):
+            if each not in self.model:
+                self.index.insert(each, entry)
+                self.model[each] = entry
+
+    @rule(number=numbers, offset=offsets, times=st.sampled_from([1, 300]))
+    def relocate(self, number: int, offset: int | None, times: int) -> None:
+        key = key_of(number)
+        if (entry := self.model.get(key)) is not None:
+            for _ in range(times):
+                self.index.relocate(key, offset)
+            self.model[key] = Entry(
+                entry.record, entry.generation, entry.checksum, entry.length, offset
+            )
+
+    @rule(number=numbers, times=st.sampled_from([1, 1, 20]))
+    def remove(self, number: int, times: int) -> None:
+        for each in map(key_of, range(number, number + times)):
+            if self.model.pop(each, None) is not None:
+                self.index.remove(each)
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        keys = [key_of(number) for number in range(0, 360, 3)]
+        assert [self.index.find(key) for key in keys] == [self.model.get(key) for key in keys]
+        records = [self.model[key].record if key in self.model else NO_RECORD for key in keys]
+        assert self.index.records_of(keys) == records
+        assert [self.index.record_of(key) for key in keys[:5]] == records[:5]
+        assert len(self.index) == len(self.model)
+        self.index.validate()
+
+
+class MapMachine(RuleBasedStateMachine):
+    kind: Kind
+
+    @initialize()
+    def make(self) -> None:
+        self.map = self.kind.key_map()
+        self.model: dict[BlockKey, int] = {}
+
+    @rule(number=numbers, value=u32, times=st.sampled_from([1, 1, 1, 60]))
+    def put(self, number: int, value: int, times: int) -> None:
+        for each in map(key_of, range(number, number + times)):
+            self.map.put(each, value)
+            self.model[each] = value
+
+    @rule(number=numbers, times=st.sampled_from([1, 1, 20]))
+    def pop(self, number: int, times: int) -> None:
+        for each in map(key_of, range(number, number + times)):
+            assert self.map.pop(each) == self.model.pop(each, NO_RECORD)
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        keys = [key_of(number) for number in range(360)]
+        values = [self.model.get(key, NO_RECORD) for key in keys]
+        leading = values[: values.index(NO_RECORD)] if NO_RECORD in values else values
+        assert self.map.get_all(b"".join(keys)).tolist() == values
+        assert self.map.get_leading(b"".join(keys)).tolist() == leading
+        assert [self.map.get(key) for key in keys[:5]] == values[:5]
+        assert len(self.map) == len(self.model)
+
+
+class HeapMachine(RuleBasedStateMachine):
+    """Ranks differ, as those of policies do."""
+
+    kind: Kind
+    records = st.integers(0, 8) | st.integers(0, 500)
+    primaries = st.sampled_from([0.0, 0.0, -1.5, 1e300]) | st.floats(-10, 10)
+
+    @initialize()
+    def make(self) -> None:
+        self.heap = self.kind.rank_heap()
+        self.ranks: dict[int, tuple[float, int]] = {}
+        self.offered: set[int] = set()
+        self.clock = 2**63
+
+    @rule(record=records, primary=primaries)
+    def rank(self, record: int, primary: float) -> None:
+        self.clock += 1
+        self.heap.rank(record, primary, self.clock)
+        self.ranks[record] = primary, self.clock
+
+    @rule(record=records, primary=primaries, times=st.sampled_from([1, 1, 40]))
+    def put(self, record: int, primary: float, times: int) -> None:
+        for each in range(record, record + times):
+            self.clock += 1
+            self.heap.put(each, primary, 2**64 - self.clock)
+            self.ranks[each] = primary, 2**64 - self.clock
+            self.offered.add(each)
+
+    @rule(record=records)
+    def offer(self, record: int) -> None:
+        if record in self.ranks:
+            self.heap.offer(record)
+            self.offered.add(record)
+
+    @rule(record=records)
+    def discard(self, record: int) -> None:
+        self.heap.discard(record)
+        self.offered.discard(record)
+
+    @rule()
+    def drain(self) -> None:
+        order = []
+        while (record := self.heap.first()) != NO_RECORD:
+            order.append(record)
+            self.heap.discard(record)
+        assert order == sorted(self.offered, key=self.ranks.__getitem__)
+        self.offered.clear()
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        least = min(self.offered, key=self.ranks.__getitem__, default=NO_RECORD)
+        assert self.heap.first() == least
+        assert len(self.heap) == len(self.offered)
+        assert all((record in self.heap) == (record in self.offered) for record in range(9))
+        assert all(self.heap.rank_of(record) == rank for record, rank in self.ranks.items())
+
+
+@pytest.mark.parametrize("machine", [IndexMachine, MapMachine, HeapMachine])
+def test_any_sequence_of_calls_agrees_with_pythons_own_containers(
+    machine: type[RuleBasedStateMachine], kind: Kind
+) -> None:
+    run_state_machine_as_test(type("Machine", (machine,), {"kind": kind}), settings=SETTINGS)
+
+
+def filled(kind: Kind, count: int) -> Iterator[tuple[int, int, int]]:
+    """Count, bytes of the index and of the map, after each insertion."""
+    index, keys = kind.key_index(), kind.key_map()
+    for number in range(count):
+        index.insert(key_of(number), entry_with(number))
+        keys.put(key_of(number), number)
+        yield number + 1, index.nbytes, keys.nbytes
+
+
+def test_a_block_takes_at_most_86_bytes_of_the_index_and_34_of_a_map(
+    make_kind: MakeKind,
+) -> None:
+    tail = NUM_TAIL * SLOT.size
+    for count, index_bytes, map_bytes in filled(make_kind("native"), 60_000):
+        if count > 4096 * MAX_LOAD:
+            assert (index_bytes - tail - 64) / count <= 86
+            assert map_bytes / count <= 34
+
+
+def test_an_index_that_grows_marks_and_gives_back_the_memory_it_leaves(kind: Kind) -> None:
+    given: list[memoryview] = []
+    retired: list[memoryview] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        given.append(memoryview(bytearray(nbytes)))
+        return given[-1]
+
+    index = kind.key_index(allocate, retired.append)
+    for number in range(1000):
+        index.insert(key_of(number), entry_with(number))
+    assert retired == given[:-1]
+    assert len(retired) > 3
+    assert index.memory is given[-1]
+    assert [memory[12] for memory in given] == [1] * len(retired) + [0]
+    for memory in retired:
+        memory.release()  # nothing holds it
+    assert index.records_of([key_of(999), key_of(1000)]) == [999, NO_RECORD]
+
+
+def test_an_index_grows_early_when_entries_would_run_over_its_end(kind: Kind) -> None:
+    index = kind.key_index()
+    seed, num_slots = index.geometry.seed, index.geometry.num_slots
+    assert num_slots * MAX_LOAD < NUM_TAIL  # so the tail of the smallest one cannot run over, but …
+    sizes = [num_slots]
+    while sizes[-1] * MAX_LOAD < NUM_TAIL + 40:
+        sizes.append(more_slots(sizes[-1]))
+    # … keys that all live in the last slot of a larger one, and so of all smaller ones, do.
+    crowd = list(itertools.islice(keys_at_the_end(seed, sizes[-1]), NUM_TAIL + 10))
+    for record, key in enumerate(crowd):
+        index.insert(key, entry_with(record))
+    assert index.geometry.num_slots > sizes[-1]
+    assert index.records_of(crowd) == list(range(len(crowd)))
+    assert home(crowd[0], seed, sizes[-1]) == sizes[-1] - 1
+    index.validate()
+
+
+def keys_at_the_end(seed: int, num_slots: int) -> Iterator[BlockKey]:
+    keys = map(key_of, itertools.count())
+    return (key for key in keys if home(key, seed, num_slots) == num_slots - 1)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param([key_of(n) for n in range(20_000)], id="counting up"),
+        pytest.param([key_of(n << 100) for n in range(20_000)], id="high bits"),
+        pytest.param([key_of(n * (2**64 + 1)) for n in range(20_000)], id="equal halves"),
+        pytest.param([key_of(n << 64 | (2**64 - n)) for n in range(20_000)], id="opposite halves"),
+    ],
+)
+def test_homes_of_regular_keys_are_spread_like_random_ones(keys: list[BlockKey]) -> None:
+    homes = np.array([home(key, 0x1234_5678_9ABC_DEF0, 2000) for key in keys])
+    counts = np.bincount(homes, minlength=2000)
+    chi_square = float((((counts - 10) ** 2) / 10).sum())
+    assert abs(chi_square - 1999) < 6 * (2 * 1999) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Entry(MAX_RECORDS, 1, 0, 0, 0),
+        Entry(-1, 1, 0, 0, 0),
+        Entry(0, 0, 0, 0, 0),
+        Entry(0, 2**64, 0, 0, 0),
+        Entry(0, 1, 2**64, 0, 0),
+        Entry(0, 1, 0, 2**32, 0),
+        Entry(0, 1, 0, 0, 255),
+        Entry(0, 1, 0, 0, 2**40),
+    ],
+)
+def test_what_does_not_fit_into_a_slot_is_refused(kind: Kind, entry: Entry) -> None:
+    index = kind.key_index()
+    with pytest.raises(ValueError, match=r"no slot|multiple"):
+        index.insert(key_of(1), entry)
+    assert index.find(key_of(1)) is None
+
+
+def test_keys_of_a_wrong_length_are_refused(kind: Kind) -> None:
+    index, keys, short = kind.key_index(), kind.key_map(), BlockKey(b"short")
+    for call in (index.find, index.record_of, index.remove, keys.get, keys.pop, keys.get_all):
+        with pytest.raises(ValueError, match="bytes"):
+            call(short)
+    with pytest.raises(ValueError, match="bytes"):
+        index.records_of([short])
+    with pytest.raises(ValueError, match="record"):
+        kind.rank_heap().offer(-1)
+
+
+def test_a_key_that_is_there_or_not_when_it_should_be_is_our_own_bug(kind: Kind) -> None:
+    index = kind.key_index()
+    index.insert(key_of(1), entry_with(1))
+    with pytest.raises(AssertionError):
+        index.insert(key_of(1), entry_with(2))
+    for call in (index.remove, lambda key: index.relocate(key, 0)):
+        with pytest.raises(AssertionError):
+            call(key_of(2))
