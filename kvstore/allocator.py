@@ -1,4 +1,4 @@
-"""Space within one segment: which bytes are free, and nothing about what lies in the others.
+"""Space within one segment: which bytes are free, and nothing about the others. Who allocates remembers how much.
 
 Best fit with coalescing. Free extents are grouped by their exact length and the distinct lengths kept sorted: there
 are at most √(2·capacity/ALIGNMENT) of those, and one or two while all objects are of the same size, so that allocating
@@ -8,6 +8,7 @@ and freeing cost one binary search. Within a length the most recently freed exte
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 ALIGNMENT = 256
 """Offsets and extents are multiples of this: what tensors in the segment would want, and whole cache lines."""
@@ -28,7 +29,6 @@ class Allocator:
         self._start_before: dict[int, int] = {}  # free extents by their end
         self._starts_of: dict[int, dict[int, None]] = {}  # free extents by their length
         self._lengths: list[int] = []  # the keys of _starts_of, ascending
-        self._taken: dict[int, int] = {}  # start → length of what is allocated
         if self.capacity:
             self._insert(0, self.capacity)
 
@@ -52,13 +52,12 @@ class Allocator:
         self._take_out(start, length)
         if length > wanted:
             self._insert(start + wanted, length - wanted)
-        self._taken[start] = wanted
         self.used += wanted
         return start
 
-    def free(self, offset: int) -> None:
-        """Returns an extent, merged with its free neighbours. Raises KeyError when `offset` is not allocated."""
-        length = self._taken.pop(offset)
+    def free(self, offset: int, nbytes: int) -> None:
+        """Returns the extent that `allocate(nbytes)` gave, merged with its free neighbours."""
+        length = padded(nbytes)
         self.used -= length
         start, end = offset, offset + length
         if start in self._start_before:
@@ -70,9 +69,11 @@ class Allocator:
             end += after
         self._insert(start, end - start)
 
-    def validate(self) -> None:
-        """Raises AssertionError unless free and allocated extents tile the segment and no two free ones touch."""
-        extents = sorted([*self._length_at.items(), *self._taken.items()])
+    def validate(self, taken: Iterable[tuple[int, int]]) -> None:
+        """Raises AssertionError unless free extents and the `taken` (offset, nbytes) tile the segment, and no two free
+        ones touch."""
+        allocated = [(start, padded(nbytes)) for start, nbytes in taken]
+        extents = sorted([*self._length_at.items(), *allocated])
         position, was_free = 0, False
         for start, length in extents:
             is_free = start in self._length_at
@@ -80,7 +81,7 @@ class Allocator:
             assert not (was_free and is_free), f"free neighbours at {start} not merged"
             position, was_free = start + length, is_free
         assert position == self.capacity, "extents do not cover the segment"
-        assert self.used == sum(self._taken.values())
+        assert self.used == sum(length for _, length in allocated)
         assert self._lengths == sorted(self._starts_of)
         indexed = {start: n for n, starts in self._starts_of.items() for start in starts}
         assert indexed == self._length_at

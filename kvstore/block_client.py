@@ -24,7 +24,7 @@ from kvstore.objects import (
     reads,
     writes,
 )
-from kvstore.state import MAX_TTL_S, Outcome
+from kvstore.promises import MAX_TTL_S, Outcome
 from kvstore.wire import slots_from_wire
 from protocol.checksum import checksum
 from protocol.errors import DeadlineExceeded, MoonserveError, StaleLease

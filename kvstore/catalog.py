@@ -1,271 +1,500 @@
-"""The objects of one node: which are resident, where they lie, and which may make room for others. Pure.
+"""The objects of one node: which are resident, where their copies lie, and which may make room for others. Pure.
 
-An object is RESERVED while it is being written, VISIBLE once committed and immutable from then on, HIDDEN when it was
-removed under a reader, and gone when its space is free again. **A block is never evicted before the blocks that follow
-it in its chain**: those still being written count as followers too, so that a chain does not lose its head while its
-tail arrives. Who reserves and who leases is `kvstore.state`'s business; only the number of leases is known here.
+An object is reserved while it is being written, visible once committed and immutable from then on, hidden when it was
+removed under a hold, and gone when its space is free again. A visible one has a copy in memory, on disk, or both;
+`kvstore.moves` takes it from one to the other. **A block is never evicted before the blocks that follow it in its
+chain**: those still being written count as followers too, so that a chain does not lose its head while its tail
+arrives. **Readers are told first**: the index changes before space is given to others, so that whoever copied in
+between can notice. Who reserves and who leases is `kvstore.state`'s business; only the number of holds is known here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol
 
 from kvstore.allocator import Allocator, padded
+from kvstore.disk.base import Pin, Place
 from kvstore.eviction import EvictionPolicy
+from kvstore.followers import Followers
+from kvstore.native.base import MAX_OBJECT_BYTES, NO_RECORD, Entry, KeyIndex, Record
+from kvstore.records import NO_PLACE, Records
+from kvstore.shares import Offers, Share, Shares
+from kvstore.stored import Announcements, DiskSpace, StoredObject, Tier, Usage, Watermarks
 from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
 
-
-class Announcements(Protocol):
-    """Who wants to know what this node can serve (`protocol.membership.BlockLog`)."""
-
-    def added(self, key: BlockKey, parent: BlockKey | None) -> None: ...
-
-    def removed(self, key: BlockKey) -> None: ...
-
-
-class Stage(StrEnum):
-    """Where a resident object is in its life."""
-
-    RESERVED = "reserved"
-    VISIBLE = "visible"
-    HIDDEN = "hidden"
+# How many victims that cannot go yet are passed over before there counts as no room.
+MAX_PASSED_OVER = 64
 
 
 @dataclass(slots=True, eq=False)
-class StoredObject:
-    """One resident object."""
+class _Hidden:
+    """What is left of an object that was removed under a hold."""
 
-    key: BlockKey
-    parent: BlockKey | None  # None = its chain starts here
-    offset: int
+    offset: int | None  # None = it was not in memory
     length: int
-    generation: int  # never given to another object of this node
-    stage: Stage = Stage.RESERVED
-    checksum: int = 0  # VISIBLE, HIDDEN
-    num_leases: int = 0  # VISIBLE; HIDDEN: at least 1
-
-    @property
-    def space(self) -> int:
-        """Bytes of the segment that it takes."""
-        return padded(self.length)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watermarks:
-    """Above `evict_above` of the capacity in use, objects are evicted until `evict_share` of it is free again."""
-
-    evict_above: float = 0.90
-    evict_share: float = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """The bytes of a segment; free + held + leased + reserved = capacity."""
-
-    capacity: int
-    free: int
-    held: int  # VISIBLE without a lease
-    leased: int  # VISIBLE or HIDDEN, with one
-    reserved: int
-    num_objects: int  # VISIBLE
-    num_leased: int  # of them
+    holds: int
 
 
 class Catalog:
-    """The resident objects of one segment."""
+    """The resident objects of one segment, and of the disk behind it if there is one."""
 
     def __init__(
         self,
         capacity: int,
         *,
-        policy: EvictionPolicy,
+        index: KeyIndex,
+        policies: Callable[[], EvictionPolicy],
         announce: Announcements,
         watermarks: Watermarks,
+        quotas: Mapping[str, int] | None = None,
+        disk: DiskSpace | None = None,
+        first_generation: int = 1,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self._space = Allocator(capacity)
-        self._policy = policy
+        self.space = Allocator(capacity)
+        self.disk = disk
+        self.rows = Records()
+        self.watermarks = watermarks
+        self.reserved_bytes = 0
+        self._index = index
         self._announce = announce
-        self._watermarks = watermarks
-        self._visible: dict[BlockKey, StoredObject] = {}
+        self._shares = Shares(
+            self.space.capacity + (disk.live_limit if disk else 0), quotas or {}, policies
+        )
         self._reserved: dict[BlockKey, StoredObject] = {}
-        self._hidden: dict[int, StoredObject] = {}  # by generation: a key may be hidden twice
-        self._followers: Counter[BlockKey] = Counter()  # RESERVED and VISIBLE blocks, by parent
-        self._num_generations = 0
+        self._hidden: dict[int, _Hidden] = {}  # by generation: a key may be hidden twice
+        self._followers = Followers(self.rows, index)
+        self._next_generation = first_generation
         self._leased_bytes = 0
-        self._reserved_bytes = 0
         self._num_leased = 0
+        self._num_on_disk = 0
+        self._disk_live = 0
+
+    def __len__(self) -> int:
+        return len(self._index)
 
     def find(self, key: BlockKey) -> StoredObject | None:
         """The object that readers see under `key`."""
-        return self._visible.get(key)
+        entry = self._index.find(key)
+        return None if entry is None else self._stored(key, entry)
+
+    def present(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [record != NO_RECORD for record in self._index.records_of(keys)]
 
     def is_reserved(self, key: BlockKey) -> bool:
         return key in self._reserved
 
+    def objects(self) -> Iterator[StoredObject]:
+        """All visible ones. Nothing may change meanwhile, except between two `next` of a slow reader: then objects
+        that come or go may be missed."""
+        for record in range(len(self.rows.holds)):
+            key = self.rows.key(record)
+            entry = self._index.find(key)
+            if entry is not None and entry.record == record:
+                yield self._stored(key, entry)
+
     def used(self, objects: Iterable[StoredObject]) -> None:
-        """Counts as a use of each of the VISIBLE objects, the last one the most recent."""
+        """Counts as a use of each of the visible objects, the last one the most recent."""
         for stored in objects:
-            self._policy.used(stored.key)
+            self._offers(stored.record).policy.used(stored.record)
 
     def check_size(self, length: int) -> None:
         """Raises InvalidRequest when an object could never fit."""
-        if padded(length) > self._space.capacity:
+        if padded(length) > self.space.capacity or length > MAX_OBJECT_BYTES:
             raise InvalidRequest(
                 f"an object of {length} bytes does not fit into this store's segment of"
-                f" {self._space.capacity} bytes",
+                f" {self.space.capacity} bytes",
                 param="length",
             )
 
-    def reserve(self, key: BlockKey, parent: BlockKey | None, length: int) -> StoredObject | None:
-        """A place for an object that is neither VISIBLE nor RESERVED, evicting as needed; None = nothing to evict."""
-        assert key not in self._visible
+    # The life of an object
+
+    def reserve(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        length: int,
+        *,
+        tenant: str = "",
+        pin: Pin = Pin.NONE,
+    ) -> StoredObject | None:
+        """A place for an object that is neither visible nor reserved, evicting as needed; None = nothing to evict."""
         assert key not in self._reserved
         self._follow(parent)  # first, so that making room does not evict the parent
-        offset = self._make_room(length)
+        offset = self._make_room(length, tenant)
         if offset is None:
             self._unfollow(parent)
             return None
-        self._num_generations += 1
-        stored = StoredObject(key, parent, offset, length, self._num_generations)
+        stored = StoredObject(key, parent, length, self._take_generation(), tenant, pin)
+        stored.offset = offset
         self._reserved[key] = stored
-        self._reserved_bytes += stored.space
+        self.reserved_bytes += stored.space
         return stored
 
     def publish(self, stored: StoredObject, checksum: int) -> None:
-        """RESERVED → VISIBLE."""
+        """Reserved → visible, in memory."""
+        assert stored.offset is not None
         del self._reserved[stored.key]
-        self._reserved_bytes -= stored.space
-        stored.stage, stored.checksum = Stage.VISIBLE, checksum
-        self._visible[stored.key] = stored
-        self._policy.added(stored.key, stored.parent)
-        self._reconsider(stored.key)
-        self._announce.added(stored.key, stored.parent)
+        self.reserved_bytes -= stored.space
+        stored.checksum = checksum
+        self._admit(stored)
 
     def discard(self, stored: StoredObject) -> None:
-        """RESERVED → gone."""
+        """Reserved → gone."""
+        assert stored.offset is not None
         del self._reserved[stored.key]
-        self._reserved_bytes -= stored.space
+        self.reserved_bytes -= stored.space
         self._unfollow(stored.parent)
-        self._space.free(stored.offset)
+        self.space.free(stored.offset, stored.length)
+
+    def restore(self, stored: StoredObject) -> bool:
+        """Found on disk → visible there. False = a later object of its key is known, or it has no room."""
+        assert stored.place is not None
+        assert self.disk is not None
+        if stored.key in self._reserved:
+            return False
+        known = self.find(stored.key)
+        if known is not None and known.generation >= stored.generation:
+            return False
+        if self._disk_live + self.disk.space(stored.length) > self.disk.live_limit:
+            return False
+        if known is not None:
+            self.remove(known)
+        self._follow(stored.parent, in_memory=False)
+        self._disk_live += self.disk.space(stored.length)
+        self._admit(stored)
+        return True
 
     def remove(self, stored: StoredObject) -> None:
-        """VISIBLE → gone, or HIDDEN while there are leases."""
-        del self._visible[stored.key]
-        self._policy.forget(stored.key)
-        self._unfollow(stored.parent)
+        """Visible → gone, or hidden while it is held. Its place on disk is released."""
+        record = stored.record
+        self._index.remove(stored.key)
+        self._offers(record).forget(record)
+        self._share(record).nbytes -= stored.space
         self._announce.removed(stored.key)
-        if stored.num_leases:
-            stored.stage = Stage.HIDDEN
-            self._hidden[stored.generation] = stored
+        self.drop_place(record, stored.length)
+        holds, in_memory = self.rows.holds[record], self.rows.in_memory(record)
+        self._followers.leave(stored.key, record)
+        self.rows.free(record)
+        self._num_on_disk -= not in_memory
+        if holds:
+            self._hidden[stored.generation] = _Hidden(stored.offset, stored.length, holds)
             self._num_leased -= 1
-        else:
-            self._space.free(stored.offset)
+        elif stored.offset is not None:
+            self.space.free(stored.offset, stored.length)
+        self._unfollow(stored.parent, in_memory=in_memory)
 
     def hold(self, stored: StoredObject) -> None:
-        """One more lease on a VISIBLE object."""
-        stored.num_leases += 1
-        if stored.num_leases == 1:
-            self._leased_bytes += stored.space
+        """One more reason why a visible object may neither leave nor move."""
+        self.rows.holds[stored.record] += 1
+        if self.rows.holds[stored.record] == 1:
             self._num_leased += 1
-            self._policy.withdraw(stored.key)
+            self._leased_bytes += stored.space if self.rows.in_memory(stored.record) else 0
+            self._offers(stored.record).withdraw(stored.record)
 
     def let_go(self, stored: StoredObject) -> None:
-        """One lease less; the last one of a HIDDEN object frees its space."""
-        stored.num_leases -= 1
-        if stored.num_leases:
+        """One less; the last one of a hidden object frees its space."""
+        hidden = self._hidden.get(stored.generation)
+        if hidden is not None:
+            self._let_go_hidden(stored.generation, hidden)
             return
-        self._leased_bytes -= stored.space
-        if stored.stage is Stage.HIDDEN:
-            del self._hidden[stored.generation]
-            self._space.free(stored.offset)
-        else:
+        self.rows.holds[stored.record] -= 1
+        if not self.rows.holds[stored.record]:
             self._num_leased -= 1
-            self._reconsider(stored.key)
+            self._leased_bytes -= stored.space if self.rows.in_memory(stored.record) else 0
+            self._reconsider(stored.record)
+
+    def _let_go_hidden(self, generation: int, hidden: _Hidden) -> None:
+        hidden.holds -= 1
+        if hidden.holds:
+            return
+        del self._hidden[generation]
+        if hidden.offset is not None:
+            self._leased_bytes -= padded(hidden.length)
+            self.space.free(hidden.offset, hidden.length)
+
+    def set_pin(self, stored: StoredObject, pin: Pin) -> None:
+        """How much a visible object may be evicted from now on."""
+        self._offers(stored.record).withdraw(stored.record)
+        self.rows.set_pin(stored.record, pin)
+        self._reconsider(stored.record)
+
+    # Copies
+
+    def is_hidden(self, stored: StoredObject) -> bool:
+        """Whether a held object was removed meanwhile."""
+        return stored.generation in self._hidden
+
+    def set_place(self, stored: StoredObject, place: Place) -> None:
+        """A visible object has a copy on disk, or has it elsewhere now."""
+        assert self.disk is not None
+        if not self.rows.on_disk(stored.record):
+            self._disk_live += self.disk.space(stored.length)
+        self.rows.places[stored.record] = place
+
+    def drop_place(self, record: Record, length: int) -> None:
+        """Its copy on disk, if any, is no longer wanted."""
+        if self.rows.on_disk(record):
+            assert self.disk is not None
+            self._disk_live -= self.disk.space(length)
+            self.disk.release(Place(self.rows.places[record]))
+            self.rows.places[record] = NO_PLACE
+
+    def enter_memory(self, stored: StoredObject, offset: int) -> None:
+        """A visible object that was only on disk has a copy in memory now."""
+        record = stored.record
+        self._offers(record).forget(record)
+        self.rows.set_in_memory(record, True)
+        self._num_on_disk -= 1
+        self._leased_bytes += stored.space if self.rows.holds[record] else 0
+        self._index.relocate(stored.key, offset)
+        self._followers.count(stored.parent, 0, 1, self._reconsider)
+        self._entered(stored)
+
+    def leave_memory(self, stored: StoredObject) -> None:
+        """A visible object that nobody holds keeps only its copy on disk."""
+        record = stored.record
+        assert stored.offset is not None
+        assert self.rows.on_disk(record)
+        assert not self.rows.holds[record]
+        self._offers(record).forget(record)
+        self.rows.set_in_memory(record, False)
+        self._num_on_disk += 1
+        self._index.relocate(stored.key, None)
+        self.space.free(stored.offset, stored.length)
+        self._followers.count(stored.parent, 0, -1, self._reconsider)
+        self._entered(stored)
+
+    def _entered(self, stored: StoredObject) -> None:
+        """Its fastest copy is in another tier."""
+        self._join_policy(stored)
+        self._announce.moved(stored.key, self.tier(stored.record))
+
+    # Room
 
     def trim(self) -> None:
-        """Evicts down to the low watermark when use is above the high one."""
-        capacity, marks = self._space.capacity, self._watermarks
-        if self._space.used <= marks.evict_above * capacity:
+        """Without a disk: evicts down to the low watermark when use is above the high one."""
+        marks, capacity = self.watermarks, self.space.capacity
+        if self.space.used <= marks.evict_above * capacity:
             return
         target = (marks.evict_above - marks.evict_share) * capacity
-        while self._space.used > target and self._evict_one():
+        while self.space.used > target and self._vacate_one():
             pass
 
-    def usage(self) -> Usage:
-        held = self._space.used - self._leased_bytes - self._reserved_bytes
-        return Usage(
-            capacity=self._space.capacity,
-            free=self._space.free_bytes,
-            held=held,
-            leased=self._leased_bytes,
-            reserved=self._reserved_bytes,
-            num_objects=len(self._visible),
-            num_leased=self._num_leased,
-        )
-
-    def _make_room(self, length: int) -> int | None:
-        wanted = padded(length)
-        if wanted > self._space.capacity - self._leased_bytes - self._reserved_bytes:
+    def allocate(self, length: int) -> int | None:
+        """Memory for a copy of `length` bytes, evicting as needed."""
+        if padded(length) > self.space.capacity - self._leased_bytes - self.reserved_bytes:
             return None  # evicting all the rest would not help
-        while (offset := self._space.allocate(length)) is None:
-            if not self._evict_one():
+        while (offset := self.space.allocate(length)) is None:
+            if not self._vacate_one():
                 return None
         return offset
 
-    def _evict_one(self) -> bool:
-        self.counters["evictions_attempted"] += 1
-        key = self._policy.victim()
-        if key is None:
+    def coldest_in_memory(self) -> StoredObject | None:
+        """What would leave memory first."""
+        return self._of_record(self._shares.victim(Tier.MEMORY))
+
+    def make_disk_room(self, nbytes: int) -> bool:
+        """Evicts from disk until `nbytes` more are within what it may hold."""
+        assert self.disk is not None
+        while self._disk_live + nbytes > self.disk.live_limit:
+            if not self._evict(self._of_record(self._shares.victim(Tier.DISK))):
+                return False
+        return True
+
+    def forget_disk(self) -> None:
+        """The disk is gone, and with it all that was only there."""
+        for stored in list(self.objects()):
+            if stored.offset is None:
+                self.remove(stored)
+            else:
+                self.drop_place(stored.record, stored.length)
+        self.disk = None
+
+    def usage(self) -> Usage:
+        held = self.space.used - self._leased_bytes - self.reserved_bytes
+        return Usage(
+            capacity=self.space.capacity,
+            free=self.space.free_bytes,
+            held=held,
+            leased=self._leased_bytes,
+            reserved=self.reserved_bytes,
+            disk_limit=self.disk.live_limit if self.disk else 0,
+            disk_live=self._disk_live,
+            num_objects=len(self._index),
+            num_leased=self._num_leased,
+            num_on_disk=self._num_on_disk,
+            tenants=self._shares.used_by_tenant(),
+        )
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Memory that the index, the rows and the policies take."""
+        return self._index.nbytes + self.rows.nbytes + self._shares.nbytes
+
+    def _make_room(self, length: int, tenant: str) -> int | None:
+        share = self._shares.own(tenant)
+        if share is not None and not self._make_room_in(share, padded(length)):
+            return None
+        return self.allocate(length)
+
+    def _make_room_in(self, share: Share, nbytes: int) -> bool:
+        """Evicts a tenant's own objects until its quota has room; those only on disk are the colder ones."""
+        while share.nbytes + nbytes > share.size:
+            victims = (share.offers[tier].victim() for tier in (Tier.DISK, Tier.MEMORY))
+            chosen = next((victim for victim in victims if victim != NO_RECORD), NO_RECORD)
+            if not self._evict(self._of_record(chosen)):
+                self.counters["quota_refusals"] += 1
+                return False
+        return True
+
+    def _vacate_one(self) -> bool:
+        """Takes one object out of memory: to disk where it has a copy, otherwise for good."""
+        passed_over: list[Record] = []
+        try:
+            while len(passed_over) <= MAX_PASSED_OVER:
+                stored = self.coldest_in_memory()
+                if stored is not None and self.rows.on_disk(stored.record):
+                    self.leave_memory(stored)
+                    return True
+                if stored is None or not self.rows.followers[stored.record]:
+                    return self._evict(stored)
+                # The blocks that follow it are on disk, and it is not yet: it can go once it has been written.
+                passed_over.append(stored.record)
+                self._offers(stored.record).withdraw(stored.record)
             return False
-        self.remove(self._visible[key])
+        finally:
+            for record in passed_over:
+                self._reconsider(record)
+
+    def _evict(self, stored: StoredObject | None) -> bool:
+        self.counters["evictions_attempted"] += 1
+        if stored is None or self.rows.followers[stored.record]:
+            return False
+        self.remove(stored)
         self.counters["evictions_succeeded"] += 1
         return True
 
-    def _follow(self, parent: BlockKey | None) -> None:
-        if parent is not None:
-            self._followers[parent] += 1
-            self._policy.withdraw(parent)
+    # Bookkeeping
 
-    def _unfollow(self, parent: BlockKey | None) -> None:
-        if parent is None:
-            return
-        self._followers[parent] -= 1
-        if not self._followers[parent]:
-            del self._followers[parent]
-            self._reconsider(parent)
+    def tier(self, record: Record) -> Tier:
+        return Tier.MEMORY if self.rows.in_memory(record) else Tier.DISK
 
-    def _reconsider(self, key: BlockKey) -> None:
-        """Offers `key` for eviction if nothing speaks against it any more."""
-        stored = self._visible.get(key)
-        if stored is not None and not stored.num_leases and key not in self._followers:
-            self._policy.offer(key)
+    def _take_generation(self) -> int:
+        self._next_generation += 1
+        return self._next_generation - 1
 
-    def validate(self) -> None:
-        """Raises AssertionError unless space, counts and chains agree with the objects."""
-        self._space.validate()
-        residents = [*self._visible.values(), *self._reserved.values(), *self._hidden.values()]
-        leased = [stored for stored in residents if stored.num_leases]
+    def _stored(self, key: BlockKey, entry: Entry) -> StoredObject:
+        rows, record = self.rows, entry.record
+        stored = StoredObject(key, rows.parent(record), entry.length, entry.generation)
+        stored.tenant = self._shares.name(rows.tenants[record])
+        stored.pin = rows.pin(record)
+        stored.checksum = entry.checksum
+        stored.offset = entry.offset
+        stored.place = Place(rows.places[record]) if rows.on_disk(record) else None
+        stored.record = record
+        return stored
+
+    def _of_record(self, record: Record) -> StoredObject | None:
+        return None if record == NO_RECORD else self.find(self.rows.key(record))
+
+    def _admit(self, stored: StoredObject) -> None:
+        """Makes an object visible where it lies; its parent counts it as a follower already."""
+        rows = self.rows
+        tenant = self._shares.number(stored.tenant)
+        stored.record = rows.add(stored.key, stored.parent, tenant, stored.pin)
+        rows.set_in_memory(stored.record, stored.offset is not None)
+        self._num_on_disk += stored.offset is None
+        if stored.place is not None:
+            rows.places[stored.record] = stored.place
+        self._followers.arrive(stored.key, stored.record)
+        entry = Entry(
+            stored.record, stored.generation, stored.checksum, stored.length, stored.offset
+        )
+        self._index.insert(stored.key, entry)
+        self._share(stored.record).nbytes += stored.space
+        self._join_policy(stored)
+        self._announce.added(stored.key, stored.parent, self.tier(stored.record))
+
+    def _join_policy(self, stored: StoredObject) -> None:
+        """It is new in the tier of its fastest copy."""
+        record, parent = stored.record, NO_RECORD
+        if stored.parent is not None:
+            parent = self._index.record_of(stored.parent)
+            if parent != NO_RECORD and self.tier(parent) is not self.tier(record):
+                parent = NO_RECORD  # another instance of the policy knows it
+        self._offers(record).policy.added(record, stored.key, parent)
+        self._reconsider(record)
+
+    def _share(self, record: Record) -> Share:
+        return self._shares.of(self.rows.tenants[record])
+
+    def _offers(self, record: Record) -> Offers:
+        return self._share(record).offers[self.tier(record)]
+
+    def _follow(self, parent: BlockKey | None, *, in_memory: bool = True) -> None:
+        self._followers.count(parent, 1, int(in_memory), self._reconsider)
+
+    def _unfollow(self, parent: BlockKey | None, *, in_memory: bool = True) -> None:
+        self._followers.count(parent, -1, -int(in_memory), self._reconsider)
+
+    def _reconsider(self, record: Record) -> None:
+        """Offers a visible object to leave its tier if nothing speaks against it, withdraws it otherwise."""
+        rows, pin = self.rows, self.rows.pin(record)
+        in_memory = rows.in_memory(record)
+        followers = rows.followers_in_memory[record] if in_memory else rows.followers[record]
+        offers = self._offers(record)
+        if rows.holds[record] or followers or pin is Pin.HARD:
+            offers.withdraw(record)
+        else:
+            offers.offer(record, pin)
+
+    def validate(
+        self,
+        *,
+        held: Iterable[StoredObject],
+        reserved: Iterable[StoredObject],
+        loading: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        """Raises AssertionError unless space, counts and chains agree with the objects, and with exactly these holds
+        (one entry each), reservations and (offset, length) of memory being loaded."""
+        visible = list(self.objects())
+        assert len(visible) == len(self._index) == len(self.rows)
+        self._index.validate()
+        waiting = list(self._reserved.values())
+        assert {o.generation for o in reserved} == {o.generation for o in waiting}
+        self._validate_space(visible, list(loading))
+        holds = Counter(stored.generation for stored in held)
+        counted = {o.generation: self.rows.holds[o.record] for o in visible}
+        counted |= {generation: hidden.holds for generation, hidden in self._hidden.items()}
+        assert holds == Counter({generation: n for generation, n in counted.items() if n})
+        in_memory = [(o.parent, o.offset is not None) for o in (*visible, *waiting)]
+        self._followers.validate((parent, here) for parent, here in in_memory if parent)
+
+    def _validate_space(
+        self, visible: Sequence[StoredObject], loading: Sequence[tuple[int, int]]
+    ) -> None:
         usage = self.usage()
         assert usage.free + usage.held + usage.leased + usage.reserved == usage.capacity
-        assert self._space.used == sum(stored.space for stored in residents)
-        assert usage.leased == sum(stored.space for stored in leased)
-        assert usage.reserved == sum(stored.space for stored in self._reserved.values())
-        assert usage.num_leased == sum(stored.stage is Stage.VISIBLE for stored in leased)
-        assert all(stored.num_leases for stored in self._hidden.values())
-        followed = [o.parent for o in residents if o.stage is not Stage.HIDDEN and o.parent]
-        assert self._followers == Counter(followed)
-
-    def validate_rights(
-        self, *, leased: Iterable[StoredObject], reserved: Iterable[StoredObject]
-    ) -> None:
-        """Raises AssertionError unless exactly these leases (one entry each) and reservations are counted."""
-        holds = Counter(stored.generation for stored in leased)
-        residents = [*self._visible.values(), *self._hidden.values()]
-        assert holds == Counter({o.generation: o.num_leases for o in residents if o.num_leases})
-        assert {o.generation for o in reserved} == {o.generation for o in self._reserved.values()}
+        writing = [(o.offset, o.length) for o in self._reserved.values()]
+        hidden = [(h.offset, h.length) for h in self._hidden.values()]
+        here = [(o.offset, o.length) for o in visible]
+        taken = [*here, *writing, *hidden, *loading]
+        self.space.validate((at, length) for at, length in taken if at is not None)
+        leased = [o for o in visible if self.rows.holds[o.record]]
+        assert usage.num_leased == len(leased)
+        assert usage.leased == sum(o.space for o in leased if o.offset is not None) + sum(
+            padded(length) for offset, length in hidden if offset is not None
+        )
+        assert usage.reserved == sum(padded(length) for _, length in (*writing, *loading))
+        assert usage.num_on_disk == sum(o.offset is None for o in visible)
+        on_disk = [o for o in visible if o.place is not None]
+        space = self.disk.space if self.disk else (lambda length: 0)
+        assert usage.disk_live == sum(space(o.length) for o in on_disk)
+        assert all(o.offset is not None or o.place is not None for o in visible)
+        for share in self._shares.all():
+            own = [o for o in visible if self._share(o.record) is share]
+            assert share.nbytes == sum(o.space for o in own)

@@ -10,8 +10,8 @@ import hashlib
 
 from kvstore.block_client import PATIENCE, BlockClient, left, now, right_s
 from kvstore.objects import LeasedObject, Pieces, PutObject, PutResult, ReadLease
+from kvstore.promises import Outcome
 from kvstore.scratch import Scratch
-from kvstore.state import Outcome
 from protocol.checksum import checksum
 from protocol.errors import DeadlineExceeded, IntegrityError, InvalidRequest, Overloaded
 from protocol.keys import KEY_BYTES, BlockKey

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvstore.allocator import ALIGNMENT
-from kvstore.catalog import Watermarks
 from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
-from protocol.config import option
+from kvstore.stored import Watermarks
+from protocol.config import option, parse_bytes
 from protocol.errors import ConfigError
 from protocol.process import ProcessConfig
 from transfer.config import TransferConfig
@@ -21,6 +22,26 @@ class StoreConfig(ProcessConfig, TransferConfig):
     eviction_policy: str = option(
         DEFAULT_POLICY, help="which objects go first", choices=POLICY_NAMES
     )
+    ssd: str | None = option(
+        None, help="folder and bytes of a disk for cold objects, as /mnt/kv:64GiB"
+    )
+    ssd_key_file: str | None = option(
+        None,
+        help="file with the key (32 bytes, or 64 hex digits) under which the disk is encrypted",
+    )
+    ssd_write_through: bool = option(
+        False, help="write every object to disk soon, not only when it is cold"
+    )
+    ssd_flush_s: float = option(
+        60.0, help="at an orderly stop, write what is only in memory for at most so many seconds"
+    )
+    tenant_quota: tuple[str, ...] = option(
+        (), help="bytes that tenants may take here, as alice=2GiB,bob=512MiB; others share the rest"
+    )
+    join: str | None = option(
+        None,
+        help="registry of the cluster: redis://…, redis+sentinel://… or host:port of a directory",
+    )
     # Mooncake's defaults: eviction starts at 90 % and frees 5 %.
     evict_above: float = option(0.90, help="evict when more than this share of the memory is used")
     evict_share: float = option(0.05, help="share of the memory that is then freed")
@@ -32,6 +53,25 @@ class StoreConfig(ProcessConfig, TransferConfig):
     def watermarks(self) -> Watermarks:
         return Watermarks(evict_above=self.evict_above, evict_share=self.evict_share)
 
+    def ssd_folder(self) -> tuple[Path, int] | None:
+        """The disk's folder and capacity. Raises ConfigError."""
+        if self.ssd is None:
+            return None
+        folder, colon, size = self.ssd.rpartition(":")
+        if not colon or not folder:
+            raise ConfigError(f"--ssd {self.ssd!r} must be a folder and a size, as /mnt/kv:64GiB")
+        return Path(folder), _bytes("--ssd", size)
+
+    def quotas(self) -> dict[str, int]:
+        """Bytes by tenant. Raises ConfigError."""
+        quotas: dict[str, int] = {}
+        for entry in self.tenant_quota:
+            tenant, equals, size = entry.rpartition("=")
+            if not equals or not tenant or tenant in quotas:
+                raise ConfigError(f"--tenant-quota {entry!r} must be tenant=size, each tenant once")
+            quotas[tenant] = _bytes("--tenant-quota", size)
+        return quotas
+
     def __post_init__(self) -> None:
         if self.dram < ALIGNMENT:
             raise ConfigError(f"--dram must be at least {ALIGNMENT} bytes, not {self.dram}")
@@ -39,3 +79,14 @@ class StoreConfig(ProcessConfig, TransferConfig):
             raise ConfigError("--evict-share and --evict-above must satisfy 0 ≤ share ≤ above ≤ 1")
         if min(self.reservation_ttl_s, self.lease_ttl_s) <= 0:
             raise ConfigError("--reservation-ttl-s and --lease-ttl-s must be above 0")
+        if self.join is not None and self.conductor is not None:
+            raise ConfigError("give --join or --conductor, not both: each is a cluster of its own")
+        self.ssd_folder()
+        self.quotas()
+
+
+def _bytes(flag: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from error

@@ -1,37 +1,65 @@
-"""A store node from start to stop: memory, listener, membership, metrics. The service itself is `kvstore.service`."""
+"""A store node from start to stop: memory, disk, listeners, membership, metrics. The service itself is
+`kvstore.service`."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from kvstore import eviction
+from kvstore.catalog import Catalog
 from kvstore.config import StoreConfig
+from kvstore.disk.tier import SsdOptions, SsdTier
+from kvstore.event_log import EventLog, ToAll
+from kvstore.incarnation import first_generation
+from kvstore.index_segment import IndexSegments
+from kvstore.metrics import StoreCollector
+from kvstore.native.library import key_index
 from kvstore.service import StoreService
+from kvstore.state import StoreState
+from kvstore.stored import Tier
 from protocol.errors import ConfigError
-from protocol.keys import BlockKey
+from protocol.keys import NO_PARENT, BlockKey
 from protocol.membership import BlockLog, member, own_endpoint
-from protocol.metrics import exposed, store_metrics
+from protocol.metrics import exposed
 from protocol.pb import common_pb2, conductor_pb2, kvstore_pb2_grpc
-from protocol.process import Lifecycle
+from protocol.process import Lifecycle, running
+from protocol.registry.base import Member
+from protocol.registry.connect import connect
+from protocol.registry.identity import Identity, load_or_create
+from protocol.registry.seat import Seat, seated
+from protocol.request import Endpoint
 from protocol.rpc import RpcServer
 from protocol.wire import endpoint_to_wire
 from transfer import Segment, TransferEngine
 from transfer.metrics import TransferCollector
 
+log = logging.getLogger(__name__)
+
 # Calls under way when the process stops answer within milliseconds, a commit of gigabytes within a second.
 STOP_GRACE_S = 1.0
 
 
-class Unannounced:
-    """What a node that belongs to no cluster announces to."""
+class ToConductor:
+    """The node's changes as a conductor wants them: it asks who holds a block, not in which tier."""
 
-    def added(self, key: BlockKey, parent: BlockKey | None) -> None:
-        """Nobody listens."""
+    def __init__(self, log: BlockLog) -> None:
+        self._log = log
+
+    def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
+        self._log.added(key, parent)
+
+    def moved(self, key: BlockKey, tier: Tier) -> None:
+        """The same to a conductor."""
 
     def removed(self, key: BlockKey) -> None:
-        """Nobody listens."""
+        self._log.removed(key)
 
 
 class StoreNode:
@@ -43,6 +71,7 @@ class StoreNode:
         transfer: TransferEngine,
         segment: Segment,
         registry: CollectorRegistry,
+        generation: int,
     ) -> None:
         self._config = config
         self._endpoint = own_endpoint(
@@ -50,54 +79,131 @@ class StoreNode:
             rpc_address="",  # known once it listens
             transfer_address=transfer.address,
         )
-        self._metrics = store_metrics(registry)
-        self._measured: dict[str, int] = {}
-        self._block_log = BlockLog()
-        announce = self._block_log if config.conductor else Unannounced()
+        events = EventLog()
+        self._block_log = BlockLog(self._inventory)
+        heard = [events, ToConductor(self._block_log)] if config.conductor else [events]
+        index = IndexSegments(transfer)
+        catalog = Catalog(
+            segment.nbytes,
+            index=key_index(index.allocate, index.retire),
+            policies=lambda: eviction.make(config.eviction_policy),
+            announce=ToAll(heard),
+            watermarks=config.watermarks(),
+            quotas=config.quotas(),
+            first_generation=generation,
+        )
+        self._state = StoreState(catalog)
         self._service = StoreService(
-            config, transfer, segment, self._endpoint, announce, self._measure
+            config, transfer, segment, self._endpoint, self._state, index, events
+        )
+        service = self._service
+        registry.register(
+            StoreCollector(service.usage, lambda: service.counters, service.mover.disk_state)
         )
 
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serves until told to stop. Raises ConfigError when the port is taken, or what ended the membership."""
         server = RpcServer(self._config.cluster_token)
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self._service, server.grpc)
+        server.add_lean("KvStore", self._service)
+        await self._open_disk(lifecycle)
         address = await server.start(self._config.host, self._config.port)
-        self._measure()
+        self._service.lean_address = server.lean_address
+        self._service.lean_unix_address = server.lean_unix_address
         try:
-            registration = self._registration(address)
-            load, block_log = self._service.load, self._block_log
-            async with member(self._config, registration, load, block_log) as seat:
+            async with self._recovering(lifecycle), self._member(address) as watched:
                 lifecycle.ready(rpc=address, transfer=self._endpoint.transfer_address)
-                await lifecycle.until_stopped(*seat.watched)
+                await lifecycle.until_stopped(*watched)
         finally:
             await server.stop(STOP_GRACE_S)
             await self._service.close()
 
-    def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
+    async def _open_disk(self, lifecycle: Lifecycle) -> None:
+        ssd = self._config.ssd_folder()
+        if ssd is None:
+            return
+        lifecycle.progress("opening the disk")
+        folder, capacity = ssd
+        key_file = self._config.ssd_key_file
+        mover = self._service.mover
+        disk = await SsdTier.open(
+            folder,
+            capacity,
+            SsdOptions(key_file=Path(key_file) if key_file else None),
+            moved=mover.relocated,
+            health_changed=mover.health_changed,
+        )
+        mover.disk = disk
+        self._state.use_disk(disk)
+
+    @contextlib.asynccontextmanager
+    async def _recovering(self, lifecycle: Lifecycle) -> AsyncIterator[None]:
+        """Finds what the disk holds while the node serves: what is found first can be had first."""
+        mover = self._service.mover
+        if mover.disk is None:
+            yield
+            return
+
+        def progress(share: float) -> None:
+            lifecycle.progress("reading the disk's index", share)
+
+        async with running(mover.recover(mover.disk, progress)) as task:
+            task.add_done_callback(_report)
+            yield
+
+    @contextlib.asynccontextmanager
+    async def _member(self, address: str) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
+        """Belongs to the conductor's cluster, or the registry's, or to none; gives what ends when it is refused."""
         endpoint = dataclasses.replace(self._endpoint, rpc_address=address)
-        return conductor_pb2.RegisterRequest(
+        if self._config.join is not None:
+            async with self._seated(self._config.join, endpoint) as task:
+                yield (task,)
+            return
+        registration = conductor_pb2.RegisterRequest(
             endpoint=endpoint_to_wire(endpoint), role=common_pb2.ROLE_STORE
         )
+        async with member(self._config, registration, self._service.load, self._block_log) as seat:
+            yield seat.watched
 
-    def _measure(self) -> None:
-        """The service's state may have changed."""
-        usage, counters = self._service.usage(), self._service.counters
-        self._metrics.keys.set(usage.num_objects)
-        self._metrics.capacity_bytes.set(usage.capacity)
-        self._metrics.allocated_bytes.set(usage.capacity - usage.free)
-        for name, metric in (
-            ("evictions_attempted", self._metrics.attempted_evictions),
-            ("evictions_succeeded", self._metrics.successful_evictions),
-            ("integrity_failures", self._metrics.integrity_failures),
-        ):
-            metric.inc(counters.get(name, 0) - self._measured.get(name, 0))
-        self._measured = counters
+    @contextlib.asynccontextmanager
+    async def _seated(self, url: str, endpoint: Endpoint) -> AsyncIterator[asyncio.Task[None]]:
+        registry = connect(url, cluster_token=self._config.cluster_token)
+        ssd = self._config.ssd_folder()
+        identity = load_or_create(ssd[0] if ssd else None, self._config.instance_id)
+        me = Member(
+            endpoint=dataclasses.replace(endpoint, epoch=identity.last_epoch),
+            role="store",
+            owner=identity.owner,
+            facts={"dram": str(self._config.dram), "ssd": self._config.ssd or ""},
+        )
+        try:
+            seat = Seat(registry, me, on_epoch=lambda joined: _remember(identity, joined))
+            async with seated(seat) as task:
+                yield task
+        finally:
+            await registry.close()
+
+    def _inventory(self) -> list[tuple[BlockKey, BlockKey]]:
+        return [(stored.key, stored.parent or NO_PARENT) for stored in self._state.objects()]
+
+
+def _remember(identity: Identity, joined: Member) -> None:
+    try:
+        identity.with_epoch(joined.endpoint.epoch)
+    except OSError as error:
+        log.warning("the epoch could not be kept: %s", error)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("reading the disk's index failed", exc_info=task.exception())
 
 
 async def serve(config: StoreConfig, lifecycle: Lifecycle) -> None:
     """Runs a store node until the process is told to stop. Raises ConfigError when it cannot start."""
     registry = CollectorRegistry()
+    ssd = config.ssd_folder()
+    generation = await asyncio.to_thread(first_generation, ssd[0] if ssd else None)
     transfer = TransferEngine(
         cluster_token=config.cluster_token,
         name=config.instance_id,
@@ -107,11 +213,11 @@ async def serve(config: StoreConfig, lifecycle: Lifecycle) -> None:
     with transfer, exposed(registry, config.host, config.metrics_port):
         lifecycle.progress("allocating memory")
         segment = await asyncio.to_thread(_allocate, transfer, config.dram)
-        await StoreNode(config, transfer, segment, registry).run(lifecycle)
+        await StoreNode(config, transfer, segment, registry, generation).run(lifecycle)
 
 
 def _allocate(transfer: TransferEngine, nbytes: int) -> Segment:
     try:
-        return transfer.allocate(nbytes, readable=True)
+        return transfer.allocate(nbytes, readable=True, name="objects")
     except (OSError, MemoryError) as error:
         raise ConfigError(f"--dram {nbytes}: {error}; choose less") from error

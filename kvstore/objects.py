@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstore.state import Outcome, Slot
+from kvstore.promises import Outcome, Slot
 from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
@@ -25,6 +25,8 @@ class LeasedObject:
     length: int
     checksum: int
     generation: int
+    parent: BlockKey | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,8 @@ def leased_objects(
             length=stored.length,
             checksum=stored.checksum,
             generation=stored.generation,
+            parent=BlockKey(stored.parent) if stored.parent else None,
+            tenant=stored.tenant,
         )
 
 

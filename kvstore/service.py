@@ -10,27 +10,41 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import grpc.aio
 
-from kvstore import eviction, wire
-from kvstore.catalog import Announcements, Usage
+from kvstore import subscription, wire
+from kvstore.block_client import BlockClient
 from kvstore.config import StoreConfig
-from kvstore.state import Landed, Reservation, StoreState
+from kvstore.copying import copy_here
+from kvstore.event_log import EventLog
+from kvstore.index_segment import IndexSegments
+from kvstore.mover import Mover
+from kvstore.promises import Landed, Lease, Reservation
+from kvstore.state import StoreState
+from kvstore.stored import Usage
+from kvstore.verification import Verifier, batched
 from protocol.checksum import checksum
+from protocol.errors import Overloaded
 from protocol.keys import BlockKey
 from protocol.pb import conductor_pb2, kvstore_pb2, kvstore_pb2_grpc
 from protocol.request import Endpoint
+from protocol.rpc import Channels
 from protocol.timer import Timer
+from protocol.wire import endpoint_to_wire
 from transfer import Segment, TransferEngine
 
 log = logging.getLogger(__name__)
 
 # Verifying runs at memory speed: more threads than this only take it from each other.
 NUM_THREADS = 2
+# A writer waits this long for the disk to take what is cold, before cold objects are dropped for it.
+ROOM_WAIT_S = 0.5
+DRAINING_RETRY_S = 5.0
+OBJECTS_PER_MESSAGE = 2_000
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
@@ -39,7 +53,7 @@ T = TypeVar("T")
 class StoreService(kvstore_pb2_grpc.KvStoreServicer):
     """Answers calls about one segment.
 
-    `endpoint` needs no rpc_address. `on_change` is called after each call that may have changed the state.
+    `endpoint` needs no rpc_address.
     """
 
     def __init__(
@@ -48,22 +62,26 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         transfer: TransferEngine,
         segment: Segment,
         endpoint: Endpoint,
-        announce: Announcements,
-        on_change: Callable[[], None],
+        state: StoreState,
+        index: IndexSegments,
+        log: EventLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._transfer = transfer
         self._segment = segment
         self._endpoint = endpoint
-        self._on_change = on_change
+        self._state = state
+        self._index = index
+        self._events = log
         self._clock = clock
-        self._state = StoreState(
-            segment.nbytes,
-            policy=eviction.make(config.eviction_policy),
-            announce=announce,
-            watermarks=config.watermarks(),
+        self._peers = Channels(config.cluster_token)
+        self._client = BlockClient(self._peers, transfer)
+        self.mover = Mover(
+            state, segment.buffer, self._changed, write_through=config.ssd_write_through
         )
+        self.lean_address = self.lean_unix_address = ""  # known once the process listens
+        self.draining = False
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvstore")
         self._commits: dict[str, asyncio.Task[tuple[BlockKey, ...]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -80,7 +98,8 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
     def load(self) -> conductor_pb2.Load:
         """In blocks of the mean size of what is stored now, since a store knows no layout."""
         usage = self._state.usage()
-        mean = (usage.held + usage.leased) // usage.num_objects if usage.num_objects else 0
+        in_memory = usage.num_objects - usage.num_on_disk
+        mean = (usage.held + usage.leased) // in_memory if in_memory else 0
         return conductor_pb2.Load(
             free_blocks=usage.free // mean if mean else 0,
             held_blocks=usage.num_objects - usage.num_leased,
@@ -90,7 +109,13 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
     async def Reserve(
         self, request: kvstore_pb2.StoreReserveRequest, context: Context
     ) -> kvstore_pb2.StoreReserveReply:
+        if self.draining:
+            raise Overloaded("this store node is being drained", retry_after_s=DRAINING_RETRY_S)
         give_up_at = self._clock() + request.wait_s
+        wishes = wire.wishes_from_wire(request)
+        needed = self._state.bytes_to_write(wishes)
+        if self._state.short_of(needed):
+            await self.mover.make_room(needed, ROOM_WAIT_S)
         reservation = self._reserve(request)
         while reservation.waits_for_others and self._clock() < give_up_at:
             await _wait(self._writer_ended, give_up_at - self._clock())
@@ -124,10 +149,22 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.StoreLeaseRequest, context: Context
     ) -> kvstore_pb2.StoreLeaseReply:
         keys = wire.keys_from_wire(request.keys)
+        needed = self._state.bytes_to_load(keys)
+        if needed and self._state.short_of(needed):
+            await self.mover.make_room(needed, ROOM_WAIT_S)
         ttl_s = request.ttl_s or self._config.lease_ttl_s
         lease = self._state.lease(request.lease_id, keys, ttl_s, self._clock())
+        if needed:
+            lease = await self._brought_to_memory(lease)
+        self._events.read(stored.key for stored in lease.objects)
         self._changed()
         return wire.lease_to_wire(lease, self._segment.segment_id)
+
+    async def _brought_to_memory(self, lease: Lease) -> Lease:
+        self.mover.load(lease.loads)
+        self._changed()
+        await self.mover.loaded(lease)
+        return self._state.settle(lease.lease_id) if lease.objects else lease
 
     async def Renew(
         self, request: kvstore_pb2.StoreRenewRequest, context: Context
@@ -155,18 +192,108 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         keys = wire.keys_from_wire(request.keys)
         removed = self._state.remove(keys, corrupt=request.corrupt)
         if request.corrupt and removed:
-            log.error("a reader found %d of %d objects corrupt; dropped", removed, len(keys))
+            log.error("a reader found %d of %d objects corrupt; dropped", len(removed), len(keys))
         self._changed()
-        return kvstore_pb2.StoreRemoveReply(removed=removed)
+        there = {stored.key for stored in removed}
+        await self.mover.forget(removed, (key for key in keys if key not in there))
+        return kvstore_pb2.StoreRemoveReply(removed=len(removed))
 
     async def Stats(
         self, request: kvstore_pb2.StoreStatsRequest, context: Context
     ) -> kvstore_pb2.StoreStatsReply:
-        return wire.usage_to_wire(self._state.usage(), self._state.counters, self._endpoint)
+        reply = wire.usage_to_wire(self._state.usage(), self._state.counters, self._endpoint)
+        reply.metadata_bytes = self._state.metadata_bytes
+        reply.draining = self.draining
+        reply.recovered = self.mover.recovered
+        reply.disk_health = self.mover.disk.health if self.mover.disk else "none"
+        return reply
+
+    async def Describe(
+        self, request: kvstore_pb2.StoreDescribeRequest, context: Context
+    ) -> kvstore_pb2.StoreDescribeReply:
+        return kvstore_pb2.StoreDescribeReply(
+            endpoint=endpoint_to_wire(self._endpoint),
+            segment_id=self._segment.segment_id,
+            index_segment_id=self._index.segment_id,
+            lean_address=self.lean_address,
+            lean_unix_address=self.lean_unix_address,
+        )
+
+    async def Touch(
+        self, request: kvstore_pb2.StoreTouchRequest, context: Context
+    ) -> kvstore_pb2.StoreTouchReply:
+        keys = wire.keys_from_wire(request.keys)
+        self._state.touch(keys)
+        self._events.read(keys)
+        return kvstore_pb2.StoreTouchReply()
+
+    async def Pin(
+        self, request: kvstore_pb2.StorePinRequest, context: Context
+    ) -> kvstore_pb2.StorePinReply:
+        keys = wire.keys_from_wire(request.keys)
+        pinned = self._state.pin(keys, wire.pin_from_wire(request.pin))
+        return kvstore_pb2.StorePinReply(pinned=pinned)
+
+    async def Prefetch(
+        self, request: kvstore_pb2.StorePrefetchRequest, context: Context
+    ) -> kvstore_pb2.StorePrefetchReply:
+        loads = self._state.prefetch(wire.keys_from_wire(request.keys))
+        self.mover.load(loads)
+        self._changed()
+        return kvstore_pb2.StorePrefetchReply(num_loading=len(loads))
+
+    async def Copy(
+        self, request: kvstore_pb2.StoreCopyRequest, context: Context
+    ) -> kvstore_pb2.StoreCopyReply:
+        if self.draining:
+            raise Overloaded("this store node is being drained", retry_after_s=DRAINING_RETRY_S)
+        reply = await copy_here(self._client, self._state, self._segment, request, self._clock)
+        self._changed()
+        return reply
+
+    async def SetDraining(
+        self, request: kvstore_pb2.StoreSetDrainingRequest, context: Context
+    ) -> kvstore_pb2.StoreSetDrainingReply:
+        self.draining = request.draining
+        log.info("draining" if request.draining else "accepting objects again")
+        return kvstore_pb2.StoreSetDrainingReply()
+
+    async def Subscribe(
+        self, request: kvstore_pb2.StoreSubscribeRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.StoreEvents]:
+        epoch = self._endpoint.epoch
+        async for events in subscription.follow(self._events, self._state, epoch, request):
+            yield events
+
+    async def List(
+        self, request: kvstore_pb2.StoreListRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.StoreListReply]:
+        if request.key:
+            [key] = wire.keys_from_wire([request.key])
+            stored = self._state.find(key)
+            yield wire.listing_to_wire(self._state, [stored] if stored else [])
+            return
+        for piece in batched(self._state.objects(), OBJECTS_PER_MESSAGE):
+            yield wire.listing_to_wire(self._state, piece)
+            await asyncio.sleep(0)
+
+    async def Verify(
+        self, request: kvstore_pb2.StoreVerifyRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.StoreVerifyReply]:
+        verifier = Verifier(self._state, self.mover, self._segment, self._in_thread)
+        async for found in verifier.run():
+            self._changed()
+            yield found
 
     async def close(self) -> None:
         """Waits for what is under way; call it once no more calls come in."""
         await asyncio.gather(*self._tasks, return_exceptions=True)  # their callers were told
+        await self._client.close()
+        await self._peers.close()
+        missing = await self.mover.flush(self._config.ssd_flush_s)
+        if missing:
+            log.warning("%d objects did not reach the disk in time and are lost", missing)
+        await self.mover.close()
         self._timer.set(None)
         self._threads.shutdown()
 
@@ -186,6 +313,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
             self._state.verified(reservation_id, corrupt, self._clock())
         finally:
             del self._commits[reservation_id]
+        self.mover.wants_copy(item.key for item in landed)
         if corrupt:
             log.error("%d of %d objects arrived corrupt; dropped", len(corrupt), len(landed))
         self._end_of_writer()
@@ -218,9 +346,9 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self._changed()
 
     def _changed(self) -> None:
-        """Sets the timer to the state's next deadline, and tells who listens."""
+        """Begins the writes that are due, and sets the timer to the state's next deadline."""
+        self.mover.pump()
         self._timer.set(self._state.next_deadline())
-        self._on_change()
 
     def _expire(self) -> None:
         for reservation in self._state.expire(self._clock()):

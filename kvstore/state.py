@@ -1,8 +1,8 @@
 """What a store node promised to whom: reservations of writers, read leases, and when they end. Pure.
 
-A reservation's life is the table `_NEXT`. **Its space is never free while its write window is open**: committing and
-giving up both close the window first, which the shell does and reports. An object becomes visible after its bytes
-were verified behind the closed window, so nobody can change them afterwards.
+An object becomes visible after its bytes were verified behind the closed window, so nobody can change them afterwards.
+A lease on objects that are only on disk brings them to memory first: it holds them at once and is *settled* when the
+reads have ended.
 
 Every right is granted idempotently by its id, and an id that has ended is remembered for a while: a call that was
 overtaken by its own cancellation is refused instead of granted to nobody. Times are arguments, in monotonic seconds.
@@ -10,132 +10,36 @@ overtaken by its own cancellation is refused instead of granted to nobody. Times
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from kvstore.catalog import Announcements, Catalog, StoredObject, Usage, Watermarks
-from kvstore.eviction import EvictionPolicy
+from kvstore.allocator import padded
+from kvstore.catalog import Catalog
+from kvstore.disk.base import DiskObject, Pin, Place
+from kvstore.moves import Load, Moves
+from kvstore.promises import (
+    MAX_TTL_S,
+    Landed,
+    Lease,
+    Outcome,
+    Phase,
+    Reservation,
+    Slot,
+    Step,
+    Wish,
+)
 from kvstore.rights import Deadlines, Ended
+from kvstore.stored import DiskSpace, StoredObject, Usage
 from protocol.errors import InvalidRequest, StaleLease
 from protocol.keys import BlockKey
-
-MAX_TTL_S = 600.0
-
-
-class Outcome(StrEnum):
-    """What became of one wish of a writer."""
-
-    GRANTED = "granted"
-    PRESENT = "present"
-    IN_PROGRESS = "in_progress"  # another writer holds it
-    FULL = "full"  # nothing could be evicted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """An object that a writer wants to store."""
-
-    key: BlockKey
-    parent: BlockKey | None
-    length: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """The answer to one wish."""
-
-    outcome: Outcome
-    offset: int = 0  # GRANTED
-
-
-class Phase(StrEnum):
-    """Where a live reservation is; ended ones are only remembered by id."""
-
-    OPEN = "open"  # its window is open
-    COMMITTING = "committing"  # window being closed, then bytes verified
-    CLOSING = "closing"  # window being closed, then space freed
-    ENDED = "ended"
-
-
-class Step(StrEnum):
-    """What moves a reservation on."""
-
-    COMMIT = "commit"
-    GIVE_UP = "give_up"  # aborted or expired
-    VERIFIED = "verified"
-    CLOSED = "closed"
-
-
-_NEXT = {
-    (Phase.OPEN, Step.COMMIT): Phase.COMMITTING,
-    (Phase.OPEN, Step.GIVE_UP): Phase.CLOSING,
-    (Phase.COMMITTING, Step.VERIFIED): Phase.ENDED,
-    (Phase.CLOSING, Step.CLOSED): Phase.ENDED,
-}
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """A writer's right to space."""
-
-    reservation_id: str
-    wishes: tuple[Wish, ...]
-    slots: tuple[Slot, ...]  # one per wish
-    objects: dict[BlockKey, StoredObject]  # the granted ones
-    expires_at: float
-    window_id: int | None = None  # set once the shell has opened it; None = nothing to write
-    phase: Phase = Phase.OPEN
-    checksums: Mapping[BlockKey, int] = field(default_factory=dict)  # COMMITTING
-
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """(offset, length) of what may be written; empty objects are complete as they are."""
-        return [(o.offset, o.length) for o in self.objects.values() if o.length]
-
-    @property
-    def waits_for_others(self) -> bool:
-        """Whether nothing was granted and other writers' ends would change the answer."""
-        return not self.objects and any(s.outcome is Outcome.IN_PROGRESS for s in self.slots)
-
-    def advance(self, step: Step) -> None:
-        following = _NEXT.get((self.phase, step))
-        if following is None:
-            raise AssertionError(f"{self.reservation_id}: {step} while {self.phase}")
-        self.phase = following
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Landed:
-    """Written bytes to verify."""
-
-    key: BlockKey
-    offset: int
-    length: int
-    checksum: int
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """A reader's right to find the bytes unchanged."""
-
-    lease_id: str
-    objects: tuple[StoredObject, ...]
-    expires_at: float
 
 
 class StoreState:
     """The rights of one node, over its catalog of objects."""
 
-    def __init__(
-        self,
-        capacity: int,
-        *,
-        policy: EvictionPolicy,
-        announce: Announcements,
-        watermarks: Watermarks,
-    ) -> None:
-        self._catalog = Catalog(capacity, policy=policy, announce=announce, watermarks=watermarks)
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self.moves = Moves(catalog)
         self.counters = self._catalog.counters
         self._reservations: dict[str, Reservation] = {}
         self._ended_reservations: Ended[tuple[BlockKey, ...]] = Ended()  # the corrupt keys
@@ -147,9 +51,11 @@ class StoreState:
     # Writers
 
     def reserve(
-        self, reservation_id: str, wishes: Sequence[Wish], ttl_s: float, now: float
+        self, reservation_id: str, wishes: Sequence[Wish], ttl_s: float | None, now: float
     ) -> Reservation:
         """Space for the wishes that nobody fulfils yet. The shell opens its window; asking again gives the same.
+
+        `ttl_s` None: the writer is this process, which ends it in any case.
 
         Raises InvalidRequest (a length that can never fit), StaleLease (the id has ended).
         """
@@ -158,14 +64,18 @@ class StoreState:
             return known
         if known is not None or reservation_id in self._ended_reservations:
             raise StaleLease("this reservation has ended", reservation_id=reservation_id)
-        _check_ttl(ttl_s)
+        if ttl_s is not None:
+            _check_ttl(ttl_s)
         for wish in wishes:
             self._catalog.check_size(wish.length)
-        reservation = self._grant(reservation_id, wishes, now + ttl_s)
+        expires_at = math.inf if ttl_s is None else now + ttl_s
+        reservation = self._grant(reservation_id, wishes, expires_at)
         if reservation.objects:
             self._reservations[reservation_id] = reservation
-            self._reservation_deadlines.note(reservation_id, reservation.expires_at)
-        self._catalog.trim()
+            if ttl_s is not None:
+                self._reservation_deadlines.note(reservation_id, expires_at)
+        if self._catalog.disk is None:
+            self._catalog.trim()
         return reservation
 
     def commit(
@@ -200,7 +110,7 @@ class StoreState:
         return reservation.window_id, [
             Landed(key=key, offset=stored.offset, length=stored.length, checksum=checksum)
             for key, checksum in reservation.checksums.items()
-            if (stored := reservation.objects[key])
+            if (stored := reservation.objects[key]).offset is not None
         ]
 
     def verified(self, reservation_id: str, corrupt: Collection[BlockKey], now: float) -> None:
@@ -251,16 +161,80 @@ class StoreState:
             raise StaleLease("this lease has ended", lease_id=lease_id)
         _check_ttl(ttl_s)
         lease = Lease(lease_id, self._leading_run(keys), now + ttl_s)
-        self.counters["lease_hits"] += len(lease.objects)
-        self.counters["lease_misses"] += len(keys) - len(lease.objects)
-        if not lease.objects:
-            return lease
         for stored in lease.objects:
             self._catalog.hold(stored)
+        self._begin_loads(lease)
+        self.counters["lease_hits"] += len(lease.objects)
+        self.counters["lease_misses"] += len(keys) - len(lease.objects)
         self._catalog.used(reversed(lease.objects))
-        self._leases[lease_id] = lease
-        self._lease_deadlines.note(lease_id, lease.expires_at)
+        if lease.objects:
+            self._leases[lease_id] = lease
+            self._lease_deadlines.note(lease_id, lease.expires_at)
         return lease
+
+    def _begin_loads(self, lease: Lease) -> None:
+        """Cuts the lease at the first object for which there is no memory."""
+        loads: list[Load] = []
+        for count, stored in enumerate(lease.objects):
+            if stored.offset is not None:
+                continue
+            begun = self.moves.is_loading(stored)
+            load = self.moves.load(stored)
+            if load is None:
+                self._cut(lease, count)
+                break
+            if not begun:
+                loads.append(load)
+        lease.loads = tuple(loads)
+
+    def settle(self, lease_id: str) -> Lease:
+        """The reads that this lease waited for have ended: it keeps the leading run of what is in memory now.
+
+        Raises StaleLease when it has ended meanwhile.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            raise StaleLease("this lease has ended", lease_id=lease_id)
+        current: list[StoredObject] = []
+        for stored in lease.objects:
+            fresh = stored if stored.offset is not None else self._catalog.find(stored.key)
+            if fresh is None or fresh.offset is None or fresh.generation != stored.generation:
+                break
+            current.append(fresh)
+        self._cut(lease, len(current))
+        lease.objects = tuple(current)
+        if not current:
+            del self._leases[lease_id]
+        return lease
+
+    def _cut(self, lease: Lease, count: int) -> None:
+        for stored in lease.objects[count:]:
+            self._catalog.let_go(stored)
+        lease.objects = lease.objects[:count]
+
+    def prefetch(self, keys: Sequence[BlockKey]) -> list[Load]:
+        """Begins to bring the leading run of these keys to memory, as far as there is room."""
+        loads: list[Load] = []
+        for stored in self._leading_run(keys):
+            if stored.offset is None and not self.moves.is_loading(stored):
+                load = self.moves.load(stored)
+                if load is None:
+                    break
+                loads.append(load)
+        return loads
+
+    def bytes_to_load(self, keys: Sequence[BlockKey]) -> int:
+        """Memory that the leading run of these keys needs beyond what it has."""
+        return sum(o.space for o in self._leading_run(keys) if o.offset is None)
+
+    def bytes_to_write(self, wishes: Iterable[Wish]) -> int:
+        """Memory that these wishes need."""
+        return sum(padded(w.length) for w in wishes if self._catalog.find(w.key) is None)
+
+    def short_of(self, nbytes: int) -> bool:
+        """Whether so much memory is not free now, but will be once what is being written to disk has left."""
+        usage = self._catalog.usage()
+        return usage.free < nbytes and self.moves.leaving_bytes > 0
 
     def renew(self, lease_id: str, ttl_s: float, now: float) -> None:
         """Lets a lease last `ttl_s` from now. Raises StaleLease when it has ended, InvalidRequest."""
@@ -280,16 +254,80 @@ class StoreState:
         self._ended_leases.remember(lease_id, now)
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return [self._catalog.find(key) is not None for key in keys]
+        return self._catalog.present(keys)
 
-    def remove(self, keys: Sequence[BlockKey], *, corrupt: bool) -> int:
-        """Takes objects out of sight at once, their space when their last lease ends; gives how many were there."""
+    def remove(self, keys: Sequence[BlockKey], *, corrupt: bool) -> list[DiskObject]:
+        """Takes objects out of sight at once, their space when their last hold ends; gives those that were there.
+
+        The shell has the disk forget them, so that they do not come back after a restart.
+        """
         wanted = dict.fromkeys(keys)
         found = [stored for key in wanted if (stored := self._catalog.find(key)) is not None]
         for stored in found:
             self._catalog.remove(stored)
         self.counters["integrity_failures" if corrupt else "objects_removed"] += len(found)
+        return [stored.header() for stored in found]
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Counts as a use: these objects, in the order of their chain, were read without a lease."""
+        found = [stored for key in keys if (stored := self._catalog.find(key)) is not None]
+        self.counters["lease_hits"] += len(found)
+        self._catalog.used(reversed(found))
+
+    def pin(self, keys: Sequence[BlockKey], pin: Pin) -> int:
+        """How much these objects may be evicted from now on; gives how many were there."""
+        found = [stored for key in keys if (stored := self._catalog.find(key)) is not None]
+        for stored in found:
+            self._catalog.set_pin(stored, pin)
         return len(found)
+
+    # The disk
+
+    def loaded(self, load: Load, good: bool) -> None:
+        """A read from disk has ended. What could not be read is lost here."""
+        self.counters["disk_reads_failed"] += not good
+        self.moves.loaded(load, good)
+
+    def use_disk(self, disk: DiskSpace) -> None:
+        """There is a disk behind the memory from now on."""
+        self._catalog.disk = disk
+
+    def restore(self, found: DiskObject, place: Place) -> bool:
+        """An object was found on disk; False = it is not wanted."""
+        stored = StoredObject(found.key, found.parent, found.length, found.generation)
+        stored.tenant, stored.pin, stored.checksum = found.tenant, found.pin, found.checksum
+        stored.place = place
+        kept = self._catalog.restore(stored)
+        self.counters["objects_restored"] += kept
+        return kept
+
+    def forget_disk(self) -> None:
+        """The disk is gone, and with it all that was only there."""
+        before = len(self._catalog)
+        self._catalog.forget_disk()
+        self.counters["objects_lost_with_disk"] += before - len(self._catalog)
+
+    # Looking around
+
+    def find(self, key: BlockKey) -> StoredObject | None:
+        return self._catalog.find(key)
+
+    def objects(self) -> Iterator[StoredObject]:
+        """All visible ones; see `Catalog.objects`."""
+        return self._catalog.objects()
+
+    def standing(self, stored: StoredObject) -> tuple[int, int]:
+        """How many hold a visible object, and how many resident blocks follow it."""
+        rows = self._catalog.rows
+        return rows.holds[stored.record], rows.followers[stored.record]
+
+    @property
+    def num_objects(self) -> int:
+        return len(self._catalog)
+
+    @property
+    def metadata_bytes(self) -> int:
+        return self._catalog.metadata_bytes
 
     # Time
 
@@ -316,16 +354,19 @@ class StoreState:
 
     def validate(self) -> None:
         """Raises AssertionError unless the catalog agrees with the rights granted on it."""
-        self._catalog.validate()
         leases = self._leases.values()
-        self._catalog.validate_rights(
-            leased=[stored for lease in leases for stored in lease.objects],
+        self.moves.validate()
+        held = [stored for lease in leases for stored in lease.objects]
+        self._catalog.validate(
+            held=[*held, *self.moves.under_way()],
             reserved=[o for r in self._reservations.values() for o in r.objects.values()],
+            loading=self.moves.extents(),
         )
         assert all(lease.lease_id in self._lease_deadlines for lease in leases)
         for reservation in self._reservations.values():
             timed = reservation.reservation_id in self._reservation_deadlines
-            assert timed or reservation.phase is not Phase.OPEN
+            endless = reservation.expires_at == math.inf
+            assert timed or endless or reservation.phase is not Phase.OPEN
 
     def _grant(self, reservation_id: str, wishes: Sequence[Wish], expires_at: float) -> Reservation:
         objects: dict[BlockKey, StoredObject] = {}
@@ -345,12 +386,17 @@ class StoreState:
             return Slot(outcome=Outcome.IN_PROGRESS)
         # A block whose parent found no space could never be reached: it would only take another's.
         headless = wish.parent in refused
-        stored = None if headless else self._catalog.reserve(wish.key, wish.parent, wish.length)
+        stored = None
+        if not headless:
+            stored = self._catalog.reserve(
+                wish.key, wish.parent, wish.length, tenant=wish.tenant, pin=wish.pin
+            )
         if stored is None:
             refused.add(wish.key)
             self.counters["wishes_refused"] += 1
             return Slot(outcome=Outcome.FULL)
         objects[wish.key] = stored
+        assert stored.offset is not None
         return Slot(outcome=Outcome.GRANTED, offset=stored.offset)
 
     def _leading_run(self, keys: Sequence[BlockKey]) -> tuple[StoredObject, ...]:

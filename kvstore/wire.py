@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kvstore.catalog import Usage
-from kvstore.state import Lease, Outcome, Reservation, Slot, Wish
+from kvstore.disk.base import Pin
+from kvstore.promises import Lease, Outcome, Reservation, Slot, Wish
+from kvstore.state import StoreState
+from kvstore.stored import StoredObject, Usage
 from protocol.errors import InvalidRequest
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
 from protocol.pb import kvstore_pb2
@@ -19,6 +21,12 @@ _OUTCOMES = {
     Outcome.IN_PROGRESS: _WireSlot.OUTCOME_IN_PROGRESS,
     Outcome.FULL: _WireSlot.OUTCOME_FULL,
 }
+_PINS = {
+    Pin.NONE: kvstore_pb2.STORE_PIN_NONE,
+    Pin.SOFT: kvstore_pb2.STORE_PIN_SOFT,
+    Pin.HARD: kvstore_pb2.STORE_PIN_HARD,
+}
+_PINS_BACK = {value: pin for pin, value in _PINS.items()}
 _OUTCOMES_BACK = {value: outcome for outcome, value in _OUTCOMES.items()}
 
 
@@ -30,7 +38,13 @@ def keys_from_wire(keys: Iterable[bytes]) -> list[BlockKey]:
 def wishes_from_wire(message: kvstore_pb2.StoreReserveRequest) -> list[Wish]:
     """Raises InvalidRequest for malformed keys, and for a block that would follow itself and so never be evicted."""
     wishes = [
-        Wish(key=_key(wish.key), parent=_parent(wish.parent), length=wish.length)
+        Wish(
+            key=_key(wish.key),
+            parent=_parent(wish.parent),
+            length=wish.length,
+            tenant=wish.tenant,
+            pin=pin_from_wire(wish.pin),
+        )
         for wish in message.wishes
     ]
     if any(wish.key == wish.parent for wish in wishes):
@@ -66,6 +80,8 @@ def lease_to_wire(lease: Lease, segment_id: int) -> kvstore_pb2.StoreLeaseReply:
             length=stored.length,
             checksum=stored.checksum,
             generation=stored.generation,
+            parent=stored.parent or b"",
+            tenant=stored.tenant,
         )
         for stored in lease.objects
     ]
@@ -82,9 +98,46 @@ def usage_to_wire(
         leased_bytes=usage.leased,
         reserved_bytes=usage.reserved,
         num_objects=usage.num_objects,
+        disk_limit_bytes=usage.disk_limit,
+        disk_live_bytes=usage.disk_live,
+        num_on_disk=usage.num_on_disk,
+        tenant_bytes=dict(usage.tenants),
         counters=dict(counters),
         endpoint=endpoint_to_wire(endpoint),
     )
+
+
+def listing_to_wire(
+    state: StoreState, objects: Iterable[StoredObject]
+) -> kvstore_pb2.StoreListReply:
+    reply = kvstore_pb2.StoreListReply()
+    for stored in objects:
+        holds, followers = state.standing(stored)
+        reply.objects.add(
+            key=stored.key,
+            parent=stored.parent or b"",
+            length=stored.length,
+            checksum=stored.checksum,
+            generation=stored.generation,
+            in_memory=stored.offset is not None,
+            on_disk=stored.place is not None,
+            tenant=stored.tenant,
+            pin=_PINS[stored.pin],
+            holds=holds,
+            followers=followers,
+        )
+    return reply
+
+
+def pin_to_wire(pin: Pin) -> kvstore_pb2.StorePin:
+    return _PINS[pin]
+
+
+def pin_from_wire(pin: kvstore_pb2.StorePin) -> Pin:
+    """Raises InvalidRequest for one that this version does not know."""
+    if pin not in _PINS_BACK:
+        raise InvalidRequest(f"unknown kind of pin {pin}", param="pin")
+    return _PINS_BACK[pin]
 
 
 def _key(key: bytes) -> BlockKey:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from protocol.errors import Incompatible, MoonserveError, StaleLease, Unauthenticated
 from protocol.keys import NO_PARENT, BlockKey, pack_keys
@@ -32,27 +32,34 @@ MAX_EVENTS = 50_000
 MAX_PENDING = 200_000
 
 
+Inventory = Callable[[], Iterable[tuple[BlockKey, BlockKey]]]
+"""(key, parent) of all blocks that an instance can serve; the parent NO_PARENT when a chain starts there."""
+
+
 class BlockLog:
     """The blocks an instance can serve, and the changes that the conductor has not acknowledged. Pure.
 
     `on_change` is called at each change; a Membership that tells of this log takes it over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inventory: Inventory | None = None) -> None:
+        """`inventory` is for owners of very many blocks, who can list them and tell only of real changes."""
         self.on_change: Callable[[], None] = lambda: None
-        self._present: dict[BlockKey, BlockKey] = {}  # key → parent, in order of arrival
+        self._present: dict[BlockKey, BlockKey] = {}  # key → parent, in order of arrival; unused with an inventory
+        self._inventory = inventory
         self._pending: list[tuple[BlockKey, BlockKey | None]] = []  # parent None = removed
         self._next_seq = 1  # number of the first pending event
         self._snapshot_due = False  # changes were dropped, only a snapshot tells everything
 
     def added(self, key: BlockKey, parent: BlockKey | None) -> None:
         """`key` can be served from now on; `parent` None when its chain starts here."""
-        if key not in self._present:
-            self._present[key] = parent or NO_PARENT
+        if self._inventory is not None or key not in self._present:
+            if self._inventory is None:
+                self._present[key] = parent or NO_PARENT
             self._note(key, parent or NO_PARENT)
 
     def removed(self, key: BlockKey) -> None:
-        if self._present.pop(key, None) is not None:
+        if self._inventory is not None or self._present.pop(key, None) is not None:
             self._note(key, None)
 
     def _note(self, key: BlockKey, parent: BlockKey | None) -> None:
@@ -94,10 +101,11 @@ class BlockLog:
 
     def snapshot(self) -> conductor_pb2.BlockEvents:
         """Everything present; acknowledging it acknowledges all pending changes too."""
+        present = self._present if self._inventory is None else dict(self._inventory())
         return conductor_pb2.BlockEvents(
             first_seq=self._next_seq,
-            added_keys=pack_keys(list(self._present)),
-            added_parents=pack_keys(list(self._present.values())),
+            added_keys=pack_keys(list(present)),
+            added_parents=pack_keys(list(present.values())),
             snapshot=True,
             next_seq=self._next_seq + len(self._pending),
         )

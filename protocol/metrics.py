@@ -192,36 +192,6 @@ def scheduler_metrics(registry: CollectorRegistry) -> SchedulerMetrics:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StoreMetrics:
-    """What a store node measures, under the names of Mooncake's master."""
-
-    keys: Gauge
-    allocated_bytes: Gauge
-    capacity_bytes: Gauge
-    attempted_evictions: Counter
-    successful_evictions: Counter
-    integrity_failures: Counter
-
-
-def store_metrics(registry: CollectorRegistry) -> StoreMetrics:
-    """Registers a store node's metrics; once per registry."""
-    return StoreMetrics(
-        keys=Gauge("master_key_count", "Visible objects.", registry=registry),
-        allocated_bytes=Gauge("master_allocated_bytes", "Bytes in use.", registry=registry),
-        capacity_bytes=Gauge("master_total_capacity_bytes", "Bytes in all.", registry=registry),
-        attempted_evictions=Counter(
-            "master_attempted_evictions", "Evictions tried.", registry=registry
-        ),
-        successful_evictions=Counter(
-            "master_successful_evictions", "Evictions that freed space.", registry=registry
-        ),
-        integrity_failures=Counter(
-            "moonserve_integrity_failures", "Objects dropped for a checksum.", registry=registry
-        ),
-    )
-
-
 @contextlib.contextmanager
 def exposed(registry: CollectorRegistry, host: str, port: int) -> Iterator[None]:
     """Serves the registry over HTTP while the block lasts, in a thread; port 0 = not at all. Raises ConfigError."""

@@ -20,6 +20,44 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _StorePin:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StorePinEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StorePin.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STORE_PIN_NONE: _StorePin.ValueType  # 0
+    STORE_PIN_SOFT: _StorePin.ValueType  # 1
+    """evicted after everything without a pin"""
+    STORE_PIN_HARD: _StorePin.ValueType  # 2
+    """never evicted"""
+
+class StorePin(_StorePin, metaclass=_StorePinEnumTypeWrapper): ...
+
+STORE_PIN_NONE: StorePin.ValueType  # 0
+STORE_PIN_SOFT: StorePin.ValueType  # 1
+"""evicted after everything without a pin"""
+STORE_PIN_HARD: StorePin.ValueType  # 2
+"""never evicted"""
+Global___StorePin: _TypeAlias = StorePin  # noqa: Y015
+
+class _StoreTier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StoreTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StoreTier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STORE_TIER_UNSPECIFIED: _StoreTier.ValueType  # 0
+    STORE_TIER_MEMORY: _StoreTier.ValueType  # 1
+    STORE_TIER_DISK: _StoreTier.ValueType  # 2
+
+class StoreTier(_StoreTier, metaclass=_StoreTierEnumTypeWrapper): ...
+
+STORE_TIER_UNSPECIFIED: StoreTier.ValueType  # 0
+STORE_TIER_MEMORY: StoreTier.ValueType  # 1
+STORE_TIER_DISK: StoreTier.ValueType  # 2
+Global___StoreTier: _TypeAlias = StoreTier  # noqa: Y015
+
 @_typing.final
 class StoreReserveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -31,20 +69,26 @@ class StoreReserveRequest(_message.Message):
         KEY_FIELD_NUMBER: _builtins.int
         PARENT_FIELD_NUMBER: _builtins.int
         LENGTH_FIELD_NUMBER: _builtins.int
+        TENANT_FIELD_NUMBER: _builtins.int
+        PIN_FIELD_NUMBER: _builtins.int
         key: _builtins.bytes
         parent: _builtins.bytes
         """empty = the chain starts here"""
         length: _builtins.int
+        tenant: _builtins.str
+        pin: Global___StorePin.ValueType
         def __init__(
             self,
             *,
             key: _builtins.bytes = ...,
             parent: _builtins.bytes = ...,
             length: _builtins.int = ...,
+            tenant: _builtins.str = ...,
+            pin: Global___StorePin.ValueType = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "length", b"length", "parent", b"parent"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "length", b"length", "parent", b"parent", "pin", b"pin", "tenant", b"tenant"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -266,10 +310,15 @@ class StoreLeaseReply(_message.Message):
         LENGTH_FIELD_NUMBER: _builtins.int
         CHECKSUM_FIELD_NUMBER: _builtins.int
         GENERATION_FIELD_NUMBER: _builtins.int
+        PARENT_FIELD_NUMBER: _builtins.int
+        TENANT_FIELD_NUMBER: _builtins.int
         offset: _builtins.int
         length: _builtins.int
         checksum: _builtins.int
         generation: _builtins.int
+        parent: _builtins.bytes
+        """empty = the chain starts here"""
+        tenant: _builtins.str
         def __init__(
             self,
             *,
@@ -277,10 +326,12 @@ class StoreLeaseReply(_message.Message):
             length: _builtins.int = ...,
             checksum: _builtins.int = ...,
             generation: _builtins.int = ...,
+            parent: _builtins.bytes = ...,
+            tenant: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "length", b"length", "offset", b"offset"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "length", b"length", "offset", b"offset", "parent", b"parent", "tenant", b"tenant"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -497,6 +548,26 @@ class StoreStatsReply(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class TenantBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     FREE_BYTES_FIELD_NUMBER: _builtins.int
     HELD_BYTES_FIELD_NUMBER: _builtins.int
@@ -505,6 +576,14 @@ class StoreStatsReply(_message.Message):
     NUM_OBJECTS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    DISK_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_LIVE_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_ON_DISK_FIELD_NUMBER: _builtins.int
+    DISK_HEALTH_FIELD_NUMBER: _builtins.int
+    METADATA_BYTES_FIELD_NUMBER: _builtins.int
+    TENANT_BYTES_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    RECOVERED_FIELD_NUMBER: _builtins.int
     capacity_bytes: _builtins.int
     free_bytes: _builtins.int
     held_bytes: _builtins.int
@@ -514,11 +593,25 @@ class StoreStatsReply(_message.Message):
     reserved_bytes: _builtins.int
     """being written"""
     num_objects: _builtins.int
+    disk_limit_bytes: _builtins.int
+    """0 = there is no disk"""
+    disk_live_bytes: _builtins.int
+    num_on_disk: _builtins.int
+    """objects that are only there"""
+    disk_health: _builtins.str
+    metadata_bytes: _builtins.int
+    draining: _builtins.bool
+    recovered: _builtins.float
+    """share of the disk whose objects are known; 1 = all"""
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
     def endpoint(self) -> _common_pb2.Endpoint:
         """without rpc_address: the caller knows what it dialled"""
+
+    @_builtins.property
+    def tenant_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """of tenants with a quota"""
 
     def __init__(
         self,
@@ -531,11 +624,491 @@ class StoreStatsReply(_message.Message):
         num_objects: _builtins.int = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         endpoint: _common_pb2.Endpoint | None = ...,
+        disk_limit_bytes: _builtins.int = ...,
+        disk_live_bytes: _builtins.int = ...,
+        num_on_disk: _builtins.int = ...,
+        disk_health: _builtins.str = ...,
+        metadata_bytes: _builtins.int = ...,
+        tenant_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        draining: _builtins.bool = ...,
+        recovered: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "counters", b"counters", "endpoint", b"endpoint", "free_bytes", b"free_bytes", "held_bytes", b"held_bytes", "leased_bytes", b"leased_bytes", "num_objects", b"num_objects", "reserved_bytes", b"reserved_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "counters", b"counters", "disk_health", b"disk_health", "disk_limit_bytes", b"disk_limit_bytes", "disk_live_bytes", b"disk_live_bytes", "draining", b"draining", "endpoint", b"endpoint", "free_bytes", b"free_bytes", "held_bytes", b"held_bytes", "leased_bytes", b"leased_bytes", "metadata_bytes", b"metadata_bytes", "num_objects", b"num_objects", "num_on_disk", b"num_on_disk", "recovered", b"recovered", "reserved_bytes", b"reserved_bytes", "tenant_bytes", b"tenant_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoreStatsReply: _TypeAlias = StoreStatsReply  # noqa: Y015
+
+@_typing.final
+class StoreDescribeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreDescribeRequest: _TypeAlias = StoreDescribeRequest  # noqa: Y015
+
+@_typing.final
+class StoreDescribeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    INDEX_SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    LEAN_ADDRESS_FIELD_NUMBER: _builtins.int
+    LEAN_UNIX_ADDRESS_FIELD_NUMBER: _builtins.int
+    segment_id: _builtins.int
+    index_segment_id: _builtins.int
+    """another one once the index has grown"""
+    lean_address: _builtins.str
+    """for calls that must be quick; empty = none"""
+    lean_unix_address: _builtins.str
+    """the same, for processes of this host"""
+    @_builtins.property
+    def endpoint(self) -> _common_pb2.Endpoint:
+        """without rpc_address: the caller knows what it dialled"""
+
+    def __init__(
+        self,
+        *,
+        endpoint: _common_pb2.Endpoint | None = ...,
+        segment_id: _builtins.int = ...,
+        index_segment_id: _builtins.int = ...,
+        lean_address: _builtins.str = ...,
+        lean_unix_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "index_segment_id", b"index_segment_id", "lean_address", b"lean_address", "lean_unix_address", b"lean_unix_address", "segment_id", b"segment_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreDescribeReply: _TypeAlias = StoreDescribeReply  # noqa: Y015
+
+@_typing.final
+class StoreTouchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of one chain, in order"""
+
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreTouchRequest: _TypeAlias = StoreTouchRequest  # noqa: Y015
+
+@_typing.final
+class StoreTouchReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreTouchReply: _TypeAlias = StoreTouchReply  # noqa: Y015
+
+@_typing.final
+class StorePinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    pin: Global___StorePin.ValueType
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        pin: Global___StorePin.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "pin", b"pin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StorePinRequest: _TypeAlias = StorePinRequest  # noqa: Y015
+
+@_typing.final
+class StorePinReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINNED_FIELD_NUMBER: _builtins.int
+    pinned: _builtins.int
+    """how many were there"""
+    def __init__(
+        self,
+        *,
+        pinned: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StorePinReply: _TypeAlias = StorePinReply  # noqa: Y015
+
+@_typing.final
+class StorePrefetchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StorePrefetchRequest: _TypeAlias = StorePrefetchRequest  # noqa: Y015
+
+@_typing.final
+class StorePrefetchReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_LOADING_FIELD_NUMBER: _builtins.int
+    num_loading: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_loading: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_loading", b"num_loading"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StorePrefetchReply: _TypeAlias = StorePrefetchReply  # noqa: Y015
+
+@_typing.final
+class StoreCopyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    deadline_s: _builtins.float
+    @_builtins.property
+    def source(self) -> _common_pb2.Endpoint: ...
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of one chain, in order"""
+
+    def __init__(
+        self,
+        *,
+        source: _common_pb2.Endpoint | None = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        deadline_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "keys", b"keys", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreCopyRequest: _TypeAlias = StoreCopyRequest  # noqa: Y015
+
+@_typing.final
+class StoreCopyReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPIED_FIELD_NUMBER: _builtins.int
+    PRESENT_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    copied: _builtins.int
+    present: _builtins.int
+    missing: _builtins.int
+    """the source had them no more"""
+    refused: _builtins.int
+    """no room"""
+    def __init__(
+        self,
+        *,
+        copied: _builtins.int = ...,
+        present: _builtins.int = ...,
+        missing: _builtins.int = ...,
+        refused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied", "missing", b"missing", "present", b"present", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreCopyReply: _TypeAlias = StoreCopyReply  # noqa: Y015
+
+@_typing.final
+class StoreSetDrainingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAINING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    def __init__(
+        self,
+        *,
+        draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreSetDrainingRequest: _TypeAlias = StoreSetDrainingRequest  # noqa: Y015
+
+@_typing.final
+class StoreSetDrainingReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreSetDrainingReply: _TypeAlias = StoreSetDrainingReply  # noqa: Y015
+
+@_typing.final
+class StoreSubscribeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NEXT_SEQ_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """of the node; another one begins anew"""
+    next_seq: _builtins.int
+    """number of the first event that the caller has not seen; 0 = everything"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        next_seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "next_seq", b"next_seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreSubscribeRequest: _TypeAlias = StoreSubscribeRequest  # noqa: Y015
+
+@_typing.final
+class StoreEvents(_message.Message):
+    """Events [first_seq, next_seq) of one incarnation, or a part of what it holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    FIRST_SEQ_FIELD_NUMBER: _builtins.int
+    NEXT_SEQ_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    ADDED_KEYS_FIELD_NUMBER: _builtins.int
+    ADDED_PARENTS_FIELD_NUMBER: _builtins.int
+    ADDED_TIERS_FIELD_NUMBER: _builtins.int
+    REMOVED_KEYS_FIELD_NUMBER: _builtins.int
+    READ_KEYS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    first_seq: _builtins.int
+    next_seq: _builtins.int
+    snapshot: _builtins.bool
+    """the first message of an inventory: forget what was known"""
+    more: _builtins.bool
+    """further messages of the same inventory follow"""
+    added_keys: _builtins.bytes
+    """16 bytes each; also those that changed their tier"""
+    added_parents: _builtins.bytes
+    """16 bytes each; zeros = the chain starts here"""
+    added_tiers: _builtins.bytes
+    """one StoreTier each"""
+    removed_keys: _builtins.bytes
+    read_keys: _builtins.bytes
+    """read since the last message, 16 bytes each; repeated as often"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        first_seq: _builtins.int = ...,
+        next_seq: _builtins.int = ...,
+        snapshot: _builtins.bool = ...,
+        more: _builtins.bool = ...,
+        added_keys: _builtins.bytes = ...,
+        added_parents: _builtins.bytes = ...,
+        added_tiers: _builtins.bytes = ...,
+        removed_keys: _builtins.bytes = ...,
+        read_keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_keys", b"added_keys", "added_parents", b"added_parents", "added_tiers", b"added_tiers", "epoch", b"epoch", "first_seq", b"first_seq", "more", b"more", "next_seq", b"next_seq", "read_keys", b"read_keys", "removed_keys", b"removed_keys", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreEvents: _TypeAlias = StoreEvents  # noqa: Y015
+
+@_typing.final
+class StoreListRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """only this one; empty = all"""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreListRequest: _TypeAlias = StoreListRequest  # noqa: Y015
+
+@_typing.final
+class StoreListReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Object(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        PARENT_FIELD_NUMBER: _builtins.int
+        LENGTH_FIELD_NUMBER: _builtins.int
+        CHECKSUM_FIELD_NUMBER: _builtins.int
+        GENERATION_FIELD_NUMBER: _builtins.int
+        IN_MEMORY_FIELD_NUMBER: _builtins.int
+        ON_DISK_FIELD_NUMBER: _builtins.int
+        TENANT_FIELD_NUMBER: _builtins.int
+        PIN_FIELD_NUMBER: _builtins.int
+        HOLDS_FIELD_NUMBER: _builtins.int
+        FOLLOWERS_FIELD_NUMBER: _builtins.int
+        key: _builtins.bytes
+        parent: _builtins.bytes
+        length: _builtins.int
+        checksum: _builtins.int
+        generation: _builtins.int
+        in_memory: _builtins.bool
+        on_disk: _builtins.bool
+        tenant: _builtins.str
+        pin: Global___StorePin.ValueType
+        holds: _builtins.int
+        followers: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.bytes = ...,
+            parent: _builtins.bytes = ...,
+            length: _builtins.int = ...,
+            checksum: _builtins.int = ...,
+            generation: _builtins.int = ...,
+            in_memory: _builtins.bool = ...,
+            on_disk: _builtins.bool = ...,
+            tenant: _builtins.str = ...,
+            pin: Global___StorePin.ValueType = ...,
+            holds: _builtins.int = ...,
+            followers: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "followers", b"followers", "generation", b"generation", "holds", b"holds", "in_memory", b"in_memory", "key", b"key", "length", b"length", "on_disk", b"on_disk", "parent", b"parent", "pin", b"pin", "tenant", b"tenant"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreListReply.Object]: ...
+    def __init__(
+        self,
+        *,
+        objects: _abc.Iterable[Global___StoreListReply.Object] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["objects", b"objects"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreListReply: _TypeAlias = StoreListReply  # noqa: Y015
+
+@_typing.final
+class StoreVerifyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreVerifyRequest: _TypeAlias = StoreVerifyRequest  # noqa: Y015
+
+@_typing.final
+class StoreVerifyReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKED_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
+    checked: _builtins.int
+    total: _builtins.int
+    @_builtins.property
+    def corrupt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """found since the last message; dropped"""
+
+    def __init__(
+        self,
+        *,
+        checked: _builtins.int = ...,
+        total: _builtins.int = ...,
+        corrupt: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked", b"checked", "corrupt", b"corrupt", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreVerifyReply: _TypeAlias = StoreVerifyReply  # noqa: Y015

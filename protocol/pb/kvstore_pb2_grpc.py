@@ -79,6 +79,51 @@ class KvStoreStub:
                 request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreStatsRequest.SerializeToString,
                 response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreStatsReply.FromString,
                 _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/moonserve.KvStore/Describe',
+                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreDescribeRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreDescribeReply.FromString,
+                _registered_method=True)
+        self.Touch = channel.unary_unary(
+                '/moonserve.KvStore/Touch',
+                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreTouchRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreTouchReply.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/moonserve.KvStore/Pin',
+                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StorePinRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StorePinReply.FromString,
+                _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/moonserve.KvStore/Prefetch',
+                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StorePrefetchRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StorePrefetchReply.FromString,
+                _registered_method=True)
+        self.Copy = channel.unary_unary(
+                '/moonserve.KvStore/Copy',
+                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreCopyRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreCopyReply.FromString,
+                _registered_method=True)
+        self.SetDraining = channel.unary_unary(
+                '/moonserve.KvStore/SetDraining',
+                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingReply.FromString,
+                _registered_method=True)
+        self.Subscribe = channel.unary_stream(
+                '/moonserve.KvStore/Subscribe',
+                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreSubscribeRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreEvents.FromString,
+                _registered_method=True)
+        self.List = channel.unary_stream(
+                '/moonserve.KvStore/List',
+                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreListRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreListReply.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/moonserve.KvStore/Verify',
+                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreVerifyRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreVerifyReply.FromString,
+                _registered_method=True)
 
 
 class KvStoreServicer:
@@ -142,6 +187,68 @@ class KvStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Describe(self, request, context):
+        """Where readers of this host, and one-sided readers, find the index and the bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Touch(self, request, context):
+        """Objects that were read without a lease: counts as their use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefetch(self, request, context):
+        """Brings the leading run of these keys from disk to memory; answers without waiting for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Copy(self, request, context):
+        """Reads objects from another node into this one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetDraining(self, request, context):
+        """From now on nothing new is accepted, until said otherwise.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Subscribe(self, request, context):
+        """Which objects came, moved and left, for as long as the caller listens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def List(self, request, context):
+        """Every visible object.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Compares every object with its checksum, in memory and on disk; drops what does not match.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -189,6 +296,51 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreStatsRequest.FromString,
                     response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreStatsReply.SerializeToString,
+            ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreDescribeRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreDescribeReply.SerializeToString,
+            ),
+            'Touch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Touch,
+                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreTouchRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreTouchReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StorePinRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StorePinReply.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StorePrefetchRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StorePrefetchReply.SerializeToString,
+            ),
+            'Copy': grpc.unary_unary_rpc_method_handler(
+                    servicer.Copy,
+                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreCopyRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreCopyReply.SerializeToString,
+            ),
+            'SetDraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDraining,
+                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingReply.SerializeToString,
+            ),
+            'Subscribe': grpc.unary_stream_rpc_method_handler(
+                    servicer.Subscribe,
+                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreSubscribeRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreEvents.SerializeToString,
+            ),
+            'List': grpc.unary_stream_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreListRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreListReply.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreVerifyRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreVerifyReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -434,6 +586,249 @@ class KvStore:
             '/moonserve.KvStore/Stats',
             protocol_dot_pb_dot_kvstore__pb2.StoreStatsRequest.SerializeToString,
             protocol_dot_pb_dot_kvstore__pb2.StoreStatsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.KvStore/Describe',
+            protocol_dot_pb_dot_kvstore__pb2.StoreDescribeRequest.SerializeToString,
+            protocol_dot_pb_dot_kvstore__pb2.StoreDescribeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Touch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.KvStore/Touch',
+            protocol_dot_pb_dot_kvstore__pb2.StoreTouchRequest.SerializeToString,
+            protocol_dot_pb_dot_kvstore__pb2.StoreTouchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.KvStore/Pin',
+            protocol_dot_pb_dot_kvstore__pb2.StorePinRequest.SerializeToString,
+            protocol_dot_pb_dot_kvstore__pb2.StorePinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.KvStore/Prefetch',
+            protocol_dot_pb_dot_kvstore__pb2.StorePrefetchRequest.SerializeToString,
+            protocol_dot_pb_dot_kvstore__pb2.StorePrefetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Copy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.KvStore/Copy',
+            protocol_dot_pb_dot_kvstore__pb2.StoreCopyRequest.SerializeToString,
+            protocol_dot_pb_dot_kvstore__pb2.StoreCopyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.KvStore/SetDraining',
+            protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingRequest.SerializeToString,
+            protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Subscribe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moonserve.KvStore/Subscribe',
+            protocol_dot_pb_dot_kvstore__pb2.StoreSubscribeRequest.SerializeToString,
+            protocol_dot_pb_dot_kvstore__pb2.StoreEvents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moonserve.KvStore/List',
+            protocol_dot_pb_dot_kvstore__pb2.StoreListRequest.SerializeToString,
+            protocol_dot_pb_dot_kvstore__pb2.StoreListReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moonserve.KvStore/Verify',
+            protocol_dot_pb_dot_kvstore__pb2.StoreVerifyRequest.SerializeToString,
+            protocol_dot_pb_dot_kvstore__pb2.StoreVerifyReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,23 @@ class KvStoreStub:
     Remove: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreRemoveRequest, _kvstore_pb2.StoreRemoveReply]
     """Removes objects, now or when their last lease ends; `corrupt` counts an integrity failure."""
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreStatsRequest, _kvstore_pb2.StoreStatsReply]
+    Describe: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreDescribeRequest, _kvstore_pb2.StoreDescribeReply]
+    """Where readers of this host, and one-sided readers, find the index and the bytes."""
+    Touch: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreTouchRequest, _kvstore_pb2.StoreTouchReply]
+    """Objects that were read without a lease: counts as their use."""
+    Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StorePinRequest, _kvstore_pb2.StorePinReply]
+    Prefetch: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StorePrefetchRequest, _kvstore_pb2.StorePrefetchReply]
+    """Brings the leading run of these keys from disk to memory; answers without waiting for it."""
+    Copy: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreCopyRequest, _kvstore_pb2.StoreCopyReply]
+    """Reads objects from another node into this one."""
+    SetDraining: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreSetDrainingRequest, _kvstore_pb2.StoreSetDrainingReply]
+    """From now on nothing new is accepted, until said otherwise."""
+    Subscribe: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.StoreSubscribeRequest, _kvstore_pb2.StoreEvents]
+    """Which objects came, moved and left, for as long as the caller listens."""
+    List: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.StoreListRequest, _kvstore_pb2.StoreListReply]
+    """Every visible object."""
+    Verify: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.StoreVerifyRequest, _kvstore_pb2.StoreVerifyReply]
+    """Compares every object with its checksum, in memory and on disk; drops what does not match."""
 
 @_typing.type_check_only
 class KvStoreAsyncStub(KvStoreStub):
@@ -61,6 +78,23 @@ class KvStoreAsyncStub(KvStoreStub):
     Remove: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreRemoveRequest, _kvstore_pb2.StoreRemoveReply]  # type: ignore[assignment]
     """Removes objects, now or when their last lease ends; `corrupt` counts an integrity failure."""
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreStatsRequest, _kvstore_pb2.StoreStatsReply]  # type: ignore[assignment]
+    Describe: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreDescribeRequest, _kvstore_pb2.StoreDescribeReply]  # type: ignore[assignment]
+    """Where readers of this host, and one-sided readers, find the index and the bytes."""
+    Touch: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreTouchRequest, _kvstore_pb2.StoreTouchReply]  # type: ignore[assignment]
+    """Objects that were read without a lease: counts as their use."""
+    Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StorePinRequest, _kvstore_pb2.StorePinReply]  # type: ignore[assignment]
+    Prefetch: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StorePrefetchRequest, _kvstore_pb2.StorePrefetchReply]  # type: ignore[assignment]
+    """Brings the leading run of these keys from disk to memory; answers without waiting for it."""
+    Copy: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreCopyRequest, _kvstore_pb2.StoreCopyReply]  # type: ignore[assignment]
+    """Reads objects from another node into this one."""
+    SetDraining: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreSetDrainingRequest, _kvstore_pb2.StoreSetDrainingReply]  # type: ignore[assignment]
+    """From now on nothing new is accepted, until said otherwise."""
+    Subscribe: _aio.UnaryStreamMultiCallable[_kvstore_pb2.StoreSubscribeRequest, _kvstore_pb2.StoreEvents]  # type: ignore[assignment]
+    """Which objects came, moved and left, for as long as the caller listens."""
+    List: _aio.UnaryStreamMultiCallable[_kvstore_pb2.StoreListRequest, _kvstore_pb2.StoreListReply]  # type: ignore[assignment]
+    """Every visible object."""
+    Verify: _aio.UnaryStreamMultiCallable[_kvstore_pb2.StoreVerifyRequest, _kvstore_pb2.StoreVerifyReply]  # type: ignore[assignment]
+    """Compares every object with its checksum, in memory and on disk; drops what does not match."""
 
 class KvStoreServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -129,5 +163,76 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.StoreStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.StoreStatsReply, _abc.Awaitable[_kvstore_pb2.StoreStatsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Describe(
+        self,
+        request: _kvstore_pb2.StoreDescribeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.StoreDescribeReply, _abc.Awaitable[_kvstore_pb2.StoreDescribeReply]]:
+        """Where readers of this host, and one-sided readers, find the index and the bytes."""
+
+    @_abc_1.abstractmethod
+    def Touch(
+        self,
+        request: _kvstore_pb2.StoreTouchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.StoreTouchReply, _abc.Awaitable[_kvstore_pb2.StoreTouchReply]]:
+        """Objects that were read without a lease: counts as their use."""
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _kvstore_pb2.StorePinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.StorePinReply, _abc.Awaitable[_kvstore_pb2.StorePinReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Prefetch(
+        self,
+        request: _kvstore_pb2.StorePrefetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.StorePrefetchReply, _abc.Awaitable[_kvstore_pb2.StorePrefetchReply]]:
+        """Brings the leading run of these keys from disk to memory; answers without waiting for it."""
+
+    @_abc_1.abstractmethod
+    def Copy(
+        self,
+        request: _kvstore_pb2.StoreCopyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.StoreCopyReply, _abc.Awaitable[_kvstore_pb2.StoreCopyReply]]:
+        """Reads objects from another node into this one."""
+
+    @_abc_1.abstractmethod
+    def SetDraining(
+        self,
+        request: _kvstore_pb2.StoreSetDrainingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.StoreSetDrainingReply, _abc.Awaitable[_kvstore_pb2.StoreSetDrainingReply]]:
+        """From now on nothing new is accepted, until said otherwise."""
+
+    @_abc_1.abstractmethod
+    def Subscribe(
+        self,
+        request: _kvstore_pb2.StoreSubscribeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.StoreEvents], _abc.AsyncIterator[_kvstore_pb2.StoreEvents]]:
+        """Which objects came, moved and left, for as long as the caller listens."""
+
+    @_abc_1.abstractmethod
+    def List(
+        self,
+        request: _kvstore_pb2.StoreListRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.StoreListReply], _abc.AsyncIterator[_kvstore_pb2.StoreListReply]]:
+        """Every visible object."""
+
+    @_abc_1.abstractmethod
+    def Verify(
+        self,
+        request: _kvstore_pb2.StoreVerifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.StoreVerifyReply], _abc.AsyncIterator[_kvstore_pb2.StoreVerifyReply]]:
+        """Compares every object with its checksum, in memory and on disk; drops what does not match."""
 
 def add_KvStoreServicer_to_server(servicer: KvStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

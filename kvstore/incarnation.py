@@ -1,0 +1,49 @@
+"""How often a folder's node has started: a count that is on disk before it is used, so that it never repeats.
+
+Generations begin with it, and so grow over restarts whatever the clock does.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from protocol.errors import ConfigError
+
+FILE_NAME = "incarnation"
+OBJECTS_BITS = 40
+"""Generations per start: a trillion objects. What is left of 64 bits counts the starts."""
+
+
+def first_generation(folder: Path | None) -> int:
+    """Above every generation that a node of this folder has given; blocks. Raises ConfigError."""
+    return (_next_incarnation(folder) if folder is not None else 1) << OBJECTS_BITS
+
+
+def _next_incarnation(folder: Path) -> int:
+    path = folder / FILE_NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        incarnation = int(path.read_text()) + 1 if path.exists() else 1
+        _write(path, incarnation)
+    except OSError as error:
+        raise ConfigError(f"cannot use {folder} for objects: {error}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is damaged; delete the folder {folder}, whose objects cannot be told from newer ones"
+        ) from error
+    return incarnation
+
+
+def _write(path: Path, incarnation: int) -> None:
+    fresh = path.with_suffix(".new")
+    with fresh.open("w") as file:
+        file.write(str(incarnation))
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

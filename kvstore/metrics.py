@@ -1,0 +1,91 @@
+"""A store node's metrics: Mooncake's names for what its master counts, ours for the rest. Read when scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvstore.disk.base import DiskUsage, Health
+from kvstore.stored import Usage
+
+_COUNTERS = (
+    ("evictions_attempted", "master_attempted_evictions", "Evictions tried."),
+    ("evictions_succeeded", "master_successful_evictions", "Evictions that freed space."),
+    ("integrity_failures", "moonserve_integrity_failures", "Objects dropped for a checksum."),
+    ("objects_stored", "moonserve_store_objects_stored", "Objects committed here."),
+    ("objects_restored", "moonserve_store_objects_restored", "Objects found on disk at start."),
+    ("objects_copied", "moonserve_store_replicas_created", "Objects copied from other nodes."),
+    ("lease_hits", "moonserve_store_hits", "Objects asked for and found."),
+    ("lease_misses", "moonserve_store_misses", "Objects asked for and not found."),
+    ("demotions", "moonserve_store_demotions", "Objects written to disk for being cold."),
+    ("promotions", "moonserve_store_promotions", "Objects read back from disk."),
+    ("wishes_refused", "moonserve_store_refused", "Objects for which there was no room."),
+    ("disk_reads_failed", "moonserve_store_disk_reads_failed", "Objects lost on disk."),
+    ("objects_lost_with_disk", "moonserve_store_lost_with_disk", "Objects a failed disk took."),
+)
+
+
+class StoreCollector(Collector):
+    """What a node counts, asked for at each scrape; the functions are called in the scraping thread."""
+
+    def __init__(
+        self,
+        usage: Callable[[], Usage],
+        counters: Callable[[], Mapping[str, int]],
+        disk: Callable[[], tuple[Health, DiskUsage, Mapping[str, int]] | None],
+    ) -> None:
+        self._usage = usage
+        self._counters = counters
+        self._disk = disk
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_memory(self._usage())
+        counters = self._counters()
+        for counter, name, help_text in _COUNTERS:
+            yield CounterMetricFamily(name, help_text, value=counters.get(counter, 0))
+        disk = self._disk()
+        if disk is not None:
+            yield from _of_disk(*disk)
+
+    def _of_memory(self, usage: Usage) -> Iterator[Metric]:
+        used = usage.capacity - usage.free
+        yield GaugeMetricFamily("master_key_count", "Visible objects.", value=usage.num_objects)
+        yield GaugeMetricFamily("master_allocated_bytes", "Bytes in use.", value=used)
+        yield GaugeMetricFamily(
+            "master_total_capacity_bytes", "Bytes in all.", value=usage.capacity
+        )
+        parts = GaugeMetricFamily(
+            "moonserve_store_memory_bytes", "Bytes of memory by what they are.", labels=("state",)
+        )
+        for state in ("free", "held", "leased", "reserved"):
+            parts.add_metric((state,), getattr(usage, state))
+        yield parts
+        tenants = GaugeMetricFamily(
+            "moonserve_store_tenant_bytes", "Bytes of tenants with a quota.", labels=("tenant",)
+        )
+        for tenant, nbytes in usage.tenants.items():
+            tenants.add_metric((tenant,), nbytes)
+        yield tenants
+        yield GaugeMetricFamily(
+            "moonserve_store_objects_on_disk", "Objects only there.", value=usage.num_on_disk
+        )
+
+
+def _of_disk(health: Health, usage: DiskUsage, counters: Mapping[str, int]) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "moonserve_store_disk_healthy", "1 = the disk serves.", value=health is Health.GOOD
+    )
+    parts = GaugeMetricFamily(
+        "moonserve_store_disk_bytes", "Bytes of disk by what they are.", labels=("state",)
+    )
+    for state in ("live", "dead", "free"):
+        parts.add_metric((state,), getattr(usage, state))
+    yield parts
+    events = CounterMetricFamily(
+        "moonserve_store_disk_events", "What the disk tier counts.", labels=("event",)
+    )
+    for event, count in counters.items():
+        events.add_metric((event,), count)
+    yield events

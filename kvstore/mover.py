@@ -1,0 +1,240 @@
+"""Carries a node's objects between its segment and its disk.
+
+The only caller of the disk. Decides nothing: `kvstore.moves` says what goes where, this does it, in pieces that keep
+the disk busy without holding more memory back than it writes in a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+from kvstore.disk.base import (
+    DiskObject,
+    DiskRead,
+    DiskTier,
+    DiskUsage,
+    DiskWrite,
+    Health,
+    Place,
+)
+from kvstore.moves import Load, Store
+from kvstore.promises import Lease
+from kvstore.state import StoreState
+from kvstore.stored import StoredObject
+from protocol.keys import BlockKey
+
+log = logging.getLogger(__name__)
+
+# Enough to keep several threads writing; more would hold back memory that readers want.
+PIECE_BYTES = 8 * 2**20
+MAX_WRITING_BYTES = 64 * 2**20
+
+
+class Mover:
+    """The moves of one node. Belongs to its event loop. `changed` is called when a move has ended."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        memory: memoryview,
+        changed: Callable[[], None],
+        *,
+        write_through: bool = False,
+    ) -> None:
+        self.disk: DiskTier | None = None
+        self.recovered = 1.0  # share of the disk whose objects are known
+        self._state = state
+        self._memory = memory
+        self._changed = changed
+        self._write_through = write_through
+        self._fresh: deque[BlockKey] = deque()  # to be copied to disk
+        self._unwanted: set[BlockKey] = set()  # removed before they were found on disk
+        self._writing_bytes = 0
+        self._loading: dict[int, asyncio.Future[None]] = {}  # by generation
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._moved = asyncio.Event()  # replaced at each end
+
+    async def recover(self, disk: DiskTier, progress: Callable[[float], None]) -> None:
+        """Takes in what the disk holds, while the node serves already."""
+
+        def tell(share: float) -> None:
+            self.recovered = min(share, 0.999)
+            progress(share)
+
+        self.recovered = 0.0
+        found = 0
+        async for batch in disk.recover(tell):
+            found += len(batch)
+            await self._take_in(disk, batch)
+            await asyncio.sleep(0)
+        self.recovered = 1.0
+        self._unwanted.clear()
+        self._changed()
+        log.info("%d objects found on disk, %d of them kept", found, self._state.num_objects)
+
+    async def _take_in(self, disk: DiskTier, batch: Sequence[tuple[DiskObject, Place]]) -> None:
+        unwanted = [found for found, _ in batch if found.key in self._unwanted]
+        await disk.forget(unwanted)
+        for found, place in batch:
+            if found.key in self._unwanted or not self._state.restore(found, place):
+                disk.release(place)
+
+    def relocated(self, moved: DiskObject, _from: Place, to: Place) -> bool:
+        """`kvstore.disk.base.Moved`."""
+        return self._state.moves.relocated(moved.key, moved.generation, to)
+
+    def health_changed(self, health: Health, reason: str) -> None:
+        """`kvstore.disk.base.HealthChanged`: a disk that is not good counts as gone, until the next start."""
+        if health is Health.GOOD:
+            return
+        log.error("the disk is %s: %s; serving from memory only", health, reason)
+        self._state.forget_disk()
+        self._changed()
+
+    @property
+    def usable(self) -> bool:
+        """Whether objects can be written to disk."""
+        return self.disk is not None and self.disk.health is Health.GOOD
+
+    def disk_state(self) -> tuple[Health, DiskUsage, Mapping[str, int]] | None:
+        """For metrics; None = there is no disk."""
+        disk = self.disk
+        return None if disk is None else (disk.health, disk.usage(), dict(disk.counters))
+
+    def pump(self) -> None:
+        """Begins the writes that are due: what is coldest when memory runs full, then copies of what is new."""
+        if not self.usable:
+            return
+        while (budget := MAX_WRITING_BYTES - self._writing_bytes) > 0:
+            stores = self._state.moves.demotions(min(budget, PIECE_BYTES)) or self._copies()
+            if not stores:
+                return
+            self._begin(stores)
+
+    def wants_copy(self, keys: Iterable[BlockKey]) -> None:
+        """These objects are new here."""
+        if self._write_through and self.usable:
+            self._fresh.extend(keys)
+
+    async def flush(self, timeout_s: float) -> int:
+        """Copies to disk what is only in memory, for at most so long; gives the number of objects still missing."""
+        if not self.usable:
+            return 0
+        self._fresh.extend(o.key for o in self._state.objects() if o.place is None)
+        self._write_through = True
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + timeout_s
+        self.pump()
+        while (self._fresh or self._writing_bytes) and loop.time() < ends_at and self.usable:
+            await self._wait(ends_at - loop.time())
+        return len(self._fresh)
+
+    def load(self, loads: Iterable[Load]) -> None:
+        """Begins reads."""
+        piece: list[Load] = []
+        for load in loads:
+            self._loading[load.object.generation] = asyncio.get_running_loop().create_future()
+            piece.append(load)
+            if sum(one.object.length for one in piece) >= PIECE_BYTES:
+                self._hold(self._read(piece))
+                piece = []
+        if piece:
+            self._hold(self._read(piece))
+
+    async def loaded(self, lease: Lease) -> None:
+        """Waits for the reads of this lease's objects, whoever began them."""
+        waiting = [self._loading.get(stored.generation) for stored in lease.objects]
+        for future in waiting:
+            if future is not None:
+                await asyncio.shield(future)
+
+    async def make_room(self, nbytes: int, timeout_s: float) -> None:
+        """Waits until so much memory is free, if writes under way will free it, for at most so long."""
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + timeout_s
+        self.pump()
+        while self._state.short_of(nbytes) and (left_s := ends_at - loop.time()) > 0:
+            await self._wait(left_s)
+
+    async def forget(self, objects: Sequence[DiskObject], absent: Iterable[BlockKey]) -> None:
+        """Removed objects, and keys that were not there: neither comes back after a restart."""
+        if self.recovered < 1:
+            self._unwanted.update(absent)
+        if self.usable and objects:
+            assert self.disk is not None
+            await self.disk.forget(objects)
+
+    async def close(self) -> None:
+        """Waits for what is under way."""
+        await asyncio.gather(*self._tasks)
+        if self.disk is not None:
+            await self.disk.close()
+
+    def _copies(self) -> list[Store]:
+        stores: list[Store] = []
+        while self._fresh and not stores:
+            stored = self._state.find(self._fresh.popleft())
+            stores = self._state.moves.copies(PIECE_BYTES, [stored]) if stored else []
+        return stores
+
+    def _begin(self, stores: Sequence[Store]) -> None:
+        self._writing_bytes += sum(store.object.length for store in stores)
+        self._hold(self._write(stores))
+
+    async def _write(self, stores: Sequence[Store]) -> None:
+        assert self.disk is not None
+        try:
+            places = await self.disk.write(
+                [
+                    DiskWrite(object=s.object.header(), memory=self._bytes_of(s.object))
+                    for s in stores
+                ]
+            )
+        finally:
+            self._writing_bytes -= sum(store.object.length for store in stores)
+        for store, place in zip(stores, places, strict=True):
+            self._state.moves.stored(store, place)
+        if None not in places:  # a disk that refuses is asked again when something else changes
+            self.pump()
+        self._ended()
+
+    async def _read(self, loads: Sequence[Load]) -> None:
+        assert self.disk is not None
+        good = await self.disk.read(
+            [
+                DiskRead(object=o.header(), place=o.place, memory=self._bytes_at(load.offset, o))
+                for load in loads
+                if (o := load.object).place is not None
+            ]
+        )
+        for load, arrived in zip(loads, good, strict=True):
+            self._state.loaded(load, arrived)
+            self._loading.pop(load.object.generation).set_result(None)
+        self._ended()
+
+    def _bytes_of(self, stored: StoredObject) -> memoryview:
+        assert stored.offset is not None
+        return self._bytes_at(stored.offset, stored)
+
+    def _bytes_at(self, offset: int, stored: StoredObject) -> memoryview:
+        return self._memory[offset : offset + stored.length]
+
+    def _ended(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
+        self._changed()
+
+    async def _wait(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._moved.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def _hold(self, body: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(body)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,196 @@
+"""What goes from memory to disk and back: which objects, and what counts once it has happened. Pure.
+
+Demotion runs ahead of need: above the high watermark the coldest objects are written to disk, and leave memory once
+they are durable there. Promotion happens when an object that is only on disk is wanted. A move holds its object, so
+that nothing else happens to it but its removal, which makes the move's result worthless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.catalog import Catalog
+from kvstore.disk.base import Place
+from kvstore.stored import StoredObject
+from protocol.keys import BlockKey
+
+
+@dataclass(slots=True, eq=False)
+class Store:
+    """An object being written to disk. The shell writes it and says `stored`."""
+
+    object: StoredObject
+    demote: bool  # whether it leaves memory afterwards
+    disk_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """An object being read from disk into `offset`. The shell reads it and says `loaded`."""
+
+    object: StoredObject
+    offset: int
+
+
+class Moves:
+    """The moves under way of one catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._stores: dict[int, Store] = {}  # by generation
+        self._loads: dict[int, Load] = {}
+        self._checks: list[StoredObject] = []
+        self._leaving_bytes = 0  # of memory, of stores that demote
+        self._arriving_bytes = 0  # of disk, of stores
+        self._draining = False  # above the high watermark, and not yet below the low one
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Memory that will be free once the writes under way are durable."""
+        return self._leaving_bytes
+
+    def demotions(self, limit_bytes: int) -> list[Store]:
+        """The next writes, at most `limit_bytes` and one object; empty when memory is below its watermarks.
+
+        What has a copy on disk already leaves at once.
+        """
+        begun: list[Store] = []
+        while limit_bytes > 0 and self._too_full():
+            stored = self._catalog.coldest_in_memory()
+            if stored is None:
+                break
+            if stored.place is not None:
+                self._catalog.leave_memory(stored)
+            elif self._begin_store(stored, demote=True):
+                begun.append(self._stores[stored.generation])
+                limit_bytes -= stored.space
+            else:
+                break
+        return begun
+
+    def copies(self, limit_bytes: int, objects: Sequence[StoredObject]) -> list[Store]:
+        """Writes of those `objects` that are in memory only and not being written; they stay in memory."""
+        begun: list[Store] = []
+        for stored in objects:
+            if limit_bytes <= 0:
+                break
+            if stored.offset is None or stored.place is not None or self._moving(stored):
+                continue
+            if self._begin_store(stored, demote=False):
+                begun.append(self._stores[stored.generation])
+                limit_bytes -= stored.space
+        return begun
+
+    def stored(self, store: Store, place: Place | None) -> None:
+        """A write has ended; None = it is not on disk."""
+        stored, catalog = store.object, self._catalog
+        del self._stores[stored.generation]
+        self._arriving_bytes -= store.disk_bytes
+        self._leaving_bytes -= stored.space if store.demote else 0
+        hidden = catalog.is_hidden(stored)
+        if place is not None and (hidden or catalog.disk is None):
+            self._release(place)
+        elif place is not None:
+            catalog.set_place(stored, place)
+        catalog.let_go(stored)
+        if store.demote and place is not None and not hidden and catalog.disk is not None:
+            self._leave_if_unused(stored)
+
+    def load(self, stored: StoredObject) -> Load | None:
+        """Begins to read a visible object that is only on disk; None = there is no memory for it."""
+        assert stored.offset is None
+        known = self._loads.get(stored.generation)
+        if known is not None:
+            return known
+        self._catalog.hold(stored)
+        offset = self._catalog.allocate(stored.length)
+        if offset is None:
+            self._catalog.let_go(stored)
+            return None
+        self._catalog.reserved_bytes += stored.space
+        load = self._loads[stored.generation] = Load(stored, offset)
+        return load
+
+    def is_loading(self, stored: StoredObject) -> bool:
+        return stored.generation in self._loads
+
+    def loaded(self, load: Load, good: bool) -> None:
+        """A read has ended. What could not be read is lost here: the object is removed."""
+        stored, catalog = load.object, self._catalog
+        del self._loads[stored.generation]
+        catalog.reserved_bytes -= stored.space
+        if good and not catalog.is_hidden(stored):
+            catalog.enter_memory(stored, load.offset)
+            stored.offset = load.offset
+            catalog.counters["promotions"] += 1
+        else:
+            catalog.space.free(load.offset, stored.length)
+            if not catalog.is_hidden(stored):
+                catalog.remove(stored)
+        catalog.let_go(stored)
+
+    def check(self, stored: StoredObject) -> None:
+        """A visible object stays where it is until `checked`."""
+        self._catalog.hold(stored)
+        self._checks.append(stored)
+
+    def checked(self, stored: StoredObject) -> None:
+        self._checks.remove(stored)
+        self._catalog.let_go(stored)
+
+    def relocated(self, key: BlockKey, generation: int, to: Place) -> bool:
+        """The disk has moved an object; False = nobody wants it any more."""
+        stored = self._catalog.find(key)
+        if stored is None or stored.generation != generation or stored.place is None:
+            return False
+        self._catalog.set_place(stored, to)
+        return True
+
+    def under_way(self) -> list[StoredObject]:
+        """The objects that moves hold, one entry each."""
+        moves = (*self._stores.values(), *self._loads.values())
+        return [*self._checks, *(move.object for move in moves)]
+
+    def validate(self) -> None:
+        """Raises AssertionError unless the bytes on their way are counted right."""
+        stores = self._stores.values()
+        assert self._leaving_bytes == sum(s.object.space for s in stores if s.demote)
+        assert self._arriving_bytes == sum(s.disk_bytes for s in stores)
+
+    def extents(self) -> list[tuple[int, int]]:
+        """(offset, length) of memory that is being loaded."""
+        return [(load.offset, load.object.length) for load in self._loads.values()]
+
+    def _moving(self, stored: StoredObject) -> bool:
+        return stored.generation in self._stores or stored.generation in self._loads
+
+    def _too_full(self) -> bool:
+        space, marks = self._catalog.space, self._catalog.watermarks
+        used = space.used - self._leaving_bytes
+        low = (marks.evict_above - marks.evict_share) * space.capacity
+        self._draining = used > (low if self._draining else marks.evict_above * space.capacity)
+        return self._draining
+
+    def _begin_store(self, stored: StoredObject, *, demote: bool) -> bool:
+        assert self._catalog.disk is not None
+        nbytes = self._catalog.disk.space(stored.length)
+        if not self._catalog.make_disk_room(self._arriving_bytes + nbytes):
+            return False
+        if self._catalog.find(stored.key) is None:  # making room evicted it
+            return False
+        self._catalog.hold(stored)
+        self._stores[stored.generation] = Store(stored, demote, nbytes)
+        self._arriving_bytes += nbytes
+        self._leaving_bytes += stored.space if demote else 0
+        return True
+
+    def _leave_if_unused(self, stored: StoredObject) -> None:
+        """It was asked for while it was being written: then it is not cold."""
+        self._catalog.counters["demotions"] += 1
+        if not self._catalog.rows.holds[stored.record]:
+            self._catalog.leave_memory(stored)
+
+    def _release(self, place: Place) -> None:
+        if self._catalog.disk is not None:
+            self._catalog.disk.release(place)

@@ -1,0 +1,122 @@
+"""What a store node promises: space to writers, unchanged bytes to readers. Pure; `kvstore.state` grants and ends them.
+
+A reservation's life is the table `_NEXT`. **Its space is never free while its write window is open**: committing and
+giving up both close the window first, which the shell does and reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvstore.disk.base import Pin
+from kvstore.moves import Load
+from kvstore.stored import StoredObject
+from protocol.keys import BlockKey
+
+MAX_TTL_S = 600.0
+
+
+class Outcome(StrEnum):
+    """What became of one wish of a writer."""
+
+    GRANTED = "granted"
+    PRESENT = "present"
+    IN_PROGRESS = "in_progress"  # another writer holds it
+    FULL = "full"  # nothing could be evicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """An object that a writer wants to store."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    length: int
+    tenant: str = ""
+    pin: Pin = Pin.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """The answer to one wish."""
+
+    outcome: Outcome
+    offset: int = 0  # GRANTED
+
+
+class Phase(StrEnum):
+    """Where a live reservation is; ended ones are only remembered by id."""
+
+    OPEN = "open"  # its window is open
+    COMMITTING = "committing"  # window being closed, then bytes verified
+    CLOSING = "closing"  # window being closed, then space freed
+    ENDED = "ended"
+
+
+class Step(StrEnum):
+    """What moves a reservation on."""
+
+    COMMIT = "commit"
+    GIVE_UP = "give_up"  # aborted or expired
+    VERIFIED = "verified"
+    CLOSED = "closed"
+
+
+_NEXT = {
+    (Phase.OPEN, Step.COMMIT): Phase.COMMITTING,
+    (Phase.OPEN, Step.GIVE_UP): Phase.CLOSING,
+    (Phase.COMMITTING, Step.VERIFIED): Phase.ENDED,
+    (Phase.CLOSING, Step.CLOSED): Phase.ENDED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """A writer's right to space."""
+
+    reservation_id: str
+    wishes: tuple[Wish, ...]
+    slots: tuple[Slot, ...]  # one per wish
+    objects: dict[BlockKey, StoredObject]  # the granted ones
+    expires_at: float
+    window_id: int | None = None  # set once the shell has opened it; None = nothing to write
+    phase: Phase = Phase.OPEN
+    checksums: Mapping[BlockKey, int] = field(default_factory=dict)  # COMMITTING
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """(offset, length) of what may be written; empty objects are complete as they are."""
+        return [(o.offset, o.length) for o in self.objects.values() if o.length]
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether nothing was granted and other writers' ends would change the answer."""
+        return not self.objects and any(s.outcome is Outcome.IN_PROGRESS for s in self.slots)
+
+    def advance(self, step: Step) -> None:
+        following = _NEXT.get((self.phase, step))
+        if following is None:
+            raise AssertionError(f"{self.reservation_id}: {step} while {self.phase}")
+        self.phase = following
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landed:
+    """Written bytes to verify."""
+
+    key: BlockKey
+    offset: int
+    length: int
+    checksum: int
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A reader's right to find the bytes unchanged."""
+
+    lease_id: str
+    objects: tuple[StoredObject, ...]
+    expires_at: float
+    loads: tuple[Load, ...] = ()  # that the shell is to begin; not those already under way

@@ -1,0 +1,100 @@
+"""What a node knows of each visible object beyond what readers see: one row of plain numbers per record. Pure.
+
+Columns instead of objects: a row takes 55 bytes, and a node holds millions. Rows say nothing about leases' holders or
+about bytes; they are counted elsewhere.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from kvstore.disk.base import Pin, Place
+from kvstore.native.base import Record
+from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
+
+NO_PLACE = Place(2**64 - 1)
+_IN_MEMORY = 1
+_PINS = (Pin.NONE, Pin.SOFT, Pin.HARD)
+_PIN_SHIFT = 1
+
+
+class Records:
+    """Rows by record. A freed record is given again."""
+
+    def __init__(self) -> None:
+        self._keys = bytearray()
+        self._parents = bytearray()
+        self._free = array("I")
+        self._flags = array("B")
+        self.holds = array("I")
+        """Leases and moves under way."""
+        self.followers = array("I")
+        """Blocks that are resident or being written, and name this one as their parent."""
+        self.followers_in_memory = array("I")
+        self.places = array("Q")
+        """On disk; NO_PLACE = nowhere."""
+        self.tenants = array("H")
+
+    def __len__(self) -> int:
+        return len(self.holds) - len(self._free)
+
+    def add(self, key: BlockKey, parent: BlockKey | None, tenant: int, pin: Pin) -> Record:
+        """A row with no copy anywhere and no followers."""
+        record = self._free.pop() if self._free else self._append()
+        at = record * KEY_BYTES
+        self._keys[at : at + KEY_BYTES] = key
+        self._parents[at : at + KEY_BYTES] = parent or NO_PARENT
+        self.tenants[record] = tenant
+        self._flags[record] = _PINS.index(pin) << _PIN_SHIFT
+        return record
+
+    def free(self, record: Record) -> None:
+        self.holds[record] = self.followers[record] = self.followers_in_memory[record] = 0
+        self.places[record] = NO_PLACE
+        self._free.append(record)
+
+    def key(self, record: Record) -> BlockKey:
+        at = record * KEY_BYTES
+        return BlockKey(bytes(self._keys[at : at + KEY_BYTES]))
+
+    def parent(self, record: Record) -> BlockKey | None:
+        at = record * KEY_BYTES
+        parent = BlockKey(bytes(self._parents[at : at + KEY_BYTES]))
+        return None if parent == NO_PARENT else parent
+
+    def in_memory(self, record: Record) -> bool:
+        return bool(self._flags[record] & _IN_MEMORY)
+
+    def set_in_memory(self, record: Record, present: bool) -> None:
+        flags = self._flags[record]
+        self._flags[record] = flags | _IN_MEMORY if present else flags & ~_IN_MEMORY
+
+    def on_disk(self, record: Record) -> bool:
+        return self.places[record] != NO_PLACE
+
+    def pin(self, record: Record) -> Pin:
+        return _PINS[self._flags[record] >> _PIN_SHIFT]
+
+    def set_pin(self, record: Record, pin: Pin) -> None:
+        self._flags[record] = self._flags[record] & _IN_MEMORY | _PINS.index(pin) << _PIN_SHIFT
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the rows take now."""
+        columns = (self._flags, self.holds, self.followers, self.followers_in_memory)
+        others = (self.places, self.tenants, self._free)
+        return (
+            sum(column.buffer_info()[1] * column.itemsize for column in (*columns, *others))
+            + len(self._keys)
+            + len(self._parents)
+        )
+
+    def _append(self) -> Record:
+        for column in (self.holds, self.followers, self.followers_in_memory):
+            column.append(0)
+        self._keys += NO_PARENT
+        self._parents += NO_PARENT
+        self._flags.append(0)
+        self.places.append(NO_PLACE)
+        self.tenants.append(0)
+        return len(self.holds) - 1

@@ -1,0 +1,89 @@
+"""Every object of a node compared with its checksum, in memory and on disk; what does not match is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from itertools import islice
+from typing import TypeVar
+
+from kvstore.disk.base import DiskRead
+from kvstore.mover import Mover
+from kvstore.state import StoreState
+from kvstore.stored import StoredObject
+from protocol.checksum import checksum
+from protocol.keys import BlockKey
+from protocol.pb import kvstore_pb2
+from transfer import Segment
+
+T = TypeVar("T")
+
+# A few milliseconds in a thread at a time, so that others get their turn.
+PIECE_BYTES = 32 * 2**20
+
+
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """`itertools.batched` of Python 3.12, as lists."""
+    iterator = iter(items)
+    while piece := list(islice(iterator, size)):
+        yield piece
+
+
+class Verifier:
+    """One pass over the objects that were there when it began."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        mover: Mover,
+        segment: Segment,
+        in_thread: Callable[[Callable[[], T]], Awaitable[T]],
+    ) -> None:
+        self._state = state
+        self._mover = mover
+        self._memory = segment.buffer
+        self._in_thread = in_thread
+
+    async def run(self) -> AsyncIterator[kvstore_pb2.StoreVerifyReply]:
+        """Progress after each piece."""
+        keys = [stored.key for stored in self._state.objects()]
+        checked = 0
+        for piece in batched(keys, 1_000):
+            corrupt = [key for key in piece if not await self._is_good(key)]
+            await self._drop(corrupt)
+            checked += len(piece)
+            yield kvstore_pb2.StoreVerifyReply(checked=checked, total=len(keys), corrupt=corrupt)
+
+    async def _drop(self, corrupt: list[BlockKey]) -> None:
+        if corrupt:
+            removed = self._state.remove(corrupt, corrupt=True)
+            await self._mover.forget(removed, ())
+
+    async def _is_good(self, key: BlockKey) -> bool:
+        """True also when it has left meanwhile."""
+        stored = self._state.find(key)
+        if stored is None:
+            return True
+        self._state.moves.check(stored)
+        try:
+            return await self._memory_matches(stored) and await self._disk_matches(stored)
+        finally:
+            self._state.moves.checked(stored)
+
+    async def _memory_matches(self, stored: StoredObject) -> bool:
+        if stored.offset is None:
+            return True
+        piece = self._memory[stored.offset : stored.offset + stored.length]
+        if stored.length < PIECE_BYTES // 64:
+            return checksum([piece]) == stored.checksum
+        return await self._in_thread(lambda: checksum([piece]) == stored.checksum)
+
+    async def _disk_matches(self, stored: StoredObject) -> bool:
+        disk = self._mover.disk
+        if stored.place is None or disk is None:
+            return True
+        scratch = memoryview(bytearray(stored.length))
+        read = DiskRead(object=stored.header(), place=stored.place, memory=scratch)
+        [good] = await disk.read([read])
+        fresh = self._state.find(stored.key)
+        moved = fresh is None or fresh.place != stored.place  # compaction took it elsewhere
+        return good or moved
