@@ -58,6 +58,10 @@ class _Seat(Coroutine[Any, Any, T], Generic[T]):
 
     def take(self, body: Coroutine[Any, Any, T], first_wait: Any) -> None:
         self._body, self._first_wait = body, [first_wait]
+        # The mark of a future that is on its way from `await` to its task (asyncio.futures). Nobody else could await
+        # the same one until the task comes for it, so the mark is put back then.
+        if first_wait is not None:
+            first_wait._asyncio_future_blocking = False
         if not self._taken.done():
             self._taken.set_result(None)
 
@@ -65,7 +69,7 @@ class _Seat(Coroutine[Any, Any, T], Generic[T]):
         if self._body is None:
             return next(self._taken.__await__())
         if self._first_wait:
-            return self._first_wait.pop()
+            return _marked(self._first_wait.pop())
         return self._body.send(value)
 
     def throw(self, error: Any, value: Any = None, traceback: Any = None) -> Any:
@@ -74,7 +78,7 @@ class _Seat(Coroutine[Any, Any, T], Generic[T]):
         if self._first_wait:  # cancelled before the task came to wait for it: as `Task.cancel` does
             wait = self._first_wait.pop()
             if wait is not None and wait.cancel():
-                return wait
+                return _marked(wait)
         return self._body.throw(error)
 
     def close(self) -> None:
@@ -83,3 +87,9 @@ class _Seat(Coroutine[Any, Any, T], Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         raise TypeError("belongs to its task")
+
+
+def _marked(wait: Any) -> Any:
+    if wait is not None:  # a bare yield, as of `asyncio.sleep(0)`
+        wait._asyncio_future_blocking = True
+    return wait

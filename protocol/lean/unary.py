@@ -1,4 +1,4 @@
-"""The part of a `grpc.Channel` that lean channels lack, so that stubs of services that also have streams can be made."""
+"""What lean channels lack of a `grpc.Channel`, so that stubs of services that also have streams can be made."""
 
 from __future__ import annotations
 

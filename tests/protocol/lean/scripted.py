@@ -1,0 +1,85 @@
+"""A store's servicer that does what a test says, and the server process that runs one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from protocol.rpc import RpcServer
+
+TOKEN = "secret"
+HERE = b"here"
+
+
+class ScriptedStore(kvstore_pb2_grpc.KvStoreServicer):
+    """`Exists` answers at once, `Lease` waits for `go`, `Remove` raises `error`, `Renew` gives back what it is told."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Queue[str]()
+        self.cancelled = asyncio.Queue[str]()
+        self.go = asyncio.Event()
+        self.error: BaseException = RuntimeError("nothing to raise")
+        self.commit_reply: Any = None
+
+    async def Exists(self, request: Any, context: Any) -> kvstore_pb2.StoreExistsReply:
+        return kvstore_pb2.StoreExistsReply(present=[key == HERE for key in request.keys])
+
+    async def Lease(self, request: Any, context: Any) -> kvstore_pb2.StoreLeaseReply:
+        self.begun.put_nowait(request.lease_id)
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.put_nowait(request.lease_id)
+            raise
+        return kvstore_pb2.StoreLeaseReply(segment_id=len(request.keys))
+
+    async def Remove(self, request: Any, context: Any) -> kvstore_pb2.StoreRemoveReply:
+        if request.corrupt:  # after a wait
+            await asyncio.sleep(0)
+        raise self.error
+
+    async def Commit(self, request: Any, context: Any) -> Any:
+        return self.commit_reply
+
+
+async def serve() -> None:
+    """Prints its addresses and serves until it is killed or its input ends."""
+    server, store = RpcServer(TOKEN), ScriptedStore()
+    server.add_lean("KvStore", store)
+    await server.start("127.0.0.1", 0)
+    addresses = {"tcp": server.lean_address, "unix": server.lean_unix_address}
+    sys.stdout.write(json.dumps(addresses) + "\n")
+    sys.stdout.flush()
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(0)
+
+
+@dataclass
+class ServerProcess:
+    process: subprocess.Popen[str]
+    tcp: str
+    unix: str
+
+
+@contextlib.contextmanager
+def server_process() -> Iterator[ServerProcess]:
+    command = [sys.executable, "-m", "tests.protocol.lean.scripted"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield ServerProcess(process, **json.loads(process.stdout.readline()))
+        finally:
+            process.kill()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve())
