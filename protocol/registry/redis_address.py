@@ -75,6 +75,8 @@ def _network(
     parts: SplitResult, options: dict[str, str], username: str | None, password: str | None
 ) -> RedisAddress:
     by_sentinel = parts.scheme.endswith("+sentinel")
+    if "@" in parts.path:
+        raise _bad("has a / before its @")
     hosts = parts.netloc.rpartition("@")[2].split(",")
     if not by_sentinel and len(hosts) > 1:
         raise _bad("names several servers; for Sentinels the scheme is redis+sentinel")

@@ -45,7 +45,7 @@ def connect(address: RedisAddress, deadline_s: float) -> Redis:
 async def close(client: Redis) -> None:
     """Also the connections to the Sentinels, which redis-py leaves open."""
     pool = client.connection_pool
-    await client.aclose()  # type: ignore[no-untyped-call]  # redis-py
+    await client.aclose()
     if isinstance(pool, SentinelConnectionPool):
         await pool.sentinel_manager.aclose()
 

@@ -1,0 +1,1 @@
+"""Membership: one contract for all registries, seats, identities, and what a lost Redis does."""

@@ -1,0 +1,109 @@
+"""The three registries behind one interface, and the Redis that they share."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from protocol.pb import registry_pb2_grpc
+from protocol.registry.base import Registry
+from protocol.registry.embedded import EmbeddedRegistry
+from protocol.registry.redis_registry import RedisRegistry
+from protocol.registry.remote import RemoteRegistry
+from protocol.registry.service import RegistryService
+from protocol.rpc import RpcServer
+from tests.redis_server import RedisServer
+
+Connect = Callable[[], Registry]
+"""Another process's way to the same registry."""
+
+OpenRedis = Callable[..., RedisRegistry]
+"""RedisRegistry's constructor."""
+
+_prefixes = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def shared_redis() -> Iterator[RedisServer]:
+    """One server for the tests that leave it as it is; each has a prefix of its own."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    """A server that a test may stop and kill."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+async def open_redis() -> AsyncIterator[OpenRedis]:
+    """RedisRegistry's constructor; what it opens is closed after the test."""
+    opened: list[RedisRegistry] = []
+
+    def open_one(*args: Any, **kwargs: Any) -> RedisRegistry:
+        opened.append(RedisRegistry(*args, **kwargs))
+        return opened[-1]
+
+    yield open_one
+    for registry in opened:
+        await registry.close()
+
+
+@contextlib.asynccontextmanager
+async def embedded() -> AsyncIterator[Connect]:
+    registry = EmbeddedRegistry()
+    yield lambda: registry
+    registry.validate()
+    await registry.close()
+
+
+@contextlib.asynccontextmanager
+async def served(port: int = 0) -> AsyncIterator[str]:
+    """The address of an embedded registry that begins empty."""
+    registry, server = EmbeddedRegistry(), RpcServer("secret")
+    registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(registry), server.grpc)
+    try:
+        yield await server.start("127.0.0.1", port)
+        registry.validate()
+    finally:
+        await server.stop(0)
+        await registry.close()
+
+
+@contextlib.asynccontextmanager
+async def over_grpc() -> AsyncIterator[Connect]:
+    clients: list[RemoteRegistry] = []
+
+    def connect() -> Registry:
+        clients.append(RemoteRegistry(address, "secret"))
+        return clients[-1]
+
+    async with served() as address:
+        yield connect
+        for client in clients:
+            await client.close()
+
+
+@contextlib.asynccontextmanager
+async def in_redis(url: str, open_redis: OpenRedis) -> AsyncIterator[Connect]:
+    prefix = f"test-{next(_prefixes)}"
+    yield lambda: open_redis(url, prefix=prefix, poll_s=0.2)
+
+
+@pytest.fixture(params=["embedded", "over gRPC", "redis"])
+async def connect(request: pytest.FixtureRequest, open_redis: OpenRedis) -> AsyncIterator[Connect]:
+    if request.param == "embedded":
+        way = embedded()
+    elif request.param == "over gRPC":
+        way = over_grpc()
+    else:
+        server: RedisServer = request.getfixturevalue("shared_redis")
+        way = in_redis(server.url, open_redis)
+    async with way as connected:
+        yield connected

@@ -1,0 +1,170 @@
+"""What every registry promises, over each of them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from protocol.errors import InvalidRequest, StaleLease
+from protocol.registry.base import Member, Superseded
+from protocol.registry.claims import MAX_EPOCH
+from tests.protocol.registry.conftest import Connect
+from tests.protocol.registry.members import PATIENCE_S, ids, member, watched_until
+
+SHORT_S = 0.5
+"""A lease that a test waits out."""
+
+
+async def test_a_member_is_shown_as_it_joined_with_its_epoch(connect: Connect) -> None:
+    wanted = member("store-ä b/1:*", capacity="4 GiB", zone="Zürich\n2")
+    joined = await connect().join(wanted)
+    assert joined.endpoint.epoch > 0
+    assert await connect().members() == [joined]
+    assert (joined.facts, joined.role, joined.owner) == (wanted.facts, "store", "owner-a")
+
+
+async def test_members_come_by_id(connect: Connect) -> None:
+    for name in ("store-2", "store-10", "decode-0"):
+        await connect().join(member(name, owner=name))
+    assert ids(await connect().members()) == ["decode-0", "store-10", "store-2"]
+
+
+async def test_the_same_owner_takes_over_at_once_under_a_later_epoch(connect: Connect) -> None:
+    first = await connect().join(member(port=1))
+    second = await connect().join(member(port=2))
+    assert second.endpoint.epoch > first.endpoint.epoch
+    assert await connect().members() == [second]
+    with pytest.raises(Superseded, match="taken over"):
+        await connect().renew(first)
+    await connect().renew(second)
+
+
+async def test_another_owner_is_told_who_holds_the_id_and_for_how_long(connect: Connect) -> None:
+    held = await connect().join(member(owner="a", port=4711), ttl_s=30)
+    with pytest.raises(StaleLease, match=r"store-0 is held.*127\.0\.0\.1:4711.*s yet") as caught:
+        await connect().join(member(owner="b"))
+    assert caught.value.retry_after_s is not None
+    assert 0 < caught.value.retry_after_s <= 30
+    assert await connect().members() == [held]
+
+
+async def test_of_many_claimants_one_gets_the_id(connect: Connect) -> None:
+    claims = [connect().join(member(owner=f"owner-{n}")) for n in range(8)]
+    outcomes = await asyncio.gather(*claims, return_exceptions=True)
+    winners = [outcome for outcome in outcomes if isinstance(outcome, Member)]
+    assert len(winners) == 1
+    assert sum(isinstance(outcome, StaleLease) for outcome in outcomes) == 7
+    assert await connect().members() == winners
+
+
+async def test_an_epoch_is_above_the_one_that_the_member_remembers(connect: Connect) -> None:
+    remembered = 2**61 + 1  # a double would round it
+    joined = await connect().join(member(epoch=remembered))
+    assert joined.endpoint.epoch == remembered + 1
+    await connect().renew(joined)
+    again = await connect().join(member(epoch=5))
+    assert again.endpoint.epoch > joined.endpoint.epoch
+
+
+async def test_epochs_grow_over_leaving_and_expiring(connect: Connect) -> None:
+    first = await connect().join(member())
+    await connect().leave(first)
+    second = await connect().join(member(owner="b"), ttl_s=SHORT_S)
+    await watched_until(connect(), lambda members: not members)
+    third = await connect().join(member(owner="c"))
+    assert first.endpoint.epoch < second.endpoint.epoch < third.endpoint.epoch
+
+
+async def test_a_lease_that_has_ended_is_refused_and_not_revived(connect: Connect) -> None:
+    joined = await connect().join(member(), ttl_s=SHORT_S)
+    await watched_until(connect(), lambda members: not members)
+    with pytest.raises(StaleLease) as caught:
+        await connect().renew(joined)
+    assert not isinstance(caught.value, Superseded)
+    assert await connect().members() == []
+
+
+async def test_a_renewed_lease_outlives_its_first_end(connect: Connect) -> None:
+    kept = await connect().join(member("kept"), ttl_s=1)
+    await connect().renew(kept, ttl_s=60)
+    await connect().join(member("silent"), ttl_s=1)
+    assert await watched_until(connect(), lambda m: "silent" not in ids(m)) == [kept]
+
+
+async def test_leaving_ends_the_lease_and_only_the_own_one(connect: Connect) -> None:
+    first = await connect().join(member())
+    second = await connect().join(member())
+    await connect().leave(first)
+    assert await connect().members() == [second]
+    await connect().leave(second)
+    await connect().leave(second)
+    assert await connect().members() == []
+    await connect().join(member(owner="b"))
+
+
+async def test_a_watch_shows_now_and_then_each_change(connect: Connect) -> None:
+    watching: Any = connect().watch()
+    async with asyncio.timeout(PATIENCE_S), aclosing(watching):
+        assert await anext(watching) == []
+        first = await connect().join(member("a"))
+        assert await anext(watching) == [first]
+        second = await connect().join(member("b"), ttl_s=SHORT_S)
+        assert await anext(watching) == [first, second]
+        assert await anext(watching) == [first]  # the other one's lease ended by itself
+        again = await connect().join(member("a"))
+        assert await anext(watching) == [again]
+        await connect().leave(again)
+        assert await anext(watching) == []
+
+
+async def test_every_watcher_comes_to_the_same_end(connect: Connect) -> None:
+    def whole(members: list[Member]) -> bool:
+        return len(members) == 20
+
+    watchers = [asyncio.create_task(watched_until(connect(), whole)) for _ in range(4)]
+    joins = [connect().join(member(f"store-{n:02}")) for n in range(20)]
+    joined = await asyncio.gather(*joins)
+    assert await asyncio.gather(*watchers) == [list(joined)] * 4
+
+
+async def test_a_watch_and_a_call_that_are_cancelled_harm_nobody(connect: Connect) -> None:
+    registry = connect()
+    watching = asyncio.create_task(watched_until(registry, lambda members: False))
+    joining = asyncio.create_task(registry.join(member("cut")))
+    await asyncio.sleep(0)  # both are under way
+    for task in (watching, joining):
+        task.cancel()
+    await asyncio.wait({watching, joining})
+    joined = await registry.join(member())
+    assert joined in await registry.members()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        member(""),
+        member("a" * 201),
+        member("new\nline"),
+        member(owner=""),
+        member(epoch=MAX_EPOCH),
+        member(much="x" * 20_000),
+    ],
+    ids=["no id", "long id", "unprintable id", "no owner", "epoch too high", "large facts"],
+)
+async def test_a_malformed_member_is_the_callers_fault(connect: Connect, bad: Member) -> None:
+    with pytest.raises(InvalidRequest):
+        await connect().join(bad)
+    assert await connect().members() == []
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf"), 1e9])
+async def test_a_lease_needs_a_sensible_length(connect: Connect, ttl_s: float) -> None:
+    joined = await connect().join(member())
+    with pytest.raises(InvalidRequest):
+        await connect().join(member(), ttl_s=ttl_s)
+    with pytest.raises(InvalidRequest):
+        await connect().renew(joined, ttl_s=ttl_s)
+    assert await connect().members() == [joined]

@@ -1,0 +1,212 @@
+"""The registry in Redis under a server that is stopped, killed, full, locked, or has another idea of the time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from protocol.errors import PeerError, PeerLost, StaleLease, Unauthenticated
+from tests.protocol.registry.conftest import OpenRedis
+from tests.protocol.registry.members import PATIENCE_S, member, watched_until
+from tests.redis_server import RedisServer
+
+DEADLINE_S = 0.3
+
+
+async def test_a_stopped_server_is_peer_lost_within_the_deadline(
+    redis_server: RedisServer, open_redis: OpenRedis
+) -> None:
+    registry = open_redis(redis_server.url, deadline_s=DEADLINE_S)
+    joined = await registry.join(member())
+    redis_server.stop()
+    for call in (registry.join, registry.renew, registry.leave):
+        started_at = time.monotonic()
+        with pytest.raises(PeerLost):
+            await call(joined)
+        assert time.monotonic() - started_at < 20 * DEADLINE_S
+    with pytest.raises(PeerLost):
+        await registry.members()
+    redis_server.go_on()
+    joined = await registry.join(joined)
+    assert await registry.members() == [joined]
+
+
+async def test_a_server_that_is_not_there_is_peer_lost(
+    redis_server: RedisServer, open_redis: OpenRedis
+) -> None:
+    redis_server.kill()
+    registry = open_redis(redis_server.url)
+    with pytest.raises(PeerLost, match="redis cannot be reached"):
+        await registry.members()
+
+
+async def test_a_server_that_restarted_empty_refuses_renewals_and_gives_later_epochs(
+    redis_server: RedisServer, open_redis: OpenRedis
+) -> None:
+    registry = open_redis(redis_server.url)
+    before = await registry.join(member())
+    redis_server.restart()
+    with pytest.raises(StaleLease, match="the registry forgot it"):
+        await registry.renew(before)
+    # Even a process that remembers nothing gets a later epoch.
+    fresh = await registry.join(member())
+    assert fresh.endpoint.epoch > before.endpoint.epoch
+
+
+async def test_a_watch_goes_on_over_a_kill_and_a_stop(
+    redis_server: RedisServer, open_redis: OpenRedis
+) -> None:
+    registry = open_redis(redis_server.url, deadline_s=DEADLINE_S, poll_s=0.1)
+    watching: Any = registry.watch()
+    async with asyncio.timeout(PATIENCE_S), aclosing(watching):
+        assert await anext(watching) == []
+        joined = await registry.join(member())
+        assert await anext(watching) == [joined]
+        upcoming = asyncio.ensure_future(anext(watching))
+        redis_server.kill()
+        redis_server.start()
+        assert await upcoming == []  # it forgot, and says so
+        upcoming = asyncio.ensure_future(anext(watching))
+        redis_server.stop()
+        with pytest.raises(PeerLost):
+            await registry.members()
+        redis_server.go_on()
+        again = await registry.join(joined)
+        assert await upcoming == [again]
+
+
+async def test_a_watch_waits_for_a_server_that_is_not_there_yet(
+    redis_server: RedisServer, open_redis: OpenRedis
+) -> None:
+    redis_server.kill()
+    registry = open_redis(redis_server.url)
+    watching = asyncio.create_task(watched_until(registry, lambda members: True))
+    with pytest.raises(PeerLost):
+        await registry.members()
+    redis_server.start()
+    assert await watching == []
+
+
+async def test_a_failover_that_loses_the_last_join_is_a_forgotten_lease(
+    shared_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    """A replica that lagged shows an earlier epoch: whoever has the later one joins again, above both."""
+    registry = open_redis(shared_redis.url, prefix="lagging")
+    early = await registry.join(member())
+    late = await registry.join(member())
+    shared_redis.ask("HSET", "lagging:member:store-0", "epoch", str(early.endpoint.epoch))
+    shared_redis.ask("HSET", "lagging:epochs", "store-0", str(early.endpoint.epoch))
+    with pytest.raises(StaleLease, match="forgot"):
+        await registry.renew(late)
+    again = await registry.join(late)
+    assert again.endpoint.epoch > late.endpoint.epoch
+
+
+async def test_a_server_whose_clock_jumps_ahead_ends_leases_and_stays_above(
+    shared_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    """PEXPIREAT 1 is what every lease looks like after such a jump."""
+    registry = open_redis(shared_redis.url, prefix="ahead")
+    joined = await registry.join(member())
+    shared_redis.ask("PEXPIREAT", "ahead:member:store-0", "1")
+    assert await registry.members() == []
+    with pytest.raises(StaleLease):
+        await registry.renew(joined)
+    assert (await registry.join(member())).endpoint.epoch > joined.endpoint.epoch
+
+
+async def test_a_server_whose_clock_was_set_back_stays_above_what_it_gave(
+    shared_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    registry = open_redis(shared_redis.url, prefix="back")
+    in_2040 = str(2_208_988_800 * 10**9)  # what it gave before its clock was corrected
+    shared_redis.ask("HSET", "back:epochs", "store-0", in_2040)
+    assert (await registry.join(member())).endpoint.epoch == int(in_2040) + 1
+
+
+async def test_an_ended_lease_leaves_nothing_but_its_epoch(
+    shared_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    registry = open_redis(shared_redis.url, prefix="traces", poll_s=0.1)
+    await registry.join(member("a"), ttl_s=0.3)
+    await registry.leave(await registry.join(member("b")))
+    await watched_until(registry, lambda members: not members)
+    assert (
+        shared_redis.ask("EXISTS", "traces:members", "traces:member:a", "traces:member:b")
+        == b":0\r\n"
+    )
+    assert shared_redis.ask("HLEN", "traces:epochs") == b":2\r\n"
+
+
+async def test_clusters_with_prefixes_of_their_own_do_not_meet(
+    shared_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    one, other = (open_redis(shared_redis.url, prefix=prefix) for prefix in ("one", "other"))
+    joined = await one.join(member(owner="a"))
+    await other.join(member(owner="b"))
+    assert await one.members() == [joined]
+
+
+async def test_a_member_that_cannot_be_read_is_the_peers_fault(
+    shared_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    registry = open_redis(shared_redis.url, prefix="odd")
+    await registry.join(member())
+    shared_redis.ask("HSET", "odd:member:store-0", "member", "{}")
+    with pytest.raises(PeerError, match="cannot be read"):
+        await registry.members()
+
+
+async def test_a_full_server_is_a_peer_error_with_its_reason(
+    redis_server: RedisServer, open_redis: OpenRedis
+) -> None:
+    registry = open_redis(redis_server.url)
+    redis_server.ask("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(PeerError, match="maxmemory"):
+        await registry.join(member())
+
+
+@pytest.mark.parametrize("form", ["redis://:{}@{}", "redis://default:{}@{}"])
+async def test_a_password_is_used_and_never_shown(
+    form: str, caplog: pytest.LogCaptureFixture, open_redis: OpenRedis
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with RedisServer("--requirepass", "hunter2") as server:
+        right = open_redis(form.format("hunter2", server.address))
+        wrong = open_redis(form.format("hunter3", server.address))
+        without = open_redis(server.url)
+        await right.join(member())
+        texts = []
+        for registry in (wrong, without):
+            with pytest.raises(Unauthenticated) as caught:
+                await registry.members()
+            texts += [str(caught.value), repr(caught.value), repr(registry)]
+        server.kill()
+        with pytest.raises(PeerLost) as gone:
+            await right.members()
+        for text in [*texts, str(gone.value), caplog.text]:
+            assert "hunter" not in text
+
+
+async def test_a_server_is_reached_by_its_unix_socket(
+    shared_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    by_path = open_redis(f"unix://{shared_redis.socket_path}", prefix="local", poll_s=0.1)
+    joined = await by_path.join(member())
+    assert await watched_until(by_path, bool) == [joined]
+    assert await open_redis(shared_redis.url, prefix="local").members() == [joined]
+
+
+async def test_a_numbered_database_is_a_cluster_of_its_own(
+    shared_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    third = open_redis(f"{shared_redis.url}/3", prefix="numbered")
+    joined = await third.join(member())
+    by_path = open_redis(f"unix://{shared_redis.socket_path}?db=3", prefix="numbered")
+    assert await by_path.members() == [joined]
+    assert await open_redis(shared_redis.url, prefix="numbered").members() == []

@@ -1,0 +1,231 @@
+"""A seat outlives its registry, follows its epochs, and ends when the id belongs to another process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from protocol.errors import InvalidRequest, StaleLease, Unauthenticated
+from protocol.registry.base import Member, Registry
+from protocol.registry.remote import RemoteRegistry
+from protocol.registry.seat import Seat, seated
+from tests.protocol.registry.conftest import Connect, OpenRedis, served
+from tests.protocol.registry.members import PATIENCE_S, ids, member, watched_until
+from tests.redis_server import RedisServer
+
+TTL_S = 1.0
+RENEW_EVERY_S = 0.1
+
+
+class Told(logging.Handler):
+    """What the seats log, for tests to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: asyncio.Queue[str] = asyncio.Queue()
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.put_nowait(record.getMessage())
+        self.seen.append(record.getMessage())
+
+    async def until(self, text: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while text not in await self.lines.get():
+                pass
+
+    def count(self, text: str) -> int:
+        return sum(text in line for line in self.seen)
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    handler, logger = Told(), logging.getLogger("protocol.registry.seat")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+class Holder:
+    """A seat, the epochs that it told of, and its task."""
+
+    def __init__(self, registry: Registry, who: Member, *, ttl_s: float = TTL_S) -> None:
+        self.epochs: asyncio.Queue[int] = asyncio.Queue()
+        self.seat = Seat(
+            registry,
+            who,
+            ttl_s=ttl_s,
+            renew_every_s=RENEW_EVERY_S,
+            on_epoch=lambda joined: self.epochs.put_nowait(joined.endpoint.epoch),
+        )
+
+    async def epoch(self) -> int:
+        """The next one that the seat tells of."""
+        return await asyncio.wait_for(self.epochs.get(), PATIENCE_S)
+
+
+async def lost(task: asyncio.Task[None]) -> BaseException | None:
+    await asyncio.wait({task}, timeout=PATIENCE_S)
+    return task.exception()
+
+
+async def test_a_seat_joins_stays_and_leaves(connect: Connect) -> None:
+    registry, holder = connect(), Holder(connect(), member("kept"))
+    async with seated(holder.seat):
+        assert await holder.epoch() == holder.seat.member.endpoint.epoch
+        assert holder.seat.joined.is_set()
+        # Another lease of the same length ends; this one was renewed.
+        await registry.join(member("silent"), ttl_s=TTL_S)
+        left = await watched_until(registry, lambda members: "silent" not in ids(members))
+        assert left == [holder.seat.member]
+        assert holder.epochs.empty()
+    assert await registry.members() == []
+
+
+async def test_a_restarted_process_takes_its_seat_at_once_and_its_last_life_ends(
+    connect: Connect,
+) -> None:
+    first, second = (Holder(connect(), member(), ttl_s=60) for _ in range(2))
+    async with seated(first.seat) as first_task:
+        await first.epoch()
+        async with seated(second.seat) as second_task:
+            assert await second.epoch() > first.seat.member.endpoint.epoch
+            error = await lost(first_task)
+            assert isinstance(error, StaleLease)
+            assert "store-0 was taken by another process" in str(error)
+            assert not second_task.done()
+    assert await connect().members() == []
+
+
+async def test_a_lease_of_a_dead_owner_is_waited_for(connect: Connect) -> None:
+    registry, holder = connect(), Holder(connect(), member(owner="b"))
+    dead = await registry.join(member(owner="a"), ttl_s=TTL_S)
+    async with seated(holder.seat):
+        assert await holder.epoch() > dead.endpoint.epoch
+
+
+async def test_of_two_owners_the_first_keeps_the_seat(connect: Connect) -> None:
+    first, second = Holder(connect(), member(owner="a")), Holder(connect(), member(owner="b"))
+    async with seated(first.seat) as first_task:
+        await first.epoch()
+        async with seated(second.seat) as second_task:
+            error = await lost(second_task)
+            assert isinstance(error, StaleLease)
+            assert "belongs to another process, which keeps renewing it" in str(error)
+            assert "another id" in str(error)
+        assert not first_task.done()
+        # The loser's good-bye must not take the winner's seat.
+        assert await connect().members() == [first.seat.member]
+
+
+async def test_a_seat_that_another_owner_took_meanwhile_is_lost(connect: Connect) -> None:
+    registry, holder = connect(), Holder(connect(), member(owner="a"))
+    async with seated(holder.seat) as task:
+        await holder.epoch()
+        await registry.leave(holder.seat.member)  # as if its lease had ended
+        await registry.join(member(owner="b"), ttl_s=60)
+        assert isinstance(await lost(task), StaleLease)
+
+
+async def test_a_forgotten_seat_is_taken_again_under_a_later_epoch(connect: Connect) -> None:
+    registry, holder = connect(), Holder(connect(), member())
+    async with seated(holder.seat):
+        before = await holder.epoch()
+        await registry.leave(holder.seat.member)  # as if its lease had ended
+        assert await holder.epoch() > before
+        assert await registry.members() == [holder.seat.member]
+
+
+async def test_a_malformed_member_ends_the_seat_at_once(connect: Connect) -> None:
+    async with seated(Holder(connect(), member("")).seat) as task:
+        assert isinstance(await lost(task), InvalidRequest)
+
+
+async def test_a_wrong_token_ends_the_seat_at_once() -> None:
+    async with served() as address:
+        registry = RemoteRegistry(address, "guess")
+        async with seated(Holder(registry, member()).seat) as task:
+            assert isinstance(await lost(task), Unauthenticated)
+        await registry.close()
+
+
+async def test_a_registry_that_restarts_is_waited_for_and_joined_again(told: Told) -> None:
+    async with served() as address:
+        registry = RemoteRegistry(address, "secret", deadline_s=0.5)
+        holder = Holder(registry, member())
+        keeping = seated(holder.seat)
+        task = await keeping.__aenter__()
+        before = await holder.epoch()
+    await told.until("cannot be used")
+    assert not task.done()
+    async with served(int(address.rpartition(":")[2])):
+        assert await holder.epoch() > before
+        assert await registry.members() == [holder.seat.member]
+        assert told.count("cannot be used") == 1
+        await keeping.__aexit__(None, None, None)
+        assert await registry.members() == []
+    await registry.close()
+
+
+async def test_a_seat_waits_for_a_registry_that_comes_later(
+    redis_server: RedisServer, open_redis: OpenRedis
+) -> None:
+    redis_server.kill()
+    registry = open_redis(redis_server.url, deadline_s=0.5)
+    holder = Holder(registry, member())
+    async with seated(holder.seat):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(holder.seat.joined.wait(), 3 * RENEW_EVERY_S)
+        redis_server.start()
+        await holder.epoch()
+
+
+async def test_members_survive_a_killed_redis_and_join_again_when_it_is_back(
+    redis_server: RedisServer, told: Told, open_redis: OpenRedis
+) -> None:
+    """Redis comes back empty: each renewal is refused, each seat is taken again under a later epoch."""
+    registry = open_redis(redis_server.url, deadline_s=0.5, poll_s=0.1)
+    holders = [Holder(registry, member(f"store-{n}", owner=str(n))) for n in range(3)]
+    async with seated(holders[0].seat) as a, seated(holders[1].seat) as b, seated(holders[2].seat):
+        before = [await holder.epoch() for holder in holders]
+        watching = asyncio.create_task(
+            watched_until(
+                registry, lambda m: [x.endpoint.epoch for x in m] > before and len(m) == 3
+            )
+        )
+        redis_server.kill()
+        for _ in holders:
+            await told.until("cannot be used")
+        assert not a.done()
+        assert not b.done()
+        redis_server.start()
+        after = [await holder.epoch() for holder in holders]
+        assert all(late > early for late, early in zip(after, before, strict=True))
+        assert await watching == [holder.seat.member for holder in holders]
+        assert told.count("cannot be used") == 3
+    assert await registry.members() == []
+
+
+async def test_leaving_without_a_registry_does_not_hang(
+    redis_server: RedisServer, open_redis: OpenRedis
+) -> None:
+    registry = open_redis(redis_server.url, deadline_s=0.3)
+    holder = Holder(registry, member())
+    async with asyncio.timeout(PATIENCE_S):
+        async with seated(holder.seat):
+            await holder.epoch()
+            redis_server.stop()
+
+
+async def test_withdrawn_permissions_do_not_end_a_seat_that_is_taken(
+    redis_server: RedisServer, told: Told, open_redis: OpenRedis
+) -> None:
+    holder = Holder(open_redis(redis_server.url), member())
+    async with seated(holder.seat) as task:
+        await holder.epoch()
+        redis_server.ask("ACL", "SETUSER", "default", "-@scripting")
+        await told.until("refuses the registry's credentials")
+        assert not task.done()

@@ -1,0 +1,141 @@
+"""The membership table: bookkeeping that holds whatever happens, under clocks that jump."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from protocol.errors import StaleLease
+from protocol.registry.base import Member, Superseded
+from protocol.registry.embedded import EmbeddedRegistry
+from protocol.registry.table import MembershipTable
+from tests.protocol.registry.members import member
+
+IDS = st.sampled_from(["a", "b", "c"])
+OWNERS = st.sampled_from(["x", "y"])
+TTLS = st.sampled_from([1.0, 10.0])
+
+
+class TableMachine(RuleBasedStateMachine):
+    """The table beside a model of one line per id: (member, end). Its clock jumps both ways; time in it only grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = MembershipTable(first_epoch=1_000)
+        self.clock = 0.0
+        self.latest = 0.0
+        self.model: dict[str, tuple[Member, float]] = {}
+        self.given: list[Member] = []
+        self.seen: tuple[int, list[Member]] = (1_000, [])
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 10.0, 3600.0, -1.0, -3600.0]))
+    def the_clock_moves(self, seconds: float) -> None:
+        self.clock += seconds
+        self.latest = max(self.latest, self.clock)
+        self.table.expire(self.clock)
+        self.model = {id: entry for id, entry in self.model.items() if entry[1] > self.latest}
+
+    @rule(id=IDS, owner=OWNERS, ttl_s=TTLS, known=st.integers(0, 5_000))
+    def somebody_joins(self, id: str, owner: str, ttl_s: float, known: int) -> None:
+        wanted = member(id, owner=owner, epoch=known)
+        if id in self.model and self.model[id][0].owner != owner:
+            with pytest.raises(StaleLease, match=f"{id} is held"):
+                self.table.join(wanted, ttl_s, self.clock)
+            return
+        joined = self.table.join(wanted, ttl_s, self.clock)
+        assert joined.endpoint.epoch > known
+        assert all(joined.endpoint.epoch > earlier.endpoint.epoch for earlier in self.given)
+        self.given.append(joined)
+        self.model[id] = (joined, self.latest + ttl_s)
+
+    @rule(data=st.data(), ttl_s=TTLS)
+    def somebody_renews(self, data: st.DataObject, ttl_s: float) -> None:
+        who = self.somebody(data)
+        if who is None:
+            return
+        holder = self.model.get(who.instance_id)
+        if holder is not None and holder[0] == who:
+            self.table.renew(who.instance_id, who.endpoint.epoch, ttl_s, self.clock)
+            self.model[who.instance_id] = (who, self.latest + ttl_s)
+            return
+        with pytest.raises(StaleLease) as caught:
+            self.table.renew(who.instance_id, who.endpoint.epoch, ttl_s, self.clock)
+        assert isinstance(caught.value, Superseded) == (holder is not None)
+
+    @rule(data=st.data())
+    def somebody_leaves(self, data: st.DataObject) -> None:
+        who = self.somebody(data)
+        if who is None:
+            return
+        self.table.leave(who.instance_id, who.endpoint.epoch, self.clock)
+        if who in [held for held, _ in self.model.values()]:
+            del self.model[who.instance_id]
+
+    def somebody(self, data: st.DataObject) -> Member | None:
+        """Who holds, or once held, a lease."""
+        return data.draw(st.sampled_from(self.given)) if self.given else None
+
+    @invariant()
+    def the_table_says_what_the_model_says(self) -> None:
+        self.table.validate()
+        expected = [self.model[id][0] for id in sorted(self.model)]
+        assert self.table.members(self.clock) == expected
+        assert self.table.next_expiry_at == min((e for _, e in self.model.values()), default=None)
+
+    @invariant()
+    def a_change_is_never_without_another_version(self) -> None:
+        shown = (self.table.version, self.table.members(self.clock))
+        assert (shown[0] != self.seen[0]) or shown[1] == self.seen[1]
+        self.seen = shown
+
+
+TestTable = TableMachine.TestCase
+TestTable.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_a_refused_join_changes_nothing() -> None:
+    table = MembershipTable(first_epoch=1)
+    held = table.join(member(owner="a"), 10, now=0)
+    version = table.version
+    with pytest.raises(StaleLease) as caught:
+        table.join(member(owner="b"), 10, now=4)
+    assert caught.value.retry_after_s == 6
+    assert (table.version, table.members(now=4)) == (version, [held])
+
+
+def test_a_clock_that_jumps_back_ends_no_lease_and_lengthens_none() -> None:
+    table = MembershipTable(first_epoch=1)
+    joined = table.join(member(), 10, now=1_000)
+    assert table.members(now=0) == [joined]
+    table.renew("store-0", joined.endpoint.epoch, 10, now=0)
+    assert table.members(now=1_010) == []
+
+
+def test_a_clock_that_jumps_ahead_ends_leases_and_members_join_above() -> None:
+    table = MembershipTable(first_epoch=1)
+    joined = table.join(member(), 10, now=0)
+    with pytest.raises(StaleLease):
+        table.renew("store-0", joined.endpoint.epoch, 10, now=1_000_000)
+    again = table.join(joined, 10, now=1_000_000)
+    assert again.endpoint.epoch > joined.endpoint.epoch
+
+
+async def test_a_restart_gives_later_epochs_though_everything_is_forgotten() -> None:
+    before = await one_join(EmbeddedRegistry(wall_ns=lambda: 1_000), member())
+    after = await one_join(EmbeddedRegistry(wall_ns=lambda: 2_000), member())
+    assert after.endpoint.epoch > before.endpoint.epoch
+
+
+async def test_a_restart_under_a_clock_set_back_stays_above_what_members_remember() -> None:
+    before = await one_join(EmbeddedRegistry(wall_ns=lambda: 2_000), member())
+    after = await one_join(EmbeddedRegistry(wall_ns=lambda: 5), before)
+    assert after.endpoint.epoch > before.endpoint.epoch
+
+
+async def one_join(registry: EmbeddedRegistry, who: Member) -> Member:
+    try:
+        return await registry.join(who)
+    finally:
+        await registry.close()

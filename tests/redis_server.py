@@ -1,0 +1,144 @@
+"""A real redis-server of the test's own: on a free loopback port, without persistence, gone with the test.
+
+The system's service, where there is one, is never used. A Redis that is restarted here comes back empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+from protocol.process import die_with_parent
+
+START_S = 10.0
+_TRIES = 5  # another process may take the port between its choice and its use
+
+
+class RedisServer:
+    """`arguments` go to redis-server. `sentinel` lines make it a Sentinel with these as its configuration."""
+
+    def __init__(self, *arguments: str, sentinel: Sequence[str] = ()) -> None:
+        binary = shutil.which("redis-server")
+        if binary is None:
+            pytest.skip("redis-server is not installed (.ci/system-packages)")
+        self._binary = binary
+        self._arguments = arguments
+        self._sentinel = sentinel
+        self._stack = contextlib.ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.folder = Path()
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"redis://{self.address}"
+
+    @property
+    def socket_path(self) -> Path:
+        return self.folder / "redis.sock"
+
+    def __enter__(self) -> RedisServer:
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="redis-")))
+        for _ in range(_TRIES):
+            self.port = _free_port()
+            with contextlib.suppress(ChildProcessError):
+                self.start()
+                return self
+        raise ChildProcessError(f"redis-server does not start: {self.output()}")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._stack.close()
+
+    def start(self) -> None:
+        """On the same port as before. Returns when it answers; raises ChildProcessError when it ends instead."""
+        with open(self.folder / "output", "ab") as output:
+            self._process = subprocess.Popen(
+                self._command(),
+                cwd=self.folder,
+                stdout=output,
+                stderr=output,
+                preexec_fn=lambda: die_with_parent(None),
+            )
+        give_up_at = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > give_up_at:
+                self.kill()
+                raise ChildProcessError(self.output())
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """SIGKILL: as a machine that lost power."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def stop(self) -> None:
+        """SIGSTOP: its port still accepts, and nothing answers."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def ask(self, *command: str) -> bytes:
+        """The raw reply (RESP) to one command whose reply is short; for tests without a client."""
+        encoded = [part.encode() for part in command]
+        request = b"*%d\r\n" % len(encoded)
+        request += b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in encoded)
+        with socket.create_connection(("127.0.0.1", self.port), timeout=START_S) as connection:
+            connection.sendall(request)
+            return connection.recv(64 * 1024)
+
+    def output(self) -> str:
+        return (self.folder / "output").read_text(errors="replace")
+
+    def _command(self) -> list[str]:
+        common = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        if self._sentinel:
+            configuration = self.folder / "sentinel.conf"
+            if not configuration.exists():  # afterwards it is the Sentinel's own
+                configuration.write_text("".join(f"{line}\n" for line in self._sentinel))
+            return [self._binary, str(configuration), "--sentinel", *common]
+        memory_only = ["--save", "", "--appendonly", "no"]
+        local = ["--unixsocket", str(self.socket_path), "--unixsocketperm", "600"]
+        return [self._binary, *common, *memory_only, *local, *self._arguments]
+
+    def _answers(self) -> bool:
+        try:
+            reply = self.ask("PING")
+        except OSError:
+            return False
+        return reply.startswith((b"+PONG", b"-NOAUTH"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
