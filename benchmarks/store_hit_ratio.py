@@ -22,6 +22,7 @@ from kvstore.allocator import ALIGNMENT
 from kvstore.catalog import Catalog, Watermarks
 from kvstore.eviction import POLICY_NAMES, EvictionPolicy, make
 from kvstore.eviction.ranked import Ranked
+from kvstore.native.base import Record
 from protocol.keys import KEY_BYTES, BlockKey
 from traces.format import TOKENS_PER_HASH, TraceRecord, read_trace
 
@@ -50,14 +51,16 @@ class Belady(Ranked):
             for key in prompt.keys:
                 self._uses[key].append(position)
         self._never = len(prompts)
+        self._keys: dict[Record, BlockKey] = {}
 
-    def added(self, key: BlockKey, parent: BlockKey | None) -> None:
-        self.used(key)
+    def added(self, record: Record, key: BlockKey, parent: Record) -> None:
+        self._keys[record] = key
+        self.used(record)
 
-    def used(self, key: BlockKey) -> None:
-        uses = self._uses[key]
+    def used(self, record: Record) -> None:
+        uses = self._uses[self._keys[record]]
         uses.pop()
-        self._place(key, (-(uses[-1] if uses else self._never), self._tick()))
+        self._place(record, -(uses[-1] if uses else self._never), self._tick())
 
 
 class Silence:

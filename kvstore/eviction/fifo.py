@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore.eviction.ranked import Ranked
+from kvstore.native.base import Record
 from protocol.keys import BlockKey
 
 
@@ -11,8 +12,8 @@ class FirstInFirstOut(Ranked):
 
     name = "fifo"
 
-    def added(self, key: BlockKey, parent: BlockKey | None) -> None:
-        self._place(key, (self._tick(),))
+    def added(self, record: Record, key: BlockKey, parent: Record) -> None:
+        self._place(record, 0, self._tick())
 
-    def used(self, key: BlockKey) -> None:
+    def used(self, record: Record) -> None:
         """Changes nothing."""

@@ -6,9 +6,15 @@ that prefix, the fewer there are. Counts age as LFU's do, since the paper does n
 
 from __future__ import annotations
 
+from kvstore.eviction.columns import Column
 from kvstore.eviction.lfu import LeastFrequentlyUsed
-from kvstore.eviction.order import Rank
+from kvstore.native.base import Record
 from protocol.keys import BlockKey
+
+MAX_DEPTH = 2**20 - 1
+"""Deeper ones count as this deep."""
+TICKS = 2**44
+"""The rest of a rank's 64 bits: five years at 100,000 uses a second."""
 
 
 class LengthAware(LeastFrequentlyUsed):
@@ -18,17 +24,20 @@ class LengthAware(LeastFrequentlyUsed):
 
     def __init__(self) -> None:
         super().__init__()
-        self._depths: dict[BlockKey, int] = {}  # of resident keys; 0 = its chain starts there
+        self._depths = Column("I")  # of residents; 1 = the head of its chain, 0 = not resident
 
-    def added(self, key: BlockKey, parent: BlockKey | None) -> None:
-        # A parent that is not here yet or not any more leaves the depth unknown; 0 keeps the block longest.
-        above = self._depths.get(parent) if parent is not None else None
-        self._depths[key] = 0 if above is None else above + 1
-        super().added(key, parent)
+    def added(self, record: Record, key: BlockKey, parent: Record) -> None:
+        # A parent that is not here yet or not any more leaves the depth unknown; 1 keeps the block longest.
+        self._depths[record] = min(self._depths[parent] + 1, MAX_DEPTH)
+        super().added(record, key, parent)
 
-    def forget(self, key: BlockKey) -> None:
-        super().forget(key)
-        self._depths.pop(key, None)
+    def forget(self, record: Record) -> None:
+        super().forget(record)
+        self._depths[record] = 0
 
-    def _rank(self, key: BlockKey, worth: float) -> Rank:
-        return (worth, -self._depths[key], self._tick())
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._depths.nbytes
+
+    def _tie(self, record: Record) -> int:
+        return (MAX_DEPTH - self._depths[record]) * TICKS + self._tick() % TICKS

@@ -2,17 +2,19 @@
 
 Plain counts never fall, so what was popular yesterday would stay for ever. Dynamic ageing (LFU-DA; Arlitt, Cherkasova,
 Dilley, Friedrich, Jin: "Evaluating content management techniques for Web proxy caches", 2000) ages everything
-at once without touching it: a key's worth is its count plus the worth of the last victim at its last use, so that new
-keys catch up with old counts at the pace of eviction.
+at once without touching it: a block's worth is its count plus the worth of the last victim at its last use, so that new
+blocks catch up with old counts at the pace of eviction.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-
-from kvstore.eviction.order import Rank
+from kvstore.eviction.columns import Column
 from kvstore.eviction.ranked import Ranked
+from kvstore.native.base import NO_RECORD, Record
 from protocol.keys import BlockKey
+
+MAX_USES = 2**32 - 1
+"""What a column holds."""
 
 
 class LeastFrequentlyUsed(Ranked):
@@ -22,29 +24,33 @@ class LeastFrequentlyUsed(Ranked):
 
     def __init__(self) -> None:
         super().__init__()
-        self._num_uses: Counter[BlockKey] = Counter()  # of resident keys
+        self._num_uses = Column("I")  # of resident records
         self._age = 0.0  # worth of the last victim
-        self._named: BlockKey | None = None  # the victim, until it is gone
+        self._named = NO_RECORD  # the victim, until it is gone
 
-    def added(self, key: BlockKey, parent: BlockKey | None) -> None:
-        self.used(key)
+    def added(self, record: Record, key: BlockKey, parent: Record) -> None:
+        self.used(record)
 
-    def used(self, key: BlockKey) -> None:
-        self._num_uses[key] += 1
-        self._place(key, self._rank(key, self._age + self._num_uses[key]))
+    def used(self, record: Record) -> None:
+        self._num_uses[record] = min(self._num_uses[record] + 1, MAX_USES)
+        self._place(record, self._age + self._num_uses[record], self._tie(record))
 
-    def victim(self) -> BlockKey | None:
+    def victim(self) -> Record:
         self._named = super().victim()
         return self._named
 
-    def forget(self, key: BlockKey) -> None:
-        if key == self._named:
+    def forget(self, record: Record) -> None:
+        if record == self._named:
             # A parent may have become worthless long before its followers left: ages never fall.
-            self._age = max(self._age, self._ranks[key][0])
-            self._named = None
-        self._num_uses.pop(key, None)
-        super().forget(key)
+            self._age = max(self._age, self._ranks.rank_of(record)[0])
+            self._named = NO_RECORD
+        self._num_uses[record] = 0
+        super().forget(record)
 
-    def _rank(self, key: BlockKey, worth: float) -> Rank:
-        """Begins with the worth."""
-        return (worth, self._tick())
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._num_uses.nbytes
+
+    def _tie(self, record: Record) -> int:
+        """Which of two blocks of one worth goes first: the one with the lower number."""
+        return self._tick()

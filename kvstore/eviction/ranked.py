@@ -1,38 +1,37 @@
-"""What policies share that give each key a rank when it is used: the smallest rank on offer goes first."""
+"""What policies share that give each record a rank when it is used: the smallest rank on offer goes first."""
 
 from __future__ import annotations
 
-from kvstore.eviction.order import Order, Rank
-from protocol.keys import BlockKey
+from kvstore.native.base import Record
+from kvstore.native.library import rank_heap
 
 
 class Ranked:
     """All of a policy but `added` and `used`, which call `_place`."""
 
     def __init__(self) -> None:
-        self._clock = 0  # counts uses; the last part of most ranks, since it makes them differ
-        self._ranks: dict[BlockKey, Rank] = {}  # of every resident key
-        self._offered = Order()
+        self._clock = 0  # counts uses; part of most ranks, since it makes them differ
+        self._ranks = rank_heap()  # of every resident record; in the heap are those on offer
 
-    def offer(self, key: BlockKey) -> None:
-        if key not in self._offered:
-            self._offered.put(key, self._ranks[key])
+    def offer(self, record: Record) -> None:
+        self._ranks.offer(record)
 
-    def withdraw(self, key: BlockKey) -> None:
-        self._offered.discard(key)
+    def withdraw(self, record: Record) -> None:
+        self._ranks.discard(record)
 
-    def forget(self, key: BlockKey) -> None:
-        self._offered.discard(key)
-        self._ranks.pop(key, None)
+    def forget(self, record: Record) -> None:
+        self._ranks.discard(record)
 
-    def victim(self) -> BlockKey | None:
-        return self._offered.first()
+    def victim(self) -> Record:
+        return self._ranks.first()
+
+    @property
+    def nbytes(self) -> int:
+        return self._ranks.nbytes
 
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
 
-    def _place(self, key: BlockKey, rank: Rank) -> None:
-        self._ranks[key] = rank
-        if key in self._offered:
-            self._offered.put(key, rank)
+    def _place(self, record: Record, primary: float, secondary: int) -> None:
+        self._ranks.rank(record, primary, secondary)

@@ -5,7 +5,7 @@ although some blocks are several times as likely to have one. Two things that a 
 of a block makes another likelier, since a conversation that went on tends to go on. And a long run of new blocks is
 less likely to be continued than a short one (a turn of a conversation), while keeping it displaces more of the others.
 
-So a key's rank is the time of its last use, in uses of the store, moved later by one lifetime for each time that it
+So a block's rank is the time of its last use, in uses of the store, moved later by one lifetime for each time that it
 was read, and, until it is read, moved earlier by its depth in its run. A *run* is the blocks that were stored behind
 one another and not read since; depth is counted from where it leaves what was read, or from the head of its chain. A
 *lifetime* is the mean age at which unread victims go, so credit scales with capacity and traffic. Debt scales with the
@@ -14,24 +14,17 @@ share of the store that the run takes, so it does not depend on the size of bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from kvstore.eviction.columns import Column
 from kvstore.eviction.ranked import Ranked
+from kvstore.native.base import NO_RECORD, Record
 from protocol.keys import BlockKey
 
 MAX_CREDIT = 3
 """Lifetimes. Without a limit what was popular once stays for ever; S3-FIFO counts as far."""
 RUN_OF_A_LIFETIME = 1 / 128
-"""The share of the resident keys at whose depth a run owes a whole lifetime (measured: docs/store-eviction.md)."""
+"""The share of the resident blocks at whose depth a run owes a whole lifetime (measured: docs/store-eviction.md)."""
 SMOOTHING = 0.01
 """Of the mean lifetime: about the last hundred unread victims count."""
-
-
-@dataclass(slots=True, eq=False)
-class _Resident:
-    run_depth: int  # 1 = the first block of its run
-    num_reads: int = 0
-    used_at: int = 0  # in uses of the store
 
 
 class ReuseCredit(Ranked):
@@ -41,44 +34,49 @@ class ReuseCredit(Ranked):
 
     def __init__(self) -> None:
         super().__init__()
-        self._residents: dict[BlockKey, _Resident] = {}
+        self._run_depths = Column("I")  # of residents; 1 = the first of its run, 0 = not resident
+        self._num_reads = Column("B")  # up to MAX_CREDIT
+        self._num_residents = 0
         self._lifetime = 0.0  # in uses of the store
         self._num_lifetimes = 0  # that the mean was taken of
-        self._named: BlockKey | None = None  # the victim, until it is gone
+        self._named = NO_RECORD  # the victim, until it is gone
 
-    def added(self, key: BlockKey, parent: BlockKey | None) -> None:
-        before = self._residents.get(parent) if parent is not None else None
-        continues = before is not None and not before.num_reads
-        depth = before.run_depth + 1 if before is not None and continues else 1
-        self._residents[key] = _Resident(depth)
-        self._rank(key)
+    def added(self, record: Record, key: BlockKey, parent: Record) -> None:
+        self._run_depths[record] = 1 if self._num_reads[parent] else self._run_depths[parent] + 1
+        self._num_reads[record] = 0
+        self._num_residents += 1
+        self._rank(record)
 
-    def used(self, key: BlockKey) -> None:
-        self._residents[key].num_reads += 1
-        self._rank(key)
+    def used(self, record: Record) -> None:
+        self._num_reads[record] = min(self._num_reads[record] + 1, MAX_CREDIT)
+        self._rank(record)
 
-    def victim(self) -> BlockKey | None:
+    def victim(self) -> Record:
         self._named = super().victim()
         return self._named
 
-    def forget(self, key: BlockKey) -> None:
-        resident = self._residents.pop(key, None)
-        if resident is not None and key == self._named and not resident.num_reads:
-            self._learn(self._clock - resident.used_at)
-        self._named = None
-        super().forget(key)
+    def forget(self, record: Record) -> None:
+        if self._run_depths[record]:
+            if record == self._named and not self._num_reads[record]:
+                self._learn(self._clock - self._ranks.rank_of(record)[1])
+            self._run_depths[record] = self._num_reads[record] = 0
+            self._num_residents -= 1
+        self._named = NO_RECORD
+        super().forget(record)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._run_depths.nbytes + self._num_reads.nbytes
 
     def _learn(self, lifetime: int) -> None:
         self._num_lifetimes += 1
         weight = max(SMOOTHING, 1 / self._num_lifetimes)  # a plain mean at first
         self._lifetime += weight * (lifetime - self._lifetime)
 
-    def _rank(self, key: BlockKey) -> None:
-        resident = self._residents[key]
-        resident.used_at = self._tick()
-        if resident.num_reads:
-            credit = float(min(resident.num_reads, MAX_CREDIT))
+    def _rank(self, record: Record) -> None:
+        used_at = self._tick()
+        if num_reads := self._num_reads[record]:
+            credit = float(num_reads)
         else:
-            share = resident.run_depth / len(self._residents)
-            credit = -share / RUN_OF_A_LIFETIME
-        self._place(key, (resident.used_at + credit * self._lifetime, resident.used_at))
+            credit = -self._run_depths[record] / self._num_residents / RUN_OF_A_LIFETIME
+        self._place(record, used_at + credit * self._lifetime, used_at)

@@ -1,35 +1,31 @@
 """S3-FIFO (Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023).
 
-New keys wait in a small queue, a tenth of the store. At its end a key that was read at least twice meanwhile moves to
-the main queue, any other is evicted and remembered as a ghost; a key that comes back while a ghost goes straight to
-the main queue. At the end of the main queue a key that was read goes round again, with its count one lower.
+New blocks wait in a small queue, a tenth of the store. At its end a block that was read at least twice meanwhile moves
+to the main queue, any other is evicted and remembered as a ghost; a block that comes back while a ghost goes straight
+to the main queue. At the end of the main queue a block that was read goes round again, with its count one lower.
 
-Here only keys on offer can go. A key keeps its place in its queue while it is withdrawn, and a queue's end is its
-oldest key *on offer*; so a chain's head waits where it stands until its followers have left, and is judged by what it
-was read meanwhile. The shares are of all resident keys, whether on offer or not. If the queue whose turn it is has
+Here only blocks on offer can go. A block keeps its place in its queue while it is withdrawn, and a queue's end is its
+oldest block *on offer*; so a chain's head waits where it stands until its followers have left, and is judged by what it
+was read meanwhile. The shares are of all resident blocks, whether on offer or not. If the queue whose turn it is has
 nothing on offer, the other one gives.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from kvstore.eviction.order import Order
+from kvstore.eviction.columns import Column
+from kvstore.eviction.ghosts import Ghosts, digest_of
+from kvstore.native.base import NO_RECORD, RankHeap, Record
+from kvstore.native.library import rank_heap
 from protocol.keys import BlockKey
 
 SMALL_SHARE = 0.1
-"""Of the resident keys (section 4.1 of the paper)."""
+"""Of the resident blocks (section 4.1 of the paper)."""
 MAX_READS = 3
-"""Two bits per key, as in the paper."""
+"""Two bits per block, as in the paper."""
 READS_TO_STAY = 2
 """`freq > 1` in the paper's algorithm 1."""
-
-
-@dataclass(slots=True, eq=False)
-class _Resident:
-    place: int  # in the order of its queue
-    is_small: bool
-    reads: int = 0  # since it was added, less one for each round of the main queue
+_SMALL, _MAIN = 1, 2
+"""What `_queues` holds."""
 
 
 class S3Fifo:
@@ -39,71 +35,85 @@ class S3Fifo:
 
     def __init__(self) -> None:
         self._clock = 0  # counts places
-        self._residents: dict[BlockKey, _Resident] = {}
-        self._num_small = 0
-        self._small, self._main = Order(), Order()  # the keys on offer, by place
-        self._ghosts: dict[BlockKey, None] = {}  # oldest first, no more than residents
-        self._named: BlockKey | None = None  # the victim, until it is gone
+        self._small, self._main = rank_heap(), rank_heap()  # in the heaps are those on offer
+        self._queues = Column("B")  # of each record; 0 = not resident
+        self._num_reads = Column("B")  # since it was added, less one for each main round
+        self._digests = Column("Q")  # what a ghost is known by
+        self._num_small = self._num_residents = 0
+        self._ghosts = Ghosts()  # no more than residents
+        self._named = NO_RECORD  # the victim, until it is gone
 
-    def added(self, key: BlockKey, parent: BlockKey | None) -> None:
-        is_small = key not in self._ghosts
-        self._ghosts.pop(key, None)
-        self._residents[key] = _Resident(self._tick(), is_small)
+    def added(self, record: Record, key: BlockKey, parent: Record) -> None:
+        digest = digest_of(key)
+        is_small = not self._ghosts.take(digest)
+        self._queues[record] = _SMALL if is_small else _MAIN
+        self._num_reads[record] = 0
+        self._digests[record] = digest
         self._num_small += is_small
+        self._num_residents += 1
+        self._queue_up(record)
 
-    def used(self, key: BlockKey) -> None:
-        resident = self._residents[key]
-        resident.reads = min(resident.reads + 1, MAX_READS)
+    def used(self, record: Record) -> None:
+        self._num_reads[record] = min(self._num_reads[record] + 1, MAX_READS)
 
-    def offer(self, key: BlockKey) -> None:
-        resident = self._residents[key]
-        (self._small if resident.is_small else self._main).put(key, (resident.place,))
+    def offer(self, record: Record) -> None:
+        self._queue_of(record).offer(record)
 
-    def withdraw(self, key: BlockKey) -> None:
-        self._small.discard(key)
-        self._main.discard(key)
+    def withdraw(self, record: Record) -> None:
+        self._queue_of(record).discard(record)
 
-    def forget(self, key: BlockKey) -> None:
-        self.withdraw(key)
-        resident = self._residents.pop(key, None)
-        if resident is None:
+    def forget(self, record: Record) -> None:
+        self.withdraw(record)
+        if not self._queues[record]:
             return
-        self._num_small -= resident.is_small
-        if key == self._named and resident.is_small:
-            self._ghosts[key] = None
-        while len(self._ghosts) > len(self._residents):
-            del self._ghosts[next(iter(self._ghosts))]
-        self._named = None
+        is_small = self._is_small(record)
+        self._queues[record] = 0
+        self._num_small -= is_small
+        self._num_residents -= 1
+        if record == self._named and is_small:
+            self._ghosts.add(self._digests[record])
+        while len(self._ghosts) > self._num_residents:
+            self._ghosts.drop_oldest()
+        self._named = NO_RECORD
 
-    def victim(self) -> BlockKey | None:
-        self._named = None
-        while self._named is None and (candidate := self._candidate()) is not None:
+    def victim(self) -> Record:
+        self._named = NO_RECORD
+        while self._named == NO_RECORD and (candidate := self._candidate()) != NO_RECORD:
             if not self._spare(candidate):
                 self._named = candidate
         return self._named
 
-    def _candidate(self) -> BlockKey | None:
+    @property
+    def nbytes(self) -> int:
+        parts = self._small, self._main, self._queues, self._num_reads, self._digests, self._ghosts
+        return sum(part.nbytes for part in parts)
+
+    def _candidate(self) -> Record:
         """The end of the queue whose turn it is."""
         small, main = self._small.first(), self._main.first()
-        if self._num_small >= SMALL_SHARE * len(self._residents):
-            return small if small is not None else main
-        return main if main is not None else small
+        if self._num_small >= SMALL_SHARE * self._num_residents:
+            return small if small != NO_RECORD else main
+        return main if main != NO_RECORD else small
 
-    def _spare(self, key: BlockKey) -> bool:
-        """Sends `key` to the back of the main queue if it deserves to stay."""
-        resident = self._residents[key]
-        if resident.reads < (READS_TO_STAY if resident.is_small else 1):
+    def _spare(self, record: Record) -> bool:
+        """Sends a record on offer to the back of the main queue if it deserves to stay."""
+        is_small, num_reads = self._is_small(record), self._num_reads[record]
+        if num_reads < (READS_TO_STAY if is_small else 1):
             return False
-        self.withdraw(key)
-        if resident.is_small:
-            self._num_small -= 1
-            resident.is_small, resident.reads = False, 0
-        else:
-            resident.reads -= 1
-        resident.place = self._tick()
-        self.offer(key)
+        self.withdraw(record)
+        self._num_small -= is_small
+        self._queues[record] = _MAIN
+        self._num_reads[record] = 0 if is_small else num_reads - 1
+        self._queue_up(record)
+        self.offer(record)
         return True
 
-    def _tick(self) -> int:
+    def _is_small(self, record: Record) -> bool:
+        return self._queues[record] == _SMALL
+
+    def _queue_of(self, record: Record) -> RankHeap:
+        return self._small if self._is_small(record) else self._main
+
+    def _queue_up(self, record: Record) -> None:
         self._clock += 1
-        return self._clock
+        self._queue_of(record).rank(record, 0, self._clock)
