@@ -56,8 +56,13 @@ class Allocator:
         return start
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Returns the extent that `allocate(nbytes)` gave, merged with its free neighbours."""
+        """Returns the extent that `allocate(nbytes)` gave, merged with its free neighbours.
+
+        Raises KeyError when it is free already, as far as that shows.
+        """
         length = padded(nbytes)
+        if offset in self._length_at or offset + length in self._start_before:
+            raise KeyError(offset)
         self.used -= length
         start, end = offset, offset + length
         if start in self._start_before:

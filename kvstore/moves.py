@@ -149,8 +149,9 @@ class Moves:
 
     def under_way(self) -> list[StoredObject]:
         """The objects that moves hold, one entry each."""
-        moves = (*self._stores.values(), *self._loads.values())
-        return [*self._checks, *(move.object for move in moves)]
+        stored = [store.object for store in self._stores.values()]
+        loaded = [load.object for load in self._loads.values()]
+        return [*self._checks, *stored, *loaded]
 
     def validate(self) -> None:
         """Raises AssertionError unless the bytes on their way are counted right."""

@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry
 from kvstore import eviction
 from kvstore.catalog import Catalog
 from kvstore.config import StoreConfig
-from kvstore.disk.tier import SsdOptions, SsdTier
 from kvstore.event_log import EventLog, ToAll
 from kvstore.incarnation import first_generation
 from kvstore.index_segment import IndexSegments
@@ -23,7 +22,7 @@ from kvstore.metrics import StoreCollector
 from kvstore.native.library import key_index
 from kvstore.service import StoreService
 from kvstore.state import StoreState
-from kvstore.stored import Tier
+from kvstore.stored import Announcements, Tier
 from protocol.errors import ConfigError
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.membership import BlockLog, member, own_endpoint
@@ -81,7 +80,9 @@ class StoreNode:
         )
         events = EventLog()
         self._block_log = BlockLog(self._inventory)
-        heard = [events, ToConductor(self._block_log)] if config.conductor else [events]
+        heard: list[Announcements] = [events]
+        if config.conductor:
+            heard.append(ToConductor(self._block_log))
         index = IndexSegments(transfer)
         catalog = Catalog(
             segment.nbytes,
@@ -122,6 +123,8 @@ class StoreNode:
         ssd = self._config.ssd_folder()
         if ssd is None:
             return
+        from kvstore.disk.tier import SsdOptions, SsdTier
+
         lifecycle.progress("opening the disk")
         folder, capacity = ssd
         key_file = self._config.ssd_key_file

@@ -88,7 +88,9 @@ class Reservation:
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """(offset, length) of what may be written; empty objects are complete as they are."""
-        return [(o.offset, o.length) for o in self.objects.values() if o.length]
+        return [
+            (o.offset, o.length) for o in self.objects.values() if o.length and o.offset is not None
+        ]
 
     @property
     def waits_for_others(self) -> bool:

@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from kvstore import subscription, wire
+from kvstore import promises, subscription, wire
 from kvstore.block_client import BlockClient
 from kvstore.config import StoreConfig
 from kvstore.copying import copy_here
 from kvstore.event_log import EventLog
 from kvstore.index_segment import IndexSegments
 from kvstore.mover import Mover
-from kvstore.promises import Landed, Lease, Reservation
+from kvstore.promises import Landed, Reservation
 from kvstore.state import StoreState
 from kvstore.stored import Usage
 from kvstore.verification import Verifier, batched
@@ -160,7 +160,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self._changed()
         return wire.lease_to_wire(lease, self._segment.segment_id)
 
-    async def _brought_to_memory(self, lease: Lease) -> Lease:
+    async def _brought_to_memory(self, lease: promises.Lease) -> promises.Lease:
         self.mover.load(lease.loads)
         self._changed()
         await self.mover.loaded(lease)

@@ -36,7 +36,7 @@ class Verifier:
         state: StoreState,
         mover: Mover,
         segment: Segment,
-        in_thread: Callable[[Callable[[], T]], Awaitable[T]],
+        in_thread: Callable[[Callable[[], bool]], Awaitable[bool]],
     ) -> None:
         self._state = state
         self._mover = mover

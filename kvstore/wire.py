@@ -76,7 +76,7 @@ def checksums_from_wire(message: kvstore_pb2.StoreCommitRequest) -> dict[BlockKe
 def lease_to_wire(lease: Lease, segment_id: int) -> kvstore_pb2.StoreLeaseReply:
     objects = [
         kvstore_pb2.StoreLeaseReply.Object(
-            offset=stored.offset,
+            offset=stored.offset or 0,
             length=stored.length,
             checksum=stored.checksum,
             generation=stored.generation,
@@ -129,11 +129,11 @@ def listing_to_wire(
     return reply
 
 
-def pin_to_wire(pin: Pin) -> kvstore_pb2.StorePin:
+def pin_to_wire(pin: Pin) -> kvstore_pb2.StorePin.ValueType:
     return _PINS[pin]
 
 
-def pin_from_wire(pin: kvstore_pb2.StorePin) -> Pin:
+def pin_from_wire(pin: kvstore_pb2.StorePin.ValueType) -> Pin:
     """Raises InvalidRequest for one that this version does not know."""
     if pin not in _PINS_BACK:
         raise InvalidRequest(f"unknown kind of pin {pin}", param="pin")

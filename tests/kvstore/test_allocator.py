@@ -29,14 +29,13 @@ def test_any_sequence_conserves_the_segment(units: int, steps: list[Step]) -> No
                 live[offset] = padded(number)
         elif live:
             offset = list(live)[number % len(live)]
-            del live[offset]
-            allocator.free(offset)
-        allocator.validate()
+            allocator.free(offset, live.pop(offset))
+        allocator.validate(live.items())
         assert allocator.used == sum(live.values())
-    for offset in list(live):
-        allocator.free(offset)
+    for offset, length in live.items():
+        allocator.free(offset, length)
     assert allocator.largest_free == allocator.capacity == units * ALIGNMENT
-    allocator.validate()
+    allocator.validate([])
 
 
 def test_equal_sizes_fill_the_segment_without_waste() -> None:
@@ -46,7 +45,7 @@ def test_equal_sizes_fill_the_segment_without_waste() -> None:
         n * ALIGNMENT for n in range(10)
     ]
     assert allocator.allocate(1) is None
-    allocator.validate()
+    allocator.validate((n * ALIGNMENT, ALIGNMENT) for n in range(10))
 
 
 def test_the_extent_freed_last_is_taken_first() -> None:
@@ -55,16 +54,16 @@ def test_the_extent_freed_last_is_taken_first() -> None:
     for index in (1, 5, 3):
         offset = offsets[index]
         assert offset is not None
-        allocator.free(offset)
+        allocator.free(offset, ALIGNMENT)
     assert allocator.allocate(ALIGNMENT) == offsets[3]
-    allocator.validate()
+    allocator.validate((n * ALIGNMENT, ALIGNMENT) for n in range(9) if n not in (1, 5))
 
 
 def test_freeing_what_is_not_allocated_is_an_error_and_changes_nothing() -> None:
     allocator = Allocator(4 * ALIGNMENT)
     offset = allocator.allocate(1)
     assert offset is not None
-    allocator.free(offset)
+    allocator.free(offset, 1)
     with pytest.raises(KeyError):
-        allocator.free(offset)
-    allocator.validate()
+        allocator.free(offset, 1)
+    allocator.validate([])

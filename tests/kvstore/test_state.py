@@ -5,28 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvstore.allocator import ALIGNMENT
-from kvstore.catalog import Watermarks
-from kvstore.eviction import LeastRecentlyUsed
-from kvstore.state import Outcome, Phase, StoreState, Wish
+from kvstore.promises import Outcome, Phase, Wish
+from kvstore.state import StoreState
+from kvstore.stored import Watermarks
 from protocol.errors import InvalidRequest, StaleLease
 from protocol.keys import BlockKey
+from tests.kvstore.states import NO_TRIM, Heard, make_state
 
 TTL_S = 30.0
-NO_TRIM = Watermarks(evict_above=1.0)
-
-
-class Heard:
-    """Collects what a state announces."""
-
-    def __init__(self) -> None:
-        self.present: dict[BlockKey, BlockKey | None] = {}
-
-    def added(self, key: BlockKey, parent: BlockKey | None) -> None:
-        assert key not in self.present
-        self.present[key] = parent
-
-    def removed(self, key: BlockKey) -> None:
-        del self.present[key]
 
 
 def key(number: int) -> BlockKey:
@@ -44,10 +30,7 @@ def chain(*numbers: int, length: int = ALIGNMENT) -> list[Wish]:
 
 def make(units: int = 4, watermarks: Watermarks = NO_TRIM) -> tuple[StoreState, Heard]:
     heard = Heard()
-    state = StoreState(
-        units * ALIGNMENT, policy=LeastRecentlyUsed(), announce=heard, watermarks=watermarks
-    )
-    return state, heard
+    return make_state(units * ALIGNMENT, heard, watermarks=watermarks), heard
 
 
 def store(state: StoreState, wishes: list[Wish], now: float = 0.0, name: str = "") -> list[Outcome]:
@@ -244,7 +227,7 @@ def test_a_removed_object_is_out_of_sight_at_once_and_its_space_waits_for_the_la
     store(state, chain(1))
     for name in ("a", "b"):
         state.lease(name, [key(1)], 10.0, 0.0)
-    assert state.remove([key(1), key(1), key(7)], corrupt=True) == 1
+    assert len(state.remove([key(1), key(1), key(7)], corrupt=True)) == 1
     assert state.counters["integrity_failures"] == 1
     assert heard.present == {}
     assert not state.lease("c", [key(1)], 10.0, 0.0).objects

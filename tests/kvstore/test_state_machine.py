@@ -15,12 +15,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore import eviction
 from kvstore.allocator import ALIGNMENT
-from kvstore.catalog import Watermarks
-from kvstore.state import Outcome, StoreState, Wish
+from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
+from kvstore.promises import Outcome, Wish
+from kvstore.stored import Tier, Watermarks
 from protocol.errors import StaleLease
 from protocol.keys import BlockKey
+from tests.kvstore.states import make_state
 
 NUM_CHAINS, DEPTH = 3, 4
 TTL_S = 10.0
@@ -29,7 +30,7 @@ sizes = st.sampled_from([0, 1, ALIGNMENT, ALIGNMENT + 1, 3 * ALIGNMENT])
 
 
 def key(chain: int, depth: int) -> BlockKey:
-    return BlockKey(bytes([chain, depth]).ljust(16, b"\0"))
+    return BlockKey(bytes([chain + 1, depth]).ljust(16, b"\0"))
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Announced:
     explicit: bool = False  # a client removes, it is no eviction
     protected: set[BlockKey] = field(default_factory=set)  # under a lease
 
-    def added(self, block: BlockKey, parent: BlockKey | None) -> None:
+    def added(self, block: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
         assert block not in self.parents
         self.parents[block] = parent
 
@@ -59,10 +60,10 @@ class StoreRights(RuleBasedStateMachine):
         self.now = 0.0
         self.count = 0
         self.heard = Announced()
-        self.state = StoreState(
+        self.state = make_state(
             8 * ALIGNMENT,
-            policy=eviction.make(self.policy_name),
-            announce=self.heard,
+            self.heard,
+            policy=self.policy_name,
             watermarks=Watermarks(evict_above=0.9, evict_share=0.2),
         )
         self.open: dict[str, tuple[float, list[BlockKey]]] = {}  # id → expiry, granted
@@ -170,7 +171,7 @@ class StoreRights(RuleBasedStateMachine):
         block = key(chain, depth)
         was_present = self.state.exists([block])[0]
         self.heard.explicit = True
-        assert self.state.remove([block], corrupt=corrupt) == was_present
+        assert len(self.state.remove([block], corrupt=corrupt)) == was_present
         self.heard.explicit = False
         assert self.state.exists([block]) == [False]
         self.hidden |= {g for _, held in self.leases.values() for k, _, g in held if k == block}
@@ -212,11 +213,11 @@ class StoreRights(RuleBasedStateMachine):
         assert len({offset for _, offset, _ in places}) == len(places)
 
 
-@pytest.mark.parametrize("name", eviction.POLICY_NAMES)
+@pytest.mark.parametrize("name", POLICY_NAMES)
 def test_every_right_is_kept_under_every_policy(name: str) -> None:
     machine = type("StoreRightsUnderPolicy", (StoreRights,), {"policy_name": name})
     # The rights do not depend on the policy: the default one is searched deeply, the others enough to meet evictions.
-    num_examples = 80 if name == eviction.DEFAULT_POLICY else 20
+    num_examples = 80 if name == DEFAULT_POLICY else 20
     run_state_machine_as_test(
         machine,
         settings=settings(max_examples=num_examples, stateful_step_count=50, deadline=None),
