@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 # Two round trips; whoever needs longer is no peer.
 HANDSHAKE_S = 5.0
-# Calls of one client that wait at a time; each costs a task. More are refused rather than left unread, since what
-# the waiting ones wait for may come behind them.
+# Calls of one client that wait at a time; each costs a task. Others are read and begun all the same, since what the
+# waiting ones wait for may be among them, and refused only if they would wait too.
 MAX_WAITING_CALLS = 1024
 
 
@@ -143,14 +143,13 @@ class ServedConnection(asyncio.Protocol):
             message = method.deserialize(request.payload)
             # Handlers are shared with gRPC; none of ours uses its context.
             outcome = self._eager.start(method.handler(message, None))
+            self._settle(request, outcome)
         except MalformedFrame:
             raise
         except DecodeError as error:
             self._fail(request.call_id, InvalidRequest(f"malformed request: {error}"))
         except (Exception, asyncio.CancelledError) as error:
             self._fail(request.call_id, error)
-        else:
-            self._settle(request, outcome)
 
     def _admit(self, request: Request) -> None:
         """Raises why a call is not even begun; MalformedFrame when nothing more is read from this client."""
@@ -158,8 +157,6 @@ class ServedConnection(asyncio.Protocol):
             raise MalformedFrame("a call of an unknown method, or with the id of another one")
         if self._finishing:
             raise PeerLost("the server is stopping")
-        if len(self._waiting) >= MAX_WAITING_CALLS:
-            raise Overloaded("too many calls of one client are waiting", retry_after_s=0.1)
 
     def _settle(self, request: Request, outcome: Any) -> None:
         if isinstance(outcome, asyncio.Task):
@@ -168,6 +165,9 @@ class ServedConnection(asyncio.Protocol):
             self._succeed(request.call_id, outcome)
 
     def _wait_for(self, request: Request, task: asyncio.Task[Any]) -> None:
+        if len(self._waiting) >= MAX_WAITING_CALLS:
+            task.cancel()  # as if the client had given up
+            raise Overloaded("too many calls of one client are waiting", retry_after_s=0.1)
         give_up_at = self._loop.time() + request.deadline_ms / 1000
         timer = self._loop.call_at(give_up_at, task.cancel)
         self._waiting[request.call_id] = _Waiting(task, timer, give_up_at)

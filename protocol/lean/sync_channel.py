@@ -14,7 +14,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from protocol.errors import DeadlineExceeded, Incompatible, PeerLost
 from protocol.failures import failure_from_wire
@@ -37,6 +37,12 @@ class SyncChannel(UnaryOnly):
         self._address = address
         self._token = cluster_token
         self._idle: deque[_Connection] = deque()  # its append and pop are atomic
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def unary_unary(
         self,

@@ -19,7 +19,7 @@ HERE = b"here"
 
 
 class ScriptedStore(kvstore_pb2_grpc.KvStoreServicer):
-    """`Exists` answers at once, `Lease` waits for `go`, `Remove` raises `error`, `Renew` gives back what it is told."""
+    """`Exists` answers at once, `Lease` waits for `go`, `Remove` raises `error`, `Commit` gives what it is told."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Queue[str]()
@@ -27,6 +27,7 @@ class ScriptedStore(kvstore_pb2_grpc.KvStoreServicer):
         self.go = asyncio.Event()
         self.error: BaseException = RuntimeError("nothing to raise")
         self.commit_reply: Any = None
+        self.num_commits = 0
 
     async def Exists(self, request: Any, context: Any) -> kvstore_pb2.StoreExistsReply:
         return kvstore_pb2.StoreExistsReply(present=[key == HERE for key in request.keys])
@@ -46,6 +47,7 @@ class ScriptedStore(kvstore_pb2_grpc.KvStoreServicer):
         raise self.error
 
     async def Commit(self, request: Any, context: Any) -> Any:
+        self.num_commits += 1
         return self.commit_reply
 
 

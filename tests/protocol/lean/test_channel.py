@@ -1,0 +1,140 @@
+"""The asyncio client: cancellation, reconnecting, many calls on one connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from protocol.errors import DeadlineExceeded, Overloaded, PeerLost
+from protocol.lean.served import MAX_WAITING_CALLS
+from protocol.lean.server import LeanServer
+from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from protocol.rpc import Channels
+from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
+
+EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
+LEASE = kvstore_pb2.StoreLeaseRequest(lease_id="l")
+
+
+async def start(store: ScriptedStore, port: int = 0) -> tuple[LeanServer, str]:
+    server = LeanServer(TOKEN)
+    server.add("KvStore", store)
+    address, _ = await server.start("127.0.0.1", port)
+    return server, address
+
+
+@pytest.fixture
+async def channels() -> AsyncIterator[Channels]:
+    channels = Channels(TOKEN)
+    yield channels
+    await channels.close()
+
+
+@pytest.fixture
+async def store() -> ScriptedStore:
+    return ScriptedStore()
+
+
+@pytest.fixture
+async def stub(store: ScriptedStore, channels: Channels) -> AsyncIterator[Any]:
+    server, address = await start(store)
+    yield kvstore_pb2_grpc.KvStoreStub(channels.to(address))
+    await channels.close()
+    await server.stop(0)
+
+
+async def test_a_cancelled_call_cancels_its_handler(
+    stub: Any, store: ScriptedStore, channels: Channels
+) -> None:
+    call = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=10))
+    await store.begun.get()
+    call.cancel()
+    assert await store.cancelled.get() == "l"
+    assert (await channels.call(stub.Exists, EXISTS, timeout_s=10)).present
+
+
+async def test_a_call_cancelled_while_dialling_leaves_the_dial_to_others(
+    stub: Any, channels: Channels
+) -> None:
+    first, second = (
+        asyncio.create_task(channels.call(stub.Exists, EXISTS, timeout_s=10)) for _ in range(2)
+    )
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).present
+
+
+async def test_closing_a_channel_ends_its_calls_and_cancels_their_handlers(
+    stub: Any, store: ScriptedStore, channels: Channels
+) -> None:
+    call = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=10))
+    await store.begun.get()
+    await channels.close()
+    with pytest.raises(PeerLost):
+        await call
+    assert await store.cancelled.get() == "l"
+
+
+async def test_more_waiting_calls_than_one_client_may_have_are_refused(
+    stub: Any, store: ScriptedStore, channels: Channels
+) -> None:
+    calls = [
+        asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=30))
+        for _ in range(MAX_WAITING_CALLS + 1)
+    ]
+    done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    (refused,) = done
+    assert isinstance(refused.exception(), Overloaded)
+    assert (await channels.call(stub.Exists, EXISTS, timeout_s=10)).present
+    store.go.set()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_deadlines_end_calls_each_in_its_own_time(
+    stub: Any, store: ScriptedStore, channels: Channels
+) -> None:
+    patient = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=30))
+    for timeout_s in (0.06, 0.03, 0.001):
+        with pytest.raises(DeadlineExceeded):
+            await channels.call(stub.Lease, LEASE, timeout_s=timeout_s)
+    store.go.set()
+    assert (await patient).segment_id == 0
+
+
+async def test_the_next_call_reaches_a_restarted_server(
+    store: ScriptedStore, channels: Channels
+) -> None:
+    server, address = await start(store)
+    stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
+    await channels.call(stub.Exists, EXISTS, timeout_s=10)
+    await server.stop(0)
+    with pytest.raises(PeerLost):
+        await channels.call(stub.Exists, EXISTS, timeout_s=10)
+    server, _ = await start(store, int(address.rpartition(":")[2]))
+    assert (await channels.call(stub.Exists, EXISTS, timeout_s=10)).present
+    await channels.close()
+    await server.stop(0)
+
+
+async def test_a_call_can_wait_for_a_server_that_is_not_there_yet(
+    store: ScriptedStore, channels: Channels
+) -> None:
+    server, address = await start(store)
+    await server.stop(0)
+    stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
+    call = asyncio.create_task(
+        channels.call(stub.Exists, EXISTS, timeout_s=20, wait_for_ready=True)
+    )
+    await asyncio.sleep(0)
+    server, _ = await start(store, int(address.rpartition(":")[2]))
+    assert (await call).present
+    await channels.close()
+    await server.stop(0)
+
+
+async def test_streams_are_refused_by_name(stub: Any) -> None:
+    with pytest.raises(NotImplementedError, match="over gRPC"):
+        stub.Subscribe(None)

@@ -1,0 +1,219 @@
+"""What a caller may rely on, over TCP and Unix sockets, from asyncio and from threads."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+
+from protocol.errors import (
+    DeadlineExceeded,
+    Incompatible,
+    InvalidRequest,
+    MoonserveError,
+    PeerLost,
+    StaleLease,
+    Unauthenticated,
+)
+from protocol.lean.frames import MAX_MESSAGE_BYTES
+from protocol.lean.sync_channel import SyncChannel
+from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from protocol.rpc import Channels, RpcServer
+from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
+
+EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE, b"gone"])
+Call = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture
+async def store() -> ScriptedStore:
+    return ScriptedStore()
+
+
+@pytest.fixture
+async def server(store: ScriptedStore) -> AsyncIterator[RpcServer]:
+    server = RpcServer(TOKEN)
+    server.add_lean("KvStore", store)
+    await server.start("127.0.0.1", 0)
+    yield server
+    await server.stop(0)
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def address(server: RpcServer, request: pytest.FixtureRequest) -> str:
+    return server.lean_address if request.param == "tcp" else server.lean_unix_address
+
+
+@pytest.fixture(params=["asyncio", "threads"])
+async def call(address: str, request: pytest.FixtureRequest) -> AsyncIterator[Call]:
+    """Calls a method by name with a request and a time limit."""
+    if request.param == "threads":
+        channel = SyncChannel(address, TOKEN)
+        sync_stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
+        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(16)
+        yield lambda name, message, timeout_s=10.0: loop.run_in_executor(
+            threads, partial(getattr(sync_stub, name), message, timeout=timeout_s)
+        )
+        threads.shutdown()
+        channel.close()
+    else:
+        channels = Channels(TOKEN)
+        stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
+        yield lambda name, message, timeout_s=10.0: channels.call(
+            getattr(stub, name), message, timeout_s=timeout_s
+        )
+        await channels.close()
+
+
+def lease(name: str = "l", num_keys: int = 0) -> kvstore_pb2.StoreLeaseRequest:
+    return kvstore_pb2.StoreLeaseRequest(lease_id=name, keys=[b"k"] * num_keys)
+
+
+async def test_a_call_is_answered(call: Call) -> None:
+    for _ in range(3):
+        assert list((await call("Exists", EXISTS)).present) == [True, False]
+
+
+async def test_a_call_that_waits_is_answered(call: Call, store: ScriptedStore) -> None:
+    pending = asyncio.ensure_future(call("Lease", lease(num_keys=3)))
+    assert await store.begun.get() == "l"
+    store.go.set()
+    assert (await pending).segment_id == 3
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_an_error_arrives_as_the_class_that_was_raised(
+    call: Call, store: ScriptedStore, waits: bool
+) -> None:
+    store.error = StaleLease("too late", lease_id="l-1")
+    with pytest.raises(StaleLease, match="too late") as caught:
+        await call("Remove", kvstore_pb2.StoreRemoveRequest(corrupt=waits))
+    assert caught.value.ids == {"lease_id": "l-1"}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_an_unexpected_error_tells_nothing_of_the_inside_but_is_logged(
+    call: Call, store: ScriptedStore, waits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.error = RuntimeError("secret path")
+    with pytest.raises(MoonserveError, match="internal error"):
+        await call("Remove", kvstore_pb2.StoreRemoveRequest(corrupt=waits))
+    assert "secret path" in caplog.text
+    assert list((await call("Exists", EXISTS)).present) == [True, False]
+
+
+async def test_a_handler_that_returns_no_message_is_an_internal_error(
+    call: Call, store: ScriptedStore
+) -> None:
+    store.commit_reply = None
+    with pytest.raises(MoonserveError, match="internal error"):
+        await call("Commit", kvstore_pb2.StoreCommitRequest())
+
+
+async def test_a_handler_that_is_late_is_told_and_so_is_its_caller(
+    call: Call, store: ScriptedStore
+) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await call("Lease", lease(), 0.05)
+    assert await store.cancelled.get() == "l"
+    assert list((await call("Exists", EXISTS)).present) == [True, False]
+
+
+async def test_large_messages_pass_both_ways(call: Call, store: ScriptedStore) -> None:
+    keys = [bytes(100_000) for _ in range(50)]
+    store.commit_reply = kvstore_pb2.StoreCommitReply(corrupt=keys)
+    reply = await call("Commit", kvstore_pb2.StoreCommitRequest(keys=keys))
+    assert list(reply.corrupt) == keys
+
+
+async def test_messages_over_the_limit_are_refused_and_the_connection_lives(
+    call: Call, store: ScriptedStore
+) -> None:
+    too_large = [bytes(MAX_MESSAGE_BYTES)]
+    with pytest.raises(InvalidRequest, match="larger than the limit"):
+        await call("Exists", kvstore_pb2.StoreExistsRequest(keys=too_large))
+    store.commit_reply = kvstore_pb2.StoreCommitReply(corrupt=too_large)
+    with pytest.raises(InvalidRequest, match="larger than the limit"):
+        await call("Commit", kvstore_pb2.StoreCommitRequest())
+    assert list((await call("Exists", EXISTS)).present) == [True, False]
+
+
+async def test_what_the_servicer_does_not_implement_is_incompatible(call: Call) -> None:
+    with pytest.raises(Incompatible, match="no method /moonserve"):
+        await call("Stats", kvstore_pb2.StoreStatsRequest())
+
+
+async def test_many_calls_at_once_get_each_their_own_reply_in_any_order(
+    call: Call, store: ScriptedStore
+) -> None:
+    sizes = list(range(100))
+    random.Random(0).shuffle(sizes)
+    waiting = [asyncio.ensure_future(call("Lease", lease(str(n), n))) for n in sizes[:8]]
+    for _ in waiting:
+        await store.begun.get()
+    quick = await asyncio.gather(*(call("Exists", EXISTS) for _ in range(100)))
+    assert all(list(reply.present) == [True, False] for reply in quick)
+    store.go.set()
+    assert [reply.segment_id for reply in await asyncio.gather(*waiting)] == sizes[:8]
+
+
+async def test_a_server_that_stops_ends_its_calls(
+    call: Call, store: ScriptedStore, server: RpcServer
+) -> None:
+    await call("Exists", EXISTS)
+    pending = asyncio.ensure_future(call("Lease", lease()))
+    await store.begun.get()
+    await server.stop(0)
+    with pytest.raises(PeerLost):
+        await pending
+    assert store.cancelled.get_nowait() == "l"
+    with pytest.raises(PeerLost):
+        await call("Exists", EXISTS)
+
+
+async def test_a_server_that_stops_answers_within_its_grace_and_takes_nothing_new(
+    call: Call, store: ScriptedStore, server: RpcServer
+) -> None:
+    pending = asyncio.ensure_future(call("Lease", lease(num_keys=2)))
+    await store.begun.get()
+    stopping = asyncio.create_task(server.stop(30))
+    await asyncio.sleep(0)
+    with pytest.raises(PeerLost):
+        await call("Exists", EXISTS)
+    store.go.set()
+    assert (await pending).segment_id == 2
+    await stopping
+
+
+async def test_a_wrong_token_is_refused(address: str) -> None:
+    channels, threads = Channels("guess"), SyncChannel(address, "guess")
+    stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
+    with pytest.raises(Unauthenticated):
+        await channels.call(stub.Exists, EXISTS, timeout_s=5)
+    path = "/moonserve.KvStore/Exists"
+    with pytest.raises(Unauthenticated):
+        await asyncio.to_thread(threads.call, path, b"", timeout_s=5)
+    await channels.close()
+    threads.close()
+
+
+async def test_nobody_there_is_peer_lost() -> None:
+    for address in ("lean://127.0.0.1:1", "lean+unix://nobody"):
+        channels = Channels(TOKEN)
+        stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
+        with pytest.raises(PeerLost):
+            await channels.call(stub.Exists, EXISTS, timeout_s=5)
+        with pytest.raises(PeerLost):
+            SyncChannel(address, TOKEN).call("/moonserve.KvStore/Exists", b"", timeout_s=5)
+        await channels.close()
+
+
+@pytest.mark.parametrize("address", ["lean://", "lean://host", "lean://:1", "lean+unix://", "h:1"])
+def test_a_malformed_address_is_refused(address: str) -> None:
+    with pytest.raises(InvalidRequest, match="no address of a lean server"):
+        SyncChannel(address, TOKEN)

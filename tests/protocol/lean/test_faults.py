@@ -1,0 +1,294 @@
+"""Peers that die, stop, lie or say nothing: every call ends, and the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import struct
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
+
+import pytest
+
+from protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost
+from protocol.lean import frames, served, server, sockets
+from protocol.lean.handshake import NONCE_BYTES, Initiator
+from protocol.lean.server import LeanServer
+from protocol.lean.sync_channel import SyncChannel
+from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from protocol.rpc import Channels
+from tests.protocol.lean.scripted import (
+    HERE,
+    TOKEN,
+    ScriptedStore,
+    ServerProcess,
+    server_process,
+)
+
+EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
+LEASE = kvstore_pb2.StoreLeaseRequest(lease_id="l")
+# In the server's numbering.
+METHODS = [
+    method.name
+    for method in kvstore_pb2.DESCRIPTOR.services_by_name["KvStore"].methods
+    if method.name in vars(ScriptedStore)
+]
+# Of a MiB each: more than the sockets' buffers hold.
+NUM_UNREAD = 32
+
+
+@pytest.fixture
+def peer() -> Iterator[ServerProcess]:
+    with server_process() as peer:
+        yield peer
+
+
+@pytest.fixture(params=["tcp", "unix"])
+async def stub(peer: ServerProcess, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+    channels = Channels(TOKEN)
+    yield kvstore_pb2_grpc.KvStoreStub(channels.to(getattr(peer, request.param)))
+    await channels.close()
+
+
+async def test_another_process_answers_both_clients(peer: ServerProcess, stub: Any) -> None:
+    assert list((await stub.Exists(EXISTS, timeout=10)).present) == [True]
+    channel = SyncChannel(peer.unix, TOKEN)
+    sync_stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
+    assert list(sync_stub.Exists(EXISTS, timeout=10).present) == [True]
+    channel.close()
+
+
+async def test_a_killed_peer_is_lost_at_once(peer: ServerProcess, stub: Any) -> None:
+    await stub.Exists(EXISTS, timeout=10)
+    calls = [asyncio.create_task(stub.Lease(LEASE, timeout=60)) for _ in range(5)]
+    await stub.Exists(EXISTS, timeout=10)  # it has read the others before
+    os.kill(peer.process.pid, signal.SIGKILL)
+    for error in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20):
+        assert isinstance(error, PeerLost)
+    with pytest.raises(PeerLost):
+        await stub.Exists(EXISTS, timeout=60)
+
+
+def test_a_killed_peer_is_lost_at_once_for_threads(peer: ServerProcess) -> None:
+    channel = SyncChannel(peer.tcp, TOKEN)
+    stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
+    stub.Exists(EXISTS, timeout=10)
+    os.kill(peer.process.pid, signal.SIGKILL)
+    peer.process.wait()
+    with pytest.raises(PeerLost):
+        stub.Exists(EXISTS, timeout=60)
+    channel.close()
+
+
+async def test_a_stopped_peer_is_the_deadlines_and_serves_again_later(
+    peer: ServerProcess, stub: Any
+) -> None:
+    threads = SyncChannel(peer.tcp, TOKEN)
+    await stub.Exists(EXISTS, timeout=10)
+    threads.call("/moonserve.KvStore/Exists", b"", timeout_s=10)
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineExceeded):
+        await stub.Exists(EXISTS, timeout=0.05)
+    for _ in range(2):  # on a connection that stands, and on one that is dialled
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.to_thread(threads.call, "/moonserve.KvStore/Exists", b"", timeout_s=0.05)
+    os.kill(peer.process.pid, signal.SIGCONT)
+    assert (await stub.Exists(EXISTS, timeout=10)).present
+    threads.call("/moonserve.KvStore/Exists", b"", timeout_s=10)
+    threads.close()
+
+
+async def test_a_stopped_peer_that_is_dialled_is_the_deadlines(
+    peer: ServerProcess, stub: Any
+) -> None:
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineExceeded):
+        await stub.Exists(EXISTS, timeout=0.05)
+
+
+class Raw:
+    """A client that sends whatever bytes it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def dial(cls, address: str) -> Raw:
+        _, (host, port) = sockets.parse(address)
+        return cls(*await asyncio.open_connection(host, port))
+
+    @property
+    def transport(self) -> asyncio.ReadTransport:
+        return cast(asyncio.ReadTransport, self.writer.transport)
+
+    async def prove(self) -> None:
+        initiator = Initiator(TOKEN, secrets.token_bytes(NONCE_BYTES))
+        self.writer.write(initiator.hello)
+        while initiator.needed:
+            self.writer.write(initiator.receive(await self.reader.readexactly(initiator.needed)))
+
+    async def ended(self) -> bool:
+        """Waits until the server has closed the connection."""
+        try:
+            while await self.reader.read(65536):
+                pass
+        except ConnectionError:
+            return True
+        finally:
+            await self.close()
+        return True
+
+    async def close(self) -> None:
+        self.writer.close()
+        try:
+            await self.writer.wait_closed()
+        except ConnectionError:
+            return
+
+
+@pytest.fixture
+async def store() -> ScriptedStore:
+    return ScriptedStore()
+
+
+@pytest.fixture
+async def address(store: ScriptedStore) -> AsyncIterator[str]:
+    lean = LeanServer(TOKEN)
+    lean.add("KvStore", store)
+    tcp, _ = await lean.start("127.0.0.1")
+    yield tcp
+    await lean.stop(0)
+
+
+async def still_serves(address: str) -> bool:
+    channels = Channels(TOKEN)
+    stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
+    reply = await channels.call(stub.Exists, EXISTS, timeout_s=10)
+    await channels.close()
+    return list(reply.present) == [True]
+
+
+async def test_garbage_instead_of_a_handshake_ends_the_connection(address: str) -> None:
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(1000), secrets.token_bytes(100_000)):
+        stranger = await Raw.dial(address)
+        stranger.writer.write(garbage)
+        assert await stranger.ended()
+    assert await still_serves(address)
+
+
+IMPOSSIBLE = struct.pack("<I", 0xFFFF_FFFF)
+UNKNOWN_METHOD = frames.request(1, 999, 1.0, b"")
+
+
+@pytest.mark.parametrize("violation", [IMPOSSIBLE, UNKNOWN_METHOD], ids=["oversize", "method"])
+async def test_a_violation_after_the_handshake_ends_the_connection(
+    address: str, violation: bytes
+) -> None:
+    client = await Raw.dial(address)
+    await client.prove()
+    client.writer.write(violation)
+    assert await client.ended()
+    assert await still_serves(address)
+
+
+async def test_a_message_that_cannot_be_parsed_is_an_invalid_request(address: str) -> None:
+    with SyncChannel(address, TOKEN) as channel, pytest.raises(InvalidRequest, match="malformed"):
+        await asyncio.to_thread(channel.call, "/moonserve.KvStore/Exists", b"\xff\xff", timeout_s=5)
+
+
+async def test_a_request_and_its_cancel_in_one_packet(address: str, store: ScriptedStore) -> None:
+    client = await Raw.dial(address)
+    await client.prove()
+    lease = frames.request(1, METHODS.index("Lease"), 30.0, LEASE.SerializeToString())
+    client.writer.write(lease + frames.cancel(1) + frames.cancel(7))
+    assert await store.cancelled.get() == "l"
+    await client.close()
+
+
+async def test_an_id_in_use_is_a_violation_that_ends_both_calls(
+    address: str, store: ScriptedStore
+) -> None:
+    client = await Raw.dial(address)
+    await client.prove()
+    lease = frames.request(1, METHODS.index("Lease"), 30.0, LEASE.SerializeToString())
+    client.writer.write(lease + lease)
+    assert await client.ended()
+    assert await store.cancelled.get() == "l"
+
+
+async def test_a_client_that_hangs_up_cancels_its_handlers(
+    address: str, store: ScriptedStore
+) -> None:
+    client = await Raw.dial(address)
+    await client.prove()
+    client.writer.write(frames.request(1, METHODS.index("Lease"), 30.0, LEASE.SerializeToString()))
+    await store.begun.get()
+    await client.close()
+    assert await store.cancelled.get() == "l"
+
+
+async def test_a_stranger_that_says_nothing_is_cut_off(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "HANDSHAKE_S", 0.05)
+    silent, slow = await Raw.dial(address), await Raw.dial(address)
+    slow.writer.write(b"MOON")
+    assert await silent.ended()
+    assert await slow.ended()
+    assert await still_serves(address)
+
+
+async def test_strangers_beyond_a_number_push_out_the_oldest_and_keep_no_peer_out(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_STRANGERS", 3)
+    proven = await Raw.dial(address)
+    await proven.prove()
+    strangers = [await Raw.dial(address) for _ in range(4)]
+    assert await strangers[0].ended()
+    assert await still_serves(address)
+    assert await strangers[1].ended()  # the peer that was just served took its place
+    proven.writer.write(frames.request(1, 0, 1.0, b""))
+    assert await proven.reader.readexactly(frames.REPLY.size)
+    for client in (proven, *strangers[2:]):
+        await client.close()
+
+
+async def test_a_peer_that_closes_without_a_word_is_lost(store: ScriptedStore) -> None:
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as rude:
+        port = rude.sockets[0].getsockname()[1]
+        channels = Channels(TOKEN)
+        stub = kvstore_pb2_grpc.KvStoreStub(channels.to(f"lean://127.0.0.1:{port}"))
+        begun_at = time.monotonic()
+        with pytest.raises(PeerLost):
+            await channels.call(stub.Exists, EXISTS, timeout_s=60)
+        assert time.monotonic() - begun_at < 30  # not by its deadline
+        await channels.close()
+
+
+async def test_a_client_that_reads_nothing_is_not_read_from(
+    address: str, store: ScriptedStore
+) -> None:
+    """Replies to it do not pile up in the server's memory, and it gets all of them later."""
+    store.commit_reply = kvstore_pb2.StoreCommitReply(corrupt=[bytes(1 << 20)])
+    client = await Raw.dial(address)
+    await client.prove()
+    client.transport.pause_reading()
+    for call_id in range(NUM_UNREAD):
+        client.writer.write(frames.request(call_id, METHODS.index("Commit"), 30.0, b""))
+        assert await still_serves(address)
+    assert store.num_commits < NUM_UNREAD
+    client.transport.resume_reading()
+    for call_id in range(NUM_UNREAD):
+        header = await client.reader.readexactly(frames.REPLY.size)
+        length, replied_id, status = frames.REPLY.unpack(header)
+        assert (replied_id, status) == (call_id, frames.Status.OK)
+        await client.reader.readexactly(length + frames.LENGTH.size - frames.REPLY.size)
+    await client.close()
