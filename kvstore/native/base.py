@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.keys import BlockKey
+
+if TYPE_CHECKING:
+    from kvstore.native.layout import Geometry
 
 Record = int
 
@@ -76,6 +79,9 @@ class PublishedIndex(KeyIndex, Protocol):
     @property
     def memory(self) -> memoryview:
         """Another one after the index has grown; the one before was marked and retired then."""
+
+    @property
+    def geometry(self) -> Geometry: ...
 
 
 class KeyMap(Protocol):

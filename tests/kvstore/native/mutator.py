@@ -1,0 +1,131 @@
+"""A process that changes an index and rewrites its data in place, as fast as it can, until it is killed.
+
+`python -m tests.kvstore.native.mutator KIND FD BYTES`: the file's first page tells where the index is now, then comes
+the data, then every memory that the index has had.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import struct
+import sys
+
+import numpy as np
+
+from kvstore.native.base import Entry
+from kvstore.native.library import compiled
+from protocol.keys import BlockKey
+from tests.kvstore.native.conftest import Kind
+
+PAGE = 4096
+NUM_PLACES = 48
+NUM_STABLE = 8
+"""Keys from 0 on that are moved and never removed."""
+NUM_KEYS = 40
+"""Keys that come and go; those from here on come and stay, so that the index grows."""
+MAX_KEYS = 700
+OBJECT_BYTES = 4096
+DATA_END = PAGE + NUM_PLACES * OBJECT_BYTES
+WHERE = struct.Struct("QQ")
+"""Offset and length of the index."""
+
+
+def key_of(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "little"))
+
+
+def content_of(number: int, generation: int) -> int:
+    """The 8 bytes that an object consists of."""
+    return generation << 20 | number
+
+
+class Mutator:
+    """One step at a time."""
+
+    def __init__(self, kind: Kind, memory: mmap.mmap) -> None:
+        self._memory = memoryview(memory)
+        self._data = np.frombuffer(self._memory[PAGE:DATA_END], np.uint64).reshape(NUM_PLACES, -1)
+        self._end = DATA_END
+        self._where = 0, 0
+        self._index = kind.key_index(self._allocate)
+        self._generation = 0
+        self._free = list(range(NUM_PLACES))
+        self._resident: dict[int, tuple[int, int | None]] = {}  # number → generation, place
+        self._num_keys = NUM_KEYS
+        self._random = random.Random(1)
+        for number in range(NUM_STABLE):
+            self._insert(number)
+        self._publish()
+
+    def step(self) -> None:
+        number = self._random.randrange(NUM_KEYS)
+        if number not in self._resident:
+            self._insert(number)
+        elif number < NUM_STABLE or self._random.random() < 0.5:
+            self._move(number)
+        else:
+            self._remove(number)
+        if self._num_keys < MAX_KEYS and self._random.random() < 0.02:
+            self._index.insert(key_of(self._num_keys), Entry(0, 1, 0, 1, None))
+            self._num_keys += 1
+        self._publish()
+
+    def _allocate(self, nbytes: int) -> memoryview:
+        start, self._end = self._end, self._end + nbytes
+        self._where = start, nbytes
+        return self._memory[start : self._end]
+
+    def _publish(self) -> None:
+        WHERE.pack_into(self._memory, 0, *self._where)
+
+    def _insert(self, number: int) -> None:
+        if not self._free:
+            return
+        self._generation += 1
+        place = self._take_place()
+        self._data[place] = content_of(number, self._generation)
+        entry = Entry(number, self._generation, number, OBJECT_BYTES, place * OBJECT_BYTES)
+        self._index.insert(key_of(number), entry)
+        self._resident[number] = self._generation, place
+
+    def _move(self, number: int) -> None:
+        """To another place, to the disk or back."""
+        generation, before = self._resident[number]
+        place = None if not self._free or self._random.random() < 0.2 else self._take_place()
+        if place is not None:
+            self._data[place] = content_of(number, generation)
+        self._index.relocate(key_of(number), None if place is None else place * OBJECT_BYTES)
+        self._resident[number] = generation, place
+        self._give_back(before)
+
+    def _remove(self, number: int) -> None:
+        self._index.remove(key_of(number))
+        self._give_back(self._resident.pop(number)[1])
+
+    def _take_place(self) -> int:
+        return self._free.pop(self._random.randrange(len(self._free)))
+
+    def _give_back(self, place: int | None) -> None:
+        if place is not None:
+            self._data[place] = 2**64 - 1  # whoever copied it meanwhile must notice
+            self._free.append(place)
+
+
+def main() -> None:
+    name, fd, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    mutator = Mutator(
+        Kind(None if name == "python" else compiled()),
+        mmap.mmap(fd, nbytes),
+    )
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    parent = os.getppid()
+    while os.getppid() == parent:  # it may have been killed itself
+        for _ in range(1000):
+            mutator.step()
+
+
+if __name__ == "__main__":
+    main()

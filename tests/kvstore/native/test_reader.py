@@ -1,0 +1,271 @@
+"""What readers of another process's index are told: all pairs of compiled and Python writers and readers."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from kvstore.native.base import Entry, PublishedIndex
+from kvstore.native.layout import RETIRED_AT, VERSION_AT
+from kvstore.native.reader import (
+    Copied,
+    Geometry,
+    MappedReader,
+    Miss,
+    NotCopied,
+    Presence,
+    Retired,
+    Unknown,
+    scan,
+    slots_of,
+)
+from protocol.errors import Incompatible
+from protocol.keys import BlockKey
+from tests.kvstore.native import mutator
+from tests.kvstore.native.conftest import Kind, MakeKind
+from tests.kvstore.native.mutator import key_of
+
+pytestmark = pytest.mark.usefixtures("read_by")
+
+DATA = bytes(random.Random(3).randbytes(1 << 16))
+
+
+def index_of(kind: Kind, entries: dict[int, Entry]) -> PublishedIndex:
+    index = kind.key_index()
+    for number, entry in entries.items():
+        index.insert(key_of(number), entry)
+    return index
+
+
+def entry_at(offset: int | None, length: int = 1000, generation: int = 9) -> Entry:
+    return Entry(1, generation, 77, length, offset)
+
+
+def reader_of(index: PublishedIndex, data: bytes = DATA) -> MappedReader:
+    return MappedReader(index.memory.toreadonly(), memoryview(data))
+
+
+def copy(reader: MappedReader, *numbers: int, room: int = 4096) -> tuple[Copied, np.ndarray]:
+    """One row of bytes per key."""
+    into = np.zeros((len(numbers), room), np.uint8)
+    base = into.__array_interface__["data"][0]
+    addresses = np.arange(len(numbers), dtype=np.uint64) * np.uint64(room) + np.uint64(base)
+    capacities = np.full(len(numbers), room, np.uint64)
+    return reader.copy(b"".join(map(key_of, numbers)), addresses, capacities), into
+
+
+def test_a_reader_finds_what_is_there(kind: Kind) -> None:
+    entries = {number: entry_at(256 * number) for number in range(100)}
+    reader = reader_of(index_of(kind, entries))
+    assert [reader.find(key_of(number)) for number in range(100)] == list(entries.values())
+    assert reader.find(key_of(100)) is None
+    packed = b"".join(key_of(number) for number in (5, 100, 6))
+    assert reader.exists(packed) == bytes([Presence.PRESENT, Presence.ABSENT, Presence.PRESENT])
+    assert reader.exists(b"") == b""
+
+
+def test_a_copy_of_a_batch_says_of_each_key_what_came_of_it(kind: Kind) -> None:
+    entries = {
+        1: entry_at(512, 1000),
+        2: entry_at(None),
+        3: entry_at(0, 4097),
+        4: entry_at(0, 0),
+        6: entry_at(len(DATA) - 256, 257),
+        7: entry_at(len(DATA) - 256, 256),
+    }
+    copied, into = copy(reader_of(index_of(kind, entries)), *range(1, 8))
+    assert copied.lengths.tolist() == [
+        1000,
+        NotCopied.ON_DISK,
+        NotCopied.TOO_SMALL,
+        0,
+        NotCopied.ABSENT,
+        NotCopied.UNKNOWN,  # beyond what is mapped here
+        256,
+    ]
+    assert bytes(into[0, :1000]) == DATA[512:1512]
+    assert bytes(into[6, :256]) == DATA[-256:]
+    assert not into[[1, 2, 3, 4, 5]].any()
+    assert copied.checksums.tolist() == [77, 77, 77, 77, 0, 77, 77]
+    assert copied.generations.tolist() == [9, 9, 9, 9, 0, 9, 9]
+
+
+def test_calls_over_retired_memory_say_so(kind: Kind) -> None:
+    index = index_of(kind, {1: entry_at(0)})
+    reader, memory = reader_of(index), index.memory
+    for number in range(2, 200):
+        index.insert(key_of(number), entry_at(0))
+    assert memory[RETIRED_AT] == 1
+    calls = (
+        lambda: reader.find(key_of(1)),
+        lambda: reader.exists(key_of(1)),
+        lambda: copy(reader, 1),
+        lambda: MappedReader(memory, memoryview(DATA)),
+    )
+    for call in calls:
+        with pytest.raises(Retired):
+            call()
+
+
+def test_a_writer_that_stopped_in_the_midst_of_a_change_does_not_stop_readers(kind: Kind) -> None:
+    index = index_of(kind, {1: entry_at(0, 100)})
+    index.memory[VERSION_AT] |= 1
+    reader = reader_of(index)
+    assert reader.find(key_of(1)) == entry_at(0, 100)
+    with pytest.raises(Unknown):
+        reader.find(key_of(2))
+    packed = b"".join(map(key_of, range(1, 3000)))
+    assert set(reader.exists(packed)[1:]) == {Presence.UNKNOWN}
+    copied, _ = copy(reader, 1, 2)
+    assert copied.lengths.tolist() == [100, NotCopied.UNKNOWN]
+
+
+def test_an_entry_whose_fields_do_not_belong_together_is_not_believed(kind: Kind) -> None:
+    index = index_of(kind, {1: entry_at(0)})
+    offset, _ = slots_of(index.geometry, key_of(1), 1)
+    for at in range(16, 48):
+        index.memory[offset + at] ^= 4
+        with pytest.raises(Unknown):
+            reader_of(index).find(key_of(1))
+        assert scan(index.memory[offset : offset + 48], key_of(1)) is Miss.NEED_MORE
+        index.memory[offset + at] ^= 4
+    assert reader_of(index).find(key_of(1)) == entry_at(0)
+
+
+def test_an_entry_that_left_its_place_and_came_back_is_not_what_it_was(kind: Kind) -> None:
+    index = index_of(kind, {1: entry_at(256)})
+    offset, nbytes = slots_of(index.geometry, key_of(1), 1)
+    before = bytes(index.memory[offset : offset + nbytes])
+    index.relocate(key_of(1), None)
+    index.relocate(key_of(1), 256)
+    assert bytes(index.memory[offset : offset + nbytes]) != before
+    assert index.find(key_of(1)) == entry_at(256)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        pytest.param(0, b"x", id="magic"),
+        pytest.param(8, b"\x02", id="format"),
+        pytest.param(24, b"\x00", id="no slots"),
+        pytest.param(24, b"\xff" * 8, id="more slots than memory"),
+        pytest.param(48, b"\xff" * 8, id="a longer tail than memory"),
+    ],
+)
+def test_memory_that_is_not_an_index_is_refused(kind: Kind, at: int, value: bytes) -> None:
+    index = index_of(kind, {})
+    index.memory[at : at + len(value)] = value
+    with pytest.raises(Incompatible):
+        reader_of(index)
+    with pytest.raises(Incompatible):
+        Geometry.parse(b"", 0)
+
+
+def test_a_table_without_an_empty_slot_ends_where_its_memory_does(kind: Kind) -> None:
+    index = index_of(kind, {1: entry_at(0)})
+    offset, _ = slots_of(index.geometry, key_of(1), 1)
+    slot = bytes(index.memory[offset : offset + 48])
+    index.memory[64:] = slot * ((len(index.memory) - 64) // 48)
+    assert reader_of(index).find(key_of(2)) is None
+
+
+def test_arrays_of_a_wrong_shape_or_type_are_refused(kind: Kind) -> None:
+    reader = reader_of(index_of(kind, {}))
+    for wrong in (np.zeros(2, np.uint64), np.zeros(1, np.int64)):
+        with pytest.raises(ValueError, match="uint64"):
+            reader.copy(key_of(1), wrong, np.zeros(1, np.uint64))
+        with pytest.raises(ValueError, match="uint64"):
+            reader.copy(key_of(1), np.zeros(1, np.uint64), wrong)
+
+
+def test_eight_slots_from_its_home_on_hold_nine_of_ten_entries_at_the_highest_load(
+    kind: Kind,
+) -> None:
+    index = index_of(kind, {number: entry_at(256 * number) for number in range(716)})
+    assert len(index) / index.geometry.num_slots > 0.69
+    num_found, header = 0, bytes(index.memory[:64])
+    for number in range(716):
+        geometry = Geometry.parse(header, len(index.memory))
+        found = read_remote(index, geometry, key_of(number), 8)
+        num_found += found == entry_at(256 * number)
+        if found is Miss.NEED_MORE:
+            found = read_remote(index, geometry, key_of(number), 200)
+        assert found == entry_at(256 * number)
+    assert num_found > 0.9 * 716
+    assert read_remote(index, geometry, key_of(1000), 200) is Miss.ABSENT
+
+
+def read_remote(
+    index: PublishedIndex, geometry: Geometry, key: BlockKey, num_slots: int
+) -> Entry | Miss:
+    offset, nbytes = slots_of(geometry, key, num_slots)
+    return scan(index.memory[offset : offset + nbytes], key)
+
+
+@contextmanager
+def mutating(name: str) -> Iterator[memoryview]:
+    """The memory that another process changes."""
+    nbytes = 4 << 20
+    fd = os.memfd_create("mutated")
+    os.truncate(fd, nbytes)
+    command = [sys.executable, "-m", mutator.__name__, name, str(fd), str(nbytes)]
+    with subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield memoryview(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
+        finally:
+            process.kill()
+            os.close(fd)
+
+
+def reader_over(memory: memoryview) -> MappedReader:
+    """Over what the index is in now."""
+    while True:
+        offset, nbytes = mutator.WHERE.unpack_from(memory)
+        data = memory[mutator.PAGE : mutator.DATA_END]
+        try:
+            return MappedReader(memory[offset : offset + nbytes], data)
+        except Retired:
+            continue
+
+
+@pytest.mark.parametrize("writer", ["native", "python"])
+def test_whatever_is_copied_while_another_process_rewrites_it_is_whole(
+    writer: str, make_kind: MakeKind
+) -> None:
+    make_kind(writer)  # or skip
+    seen: Counter[str] = Counter()
+    with mutating(writer) as memory:
+        reader = reader_over(memory)
+        while seen["batches"] < 1500 or seen["retired"] < 2:
+            seen["batches"] += 1
+            try:
+                seen.update(check_batch(reader))
+            except Retired:
+                seen["retired"] += 1
+                reader = reader_over(memory)
+    assert seen["copied"] > 0
+
+
+def check_batch(reader: MappedReader) -> Counter[str]:
+    """Copies all keys that come and go, and holds them against what they must be."""
+    copied, into = copy(reader, *range(mutator.NUM_KEYS))
+    lengths = copied.lengths.tolist()
+    for number, length in enumerate(lengths):
+        if length >= 0:
+            content = mutator.content_of(number, int(copied.generations[number]))
+            assert (into[number].view(np.uint64) == content).all()
+            assert copied.checksums[number] == number
+    assert NotCopied.ABSENT not in lengths[: mutator.NUM_STABLE]
+    assert Presence.ABSENT not in reader.exists(b"".join(map(key_of, range(mutator.NUM_STABLE))))
+    return Counter("copied" if length >= 0 else NotCopied(length).name for length in lengths)
