@@ -10,17 +10,19 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from benchmarks.measure import medians, table, write_json
-from protocol.lean.sync_channel import SyncChannel
+from protocol.lean.sync_channel import SPIN_S, SyncChannel
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels, RpcServer
 from protocol.timeline import percentile
@@ -67,8 +69,8 @@ def served(loop: str) -> Iterator[dict[str, str]]:
         process.communicate()
 
 
-def sync_round(address: str, num_calls: int) -> Row:
-    channel = SyncChannel(address, TOKEN)
+def sync_round(address: str, num_calls: int, spin_s: float) -> Row:
+    channel = SyncChannel(address, TOKEN, spin_s=spin_s)
     stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
     took = []
     for _ in range(num_calls):
@@ -83,9 +85,10 @@ async def asyncio_round(address: str, width: int, num_calls: int) -> Row:
     """`width` calls at once, time and again; the time of a call is that of its batch over its width."""
     channels = Channels(TOKEN)
     stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
-    call: Callable[[], Awaitable[Any]] = lambda: channels.call(  # noqa: E731  # one expression
-        stub.Exists, REQUEST, timeout_s=TIMEOUT_S
-    )
+
+    def call() -> Awaitable[Any]:
+        return channels.call(stub.Exists, REQUEST, timeout_s=TIMEOUT_S)
+
     await call()
     took = []
     for _ in range(num_calls // width):
@@ -99,6 +102,10 @@ async def asyncio_round(address: str, width: int, num_calls: int) -> Row:
     return latencies(took)
 
 
+def asyncio_rounds(address: str, width: int, num_calls: int) -> Row:
+    return asyncio.run(asyncio_round(address, width, num_calls))
+
+
 def latencies(took: list[float]) -> Row:
     took = took[len(took) // 10 :]  # the first warm caches and connections
     return {"p50_us": percentile(took, 50) * 1e6, "p99_us": percentile(took, 99) * 1e6}
@@ -110,15 +117,14 @@ def ways(servers: dict[str, dict[str, str]], num_calls: int) -> dict[str, Callab
     for loop, addresses in servers.items():
         for transport in ("tcp", "unix"):
             address = addresses[transport]
-            name = f"lean {transport}, server on {loop}, sync"
-            found[name] = lambda address=address: sync_round(address, num_calls)  # type: ignore[misc]
+            for spin_s, how in ((0.0, "sync, sleeping"), (SPIN_S, "sync")):
+                name = f"lean {transport}, server on {loop}, {how}"
+                found[name] = partial(sync_round, address, num_calls, spin_s)
         for transport, address in addresses.items():
             kind = transport if transport == "grpc" else f"lean {transport}"
             for width in WIDTHS:
                 name = f"{kind}, server on {loop}, asyncio × {width}"
-                found[name] = lambda address=address, width=width: asyncio.run(  # type: ignore[misc]
-                    asyncio_round(address, width, num_calls)
-                )
+                found[name] = partial(asyncio_rounds, address, width, num_calls)
     return found
 
 
@@ -127,6 +133,9 @@ def main() -> None:
     parser.add_argument("--serve", choices=("asyncio", "uvloop"), help=argparse.SUPPRESS)
     parser.add_argument("--calls", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--pin", action="store_true", help="server and client on cores of their own"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.serve:
@@ -134,7 +143,12 @@ def main() -> None:
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(serve())
         return
+    cores = sorted(os.sched_getaffinity(0))
+    if args.pin:
+        os.sched_setaffinity(0, cores[1:2])
     with served("asyncio") as plain, served("uvloop") as fast:
+        if args.pin:
+            os.sched_setaffinity(0, cores[:1])
         rounds = ways({"asyncio": plain, "uvloop": fast}, args.calls)
         measured = [{name: run() for name, run in rounds.items()} for _ in range(args.rounds)]
     rows = {name: medians([round_[name] for round_ in measured]) for name in rounds}

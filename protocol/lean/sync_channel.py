@@ -7,6 +7,7 @@ call; one that was idle is looked at before it is used again, so that a restarte
 
 from __future__ import annotations
 
+import os
 import secrets
 import select
 import socket
@@ -26,13 +27,22 @@ from protocol.pb import common_pb2
 
 # Replies to hot calls are far smaller; a larger one costs another receive.
 _BUFFER_BYTES = 64 * 1024
+# A peer at work answers hot calls within this; being woken on another core costs a good part of it, and on a shared one
+# yielding the processor loses nothing (benchmarks/rpc.py). Several threads that spin would only take time from each
+# other and from the server.
+SPIN_S = 100e-6
 _TIMEVAL = struct.Struct("@ll")
 
 
 class SyncChannel(UnaryOnly):
-    """May be used by any number of threads at once. `close` it when none does any more."""
+    """May be used by any number of threads at once. `close` it when none does any more.
 
-    def __init__(self, address: str, cluster_token: str) -> None:
+    `spin_s`: how long a call that is the only one looks for its reply before it goes to sleep.
+    """
+
+    def __init__(self, address: str, cluster_token: str, *, spin_s: float = SPIN_S) -> None:
+        self._spin_s = spin_s
+        self._in_use: set[_Connection] = set()
         self._target = sockets.parse(address)
         self._address = address
         self._token = cluster_token
@@ -67,11 +77,15 @@ class SyncChannel(UnaryOnly):
         """
         give_up_at = time.monotonic() + timeout_s
         connection = self._take(give_up_at)
+        self._in_use.add(connection)
+        spin_s = self._spin_s if len(self._in_use) == 1 else 0.0
         try:
-            status, reply = connection.exchange(path, payload, timeout_s, give_up_at)
+            status, reply = connection.exchange(path, payload, timeout_s, give_up_at, spin_s)
         except BaseException:  # what it would receive next may belong to this call
             connection.close()
             raise
+        finally:
+            self._in_use.discard(connection)
         self._idle.append(connection)
         if status == Status.OK:
             return reply
@@ -122,7 +136,7 @@ class _Connection:
         self._sock.close()
 
     def exchange(
-        self, path: str, payload: bytes, timeout_s: float, give_up_at: float
+        self, path: str, payload: bytes, timeout_s: float, give_up_at: float, spin_s: float
     ) -> tuple[int, bytes]:
         """Status and payload of the reply."""
         number = self._numbers.get(path)
@@ -131,7 +145,8 @@ class _Connection:
         self._last_id = call_id = (self._last_id + 1) & frames.MAX_CALL_ID
         self._limit_to(timeout_s)
         self._send(frames.request(call_id, number, timeout_s, payload), give_up_at)
-        num_bytes = self._receive_into(memoryview(self._buffer))
+        num_bytes = self._spin(spin_s) if spin_s else 0
+        num_bytes = num_bytes or self._receive_into(memoryview(self._buffer))
         while num_bytes < frames.REPLY.size:
             self._limit(give_up_at)
             num_bytes += self._receive_into(memoryview(self._buffer)[num_bytes:])
@@ -199,6 +214,18 @@ class _Connection:
         if not num_bytes:
             raise self._lost("closed by the peer")
         return num_bytes
+
+    def _spin(self, spin_s: float) -> int:
+        """What has arrived by then; 0 when there is nothing, or its end, which the next wait tells."""
+        give_up_at = time.perf_counter() + spin_s
+        while time.perf_counter() < give_up_at:
+            try:
+                return self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                os.sched_yield()
+            except OSError as error:
+                raise self._lost(error) from error
+        return 0
 
     def _limit(self, give_up_at: float) -> None:
         """Raises DeadlineExceeded when no time is left."""
