@@ -19,10 +19,12 @@ from typing import Any
 
 from benchmarks.measure import table, write_json
 from kvstore.allocator import ALIGNMENT
-from kvstore.catalog import Catalog, Watermarks
+from kvstore.catalog import Catalog
 from kvstore.eviction import POLICY_NAMES, EvictionPolicy, make
 from kvstore.eviction.ranked import Ranked
 from kvstore.native.base import Record
+from kvstore.native.library import key_index
+from kvstore.stored import Tier, Watermarks
 from protocol.keys import KEY_BYTES, BlockKey
 from traces.format import TOKENS_PER_HASH, TraceRecord, read_trace
 
@@ -66,7 +68,9 @@ class Belady(Ranked):
 class Silence:
     """Nobody wants to know what the catalog holds."""
 
-    def added(self, key: BlockKey, parent: BlockKey | None) -> None: ...
+    def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None: ...
+
+    def moved(self, key: BlockKey, tier: Tier) -> None: ...
 
     def removed(self, key: BlockKey) -> None: ...
 
@@ -114,7 +118,7 @@ def prompts_of(records: Sequence[TraceRecord], full_blocks: bool = False) -> lis
         num_full = record.input_length // TOKENS_PER_HASH
         ids = record.hash_ids[:num_full] if full_blocks else record.hash_ids
         num_tokens = num_full * TOKENS_PER_HASH if full_blocks else record.input_length
-        keys = tuple(BlockKey(each.to_bytes(KEY_BYTES, "little")) for each in ids)
+        keys = tuple(BlockKey((each + 1).to_bytes(KEY_BYTES, "little")) for each in ids)
         prompts.append(Prompt(keys, num_tokens))
     return prompts
 
@@ -143,7 +147,13 @@ def replay(policy: EvictionPolicy, prompts: Sequence[Prompt], room: int) -> list
 
     Raises ValueError when a prompt alone is larger than that.
     """
-    catalog = Catalog(room * ALIGNMENT, policy=policy, announce=Silence(), watermarks=FULL)
+    catalog = Catalog(
+        room * ALIGNMENT,
+        index=key_index(),
+        policies=lambda: policy,  # of memory; without a disk the other one has nothing to do
+        announce=Silence(),
+        watermarks=FULL,
+    )
     return [_serve(catalog, prompt) for prompt in prompts]
 
 

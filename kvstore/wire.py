@@ -143,6 +143,8 @@ def pin_from_wire(pin: kvstore_pb2.StorePin.ValueType) -> Pin:
 def _key(key: bytes) -> BlockKey:
     if len(key) != KEY_BYTES:
         raise InvalidRequest(f"a key has {KEY_BYTES} bytes, not {len(key)}", param="keys")
+    if key == NO_PARENT:
+        raise InvalidRequest("the key of zeros stands for no key", param="keys")
     return BlockKey(key)
 
 
