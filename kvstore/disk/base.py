@@ -6,7 +6,7 @@ elsewhere to reclaim space, and says so. Which objects are worth keeping is the 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType, Protocol
@@ -90,6 +90,10 @@ class DiskTier(Protocol):
     def health(self) -> Health: ...
 
     def usage(self) -> DiskUsage: ...
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What happened since it was opened, for metrics."""
 
     def recover(
         self, progress: Callable[[float], None]

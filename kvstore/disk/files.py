@@ -1,0 +1,124 @@
+"""Segment files: whole-page reads and writes around the page cache, and who still uses which file.
+
+Positions are pages. Knows nothing of what the pages hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvstore.disk.base import PAGE
+
+_MAX_BUFFERS = 1024  # IOV_MAX of Linux
+
+
+class FileCalls:
+    """The system calls that can fail because of the disk; a test's subclass makes them fail."""
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+
+class SegmentFile:
+    """An open segment. Reading and writing are for I/O threads, `use` and `retire` for the event loop."""
+
+    def __init__(self, fd: int, number: int, calls: FileCalls) -> None:
+        self.number = number
+        self._fd = fd
+        self._calls = calls
+        self._users = 0
+        self._unused: asyncio.Event | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Of the file as it is, a torn page left out."""
+        return os.fstat(self._fd).st_size // PAGE
+
+    @property
+    def inode(self) -> tuple[int, int]:
+        stat = os.fstat(self._fd)
+        return stat.st_dev, stat.st_ino
+
+    def write(self, page: int, buffers: Sequence[memoryview]) -> None:
+        """Raises OSError unless all of it was written."""
+        offset = page * PAGE
+        for left in _chunks(buffers):
+            while left:
+                done = self._calls.pwritev(self._fd, left, offset)
+                if not done:
+                    raise OSError(errno.EIO, "the disk wrote nothing")
+                offset += done
+                left = _rest(left, done)
+
+    def read(self, page: int, buffers: Sequence[memoryview]) -> int:
+        """Bytes read: fewer than asked for at the end of a truncated file."""
+        offset = begin = page * PAGE
+        for left in _chunks(buffers):
+            while left:
+                done = self._calls.preadv(self._fd, left, offset)
+                if not done:
+                    return offset - begin
+                offset += done
+                left = _rest(left, done)
+        return offset - begin
+
+    def sync(self) -> None:
+        self._calls.fdatasync(self._fd)
+
+    def __enter__(self) -> SegmentFile:
+        """While it is in use, it is neither closed nor given another content."""
+        self._users += 1
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._users -= 1
+        if not self._users and self._unused is not None:
+            self._unused.set()
+
+    async def unused(self) -> None:
+        """Waits until nobody uses it. Nobody new may find it meanwhile."""
+        if self._users:
+            self._unused = asyncio.Event()
+            await self._unused.wait()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def open_file(path: Path, *, create: bool, direct: bool) -> tuple[int, bool]:
+    """A file descriptor, and whether it goes around the page cache; not every file system lets it."""
+    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    if direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    return os.open(path, flags, 0o600), False
+
+
+def _chunks(buffers: Sequence[memoryview]) -> list[list[memoryview]]:
+    filled = [buffer for buffer in buffers if buffer]
+    return [filled[begin : begin + _MAX_BUFFERS] for begin in range(0, len(filled), _MAX_BUFFERS)]
+
+
+def _rest(buffers: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of `buffers` behind the first `done` bytes."""
+    index = 0
+    while index < len(buffers) and done >= len(buffers[index]):
+        done -= len(buffers[index])
+        index += 1
+    left = buffers[index:]
+    if done:
+        left[0] = left[0][done:]
+    return left

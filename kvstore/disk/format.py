@@ -1,0 +1,316 @@
+"""What is on disk, byte by byte. Pure: bytes in, bytes out; knows no files.
+
+A segment file is, in pages: its *head*; the log, in which every object is a *header* page and its data, and every
+group of tombstones one header page; an *end mark* behind the last group of writes; once the segment is sealed, the
+*footer* (all records, then all tombstones, then the trailer in the very last page).
+
+Every one of these pages is framed alike and says to which folder, segment and page it belongs, so that what an earlier
+life of the file left behind, or what was written to the wrong place, is not taken for what should be there. Metadata is
+not encrypted, but authenticated where the data is encrypted.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from xxhash import xxh3_64_intdigest
+
+from kvstore.disk.base import PAGE, DiskObject, Pin, Place
+from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
+
+FORMAT_VERSION = 1
+MAX_TENANT_BYTES = 1024
+TAG_BYTES = 16
+"""Of AES-GCM; zeros where nothing is encrypted."""
+
+_MAGIC = b"MSKVDSK" + bytes([FORMAT_VERSION])
+_FRAME = struct.Struct("<8sQHBx")  # magic, checksum of what follows it, length of the payload, kind
+_CHECKSUM_AT = 8
+_CHECKED_FROM = 16
+_CONTEXT = struct.Struct("<16sII")  # folder, segment, page
+_RECORD = struct.Struct("<IIIBBHQQ16s16s")
+"""Page, length, source segment, pin, has a parent, tenant's length, checksum, generation, key, parent."""
+_TOMBSTONE = struct.Struct("<16sQI")  # key, generation, segment
+_HEAD = struct.Struct("<I")
+_TRAILER = struct.Struct("<IIIIQQ")
+
+TOMBSTONE_BYTES = _TOMBSTONE.size
+TOMBSTONES_PER_PAGE = (PAGE - _FRAME.size - _CONTEXT.size) // TOMBSTONE_BYTES
+LOG_BEGIN = 1
+"""The first page behind the head."""
+
+_PINS = (Pin.NONE, Pin.SOFT, Pin.HARD)
+_PIN_CODES = {pin: code for code, pin in enumerate(_PINS)}
+
+
+class Kind(IntEnum):
+    """What a framed page is."""
+
+    HEAD = 1
+    OBJECT = 2
+    TOMBSTONES = 3
+    END = 4
+    TRAILER = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Where a page belongs."""
+
+    folder_id: bytes
+    segment: int
+    page: int
+
+    def nonce(self) -> bytes:
+        """For AES-GCM under the folder's own key: every page of every segment is written as data once at most."""
+        return struct.pack("<III", self.segment, self.page, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An object of a segment's log."""
+
+    object: DiskObject
+    page: int
+    source: int = 0
+    """The segment that compaction copied it from; 0 = written by the node."""
+
+    @property
+    def num_pages(self) -> int:
+        return extent_pages(self.object.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A valid header page: an object, tombstones, or neither for an end mark or a head."""
+
+    kind: Kind
+    record: Record | None = None
+    sealed_with: bytes = b""
+    """What encryption authenticates along with the data."""
+    tag: bytes = bytes(TAG_BYTES)
+    tombstones: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trailer:
+    """What a footer holds, and whether it is whole."""
+
+    log_end: int  # page
+    num_records: int
+    records_bytes: int
+    tombstones_bytes: int
+    records_checksum: int
+    tombstones_checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """`key` up to and with `generation` is forgotten, in segments up to and with `segment`."""
+
+    key: BlockKey
+    generation: int
+    segment: int = 0
+    """0 = the one that it is written to."""
+
+
+def place_of(segment: int, page: int) -> Place:
+    return Place(segment << 32 | page)
+
+
+def segment_of(place: Place) -> int:
+    return place >> 32
+
+
+def page_of(place: Place) -> int:
+    return place & 0xFFFFFFFF
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE)
+
+
+def extent_pages(length: int) -> int:
+    """An object's header and data."""
+    return 1 + pages(length)
+
+
+def footer_pages(records_bytes: int, tombstones_bytes: int) -> int:
+    return pages(records_bytes) + pages(tombstones_bytes) + 1
+
+
+def frame(kind: Kind, context: Context, body: bytes = b"") -> bytes:
+    """A page without its padding."""
+    payload = _CONTEXT.pack(context.folder_id, context.segment, context.page) + body
+    framed = bytearray(_FRAME.pack(_MAGIC, 0, len(payload), kind))
+    framed += payload
+    checksum = xxh3_64_intdigest(memoryview(framed)[_CHECKED_FROM:])
+    framed[_CHECKSUM_AT:_CHECKED_FROM] = checksum.to_bytes(8, "little")
+    return bytes(framed)
+
+
+def unframe(page: memoryview, context: Context) -> tuple[Kind, bytes] | None:
+    """Kind and body of a page that is whole and where it belongs."""
+    found = _unframe_any(page)
+    if found is None or found[1] != context:
+        return None
+    return found[0], found[2]
+
+
+def context_of(page: memoryview) -> Context | None:
+    """Where a page that is whole belongs."""
+    found = _unframe_any(page)
+    return found and found[1]
+
+
+def _unframe_any(page: memoryview) -> tuple[Kind, Context, bytes] | None:
+    if len(page) < PAGE:
+        return None
+    magic, checksum, length, kind = _FRAME.unpack_from(page)
+    end = _FRAME.size + length
+    if magic != _MAGIC or end > PAGE or length < _CONTEXT.size:
+        return None
+    checked = bytes(page[_CHECKED_FROM:end])
+    if xxh3_64_intdigest(checked) != checksum or kind not in Kind:
+        return None
+    payload = checked[_FRAME.size - _CHECKED_FROM :]
+    context = Context(*_CONTEXT.unpack_from(payload))
+    return Kind(kind), context, payload[_CONTEXT.size :]
+
+
+def encode_head(context: Context, num_pages: int, cipher: str) -> bytes:
+    """The first page of a segment of `num_pages`; the cipher's name is for whoever looks at the file."""
+    return frame(Kind.HEAD, context, _HEAD.pack(num_pages) + cipher.encode())
+
+
+def decode_head(page: memoryview, context: Context) -> int | None:
+    """Pages of the segment."""
+    framed = unframe(page, context)
+    if framed is None or framed[0] is not Kind.HEAD:
+        return None
+    num_pages: int = _HEAD.unpack_from(framed[1])[0]
+    return num_pages
+
+
+def record_bytes(about: DiskObject) -> int:
+    """Length of its record."""
+    return _RECORD.size + len(about.tenant.encode())
+
+
+def encode_record(record: Record) -> bytes:
+    """Raises ValueError for a tenant's name that is too long."""
+    about, tenant = record.object, record.object.tenant.encode()
+    if len(tenant) > MAX_TENANT_BYTES or len(about.key) != KEY_BYTES:
+        raise ValueError(f"a tenant's name has at most {MAX_TENANT_BYTES} bytes, a key {KEY_BYTES}")
+    fixed = _RECORD.pack(
+        record.page,
+        about.length,
+        record.source,
+        _PIN_CODES[about.pin],
+        about.parent is not None,
+        len(tenant),
+        about.checksum,
+        about.generation,
+        about.key,
+        about.parent or NO_PARENT,
+    )
+    return fixed + tenant
+
+
+def decode_records(packed: bytes, count: int) -> list[Record]:
+    """Records back to back, whose checksum was verified."""
+    records, offset = [], 0
+    for _ in range(count):
+        record, offset = _decode_record(packed, offset)
+        records.append(record)
+    return records
+
+
+def _decode_record(packed: bytes, offset: int) -> tuple[Record, int]:
+    page, length, source, pin, has_parent, tenant_bytes, checksum, generation, key, parent = (
+        _RECORD.unpack_from(packed, offset)
+    )
+    begin = offset + _RECORD.size
+    end = begin + tenant_bytes
+    about = DiskObject(
+        key=BlockKey(key),
+        parent=BlockKey(parent) if has_parent else None,
+        length=length,
+        checksum=checksum,
+        generation=generation,
+        tenant=packed[begin:end].decode(),
+        pin=_PINS[pin],
+    )
+    return Record(about, page, source), end
+
+
+def sealed_with(context: Context, encoded_record: bytes) -> bytes:
+    """What AES-GCM authenticates along with an object's data."""
+    return _CONTEXT.pack(context.folder_id, context.segment, context.page) + encoded_record
+
+
+def encode_header(context: Context, encoded_record: bytes, tag: bytes = bytes(TAG_BYTES)) -> bytes:
+    return frame(Kind.OBJECT, context, encoded_record + tag)
+
+
+def encode_tombstones(context: Context, packed: bytes) -> bytes:
+    """At most TOMBSTONES_PER_PAGE, as `pack_tombstones` makes them."""
+    return frame(Kind.TOMBSTONES, context, packed)
+
+
+def decode_header(page: memoryview, context: Context) -> Header | None:
+    """None for anything that does not belong exactly here."""
+    framed = unframe(page, context)
+    if framed is None:
+        return None
+    kind, body = framed
+    if kind is Kind.TOMBSTONES:
+        return Header(kind, tombstones=body)
+    if kind is not Kind.OBJECT:
+        return Header(kind)
+    encoded, tag = body[:-TAG_BYTES], body[-TAG_BYTES:]
+    record, _ = _decode_record(encoded, 0)
+    return Header(kind, record, sealed_with(context, encoded), tag)
+
+
+def pack_tombstones(tombstones: Sequence[Tombstone]) -> bytes:
+    return b"".join(_TOMBSTONE.pack(t.key, t.generation, t.segment) for t in tombstones)
+
+
+def unpack_tombstones(packed: bytes) -> Iterator[Tombstone]:
+    for key, generation, segment in _TOMBSTONE.iter_unpack(packed):
+        yield Tombstone(BlockKey(key), generation, segment)
+
+
+def encode_footer(
+    context: Context, *, log_end: int, num_records: int, records: bytes, tombstones: bytes
+) -> bytes:
+    """Whole pages, which end with the segment's last page; `context` is that of the last page."""
+    trailer = _TRAILER.pack(
+        log_end,
+        num_records,
+        len(records),
+        len(tombstones),
+        xxh3_64_intdigest(records),
+        xxh3_64_intdigest(tombstones),
+    )
+    sections = (records, tombstones, frame(Kind.TRAILER, context, trailer))
+    return b"".join(section.ljust(pages(len(section)) * PAGE, b"\0") for section in sections)
+
+
+def decode_trailer(page: memoryview, context: Context) -> Trailer | None:
+    framed = unframe(page, context)
+    if framed is None or framed[0] is not Kind.TRAILER:
+        return None
+    log_end, num_records, records, tombstones, *checksums = _TRAILER.unpack(framed[1])
+    return Trailer(
+        log_end=log_end,
+        num_records=num_records,
+        records_bytes=records,
+        tombstones_bytes=tombstones,
+        records_checksum=checksums[0],
+        tombstones_checksum=checksums[1],
+    )

@@ -1,0 +1,121 @@
+"""What a group commit is made of: callers, the items they wait for, and the runs in which items go to the disk. Pure
+but for the futures that answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstore.disk.base import PAGE, DiskWrite, Place
+from kvstore.disk.format import (
+    TOMBSTONE_BYTES,
+    TOMBSTONES_PER_PAGE,
+    Record,
+    Tombstone,
+    encode_record,
+    extent_pages,
+    pack_tombstones,
+    page_of,
+    record_bytes,
+    segment_of,
+)
+from kvstore.disk.object_io import Entry, ObjectEntry, TombstonesEntry
+
+_LARGEST_RUN_BYTES = 4 * 2**20
+_SMALLEST_RUN_BYTES = 256 * 2**10
+"""Below, a second system call costs more than it brings."""
+
+
+class Call:
+    """One caller's items, answered together."""
+
+    def __init__(self, num_items: int) -> None:
+        self.places: list[Place | None] = [None] * num_items
+        self.future: asyncio.Future[list[Place | None]] = asyncio.get_running_loop().create_future()
+        self._left = num_items
+
+    def settle(self, index: int, place: Place | None) -> None:
+        self.places[index] = place
+        self._left -= 1
+        if not self._left:
+            self.future.set_result(self.places)
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """Something to append: an object, or a page of tombstones."""
+
+    call: Call
+    index: int
+    num_pages: int
+    write: DiskWrite | None = None
+    tombstones: Sequence[Tombstone] = ()
+    source: int = 0
+    page: int = 0  # once it has a place
+    encoded: bytes = b""
+
+    @property
+    def footer_bytes(self) -> tuple[int, int]:
+        """Records, tombstones."""
+        if self.write is not None:
+            return record_bytes(self.write.object), 0
+        return 0, TOMBSTONE_BYTES * len(self.tombstones)
+
+    @property
+    def entry(self) -> Entry:
+        if self.write is not None:
+            return ObjectEntry(self.page, self.encoded, self.write.memory)
+        return TombstonesEntry(self.page, self.encoded)
+
+    def settle(self, place: Place | None) -> None:
+        self.call.settle(self.index, place)
+
+    def placed(self, place: Place) -> None:
+        """Its bytes depend on where they will lie."""
+        self.page = page_of(place)
+        if self.write is not None:
+            self.encoded = encode_record(Record(self.write.object, self.page, self.source))
+        else:
+            here = segment_of(place)
+            self.tombstones = [
+                Tombstone(each.key, each.generation, each.segment or here)
+                for each in self.tombstones
+            ]
+            self.encoded = pack_tombstones(self.tombstones)
+
+
+def object_items(writes: Sequence[DiskWrite], call: Call, source: int) -> list[Item]:
+    return [
+        Item(call, index, extent_pages(write.object.length), write, source=source)
+        for index, write in enumerate(writes)
+    ]
+
+
+def tombstone_items(tombstones: Sequence[Tombstone]) -> list[Item]:
+    """A page each, with a call of their own."""
+    begins = range(0, len(tombstones), TOMBSTONES_PER_PAGE)
+    call = Call(len(begins))
+    return [
+        Item(call, index, 1, tombstones=tombstones[begin : begin + TOMBSTONES_PER_PAGE])
+        for index, begin in enumerate(begins)
+    ]
+
+
+def run_limit(nbytes: int, num_threads: int) -> int:
+    """Bytes for each thread, when there are `nbytes` to move."""
+    return min(max(nbytes // num_threads, _SMALLEST_RUN_BYTES), _LARGEST_RUN_BYTES)
+
+
+def runs(entries: Sequence[Entry], num_threads: int) -> Iterator[list[Entry]]:
+    """Neighbours for one write each: enough of them for all threads, none of them small without need."""
+    limit = run_limit(sum(entry.num_pages for entry in entries) * PAGE, num_threads)
+    run: list[Entry] = []
+    run_bytes = 0
+    for entry in entries:
+        if run and run_bytes + entry.num_pages * PAGE > limit:
+            yield run
+            run, run_bytes = [], 0
+        run.append(entry)
+        run_bytes += entry.num_pages * PAGE
+    yield run

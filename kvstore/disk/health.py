@@ -1,0 +1,73 @@
+"""What a disk's errors mean for what is still asked of it. Pure: errors and time in, health out.
+
+A full disk is healthy: it refuses what does not fit, for a while without being asked. Knows no files.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from enum import Enum
+
+from kvstore.disk.base import Health, HealthChanged
+
+FULL_FOR_S = 5.0
+"""How long a full disk is not asked again."""
+READ_ERRORS_IN_A_ROW = 3
+"""One unreadable sector costs its object; a disk that answers nothing costs every reader its patience."""
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_GONE = {errno.ENODEV, errno.ENXIO, errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOMEDIUM}
+_ORDER = (Health.GOOD, Health.READ_ONLY, Health.FAILED)
+
+
+class Doing(Enum):
+    READ = "read"
+    WRITE = "write"
+
+
+class DiskHealth:
+    """Calls `changed` with each new health and its reason."""
+
+    def __init__(self, changed: HealthChanged, counters: Counter[str]) -> None:
+        self.now = Health.GOOD
+        self._changed = changed
+        self._counters = counters
+        self._full_until = float("-inf")
+        self._read_errors = 0
+
+    def may_read(self) -> bool:
+        return self.now is not Health.FAILED
+
+    def may_write(self, now: float) -> bool:
+        return self.now is Health.GOOD and now >= self._full_until
+
+    def has_read(self) -> None:
+        self._read_errors = 0
+
+    def failed(self, doing: Doing, error: Exception, now: float) -> None:
+        """An operation ended with `error`."""
+        code = error.errno if isinstance(error, OSError) else None
+        self._counters[f"errors_{errno.errorcode.get(code or 0, 'other')}"] += 1
+        if code in _FULL:
+            self._full_until = now + FULL_FOR_S
+        elif code in _GONE:
+            self._worsen(Health.FAILED, f"the disk or its folder is gone: {error}")
+        elif doing is Doing.WRITE:
+            self._worsen(Health.READ_ONLY, f"the disk cannot be written to: {error}")
+        else:
+            self._read_errors += 1
+            if self._read_errors >= READ_ERRORS_IN_A_ROW:
+                self._worsen(Health.FAILED, f"the disk cannot be read: {error}")
+
+    def checked(self, health: Health, reason: str) -> None:
+        """Somebody looked after the disk and found it so."""
+        if health is Health.GOOD:
+            self._read_errors = 0
+        if health is not self.now:
+            self.now = health
+            self._changed(health, reason)
+
+    def _worsen(self, health: Health, reason: str) -> None:
+        if _ORDER.index(health) > _ORDER.index(self.now):
+            self.checked(health, reason)

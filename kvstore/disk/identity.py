@@ -1,0 +1,122 @@
+"""Who a folder is (`folder.json`), and that only one process has it. Blocking; errors are ConfigErrors at the start."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvstore.disk.cipher import AesGcm, read_key
+from kvstore.disk.format import FORMAT_VERSION
+from protocol.errors import ConfigError
+
+NO_CIPHER = "none"
+_FILE = "folder.json"
+_LOCK = "lock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """The content of `folder.json`."""
+
+    format: int
+    folder_id: str  # 16 random bytes in hexadecimal
+    cipher: str
+    key_check: str
+    numbers_below: int  # segment numbers that may have been used
+
+
+def lock(path: Path) -> int:
+    """Creates the folder if need be and takes its lock, until the file descriptor is closed. Raises ConfigError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"SSD folder {path} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(f"SSD folder {path} is in use by another process") from error
+    return fd
+
+
+def identify(path: Path, key_file: Path | None, *, used: bool) -> tuple[Identity, AesGcm | None]:
+    """Of a new folder, or of one that is `used` and must then say who it is. Raises ConfigError."""
+    key = read_key(key_file) if key_file else None
+    try:
+        identity = read(path)
+    except FileNotFoundError:
+        if used:
+            raise ConfigError(
+                f"{path} holds segments but no {_FILE}: restore it, or empty the folder"
+            ) from None
+        return _new(path, key)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path / _FILE} cannot be read: {error}") from error
+    return identity, _cipher_of(identity, path, key)
+
+
+def read(path: Path) -> Identity:
+    """Raises OSError, or ValueError or TypeError for a file that is not one of ours."""
+    identity = Identity(**json.loads((path / _FILE).read_text()))
+    if len(bytes.fromhex(identity.folder_id)) != 16 or not isinstance(identity.numbers_below, int):
+        raise ValueError("it is damaged")
+    return identity
+
+
+def write(path: Path, identity: Identity) -> None:
+    """Durably and at once. Raises OSError."""
+    temporary = path / f"{_FILE}.new"
+    with temporary.open("w") as file:
+        json.dump(asdict(identity), file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path / _FILE)
+    sync_folder(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in it durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _new(path: Path, key: bytes | None) -> tuple[Identity, AesGcm | None]:
+    folder_id = secrets.token_bytes(16)
+    cipher = AesGcm(key, folder_id) if key else None
+    identity = Identity(
+        format=FORMAT_VERSION,
+        folder_id=folder_id.hex(),
+        cipher=cipher.name if cipher else NO_CIPHER,
+        key_check=cipher.key_check if cipher else "",
+        numbers_below=1,
+    )
+    try:
+        write(path, identity)
+    except OSError as error:
+        raise ConfigError(f"SSD folder {path} cannot be written to: {error.strerror}") from error
+    return identity, cipher
+
+
+def _cipher_of(identity: Identity, path: Path, key: bytes | None) -> AesGcm | None:
+    if identity.format != FORMAT_VERSION:
+        raise ConfigError(
+            f"{path} has format {identity.format}, this version reads {FORMAT_VERSION}: empty it"
+        )
+    if identity.cipher == NO_CIPHER:
+        if key:
+            raise ConfigError(f"{path} is not encrypted: empty it, or leave out the key file")
+        return None
+    if identity.cipher != AesGcm.name or not key:
+        raise ConfigError(f"{path} is encrypted with {identity.cipher}: its key file is needed")
+    cipher = AesGcm(key, bytes.fromhex(identity.folder_id))
+    if cipher.key_check != identity.key_check:
+        raise ConfigError(f"{path} was encrypted with another key than the key file's")
+    return cipher

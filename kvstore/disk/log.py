@@ -1,0 +1,308 @@
+"""Which parts of the folder are live: the state of a log-structured store. Pure: no I/O, no clock.
+
+Owns segments and the extents in them. Its rule: a page of a segment is given out once, and a segment's number never
+again. An extent is alive from its allocation until it is released; its pages come back only with its whole segment.
+Resident memory: 4 bytes per object plus slack, whatever its size. Knows no keys.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvstore.disk.base import PAGE, DiskUsage, Place
+from kvstore.disk.format import (
+    LOG_BEGIN,
+    TOMBSTONE_BYTES,
+    TOMBSTONES_PER_PAGE,
+    footer_pages,
+    page_of,
+    place_of,
+    segment_of,
+)
+
+KEPT_FOR_COMPACTION = 1
+"""Segments that users' writes leave free: compaction can always copy one segment's live objects."""
+
+# Two segments for what is being written and compacted, one for what the others lose at their ends; of the rest, a
+# sixteenth for footers and for dead objects, without which compaction would copy everything to gain a little.
+_SEGMENTS_BESIDE = 3
+_LIVE_SHARE = 15 / 16
+_TOMBSTONES_SHARE = 1 / 64
+
+
+class State(Enum):
+    ACTIVE = auto()  # takes appends
+    SEALED = auto()
+    COMPACTING = auto()  # sealed, and its live objects are being copied
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    number: int
+    num_pages: int
+    state: State = State.ACTIVE
+    tail: int = LOG_BEGIN  # first page that is not given out
+    written: int = LOG_BEGIN
+    """The log is whole on disk up to this page."""
+    live_pages: int = 0
+    dead_pages: int = 0
+    largest_extent: int = 0
+    tombstones_until: int = 0
+    """Its tombstones forbid objects in segments up to and with this one; 0 = it has none."""
+    num_records: int = 0
+    records: bytearray = field(default_factory=bytearray)
+    """The footer to be; emptied when it is sealed."""
+    tombstones: bytearray = field(default_factory=bytearray)
+    tombstones_bytes: int = 0
+    footer: int = 0
+    """Pages; 0 as long as it is not sealed."""
+    _starts: array[int] = field(default_factory=lambda: array("I"))
+    """Of each extent, ascending: first page << 1 | dead."""
+
+    def add(self, page: int, num_pages: int, *, live: bool) -> None:
+        """The next extent. Pages skipped before it belong to nobody."""
+        if page > self.tail:
+            self._starts.append(self.tail << 1 | 1)
+            self.dead_pages += page - self.tail
+        self._starts.append(page << 1 | (not live))
+        self.tail = page + num_pages
+        if live:
+            self.live_pages += num_pages
+            self.largest_extent = max(self.largest_extent, num_pages)
+        else:
+            self.dead_pages += num_pages
+
+    def is_live(self, page: int) -> bool:
+        return self._find(page) is not None
+
+    def live(self) -> list[int]:
+        """First pages of what is alive."""
+        return [start >> 1 for start in self._starts if not start & 1]
+
+    def release(self, page: int) -> int:
+        """Pages that died; 0 when nothing there was alive."""
+        index = self._find(page)
+        if index is None:
+            return 0
+        self._starts[index] |= 1
+        beyond = self._starts[index + 1] >> 1 if index + 1 < len(self._starts) else self.tail
+        self.live_pages -= beyond - page
+        self.dead_pages += beyond - page
+        return beyond - page
+
+    def _find(self, page: int) -> int | None:
+        index = bisect_left(self._starts, page << 1)
+        alive = index < len(self._starts) and self._starts[index] == page << 1
+        return index if alive else None
+
+    def fits(self, num_pages: int, records_bytes: int, tombstones_bytes: int) -> bool:
+        """Together with the footer that it would then need."""
+        footer = footer_pages(
+            len(self.records) + records_bytes, len(self.tombstones) + tombstones_bytes
+        )
+        return self.tail + num_pages + footer <= self.num_pages
+
+    @property
+    def room(self) -> int:
+        """Pages that nobody has got yet."""
+        footer = self.footer or footer_pages(len(self.records), len(self.tombstones))
+        return max(0, self.num_pages - self.tail - footer)
+
+    def keep_record(self, encoded: bytes) -> None:
+        """For the footer."""
+        self.records += encoded
+        self.num_records += 1
+
+    def keep_tombstones(self, packed: bytes, until: int) -> None:
+        """For the footer, and to know how long they are needed."""
+        self.tombstones += packed
+        self.tombstones_bytes += len(packed)
+        self.tombstones_until = max(self.tombstones_until, until)
+
+    def forget_footer(self) -> None:
+        """It is on disk, or cannot be."""
+        self.records, self.tombstones = bytearray(), bytearray()
+
+    @property
+    def packed_tombstones(self) -> int:
+        """Pages that its tombstones take once more when they are copied."""
+        return -(-self.tombstones_bytes // (TOMBSTONES_PER_PAGE * TOMBSTONE_BYTES))
+
+    @property
+    def gain(self) -> int:
+        """Pages that compacting it brings, tombstones aside. An end that its own objects could have filled counts; a
+        shorter one would be lost in the next segment too."""
+        return self.dead_pages + (self.room if self.room >= self.largest_extent else 0)
+
+    @property
+    def nbytes(self) -> int:
+        return sys.getsizeof(self._starts) + len(self.records) + len(self.tombstones)
+
+    def validate(self) -> None:
+        ends = [start >> 1 for start in self._starts[1:]] + [self.tail]
+        live = sum(
+            end - (start >> 1)
+            for start, end in zip(self._starts, ends, strict=False)
+            if not start & 1
+        )
+        assert live == self.live_pages, f"segment {self.number}: live pages"
+        assert LOG_BEGIN + live + self.dead_pages == self.tail <= self.num_pages, self.number
+
+
+class Log:
+    """All segments of a folder."""
+
+    def __init__(self, capacity: int, segment_bytes: int) -> None:
+        self.segment_pages = segment_bytes // PAGE
+        self._configured_pages = capacity // segment_bytes * self.segment_pages
+        self.segments: dict[int, Segment] = {}
+        self.active: Segment | None = None
+        self._fruitless = 0
+        """Segments compacted since anything died."""
+
+    @property
+    def capacity_pages(self) -> int:
+        """As configured; more while segments from before a smaller configuration are left."""
+        return max(self._configured_pages, self._held_pages())
+
+    @property
+    def free_segments(self) -> int:
+        return (self.capacity_pages - self._held_pages()) // self.segment_pages
+
+    @property
+    def num_segments(self) -> int:
+        """As configured."""
+        return self._configured_pages // self.segment_pages
+
+    @property
+    def live_limit(self) -> int:
+        usable = self._configured_pages - _SEGMENTS_BESIDE * self.segment_pages
+        return int(max(usable, 0) * PAGE * _LIVE_SHARE)
+
+    def usage(self) -> DiskUsage:
+        live = sum(segment.live_pages for segment in self.segments.values())
+        room = self.active.room if self.active else 0
+        free = self.capacity_pages - self._held_pages() + room
+        capacity = self.capacity_pages
+        return DiskUsage(
+            capacity=capacity * PAGE,
+            live=live * PAGE,
+            dead=(capacity - live - free) * PAGE,
+            free=free * PAGE,
+        )
+
+    def fits_at_all(self, num_pages: int, records_bytes: int) -> bool:
+        """Whether an empty segment could hold it."""
+        return LOG_BEGIN + num_pages + footer_pages(records_bytes, 0) <= self.segment_pages
+
+    def may_open(self, *, reserve: bool) -> bool:
+        """Whether another segment may be begun; `reserve` for what compaction writes."""
+        return self.free_segments > (0 if reserve else KEPT_FOR_COMPACTION)
+
+    def open(self, number: int) -> Segment:
+        """Begins the next segment. There must be no active one."""
+        assert self.active is None
+        assert number not in self.segments
+        self.active = self.segments[number] = Segment(number, self.segment_pages)
+        return self.active
+
+    def append(self, num_pages: int, *, live: bool) -> Place:
+        """Gives out the active segment's next pages."""
+        assert self.active is not None
+        place = place_of(self.active.number, self.active.tail)
+        self.active.add(self.active.tail, num_pages, live=live)
+        return place
+
+    def seal(self) -> Segment:
+        """The active segment takes nothing more."""
+        assert self.active is not None
+        sealed, self.active = self.active, None
+        sealed.state = State.SEALED
+        sealed.footer = footer_pages(len(sealed.records), len(sealed.tombstones))
+        return sealed
+
+    def adopt(self, segment: Segment) -> None:
+        """A segment found at start, with its extents."""
+        assert segment.number not in self.segments
+        segment.state = State.SEALED
+        self.segments[segment.number] = segment
+
+    def is_live(self, place: Place) -> bool:
+        segment = self.segments.get(segment_of(place))
+        return segment is not None and segment.is_live(page_of(place))
+
+    def release(self, place: Place) -> bool:
+        """False when nothing there was alive."""
+        segment = self.segments.get(segment_of(place))
+        if segment is None or not segment.release(page_of(place)):
+            return False
+        if segment.state is not State.COMPACTING:
+            self._fruitless = 0
+        return True
+
+    def still_forbids(self, tombstones_until: int, *, without: int) -> bool:
+        """Whether a segment is left, `without` aside, that may hold what such tombstones forbid."""
+        oldest = min((each for each in self.segments if each != without), default=None)
+        return oldest is not None and oldest <= tombstones_until
+
+    def is_dead(self, segment: Segment) -> bool:
+        """Whether nothing in it is needed any more."""
+        until = segment.tombstones_until
+        return not segment.live_pages and not self.still_forbids(until, without=segment.number)
+
+    def victim(self) -> Segment | None:
+        """The segment to compact next: the most space for the least copying, old ones first since what is left in
+        them tends to stay (Rosenblum and Ousterhout, The Design and Implementation of a Log-Structured File System).
+        """
+        if self._fruitless > len(self.segments):
+            return None
+        sealed = [each for each in self.segments.values() if each.state is State.SEALED]
+        if self._too_many_tombstones():
+            return min(sealed, key=lambda each: each.number, default=None)
+        candidates = [(self._benefit(each), -each.number) for each in sealed]
+        benefit, number = max(candidates, default=(0.0, 0))
+        return self.segments[-number] if benefit > 0 else None
+
+    def _too_many_tombstones(self) -> bool:
+        """They go when all segments as old as they have gone, so the oldest has to."""
+        held = sum(each.packed_tombstones for each in self.segments.values())
+        return held > self.capacity_pages * _TOMBSTONES_SHARE
+
+    def _benefit(self, segment: Segment) -> float:
+        gain, cost = segment.gain, segment.live_pages
+        if self.still_forbids(segment.tombstones_until, without=segment.number):
+            gain -= segment.packed_tombstones
+            cost += segment.packed_tombstones
+        age = 1 + max(self.segments) - segment.number
+        return gain * age / (segment.num_pages + cost)
+
+    def compacting(self, segment: Segment) -> None:
+        assert segment.state is State.SEALED
+        segment.state = State.COMPACTING
+
+    def give_up(self, segment: Segment) -> None:
+        """It could not be compacted (entirely)."""
+        segment.state = State.SEALED
+        self._fruitless += 1
+
+    def retire(self, segment: Segment) -> None:
+        """Its pages are free again. Nothing in it may be alive."""
+        assert not segment.live_pages, f"segment {segment.number} has live objects"
+        assert segment is not self.active
+        del self.segments[segment.number]
+        self._fruitless += 1
+
+    def validate(self) -> None:
+        for segment in self.segments.values():
+            segment.validate()
+            assert (segment.state is State.ACTIVE) == (segment is self.active)
+        usage = self.usage()
+        assert usage.live + usage.dead + usage.free == usage.capacity
+        assert min(usage.live, usage.dead, usage.free) >= 0
+
+    def _held_pages(self) -> int:
+        return sum(segment.num_pages for segment in self.segments.values())

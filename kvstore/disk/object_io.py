@@ -1,0 +1,184 @@
+"""Objects between memory and a segment file, in runs that lie next to each other. Blocking; for I/O threads.
+
+Its rule: what it says it has read has the right header at the right place and bytes that match their checksum. Knows
+neither what is live nor who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from kvstore.disk.base import PAGE, DiskObject, DiskRead
+from kvstore.disk.cipher import AesGcm
+from kvstore.disk.files import SegmentFile
+from kvstore.disk.folder import Folder
+from kvstore.disk.format import (
+    Header,
+    Kind,
+    decode_header,
+    encode_header,
+    encode_tombstones,
+    extent_pages,
+    frame,
+    page_of,
+    sealed_with,
+)
+from kvstore.disk.memory import Scratch, is_aligned
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEntry:
+    """An object to write at a page."""
+
+    page: int
+    encoded_record: bytes
+    memory: memoryview
+
+    @property
+    def num_pages(self) -> int:
+        return extent_pages(len(self.memory))
+
+
+@dataclass(frozen=True, slots=True)
+class TombstonesEntry:
+    page: int
+    packed: bytes
+    num_pages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EndEntry:
+    """Says that the log was whole up to here; the next run is written over it."""
+
+    page: int
+    num_pages: int = 1
+
+
+Entry = ObjectEntry | TombstonesEntry | EndEntry
+
+
+class ObjectIo:
+    """Runs of one folder."""
+
+    def __init__(self, folder: Folder, scratch: Scratch) -> None:
+        self._folder = folder
+        self._cipher: AesGcm | None = folder.cipher
+        self._scratch = scratch
+
+    def write(self, file: SegmentFile, entries: Sequence[Entry]) -> None:
+        """Raises OSError. `entries` are neighbours, in order."""
+        num_pages = sum(entry.num_pages for entry in entries)
+        with self._scratch.borrow(num_pages * PAGE) as scratch:
+            buffers: list[memoryview] = []
+            begin = entries[0].page
+            for entry in entries:
+                at = (entry.page - begin) * PAGE
+                extent = scratch[at : at + entry.num_pages * PAGE]
+                buffers += self._laid_out(file.number, entry, extent)
+            file.write(begin, buffers)
+
+    def _laid_out(self, segment: int, entry: Entry, extent: memoryview) -> list[memoryview]:
+        """The entry's pages: in `extent`, or where they are already."""
+        context = self._folder.context(segment, entry.page)
+        if isinstance(entry, TombstonesEntry):
+            _fill(extent, encode_tombstones(context, entry.packed))
+            return [extent]
+        if isinstance(entry, EndEntry):
+            _fill(extent, frame(Kind.END, context))
+            return [extent]
+        header, data = extent[:PAGE], extent[PAGE:]
+        if self._cipher is None:
+            _fill(header, encode_header(context, entry.encoded_record))
+            return [header, *_plain(entry.memory, data)]
+        associated = sealed_with(context, entry.encoded_record)
+        length = len(entry.memory)
+        tag = self._cipher.seal(context.nonce(), associated, entry.memory, data[:length])
+        _fill(data[length:])
+        _fill(header, encode_header(context, entry.encoded_record, tag))
+        return [extent]
+
+    def read(self, file: SegmentFile, reads: Sequence[DiskRead]) -> list[bool]:
+        """Raises OSError. `reads` are neighbours, in order."""
+        begin = page_of(reads[0].place)
+        num_pages = sum(extent_pages(read.object.length) for read in reads)
+        with self._scratch.borrow(num_pages * PAGE) as scratch:
+            extents, buffers = [], []
+            for read in reads:
+                at = (page_of(read.place) - begin) * PAGE
+                extents.append(scratch[at : at + extent_pages(read.object.length) * PAGE])
+                buffers += self._targets(read, extents[-1])
+            whole = file.read(begin, buffers) // PAGE + begin
+            return [
+                page_of(read.place) + extent_pages(read.object.length) <= whole
+                and self._arrived(file.number, read, extent)
+                for read, extent in zip(reads, extents, strict=True)
+            ]
+
+    def _targets(self, read: DiskRead, extent: memoryview) -> list[memoryview]:
+        if self._cipher is not None or not is_aligned(read.memory):
+            return [extent]
+        direct = _whole_pages(read.object.length)
+        return [extent[:PAGE], read.memory[:direct], extent[PAGE + direct :]]
+
+    def _arrived(self, segment: int, read: DiskRead, extent: memoryview) -> bool:
+        """Puts the object into its memory, as far as it does not lie there yet, and verifies it."""
+        about, memory = read.object, read.memory
+        context = self._folder.context(segment, page_of(read.place))
+        header = decode_header(extent[:PAGE], context)
+        if header is None or header.record is None or not _same(header.record.object, about):
+            return False
+        data = extent[PAGE : PAGE + about.length]
+        if self._cipher is not None:
+            if not self.opened(context.nonce(), header, data, memory):
+                return False
+        else:
+            begin = _whole_pages(about.length) if is_aligned(memory) else 0
+            memory[begin:] = data[begin:]
+        return xxh3_64_intdigest(memory) == about.checksum
+
+    def opened(self, nonce: bytes, header: Header, data: memoryview, into: memoryview) -> bool:
+        assert self._cipher is not None
+        return self._cipher.open(nonce, header.sealed_with, header.tag, data, into)
+
+    def is_whole(self, segment: int, header: Header, extent: memoryview) -> bool:
+        """Whether the data behind a header is what its writer meant."""
+        assert header.record is not None
+        about = header.record.object
+        data = extent[PAGE : PAGE + about.length]
+        if self._cipher is None:
+            return xxh3_64_intdigest(data) == about.checksum
+        nonce = self._folder.context(segment, header.record.page).nonce()
+        with self._scratch.borrow(about.length) as plain:
+            into = plain[: about.length]
+            return self.opened(nonce, header, data, into) and (
+                xxh3_64_intdigest(into) == about.checksum
+            )
+
+
+def _plain(memory: memoryview, data: memoryview) -> list[memoryview]:
+    direct = _whole_pages(len(memory)) if is_aligned(memory) else 0
+    _fill(data[direct:], memory[direct:])
+    return [memory[:direct], data[direct:]]
+
+
+def _whole_pages(length: int) -> int:
+    return length // PAGE * PAGE
+
+
+def _fill(memory: memoryview, content: bytes | memoryview = b"") -> None:
+    """And zeros behind it: nothing of somebody else's may get onto the disk."""
+    length = len(content)
+    memory[:length] = content
+    memory[length:] = bytes(len(memory) - length)
+
+
+def _same(found: DiskObject, wanted: DiskObject) -> bool:
+    return (found.key, found.generation, found.length, found.checksum) == (
+        wanted.key,
+        wanted.generation,
+        wanted.length,
+        wanted.checksum,
+    )

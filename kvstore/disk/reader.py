@@ -1,0 +1,93 @@
+"""Objects from their places into memory: neighbours together, several runs at once. Belongs to one event loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from kvstore.disk.base import PAGE, DiskRead
+from kvstore.disk.format import extent_pages, segment_of
+from kvstore.disk.group import run_limit
+from kvstore.disk.health import Doing
+from kvstore.disk.object_io import ObjectIo
+from kvstore.disk.segments import Segments
+
+
+class Reader:
+    def __init__(self, segments: Segments, io: ObjectIo) -> None:
+        self._segments = segments
+        self._io = io
+
+    async def read(self, reads: Sequence[DiskRead]) -> list[bool]:
+        """Whether each object now lies in its memory. An unreadable one is False, like one that has moved on."""
+        results = [False] * len(reads)
+        failed = await self._read_runs(reads, list(self._runs(reads)), results)
+        # One bad sector should not cost the neighbours that were read along with it.
+        again = [[index] for run in failed if len(run) > 1 for index in run]
+        await self._read_runs(reads, again, results)
+        return results
+
+    async def _read_runs(
+        self, reads: Sequence[DiskRead], runs: Sequence[list[int]], results: list[bool]
+    ) -> list[list[int]]:
+        """Notes down in `results` what arrived. Returns the runs that ended with an error."""
+        if not self._segments.health.may_read():
+            return []
+        with contextlib.ExitStack() as in_use:
+            jobs = []
+            for run in runs:
+                file = self._segments.files[segment_of(reads[run[0]].place)]
+                in_use.enter_context(file)
+                jobs.append(partial(self._io.read, file, [reads[index] for index in run]))
+            outcomes = await self._segments.threads.run(jobs)
+        failed = []
+        for run, outcome in zip(runs, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                self._segments.failed(Doing.READ, outcome)
+                failed.append(run)
+            else:
+                self._note(reads, run, outcome, results)
+        return failed
+
+    def _note(
+        self,
+        reads: Sequence[DiskRead],
+        run: Sequence[int],
+        outcome: Sequence[bool],
+        results: list[bool],
+    ) -> None:
+        self._segments.health.has_read()
+        counters = self._segments.counters
+        for index, good in zip(run, outcome, strict=True):
+            results[index] = good
+            if good:
+                counters["objects_read"] += 1
+                counters["bytes_read"] += reads[index].object.length
+            else:
+                counters["read_mismatches"] += 1
+
+    def _runs(self, reads: Sequence[DiskRead]) -> Iterator[list[int]]:
+        """Indexes of neighbours on disk. Reads that cannot be right are in none."""
+        nbytes = sum(extent_pages(read.object.length) for read in reads) * PAGE
+        limit = run_limit(nbytes, self._segments.threads.num_threads) // PAGE
+        run: list[int] = []
+        begin = end = -1
+        for index in sorted(range(len(reads)), key=lambda index: reads[index].place):
+            read = reads[index]
+            if not self._possible(read):
+                continue
+            num_pages = extent_pages(read.object.length)
+            if run and (read.place != end or read.place + num_pages > begin + limit):
+                yield run
+                run = []
+            if not run:
+                begin = read.place
+            run.append(index)
+            end = read.place + num_pages
+        if run:
+            yield run
+
+    def _possible(self, read: DiskRead) -> bool:
+        known = segment_of(read.place) in self._segments.files
+        return known and len(read.memory) == read.object.length

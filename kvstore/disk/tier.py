@@ -1,0 +1,228 @@
+"""The SSD tier: one folder of segment files behind `DiskTier`. Puts the parts together and looks after the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.disk.base import (
+    PAGE,
+    DiskObject,
+    DiskRead,
+    DiskUsage,
+    DiskWrite,
+    Health,
+    HealthChanged,
+    Moved,
+    Place,
+    Sleep,
+)
+from kvstore.disk.compaction import Compactor
+from kvstore.disk.files import FileCalls
+from kvstore.disk.folder import Folder
+from kvstore.disk.format import Tombstone, extent_pages
+from kvstore.disk.health import DiskHealth
+from kvstore.disk.log import Log
+from kvstore.disk.memory import Scratch
+from kvstore.disk.object_io import ObjectIo
+from kvstore.disk.reader import Reader
+from kvstore.disk.recovery import Recovery
+from kvstore.disk.segments import Segments
+from kvstore.disk.survey import Surveyor
+from kvstore.disk.threads import IoThreads
+from kvstore.disk.writer import Writer
+from protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FEWEST_SEGMENTS = 4
+"""One to write, one for compaction, one for what is lost at ends, and one to hold something."""
+_LARGEST_SEGMENT = 256 * 2**20
+_SMALLEST_SEGMENT = 32 * 2**20
+"""Unless the whole capacity is small: the largest object has to fit."""
+_SEGMENTS = 32
+"""As many as that, if they do not get too small or too large."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskOptions:
+    """How a folder is used. Only `key_file` has to be the same over restarts."""
+
+    segment_bytes: int | None = None  # None = by the capacity
+    num_threads: int = 8
+    key_file: Path | None = None  # None = not encrypted
+    direct: bool = True  # around the page cache
+    check_every_s: float = 10.0
+    calls: FileCalls = field(default_factory=FileCalls)
+    sleep: Sleep = asyncio.sleep
+
+
+class SsdTier:
+    """Implements `DiskTier`. Belongs to the event loop that opened it."""
+
+    @classmethod
+    async def open(
+        cls,
+        folder: Path,
+        capacity: int,
+        options: DiskOptions,
+        moved: Moved,
+        health_changed: HealthChanged,
+    ) -> SsdTier:
+        """Raises ConfigError for a folder that cannot be used: it is locked, foreign, or encrypted otherwise."""
+        segment_bytes = options.segment_bytes or _segment_bytes(capacity)
+        if segment_bytes % PAGE or capacity < FEWEST_SEGMENTS * segment_bytes:
+            raise ConfigError(
+                f"SSD capacity {capacity} must be at least {FEWEST_SEGMENTS} segments"
+                f" of {segment_bytes} bytes, which are multiples of {PAGE}"
+            )
+        scratch = Scratch()
+        opened = await asyncio.to_thread(
+            Folder,
+            folder,
+            options.key_file,
+            direct=options.direct,
+            calls=options.calls,
+            scratch=scratch,
+        )
+        return cls(opened, Log(capacity, segment_bytes), options, scratch, moved, health_changed)
+
+    def __init__(
+        self,
+        folder: Folder,
+        log: Log,
+        options: DiskOptions,
+        scratch: Scratch,
+        moved: Moved,
+        health_changed: HealthChanged,
+    ) -> None:
+        """Use `open`."""
+        self.counters: Counter[str] = Counter()
+        self._folder = folder
+        self._log = log
+        self._options = options
+        self._scratch = scratch
+        self._health = DiskHealth(health_changed, self.counters)
+        self._threads = IoThreads(options.num_threads, "ssd")
+        self._segments = Segments(log, folder, self._threads, scratch, self._health, self.counters)
+        io = ObjectIo(folder, scratch)
+        self._surveyor = Surveyor(folder, io, scratch)
+        self._reader = Reader(self._segments, io)
+        self._writer = Writer(self._segments, io)
+        self._compactor = Compactor(
+            self._segments, self._surveyor, self._reader, self._writer, scratch, moved
+        )
+        self._writer.room_is_coming = self._compactor.is_at_work
+        self._recovered = False
+        self._closed = False
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def folder_id(self) -> str:
+        """Random, and the same as long as the folder lives."""
+        return self._folder.identity.folder_id
+
+    @property
+    def direct(self) -> bool:
+        """Whether the page cache is really left out; known after the first file."""
+        return self._folder.direct
+
+    @property
+    def health(self) -> Health:
+        return self._health.now
+
+    @property
+    def live_limit(self) -> int:
+        return self._log.live_limit
+
+    def space(self, length: int) -> int:
+        return extent_pages(length) * PAGE
+
+    def usage(self) -> DiskUsage:
+        return self._log.usage()
+
+    async def recover(
+        self, progress: Callable[[float], None]
+    ) -> AsyncIterator[list[tuple[DiskObject, Place]]]:
+        assert not self._recovered, "a folder is recovered once"
+        recovery = Recovery(self._folder, self._segments, self._surveyor)
+        async with contextlib.aclosing(recovery.run(progress)) as found:
+            async for piece in found:
+                yield piece
+        await self._threads.call(self._drop_spares)
+        self._recovered = True
+        self._watch = asyncio.create_task(self._look_after())
+        self._compactor.wake()
+
+    async def write(self, writes: Sequence[DiskWrite]) -> list[Place | None]:
+        assert self._recovered, "recover first"
+        places = await self._writer.write(writes)
+        self._compactor.wake()
+        return places
+
+    async def read(self, reads: Sequence[DiskRead]) -> list[bool]:
+        return await self._reader.read(reads)
+
+    def release(self, place: Place) -> None:
+        if self._log.release(place):
+            self._compactor.wake()
+
+    async def forget(self, objects: Sequence[DiskObject]) -> None:
+        await self._writer.forget([Tombstone(each.key, each.generation) for each in objects])
+
+    async def check(self) -> None:
+        """Looks whether the folder is still there, and whether a disk that failed is well again."""
+        files = list(self._segments.files.values())
+        with contextlib.ExitStack() as in_use:
+            for file in files:
+                in_use.enter_context(file)
+            try:
+                await self._threads.call(lambda: self._folder.check_readable(files))
+            except OSError as error:
+                self._health.checked(Health.FAILED, f"the folder cannot be read: {error}")
+                return
+        if self._health.now is not Health.GOOD:
+            await self._check_writable()
+
+    async def _check_writable(self) -> None:
+        try:
+            await self._threads.call(self._folder.check_writable)
+        except OSError as error:
+            self._health.checked(Health.READ_ONLY, f"the disk cannot be written to: {error}")
+            return
+        self._health.checked(Health.GOOD, "the disk answers again")
+        await self._writer.settle_debts()
+        self._compactor.wake()
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+        await self._compactor.close()
+        await self._writer.close()
+        await self._segments.close()
+        await asyncio.to_thread(self._threads.close)
+        self._folder.close()
+
+    async def _look_after(self) -> None:
+        while True:
+            await self._options.sleep(self._options.check_every_s)
+            await self.check()
+
+    def _drop_spares(self) -> None:
+        with contextlib.suppress(OSError):  # they only take space
+            keep = max(self._log.free_segments, 0)
+            self._folder.drop_spares(keep=keep, nbytes=self._log.segment_pages * PAGE)
+
+
+def _segment_bytes(capacity: int) -> int:
+    wanted = min(max(capacity // _SEGMENTS, _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
+    return max(min(wanted, capacity // (2 * FEWEST_SEGMENTS)) // PAGE * PAGE, 2 * PAGE)

@@ -1,0 +1,209 @@
+"""Group commit: what is written at the same time goes to the disk in few large writes and one fdatasync.
+
+Groups follow one another, so that a log is whole up to any acknowledged object. What compaction and `forget` write goes
+before what the node writes, and into the segment kept for it, since space comes from there. After a failed group its
+segment takes nothing more; what was in it must not be found after a restart, so tombstones are owed for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvstore.disk.base import PAGE, DiskObject, DiskWrite, Place
+from kvstore.disk.format import MAX_TENANT_BYTES, Tombstone, place_of, record_bytes
+from kvstore.disk.group import Call, Item, object_items, runs, tombstone_items
+from kvstore.disk.health import Doing
+from kvstore.disk.object_io import EndEntry, ObjectIo
+from kvstore.disk.segments import Segments
+from kvstore.disk.threads import ended
+
+logger = logging.getLogger(__name__)
+
+_GROUP_BYTES = 32 * 2**20
+
+
+class Writer:
+    """The only one who appends to the log. Belongs to one event loop."""
+
+    def __init__(self, segments: Segments, io: ObjectIo) -> None:
+        self._segments = segments
+        self._log = segments.log
+        self._io = io
+        self._urgent: deque[Item] = deque()
+        self._waiting: deque[Item] = deque()
+        self._group: list[Item] = []
+        self._owed: list[Tombstone] = []
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.room_is_coming: Callable[[], bool] = lambda: False
+        """Whether it is worth waiting for a segment; asked when there is none."""
+
+    async def write(self, writes: Sequence[DiskWrite], *, source: int = 0) -> list[Place | None]:
+        """Durable on return; None where there is no space or the disk failed. `source` is the segment that compaction
+        copies from."""
+        if not writes:
+            return []
+        call = Call(len(writes))
+        (self._urgent if source else self._waiting).extend(object_items(writes, call, source))
+        try:
+            return await self._answer(call)
+        except asyncio.CancelledError:
+            self._abandon(writes, call.places)
+            raise
+
+    async def forget(self, tombstones: Sequence[Tombstone]) -> bool:
+        """Durable on return, unless it is False: then they are owed, and written as soon as the disk lets it."""
+        if not tombstones:
+            return True
+        items = tombstone_items(tombstones)
+        self._urgent.extend(items)
+        return None not in await self._answer(items[0].call)
+
+    def owe(self, objects: Sequence[DiskObject]) -> None:
+        """They must not be found after a restart; the next writes say so."""
+        self._owed += [Tombstone(each.key, each.generation) for each in objects]
+
+    async def settle_debts(self) -> bool:
+        """Writes what is owed, if the disk lets it; whether nothing is any more."""
+        owed, self._owed = self._owed, []
+        return await self.forget(owed)
+
+    def room_changed(self) -> None:
+        """A segment became free, or will not."""
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Whoever waits for space does not get it. The segment in use is sealed."""
+        while self._task is not None:
+            self.room_changed()
+            await asyncio.wait([self._task])
+        await self.settle_debts()
+        await self._segments.seal()
+
+    async def _answer(self, call: Call) -> list[Place | None]:
+        self._changed.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._drain())
+        return await ended(call.future)
+
+    def _abandon(self, writes: Sequence[DiskWrite], places: Sequence[Place | None]) -> None:
+        """Nobody will hear where they are."""
+        for write, place in zip(writes, places, strict=True):
+            if place is not None:
+                self._log.release(place)
+                self.owe([write.object])
+
+    async def _drain(self) -> None:
+        try:
+            if self._owed:
+                self._urgent.extend(tombstone_items(self._owed))
+                self._owed = []
+            while self._urgent or self._waiting:
+                self._group = []
+                await self._gather()
+                if self._group:
+                    await self._commit(self._group)
+        except Exception:
+            logger.exception("writes to the SSD tier are refused: this is a bug")
+            for item in (*self._group, *self._urgent, *self._waiting):
+                if not item.call.future.done():
+                    self._refuse(item)
+            self._urgent.clear()
+            self._waiting.clear()
+        finally:
+            self._task = None
+
+    async def _gather(self) -> None:
+        """The next group: what fits into the active segment, of what waits."""
+        nbytes = 0
+        while nbytes < _GROUP_BYTES and (queue := self._urgent or self._waiting):
+            item = queue[0]
+            if self._fits(item):
+                queue.popleft()
+                item.placed(self._log.append(item.num_pages, live=item.write is not None))
+                self._group.append(item)
+                nbytes += item.num_pages * PAGE
+            elif self._group:
+                return
+            elif not self._possible(item) or not await self._make_room(queue is self._urgent):
+                queue.popleft()
+                self._refuse(item)
+
+    def _fits(self, item: Item) -> bool:
+        active = self._log.active
+        return (
+            active is not None
+            and self._possible(item)
+            and active.fits(item.num_pages, *item.footer_bytes)
+        )
+
+    def _possible(self, item: Item) -> bool:
+        if not self._segments.may_write():
+            return False
+        if item.write is None:
+            return True
+        about = item.write.object
+        return (
+            len(item.write.memory) == about.length
+            and len(about.tenant.encode()) <= MAX_TENANT_BYTES
+            and self._log.fits_at_all(item.num_pages, record_bytes(about))
+        )
+
+    async def _make_room(self, urgent: bool) -> bool:
+        """Whether it is worth looking again: in another segment, or since something has changed."""
+        if self._log.may_open(reserve=urgent):
+            await self._segments.seal()
+            return await self._segments.begin()
+        if urgent or not self.room_is_coming():
+            return False
+        self._changed.clear()
+        await self._changed.wait()
+        return True
+
+    async def _commit(self, group: Sequence[Item]) -> None:
+        active = self._log.active
+        assert active is not None
+        file = self._segments.files[active.number]
+        entries = [*(item.entry for item in group), EndEntry(active.tail)]
+        threads = self._segments.threads
+        jobs = [partial(self._io.write, file, run) for run in runs(entries, threads.num_threads)]
+        outcomes = await threads.run(jobs, then=file.sync)
+        errors = [outcome for outcome in outcomes if outcome is not None]
+        if errors:
+            await self._failed(group, errors[0])
+            return
+        active.written = active.tail
+        for item in group:
+            self._succeeded(item)
+
+    def _succeeded(self, item: Item) -> None:
+        active, counters = self._log.active, self._segments.counters
+        assert active is not None
+        if item.write is not None:
+            active.keep_record(item.encoded)
+            counters["objects_written"] += 1
+            counters["bytes_written"] += item.write.object.length
+        else:
+            active.keep_tombstones(item.encoded, max(each.segment for each in item.tombstones))
+        item.settle(place_of(active.number, item.page))
+
+    async def _failed(self, group: Sequence[Item], error: Exception) -> None:
+        """Nobody knows what of it is on disk: nothing may follow it, and it may not come back."""
+        self._segments.failed(Doing.WRITE, error)
+        active = self._log.active
+        assert active is not None
+        for item in group:
+            if item.write is not None:
+                self._log.release(place_of(active.number, item.page))
+                self.owe([item.write.object])
+        await self._segments.seal()
+        for item in group:
+            self._refuse(item)
+
+    def _refuse(self, item: Item) -> None:
+        self._owed += item.tombstones
+        item.settle(None)
