@@ -31,6 +31,7 @@ class LeanChannel(UnaryOnly):
         self._token = cluster_token
         self._connection: Connection | None = None
         self._dialling: asyncio.Task[Connection] | None = None
+        self._closed = False
 
     def unary_unary(
         self,
@@ -63,7 +64,8 @@ class LeanChannel(UnaryOnly):
             raise DeadlineExceeded(f"{self._address} did not answer within the deadline") from error
 
     async def close(self, grace: float | None = None) -> None:
-        """Calls under way end with PeerLost."""
+        """Calls under way end with PeerLost, and so does every later one."""
+        self._closed = True
         if self._dialling is not None:
             self._dialling.cancel()
             await asyncio.wait([self._dialling])
@@ -75,6 +77,8 @@ class LeanChannel(UnaryOnly):
         connection = self.live()
         if connection is not None:
             return connection
+        if self._closed:
+            raise PeerLost("the channel was closed")
         if self._dialling is None:
             self._dialling = asyncio.create_task(self._dial())
             self._dialling.add_done_callback(self._dialled)

@@ -46,7 +46,10 @@ class EagerStart:
 
 
 class _Seat(Coroutine[Any, Any, T], Generic[T]):
-    """What a task runs that stands ready for a coroutine: nothing at first, then the rest of that coroutine."""
+    """What a task runs that stands ready for a coroutine: nothing at first, then the rest of that coroutine.
+
+    Coroutines that do not wait use one seat after the other, and with it one context.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.context = contextvars.copy_context()

@@ -92,7 +92,7 @@ class LeanServer:
         if len(self._strangers) > MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             log.warning("more than %d connections without a handshake", MAX_STRANGERS)
-            self.proven(oldest)
+            del self._strangers[oldest]
             oldest.abort()
 
     def proven(self, connection: ServedConnection) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import uvloop
+
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import RpcServer
 
@@ -71,8 +73,9 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server_process() -> Iterator[ServerProcess]:
-    command = [sys.executable, "-m", "tests.protocol.lean.scripted"]
+def server_process(loop: str = "asyncio") -> Iterator[ServerProcess]:
+    """`loop`: asyncio or uvloop."""
+    command = [sys.executable, "-m", "tests.protocol.lean.scripted", loop]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -84,4 +87,6 @@ def server_process() -> Iterator[ServerProcess]:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve())
+    loop_factory = uvloop.new_event_loop if sys.argv[1] == "uvloop" else None
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(serve())

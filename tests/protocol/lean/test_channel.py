@@ -76,6 +76,8 @@ async def test_closing_a_channel_ends_its_calls_and_cancels_their_handlers(
     with pytest.raises(PeerLost):
         await call
     assert await store.cancelled.get() == "l"
+    with pytest.raises(PeerLost, match="was closed"):
+        await stub.Exists(EXISTS, timeout=10)
 
 
 async def test_more_waiting_calls_than_one_client_may_have_are_refused(

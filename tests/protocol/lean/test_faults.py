@@ -40,9 +40,9 @@ METHODS = [
 NUM_UNREAD = 32
 
 
-@pytest.fixture
-def peer() -> Iterator[ServerProcess]:
-    with server_process() as peer:
+@pytest.fixture(params=["asyncio", "uvloop"])
+def peer(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    with server_process(request.param) as peer:
         yield peer
 
 
@@ -72,15 +72,27 @@ async def test_a_killed_peer_is_lost_at_once(peer: ServerProcess, stub: Any) -> 
         await stub.Exists(EXISTS, timeout=60)
 
 
-def test_a_killed_peer_is_lost_at_once_for_threads(peer: ServerProcess) -> None:
-    channel = SyncChannel(peer.tcp, TOKEN)
-    stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
-    stub.Exists(EXISTS, timeout=10)
-    os.kill(peer.process.pid, signal.SIGKILL)
-    peer.process.wait()
-    with pytest.raises(PeerLost):
-        stub.Exists(EXISTS, timeout=60)
-    channel.close()
+async def test_a_killed_peer_is_lost_at_once_for_threads(peer: ServerProcess) -> None:
+    with SyncChannel(peer.tcp, TOKEN) as channel:
+        stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
+        stub.Exists(EXISTS, timeout=10)
+        under_way = asyncio.create_task(asyncio.to_thread(stub.Lease, LEASE, timeout=60))
+        await asyncio.sleep(0)
+        os.kill(peer.process.pid, signal.SIGKILL)
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(under_way, 20)
+        with pytest.raises(PeerLost):
+            stub.Exists(EXISTS, timeout=60)
+
+
+async def test_waiting_calls_are_cancelled_and_timed_out_on_any_loop(
+    peer: ServerProcess, stub: Any
+) -> None:
+    cancelled = asyncio.create_task(stub.Lease(LEASE, timeout=60))
+    with pytest.raises(DeadlineExceeded):
+        await stub.Lease(LEASE, timeout=0.02)
+    cancelled.cancel()
+    assert (await stub.Exists(EXISTS, timeout=10)).present
 
 
 async def test_a_stopped_peer_is_the_deadlines_and_serves_again_later(

@@ -1,0 +1,76 @@
+"""The blocking client: idle connections, threads, time limits of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from protocol.errors import DeadlineExceeded, PeerLost
+from protocol.lean.server import LeanServer
+from protocol.lean.sync_channel import SyncChannel
+from protocol.pb import kvstore_pb2
+from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
+
+PATH = "/moonserve.KvStore/Exists"
+PRESENT = kvstore_pb2.StoreExistsReply(present=[True]).SerializeToString()
+REQUEST = kvstore_pb2.StoreExistsRequest(keys=[HERE]).SerializeToString()
+
+
+async def start(port: int = 0) -> tuple[LeanServer, str]:
+    server = LeanServer(TOKEN)
+    server.add("KvStore", ScriptedStore())
+    address, _ = await server.start("127.0.0.1", port)
+    return server, address
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    server, address = await start()
+    yield address
+    await server.stop(0)
+
+
+async def test_an_idle_connection_to_a_restarted_server_is_not_a_lost_call() -> None:
+    server, address = await start()
+    with SyncChannel(address, TOKEN) as channel:
+        await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=10)
+        await server.stop(0)
+        server, _ = await start(int(address.rpartition(":")[2]))
+        assert await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=10) == PRESENT
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 1e-4])
+async def test_many_threads_share_a_channel(address: str, spin_s: float) -> None:
+    with SyncChannel(address, TOKEN, spin_s=spin_s) as channel, ThreadPoolExecutor(8) as threads:
+
+        def work() -> bool:
+            return all(channel.call(PATH, REQUEST, timeout_s=30) == PRESENT for _ in range(100))
+
+        loop = asyncio.get_running_loop()
+        assert all(await asyncio.gather(*(loop.run_in_executor(threads, work) for _ in range(8))))
+
+
+def test_a_peer_that_accepts_and_says_nothing_is_the_deadlines() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"lean://127.0.0.1:{mute.getsockname()[1]}"
+        with SyncChannel(address, TOKEN) as channel, pytest.raises(DeadlineExceeded):
+            channel.call(PATH, REQUEST, timeout_s=0.05)
+
+
+def test_no_time_left_is_the_deadlines() -> None:
+    with SyncChannel("lean://127.0.0.1:1", TOKEN) as channel, pytest.raises(DeadlineExceeded):
+        channel.call(PATH, REQUEST, timeout_s=0)
+
+
+def test_a_peer_that_hangs_up_in_the_handshake_is_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as rude, ThreadPoolExecutor(1) as threads:
+        hung_up = threads.submit(lambda: rude.accept()[0].close())
+        address = f"lean://127.0.0.1:{rude.getsockname()[1]}"
+        with SyncChannel(address, TOKEN) as channel, pytest.raises(PeerLost):
+            channel.call(PATH, REQUEST, timeout_s=30)
+        hung_up.result()
