@@ -1,0 +1,377 @@
+"""An index of which instances hold which blocks, fed by the instances' own numbered events.
+
+The instances are the truth; this is a hint about them that can be lost and rebuilt from their snapshots at any time.
+It serves stores and workers' device caches alike and does no I/O.
+
+A block's holders are bits (`kvstore.directory.table`), so that a prefix match over all instances is one `&` per block.
+Dropping an instance only retires its bit; the entries are swept together once the retired ones outweigh the rest,
+which keeps every operation O(1) per event on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.directory.table import Bits, Slots, Table
+from kvstore.native.base import NO_RECORD
+from protocol.errors import InvalidRequest
+from protocol.ids import InstanceId
+from protocol.keys import KEY_BYTES, BlockKey, pack_keys
+
+_SWEEP_AT_LEAST = 1024  # fewer dead entries are not worth a pass over the index
+_WORD_BITS = 64
+_WORD_MASK = 2**_WORD_BITS - 1
+_SHORT = 8  # blocks; below it a loop beats numpy's calls
+
+
+class Run(NamedTuple):
+    """How many leading blocks of a chain an instance holds, and how many of them, from the first on, in memory."""
+
+    length: int
+    in_memory: int
+
+
+class Holder(NamedTuple):
+    instance_id: InstanceId
+    in_memory: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What one message of an instance says. Keys are 16 bytes each, back to back, no key twice."""
+
+    added: bytes = b""  # also those that changed their tier
+    parents: bytes = b""  # of `added`; zeros where the chain starts, or where it is known already
+    in_memory: bytes | None = None  # of `added`, one byte each: 0 = not there; None = all are
+    removed: bytes = b""
+
+    def check(self) -> None:
+        """Raises InvalidRequest for lengths that cannot be."""
+        whole = not len(self.added) % KEY_BYTES and not len(self.removed) % KEY_BYTES
+        told = self.in_memory is None or len(self.in_memory) * KEY_BYTES == len(self.added)
+        if not (whole and told and len(self.parents) == len(self.added)):
+            raise InvalidRequest("events whose keys, parents and tiers do not belong together")
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """One incarnation of an instance."""
+
+    epoch: int
+    bit: int  # its number, not shared with any other incarnation until swept
+    next_seq: int = 1  # number of the next event it has to send
+    num_blocks: int = 0
+
+    @property
+    def word(self) -> int:
+        return self.bit // _WORD_BITS
+
+    @property
+    def mask(self) -> np.uint64:
+        return np.uint64(1 << self.bit % _WORD_BITS)
+
+
+class Directory:
+    """Which instances hold which blocks."""
+
+    def __init__(self) -> None:
+        self.table = Table()
+        self._sources: dict[InstanceId, _Source] = {}
+        self._instance_of: dict[int, InstanceId] = {}  # by bit; live ones only
+        self._live = 0  # union of the live bits
+        self._retired = 0  # bits that may still be set in the table but count no more
+        self._num_retired_blocks = 0  # at most so many rows have them
+
+    def apply(
+        self,
+        instance_id: InstanceId,
+        epoch: int,
+        added: Iterable[tuple[BlockKey, BlockKey]],
+        removed: Iterable[BlockKey],
+        first_seq: int,
+        next_seq: int,
+        snapshot: bool,
+    ) -> bool:
+        """As `take`; `added` are (key, parent) pairs of blocks in memory."""
+        pairs = list(added)
+        changes = Changes(
+            added=b"".join(key for key, _ in pairs),
+            parents=b"".join(parent for _, parent in pairs),
+            removed=b"".join(removed),
+        )
+        return self.take(instance_id, epoch, changes, first_seq, next_seq, snapshot=snapshot)
+
+    def take(
+        self,
+        instance_id: InstanceId,
+        epoch: int,
+        changes: Changes,
+        first_seq: int,
+        next_seq: int,
+        *,
+        snapshot: bool,
+    ) -> bool:
+        """Takes in the events [first_seq, next_seq) of one incarnation.
+
+        Repeated and overlapping messages are harmless, those of an older epoch are ignored. False = events were missed
+        and nothing was applied: ask for a snapshot. One that comes in pieces has `snapshot` in the first only and the
+        same numbers in all. Raises InvalidRequest for changes that contradict themselves.
+        """
+        changes.check()
+        known = self._sources.get(instance_id)
+        if known is not None and epoch < known.epoch:
+            return True
+        source = known if known is not None and known.epoch == epoch else None
+        expected = 1 if source is None else source.next_seq
+        if not snapshot and first_seq > expected:
+            return False
+        if source is not None and next_seq < expected:
+            return True
+        if source is None or snapshot:
+            source = self._renew(instance_id, epoch)
+        self._add(source, changes)
+        self._remove(source, changes.removed)
+        source.next_seq = next_seq
+        return True
+
+    def drop(self, instance_id: InstanceId) -> None:
+        """Forgets an instance; no-op when it is unknown."""
+        source = self._sources.pop(instance_id, None)
+        if source is None:
+            return
+        del self._instance_of[source.bit]
+        self._live &= ~(1 << source.bit)
+        if source.num_blocks:
+            self._retired |= 1 << source.bit
+            self._num_retired_blocks += source.num_blocks
+            if self._num_retired_blocks > max(_SWEEP_AT_LEAST, len(self.table) // 2):
+                self._sweep()
+
+    def next_seq(self, instance_id: InstanceId) -> int:
+        """The number of the next event that it has to send; 0 when it is unknown."""
+        source = self._sources.get(instance_id)
+        return 0 if source is None else source.next_seq
+
+    def epoch(self, instance_id: InstanceId) -> int:
+        """0 when it is unknown."""
+        source = self._sources.get(instance_id)
+        return 0 if source is None else source.epoch
+
+    def match(self, packed_keys: bytes) -> dict[InstanceId, Run]:
+        """Of each instance that holds the first block of a chain. O(leading blocks that anybody holds)."""
+        slots = self.table.find_leading(packed_keys)
+        held = self._rows(self.table.holders, slots)
+        lengths = _runs(held)
+        if not lengths:
+            return {}
+        among = _runs(
+            [a & h for a, h in zip(self._rows(self.table.in_memory, slots), held, strict=True)]
+        )
+        return {
+            self._instance_of[bit]: Run(length, among.get(bit, 0))
+            for bit, length in lengths.items()
+        }
+
+    def prefix_lengths(self, keys: Sequence[BlockKey]) -> dict[InstanceId, int]:
+        """How many leading blocks of a chain each instance holds; instances without the first one are left out."""
+        return self._lengths(self.table.holders, keys)
+
+    def memory_lengths(self, keys: Sequence[BlockKey]) -> dict[InstanceId, int]:
+        """As `prefix_lengths`, counting only blocks in memory."""
+        return self._lengths(self.table.in_memory, keys)
+
+    def holders(self, key: BlockKey) -> list[InstanceId]:
+        """The instances that hold one block."""
+        return [holder.instance_id for holder in self.locate(key)]
+
+    def locate(self, key: BlockKey) -> list[Holder]:
+        """The instances that hold one block, and in which tier."""
+        slot = self.table.find(key)
+        if slot == NO_RECORD:
+            return []
+        among = _joined(self.table.in_memory, slot)
+        held = _joined(self.table.holders, slot) & self._live
+        return [Holder(self._instance_of[bit], bool(among >> bit & 1)) for bit in _bits(held)]
+
+    def held_by(self, instance_id: InstanceId, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which of these rows of the table an instance holds."""
+        source = self._sources.get(instance_id)
+        if source is None:
+            return np.zeros(len(slots), np.bool_)
+        column = self.table.holders[source.word]
+        return np.not_equal(column[slots] & source.mask, 0)
+
+    def only_on(self, instance_id: InstanceId) -> Slots:
+        """The rows that no other instance holds."""
+        rows = self.table.in_use()
+        rows = rows[self.held_by(instance_id, rows)]
+        others = self._live & ~(1 << self._sources[instance_id].bit) if rows.size else 0
+        shared = np.zeros(len(rows), np.bool_)
+        for column, word in zip(self.table.holders, self._words(others), strict=True):
+            shared |= (column[rows] & word) != 0
+        return rows[~shared]
+
+    def num_blocks(self, instance_id: InstanceId) -> int:
+        """How many blocks an instance is known to hold; 0 when it is unknown."""
+        source = self._sources.get(instance_id)
+        return 0 if source is None else source.num_blocks
+
+    def num_in_memory(self, instance_id: InstanceId) -> int:
+        """Of them, those in memory. O(all blocks)."""
+        source = self._sources.get(instance_id)
+        if source is None:
+            return 0
+        rows = self.table.in_use()
+        return int(np.count_nonzero(self.table.in_memory[source.word][rows] & source.mask))
+
+    def __len__(self) -> int:
+        """Entries in memory, the ones that wait for a sweep included."""
+        return len(self.table)
+
+    def validate(self) -> None:
+        """Raises AssertionError unless counts and bits match the index."""
+        self.table.validate()
+        rows = self.table.in_use()
+        known = self._words(self._live | self._retired)
+        for column, word in zip(self.table.holders, known, strict=True):
+            assert not np.any(column[rows] & ~word), "a bit of nobody"
+        assert self._live & self._retired == 0, "a bit is live and retired"
+        assert set(self._instance_of) == set(_bits(self._live))
+        for instance_id, source in self._sources.items():
+            assert self._instance_of[source.bit] == instance_id
+            held = np.count_nonzero(self.held_by(instance_id, rows))
+            assert held == source.num_blocks, "blocks were miscounted"
+
+    def _renew(self, instance_id: InstanceId, epoch: int) -> _Source:
+        """A fresh, empty incarnation in place of what was known."""
+        self.drop(instance_id)
+        source = _Source(epoch=epoch, bit=self._free_bit())
+        self._sources[instance_id] = source
+        self._instance_of[source.bit] = instance_id
+        self._live |= 1 << source.bit
+        return source
+
+    def _free_bit(self) -> int:
+        """The lowest; sweeping makes one free before all rows grow."""
+        if self._lowest_free() == self._num_bits and self._retired:
+            self._sweep()
+        bit = self._lowest_free()
+        if bit == self._num_bits:
+            self.table.widen()
+        return bit
+
+    def _lowest_free(self) -> int:
+        taken = self._live | self._retired
+        return (~taken & (taken + 1)).bit_length() - 1
+
+    @property
+    def _num_bits(self) -> int:
+        return len(self.table.holders) * _WORD_BITS
+
+    def _add(self, source: _Source, changes: Changes) -> None:
+        if not changes.added:
+            return
+        slots = self.table.enter(changes.added)
+        holders, among = (c[source.word] for c in (self.table.holders, self.table.in_memory))
+        fresh = slots[(holders[slots] & source.mask) == 0]
+        source.num_blocks += len(np.unique(fresh))
+        holders[slots] |= source.mask
+        self._place(among, source.mask, slots, changes.in_memory)
+        self.table.link(slots, changes.parents)
+
+    def _place(self, among: Bits, mask: np.uint64, slots: Slots, in_memory: bytes | None) -> None:
+        if in_memory is None:
+            among[slots] |= mask
+            return
+        there = np.frombuffer(in_memory, np.bool_)
+        among[slots[there]] |= mask
+        among[slots[~there]] &= ~mask
+
+    def _remove(self, source: _Source, packed_keys: bytes) -> None:
+        if not packed_keys:
+            return
+        slots = np.unique(self.table.find_all(packed_keys))
+        slots = slots[slots != NO_RECORD]
+        holders, among = (c[source.word] for c in (self.table.holders, self.table.in_memory))
+        slots = slots[(holders[slots] & source.mask) != 0]
+        source.num_blocks -= len(slots)
+        holders[slots] &= ~source.mask
+        among[slots] &= ~source.mask
+        emptied = slots[~self._is_held_by_the_living(slots)]
+        self.table.clear(emptied)
+        self.table.let_go(emptied)
+
+    def _is_held_by_the_living(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        held = np.zeros(len(slots), np.bool_)
+        for row in self._rows(self.table.holders, slots):
+            held |= row != 0
+        return held
+
+    def _sweep(self) -> None:
+        """Clears the retired bits everywhere; they may then be given out again."""
+        self.table.keep_only(self._words(self._live))
+        self._retired = 0
+        self._num_retired_blocks = 0
+
+    def _lengths(self, columns: Sequence[Bits], keys: Sequence[BlockKey]) -> dict[InstanceId, int]:
+        rows = self._rows(columns, self.table.find_leading(pack_keys(keys)))
+        return {self._instance_of[bit]: length for bit, length in _runs(rows).items()}
+
+    def _rows(self, columns: Sequence[Bits], slots: Slots) -> list[Bits]:
+        """The live bits of some rows."""
+        return [c[slots] & word for c, word in zip(columns, self._words(self._live), strict=True)]
+
+    def _words(self, bits: int) -> list[np.uint64]:
+        count = len(self.table.holders)
+        return [np.uint64(bits >> _WORD_BITS * n & _WORD_MASK) for n in range(count)]
+
+
+def _runs(rows: Sequence[Bits]) -> dict[int, int]:
+    """By bit, in how many leading rows it is set; those that are not in the first are left out."""
+    runs: dict[int, int] = {}
+    for word, column in enumerate(rows):
+        for length, bits in _endings(column):
+            runs.update((word * _WORD_BITS + bit, length) for bit in _bits(bits))
+    return runs
+
+
+def _endings(column: Bits) -> Iterator[tuple[int, int]]:
+    """(number of leading rows, the bits that are set in exactly so many of them), shortest first, without 0."""
+    if not len(column):
+        return
+    if len(column) < _SHORT:
+        yield from _endings_by_loop(column.tolist())
+        return
+    common = np.bitwise_and.accumulate(column)
+    ends = np.flatnonzero(common[1:] != common[:-1])
+    matching = int(common[0])
+    for end, left in zip((ends + 1).tolist(), common[ends + 1].tolist(), strict=True):
+        yield end, matching & ~left
+        matching = left
+    yield len(column), matching
+
+
+def _endings_by_loop(column: Sequence[int]) -> Iterator[tuple[int, int]]:
+    matching = column[0]
+    for index, bits in enumerate(column):
+        if gone := matching & ~bits:
+            yield index, gone
+            matching &= bits
+    yield len(column), matching
+
+
+def _joined(columns: Sequence[Bits], slot: int) -> int:
+    return sum(int(column[slot]) << _WORD_BITS * n for n, column in enumerate(columns))
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """The numbers of the set bits of `mask`, lowest first."""
+    while mask:
+        bit = mask & -mask
+        yield bit.bit_length() - 1
+        mask ^= bit
