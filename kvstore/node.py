@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from kvstore import eviction
 from kvstore.catalog import Catalog
 from kvstore.config import StoreConfig
+from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.event_log import EventLog, ToAll
 from kvstore.incarnation import first_generation
 from kvstore.index_segment import IndexSegments
@@ -123,8 +124,6 @@ class StoreNode:
         ssd = self._config.ssd_folder()
         if ssd is None:
             return
-        from kvstore.disk.tier import SsdOptions, SsdTier
-
         lifecycle.progress("opening the disk")
         folder, capacity = ssd
         key_file = self._config.ssd_key_file
@@ -132,7 +131,7 @@ class StoreNode:
         disk = await SsdTier.open(
             folder,
             capacity,
-            SsdOptions(key_file=Path(key_file) if key_file else None),
+            DiskOptions(key_file=Path(key_file) if key_file else None),
             moved=mover.relocated,
             health_changed=mover.health_changed,
         )
