@@ -130,7 +130,7 @@ async def within(timeout_s: float, body: Awaitable[T]) -> T:
 
 
 def key(number: int) -> BlockKey:
-    return BlockKey(number.to_bytes(16, "little"))
+    return BlockKey((number + 1).to_bytes(16, "little"))  # zeros are no key
 
 
 def chain_of(local: Segment, numbers: range, length: int, *, pieces: int = 1) -> list[PutObject]:
