@@ -115,7 +115,7 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
     if not host:
         raise _bad("names no host")
     # What stands here may be the rest of a password with a / in it, so it is not quoted.
-    if not (digits.isascii() and digits.isdigit() and 0 < int(digits[:6]) < 65536):
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 5 and 0 < int(digits) < 65536):
         raise _bad("has a port that is not a number from 1 to 65535")
     return host, int(digits)
 

@@ -128,11 +128,11 @@ class RedisRegistry:
 
     async def _next(self, changes: PubSub) -> None:
         """Returns after a change, or when it is time to look again."""
-        with _translated():
+        with _cancellable(), _translated():
             await changes.get_message(timeout=self._poll_s)
 
     async def _bounded(self, call: Awaitable[T]) -> T:
-        with _translated():
+        with _cancellable(), _translated():
             async with asyncio.timeout(self._deadline_s):
                 return await call
 
@@ -141,6 +141,23 @@ class RedisRegistry:
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"
+
+
+@contextlib.contextmanager
+def _cancellable() -> Iterator[None]:
+    """Raises the cancellation that redis-py lost.
+
+    It sends within `asyncio.wait_for`, which before Python 3.12 drops a cancellation that comes in the moment in which
+    the sending is done; a seat would then renew for ever.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        yield
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 @contextlib.contextmanager

@@ -1,15 +1,18 @@
 """A process's place in its cluster: takes its id, keeps the lease alive, takes it again when the registry forgot it.
 
-Rules: a registry that cannot be reached ends nothing, it is only told once; a later epoch under the same id ends the
-seat, for two processes must not take the id from each other for ever; what the caller publishes carries the epoch of
-the last join. Knows nothing of what the process does.
+Rules: a registry that cannot be reached ends nothing, it is only told once; another process's later epoch under the
+same id ends the seat, for two must not take the id from each other for ever; what the caller publishes carries the
+epoch of the last join. A join whose answer was lost may have been done, or be done yet, so each seat marks its joins
+and follows an epoch that turns out to be its own. Knows nothing of what the process does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
@@ -31,6 +34,9 @@ T = TypeVar("T")
 MARGIN_S = 0.05
 """After the instant at which another's lease ends: both sides round to milliseconds, and timers ring early."""
 
+LIFE_FACT = "life"
+"""Another in each seat, while the owner's token stays the same over restarts."""
+
 
 def ignore(member: Member) -> None:
     """For callers to whom their epoch does not matter."""
@@ -48,7 +54,8 @@ class Seat:
         renew_every_s: float = RENEW_EVERY_S,
         on_epoch: Callable[[Member], None] = ignore,
     ) -> None:
-        self.member = member
+        self._life = secrets.token_hex(8)
+        self.member = dataclasses.replace(member, facts={**member.facts, LIFE_FACT: self._life})
         """With the epoch of the last join."""
         self.joined = asyncio.Event()
         """Set by the first join, and never cleared."""
@@ -58,6 +65,7 @@ class Seat:
         self._retry_s = renew_every_s / 3
         self._on_epoch = on_epoch
         self._away = False
+        self._forgotten = False  # the registry said so; only a join helps
 
     async def run(self) -> None:
         """Joins and renews until cancelled. Raises StaleLease when the id belongs to another process for good, and
@@ -97,25 +105,42 @@ class Seat:
             ) from error
 
     async def _renew(self) -> None:
+        if self._forgotten:
+            await self._take_again()
+            return
         try:
             await self._registry.renew(self.member, ttl_s=self._ttl_s)
         except Superseded as error:
-            raise self._lost(error) from error
+            await self._follow(error)
         except StaleLease:
+            log.warning("the registry has no lease of %s, joining again", self.member.instance_id)
+            self._forgotten = True
             await self._take_again()
 
     async def _take_again(self) -> None:
-        log.warning("the registry has no lease of %s, joining again", self.member.instance_id)
         try:
             await self._take()
         except StaleLease as error:
             raise self._lost(error) from error
 
     async def _take(self) -> None:
-        self.member = await self._registry.join(self.member, ttl_s=self._ttl_s)
-        log.info("joined as %s, epoch %d", self.member.instance_id, self.member.endpoint.epoch)
+        self._hold(await self._registry.join(self.member, ttl_s=self._ttl_s))
+
+    async def _follow(self, error: Superseded) -> None:
+        """Takes up the later epoch if a join of this seat's own, given up as lost, was done after all."""
+        for member in await self._registry.members():
+            ours = member.instance_id == self.member.instance_id
+            if ours and member.facts.get(LIFE_FACT) == self._life:
+                self._hold(member)
+                return
+        raise self._lost(error) from error
+
+    def _hold(self, member: Member) -> None:
+        self.member = member
+        self._forgotten = False
+        log.info("joined as %s, epoch %d", member.instance_id, member.endpoint.epoch)
         self.joined.set()
-        self._on_epoch(self.member)
+        self._on_epoch(member)
 
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeats `call` until the registry answers."""

@@ -16,6 +16,7 @@ from protocol.registry.redis_registry import RedisRegistry
 from protocol.registry.remote import RemoteRegistry
 from protocol.registry.service import RegistryService
 from protocol.rpc import RpcServer
+from tests.protocol.registry.members import PATIENCE_S
 from tests.redis_server import RedisServer
 
 Connect = Callable[[], Registry]
@@ -43,11 +44,11 @@ def redis_server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def open_redis() -> AsyncIterator[OpenRedis]:
-    """RedisRegistry's constructor; what it opens is closed after the test."""
+    """RedisRegistry's constructor, patient with a busy machine; what it opens is closed after the test."""
     opened: list[RedisRegistry] = []
 
     def open_one(*args: Any, **kwargs: Any) -> RedisRegistry:
-        opened.append(RedisRegistry(*args, **kwargs))
+        opened.append(RedisRegistry(*args, **{"deadline_s": PATIENCE_S, **kwargs}))
         return opened[-1]
 
     yield open_one
@@ -81,7 +82,7 @@ async def over_grpc() -> AsyncIterator[Connect]:
     clients: list[RemoteRegistry] = []
 
     def connect() -> Registry:
-        clients.append(RemoteRegistry(address, "secret"))
+        clients.append(RemoteRegistry(address, "secret", deadline_s=PATIENCE_S))
         return clients[-1]
 
     async with served() as address:

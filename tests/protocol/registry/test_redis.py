@@ -15,7 +15,7 @@ from tests.protocol.registry.conftest import OpenRedis
 from tests.protocol.registry.members import PATIENCE_S, member, watched_until
 from tests.redis_server import RedisServer
 
-DEADLINE_S = 0.3
+DEADLINE_S = 0.5
 
 
 async def test_a_stopped_server_is_peer_lost_within_the_deadline(
@@ -84,7 +84,7 @@ async def test_a_watch_waits_for_a_server_that_is_not_there_yet(
     redis_server: RedisServer, open_redis: OpenRedis
 ) -> None:
     redis_server.kill()
-    registry = open_redis(redis_server.url)
+    registry = open_redis(redis_server.url, deadline_s=DEADLINE_S)
     watching = asyncio.create_task(watched_until(registry, lambda members: True))
     with pytest.raises(PeerLost):
         await registry.members()
@@ -210,3 +210,18 @@ async def test_a_numbered_database_is_a_cluster_of_its_own(
     by_path = open_redis(f"unix://{shared_redis.socket_path}?db=3", prefix="numbered")
     assert await by_path.members() == [joined]
     assert await open_redis(shared_redis.url, prefix="numbered").members() == []
+
+
+async def test_no_cancellation_is_lost_at_whatever_moment_it_comes(
+    shared_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    registry = open_redis(shared_redis.url, prefix="cancelled")
+    joined = await registry.join(member())
+    for turns in range(300):
+        renewing = asyncio.create_task(registry.renew(joined))
+        for _ in range(turns % 30):  # so many steps of the loop into the call
+            await asyncio.sleep(0)
+        was_under_way = renewing.cancel()
+        await asyncio.wait({renewing})
+        assert renewing.cancelled() == was_under_way
+    await registry.renew(joined)

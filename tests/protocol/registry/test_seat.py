@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol.errors import InvalidRequest, StaleLease, Unauthenticated
+from protocol.errors import InvalidRequest, PeerLost, StaleLease, Unauthenticated
 from protocol.registry.base import Member, Registry
 from protocol.registry.remote import RemoteRegistry
 from protocol.registry.seat import Seat, seated
@@ -139,6 +139,47 @@ async def test_a_forgotten_seat_is_taken_again_under_a_later_epoch(connect: Conn
         assert await registry.members() == [holder.seat.member]
 
 
+class LostAnswers:
+    """A registry that does what it is asked, over a network that loses the answers to joins when told to."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self.to_lose = 0
+        self.renew, self.leave = registry.renew, registry.leave
+        self.members, self.watch, self.close = registry.members, registry.watch, registry.close
+
+    async def join(self, who: Member, *, ttl_s: float) -> Member:
+        joined = await self._registry.join(who, ttl_s=ttl_s)
+        if self.to_lose:
+            self.to_lose -= 1
+            raise PeerLost("the answer was lost")
+        return joined
+
+
+async def test_a_join_whose_answer_was_lost_does_not_end_the_seat(connect: Connect) -> None:
+    registry = LostAnswers(connect())
+    holder = Holder(registry, member())
+    registry.to_lose = 2
+    async with seated(holder.seat) as task:
+        before = await holder.epoch()
+        registry.to_lose = 2
+        await registry.leave(holder.seat.member)  # as if its lease had ended
+        assert await holder.epoch() > before
+        assert await registry.members() == [holder.seat.member]
+        assert not task.done()
+
+
+async def test_a_join_that_is_done_late_is_followed(connect: Connect) -> None:
+    """A registry that was stopped may do what was asked before in any order once it goes on."""
+    registry, holder = connect(), Holder(connect(), member())
+    async with seated(holder.seat) as task:
+        await holder.epoch()
+        late = await registry.join(holder.seat.member)
+        assert await holder.epoch() == late.endpoint.epoch
+        assert not task.done()
+    assert await registry.members() == []
+
+
 async def test_a_malformed_member_ends_the_seat_at_once(connect: Connect) -> None:
     async with seated(Holder(connect(), member("")).seat) as task:
         assert isinstance(await lost(task), InvalidRequest)
@@ -206,7 +247,6 @@ async def test_members_survive_a_killed_redis_and_join_again_when_it_is_back(
         assert all(late > early for late, early in zip(after, before, strict=True))
         assert await watching == [holder.seat.member for holder in holders]
         assert told.count("cannot be used") == 3
-    assert await registry.members() == []
 
 
 async def test_leaving_without_a_registry_does_not_hang(
