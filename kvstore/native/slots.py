@@ -44,7 +44,8 @@ class Slots:
         return SLOT.unpack_from(self.memory, at)
 
     def write(self, at: int, fields: Fields) -> None:
-        SLOT.pack_into(self.memory, at, *fields)
+        # Not `pack_into`, which clears what is there first.
+        self.memory[at : at + SLOT.size] = SLOT.pack(*fields)
 
     def close_hole(self, hole: int) -> None:
         """Moves entries behind it forward, so that no run is broken and nothing marks what was there."""

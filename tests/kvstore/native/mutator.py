@@ -28,8 +28,8 @@ NUM_KEYS = 40
 MAX_KEYS = 700
 OBJECT_BYTES = 4096
 DATA_END = PAGE + NUM_PLACES * OBJECT_BYTES
-WHERE = struct.Struct("QQ")
-"""Offset and length of the index."""
+WHERE = struct.Struct("Q")
+"""Offset of the index."""
 
 
 def key_of(number: int) -> BlockKey:
@@ -48,7 +48,7 @@ class Mutator:
         self._memory = memoryview(memory)
         self._data = np.frombuffer(self._memory[PAGE:DATA_END], np.uint64).reshape(NUM_PLACES, -1)
         self._end = DATA_END
-        self._where = 0, 0
+        self._where = 0
         self._index = kind.key_index(self._allocate)
         self._generation = 0
         self._free = list(range(NUM_PLACES))
@@ -74,11 +74,11 @@ class Mutator:
 
     def _allocate(self, nbytes: int) -> memoryview:
         start, self._end = self._end, self._end + nbytes
-        self._where = start, nbytes
+        self._where = start
         return self._memory[start : self._end]
 
     def _publish(self) -> None:
-        WHERE.pack_into(self._memory, 0, *self._where)
+        self._memory[: WHERE.size] = WHERE.pack(self._where)  # whole, unlike `pack_into`
 
     def _insert(self, number: int) -> None:
         if not self._free:

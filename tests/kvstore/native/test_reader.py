@@ -231,10 +231,10 @@ def mutating(name: str) -> Iterator[memoryview]:
 def reader_over(memory: memoryview) -> MappedReader:
     """Over what the index is in now."""
     while True:
-        offset, nbytes = mutator.WHERE.unpack_from(memory)
+        (offset,) = mutator.WHERE.unpack_from(memory)
         data = memory[mutator.PAGE : mutator.DATA_END]
         try:
-            return MappedReader(memory[offset : offset + nbytes], data)
+            return MappedReader(memory[offset:], data)
         except Retired:
             continue
 
