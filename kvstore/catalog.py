@@ -1,4 +1,4 @@
-"""The objects of one node: which are resident, where their copies lie, and which may make room for others. Pure.
+"""The objects of one node: which are resident, where their copies lie, and how much space they take. Pure.
 
 An object is reserved while it is being written, visible once committed and immutable from then on, hidden when it was
 removed under a hold, and gone when its space is free again. A visible one has a copy in memory, on disk, or both;
@@ -6,36 +6,27 @@ removed under a hold, and gone when its space is free again. A visible one has a
 chain**: those still being written count as followers too, so that a chain does not lose its head while its tail
 arrives. **Readers are told first**: the index changes before space is given to others, so that whoever copied in
 between can notice. Who reserves and who leases is `kvstore.state`'s business; only the number of holds is known here.
+`kvstore.room` decides who makes room for others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvstore.allocator import Allocator, padded
+from kvstore.candidates import Candidates
 from kvstore.disk.base import Pin, Place
 from kvstore.eviction import EvictionPolicy
 from kvstore.followers import Followers
+from kvstore.hidden import Hidden, Remains
 from kvstore.native.base import MAX_OBJECT_BYTES, NO_RECORD, Entry, KeyIndex, Record
 from kvstore.records import NO_PLACE, Records
-from kvstore.shares import Offers, Share, Shares
-from kvstore.stored import Announcements, DiskSpace, StoredObject, Tier, Usage, Watermarks
+from kvstore.room import Room
+from kvstore.shares import Shares
+from kvstore.stored import Announcements, DiskSpace, StoredObject, Usage, Watermarks
 from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
-
-# How many victims that cannot go yet are passed over before there counts as no room.
-MAX_PASSED_OVER = 64
-
-
-@dataclass(slots=True, eq=False)
-class _Hidden:
-    """What is left of an object that was removed under a hold."""
-
-    offset: int | None  # None = it was not in memory
-    length: int
-    holds: int
 
 
 class Catalog:
@@ -57,7 +48,6 @@ class Catalog:
         self.space = Allocator(capacity)
         self.disk = disk
         self.rows = Records()
-        self.watermarks = watermarks
         self.reserved_bytes = 0
         self._index = index
         self._announce = announce
@@ -65,8 +55,10 @@ class Catalog:
             self.space.capacity + (disk.live_limit if disk else 0), quotas or {}, policies
         )
         self._reserved: dict[BlockKey, StoredObject] = {}
-        self._hidden: dict[int, _Hidden] = {}  # by generation: a key may be hidden twice
+        self._hidden = Hidden()
         self._followers = Followers(self.rows, index)
+        self._candidates = Candidates(self.rows, index, self._shares)
+        self.room = Room(self, self._candidates, self._shares, watermarks)
         self._next_generation = first_generation
         self._leased_bytes = 0
         self._num_leased = 0
@@ -99,7 +91,7 @@ class Catalog:
     def used(self, objects: Iterable[StoredObject]) -> None:
         """Counts as a use of each of the visible objects, the last one the most recent."""
         for stored in objects:
-            self._offers(stored.record).policy.used(stored.record)
+            self._candidates.used(stored.record)
 
     def check_size(self, length: int) -> None:
         """Raises InvalidRequest when an object could never fit."""
@@ -124,7 +116,7 @@ class Catalog:
         """A place for an object that is neither visible nor reserved, evicting as needed; None = nothing to evict."""
         assert key not in self._reserved
         self._follow(parent)  # first, so that making room does not evict the parent
-        offset = self._make_room(length, tenant)
+        offset = self.room.for_new(length, tenant)
         if offset is None:
             self._unfollow(parent)
             return None
@@ -172,8 +164,8 @@ class Catalog:
         """Visible → gone, or hidden while it is held. Its place on disk is released."""
         record = stored.record
         self._index.remove(stored.key)
-        self._offers(record).forget(record)
-        self._share(record).nbytes -= stored.space
+        self._candidates.leave(record)
+        self._candidates.share(record).nbytes -= stored.space
         self._announce.removed(stored.key)
         self.drop_place(record, stored.length)
         holds, in_memory = self.rows.holds[record], self.rows.in_memory(record)
@@ -181,7 +173,7 @@ class Catalog:
         self.rows.free(record)
         self._num_on_disk -= not in_memory
         if holds:
-            self._hidden[stored.generation] = _Hidden(stored.offset, stored.length, holds)
+            self._hidden.add(stored.generation, Remains(stored.offset, stored.length, holds))
             self._num_leased -= 1
         elif stored.offset is not None:
             self.space.free(stored.offset, stored.length)
@@ -193,34 +185,31 @@ class Catalog:
         if self.rows.holds[stored.record] == 1:
             self._num_leased += 1
             self._leased_bytes += stored.space if self.rows.in_memory(stored.record) else 0
-            self._offers(stored.record).withdraw(stored.record)
+            self._candidates.withdraw(stored.record)
 
     def let_go(self, stored: StoredObject) -> None:
         """One less; the last one of a hidden object frees its space."""
-        hidden = self._hidden.get(stored.generation)
-        if hidden is not None:
-            self._let_go_hidden(stored.generation, hidden)
+        if stored.generation in self._hidden:
+            self._let_go_hidden(stored.generation)
             return
         self.rows.holds[stored.record] -= 1
         if not self.rows.holds[stored.record]:
             self._num_leased -= 1
             self._leased_bytes -= stored.space if self.rows.in_memory(stored.record) else 0
-            self._reconsider(stored.record)
+            self._candidates.reconsider(stored.record)
 
-    def _let_go_hidden(self, generation: int, hidden: _Hidden) -> None:
-        hidden.holds -= 1
-        if hidden.holds:
-            return
-        del self._hidden[generation]
-        if hidden.offset is not None:
-            self._leased_bytes -= padded(hidden.length)
-            self.space.free(hidden.offset, hidden.length)
+    def _let_go_hidden(self, generation: int) -> None:
+        freed = self._hidden.let_go(generation)
+        if freed is not None:
+            offset, length = freed
+            self._leased_bytes -= padded(length)
+            self.space.free(offset, length)
 
     def set_pin(self, stored: StoredObject, pin: Pin) -> None:
         """How much a visible object may be evicted from now on."""
-        self._offers(stored.record).withdraw(stored.record)
+        self._candidates.withdraw(stored.record)
         self.rows.set_pin(stored.record, pin)
-        self._reconsider(stored.record)
+        self._candidates.reconsider(stored.record)
 
     # Copies
 
@@ -246,12 +235,12 @@ class Catalog:
     def enter_memory(self, stored: StoredObject, offset: int) -> None:
         """A visible object that was only on disk has a copy in memory now."""
         record = stored.record
-        self._offers(record).forget(record)
+        self._candidates.leave(record)
         self.rows.set_in_memory(record, True)
         self._num_on_disk -= 1
         self._leased_bytes += stored.space if self.rows.holds[record] else 0
         self._index.relocate(stored.key, offset)
-        self._followers.count(stored.parent, 0, 1, self._reconsider)
+        self._followers.count(stored.parent, 0, 1, self._candidates.reconsider)
         self._entered(stored)
 
     def leave_memory(self, stored: StoredObject) -> None:
@@ -260,50 +249,18 @@ class Catalog:
         assert stored.offset is not None
         assert self.rows.on_disk(record)
         assert not self.rows.holds[record]
-        self._offers(record).forget(record)
+        self._candidates.leave(record)
         self.rows.set_in_memory(record, False)
         self._num_on_disk += 1
         self._index.relocate(stored.key, None)
         self.space.free(stored.offset, stored.length)
-        self._followers.count(stored.parent, 0, -1, self._reconsider)
+        self._followers.count(stored.parent, 0, -1, self._candidates.reconsider)
         self._entered(stored)
 
     def _entered(self, stored: StoredObject) -> None:
         """Its fastest copy is in another tier."""
-        self._join_policy(stored)
-        self._announce.moved(stored.key, self.tier(stored.record))
-
-    # Room
-
-    def trim(self) -> None:
-        """Without a disk: evicts down to the low watermark when use is above the high one."""
-        marks, capacity = self.watermarks, self.space.capacity
-        if self.space.used <= marks.evict_above * capacity:
-            return
-        target = (marks.evict_above - marks.evict_share) * capacity
-        while self.space.used > target and self._vacate_one():
-            pass
-
-    def allocate(self, length: int) -> int | None:
-        """Memory for a copy of `length` bytes, evicting as needed."""
-        if padded(length) > self.space.capacity - self._leased_bytes - self.reserved_bytes:
-            return None  # evicting all the rest would not help
-        while (offset := self.space.allocate(length)) is None:
-            if not self._vacate_one():
-                return None
-        return offset
-
-    def coldest_in_memory(self) -> StoredObject | None:
-        """What would leave memory first."""
-        return self._of_record(self._shares.victim(Tier.MEMORY))
-
-    def make_disk_room(self, nbytes: int) -> bool:
-        """Evicts from disk until `nbytes` more are within what it may hold."""
-        assert self.disk is not None
-        while self._disk_live + nbytes > self.disk.live_limit:
-            if not self._evict(self._of_record(self._shares.victim(Tier.DISK))):
-                return False
-        return True
+        self._candidates.join(stored.record, stored.key, stored.parent)
+        self._announce.moved(stored.key, self._candidates.tier(stored.record))
 
     def forget_disk(self) -> None:
         """The disk is gone, and with it all that was only there."""
@@ -313,6 +270,18 @@ class Catalog:
             else:
                 self.drop_place(stored.record, stored.length)
         self.disk = None
+
+    # Looking at all of it
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Of memory: free, or taken by what nobody holds."""
+        return self.space.capacity - self._leased_bytes - self.reserved_bytes
+
+    @property
+    def disk_free(self) -> int:
+        """Live bytes that the disk may still take."""
+        return self.disk.live_limit - self._disk_live if self.disk else 0
 
     def usage(self) -> Usage:
         held = self.space.used - self._leased_bytes - self.reserved_bytes
@@ -335,53 +304,7 @@ class Catalog:
         """Memory that the index, the rows and the policies take."""
         return self._index.nbytes + self.rows.nbytes + self._shares.nbytes
 
-    def _make_room(self, length: int, tenant: str) -> int | None:
-        share = self._shares.own(tenant)
-        if share is not None and not self._make_room_in(share, padded(length)):
-            return None
-        return self.allocate(length)
-
-    def _make_room_in(self, share: Share, nbytes: int) -> bool:
-        """Evicts a tenant's own objects until its quota has room; those only on disk are the colder ones."""
-        while share.nbytes + nbytes > share.size:
-            victims = (share.offers[tier].victim() for tier in (Tier.DISK, Tier.MEMORY))
-            chosen = next((victim for victim in victims if victim != NO_RECORD), NO_RECORD)
-            if not self._evict(self._of_record(chosen)):
-                self.counters["quota_refusals"] += 1
-                return False
-        return True
-
-    def _vacate_one(self) -> bool:
-        """Takes one object out of memory: to disk where it has a copy, otherwise for good."""
-        passed_over: list[Record] = []
-        try:
-            while len(passed_over) <= MAX_PASSED_OVER:
-                stored = self.coldest_in_memory()
-                if stored is not None and self.rows.on_disk(stored.record):
-                    self.leave_memory(stored)
-                    return True
-                if stored is None or not self.rows.followers[stored.record]:
-                    return self._evict(stored)
-                # The blocks that follow it are on disk, and it is not yet: it can go once it has been written.
-                passed_over.append(stored.record)
-                self._offers(stored.record).withdraw(stored.record)
-            return False
-        finally:
-            for record in passed_over:
-                self._reconsider(record)
-
-    def _evict(self, stored: StoredObject | None) -> bool:
-        self.counters["evictions_attempted"] += 1
-        if stored is None or self.rows.followers[stored.record]:
-            return False
-        self.remove(stored)
-        self.counters["evictions_succeeded"] += 1
-        return True
-
     # Bookkeeping
-
-    def tier(self, record: Record) -> Tier:
-        return Tier.MEMORY if self.rows.in_memory(record) else Tier.DISK
 
     def _take_generation(self) -> int:
         self._next_generation += 1
@@ -398,9 +321,6 @@ class Catalog:
         stored.record = record
         return stored
 
-    def _of_record(self, record: Record) -> StoredObject | None:
-        return None if record == NO_RECORD else self.find(self.rows.key(record))
-
     def _admit(self, stored: StoredObject) -> None:
         """Makes an object visible where it lies; its parent counts it as a follower already."""
         rows = self.rows
@@ -415,42 +335,15 @@ class Catalog:
             stored.record, stored.generation, stored.checksum, stored.length, stored.offset
         )
         self._index.insert(stored.key, entry)
-        self._share(stored.record).nbytes += stored.space
-        self._join_policy(stored)
-        self._announce.added(stored.key, stored.parent, self.tier(stored.record))
-
-    def _join_policy(self, stored: StoredObject) -> None:
-        """It is new in the tier of its fastest copy."""
-        record, parent = stored.record, NO_RECORD
-        if stored.parent is not None:
-            parent = self._index.record_of(stored.parent)
-            if parent != NO_RECORD and self.tier(parent) is not self.tier(record):
-                parent = NO_RECORD  # another instance of the policy knows it
-        self._offers(record).policy.added(record, stored.key, parent)
-        self._reconsider(record)
-
-    def _share(self, record: Record) -> Share:
-        return self._shares.of(self.rows.tenants[record])
-
-    def _offers(self, record: Record) -> Offers:
-        return self._share(record).offers[self.tier(record)]
+        self._candidates.share(stored.record).nbytes += stored.space
+        self._candidates.join(stored.record, stored.key, stored.parent)
+        self._announce.added(stored.key, stored.parent, self._candidates.tier(stored.record))
 
     def _follow(self, parent: BlockKey | None, *, in_memory: bool = True) -> None:
-        self._followers.count(parent, 1, int(in_memory), self._reconsider)
+        self._followers.count(parent, 1, int(in_memory), self._candidates.reconsider)
 
     def _unfollow(self, parent: BlockKey | None, *, in_memory: bool = True) -> None:
-        self._followers.count(parent, -1, -int(in_memory), self._reconsider)
-
-    def _reconsider(self, record: Record) -> None:
-        """Offers a visible object to leave its tier if nothing speaks against it, withdraws it otherwise."""
-        rows, pin = self.rows, self.rows.pin(record)
-        in_memory = rows.in_memory(record)
-        followers = rows.followers_in_memory[record] if in_memory else rows.followers[record]
-        offers = self._offers(record)
-        if rows.holds[record] or followers or pin is Pin.HARD:
-            offers.withdraw(record)
-        else:
-            offers.offer(record, pin)
+        self._followers.count(parent, -1, -int(in_memory), self._candidates.reconsider)
 
     def validate(
         self,
@@ -468,9 +361,8 @@ class Catalog:
         assert {o.generation for o in reserved} == {o.generation for o in waiting}
         self._validate_space(visible, list(loading))
         holds = Counter(stored.generation for stored in held)
-        counted = {o.generation: self.rows.holds[o.record] for o in visible}
-        counted |= {generation: hidden.holds for generation, hidden in self._hidden.items()}
-        assert holds == Counter({generation: n for generation, n in counted.items() if n})
+        counted = Counter({o.generation: self.rows.holds[o.record] for o in visible})
+        assert holds == counted + self._hidden.holds()
         in_memory = [(o.parent, o.offset is not None) for o in (*visible, *waiting)]
         self._followers.validate((parent, here) for parent, here in in_memory if parent)
 
@@ -480,14 +372,14 @@ class Catalog:
         usage = self.usage()
         assert usage.free + usage.held + usage.leased + usage.reserved == usage.capacity
         writing = [(o.offset, o.length) for o in self._reserved.values()]
-        hidden = [(h.offset, h.length) for h in self._hidden.values()]
+        hidden = list(self._hidden.extents())
         here = [(o.offset, o.length) for o in visible]
         taken = [*here, *writing, *hidden, *loading]
         self.space.validate((at, length) for at, length in taken if at is not None)
         leased = [o for o in visible if self.rows.holds[o.record]]
         assert usage.num_leased == len(leased)
         assert usage.leased == sum(o.space for o in leased if o.offset is not None) + sum(
-            padded(length) for offset, length in hidden if offset is not None
+            padded(length) for _, length in hidden
         )
         assert usage.reserved == sum(padded(length) for _, length in (*writing, *loading))
         assert usage.num_on_disk == sum(o.offset is None for o in visible)
@@ -496,5 +388,5 @@ class Catalog:
         assert usage.disk_live == sum(space(o.length) for o in on_disk)
         assert all(o.offset is not None or o.place is not None for o in visible)
         for share in self._shares.all():
-            own = [o for o in visible if self._share(o.record) is share]
+            own = [o for o in visible if self._candidates.share(o.record) is share]
             assert share.nbytes == sum(o.space for o in own)

@@ -57,7 +57,7 @@ class Moves:
         """
         begun: list[Store] = []
         while limit_bytes > 0 and self._too_full():
-            stored = self._catalog.coldest_in_memory()
+            stored = self._catalog.room.coldest_in_memory()
             if stored is None:
                 break
             if stored.place is not None:
@@ -104,7 +104,7 @@ class Moves:
         if known is not None:
             return known
         self._catalog.hold(stored)
-        offset = self._catalog.allocate(stored.length)
+        offset = self._catalog.room.for_copy(stored.length)
         if offset is None:
             self._catalog.let_go(stored)
             return None
@@ -167,7 +167,7 @@ class Moves:
         return stored.generation in self._stores or stored.generation in self._loads
 
     def _too_full(self) -> bool:
-        space, marks = self._catalog.space, self._catalog.watermarks
+        space, marks = self._catalog.space, self._catalog.room.watermarks
         used = space.used - self._leaving_bytes
         low = (marks.evict_above - marks.evict_share) * space.capacity
         self._draining = used > (low if self._draining else marks.evict_above * space.capacity)
@@ -176,7 +176,7 @@ class Moves:
     def _begin_store(self, stored: StoredObject, *, demote: bool) -> bool:
         assert self._catalog.disk is not None
         nbytes = self._catalog.disk.space(stored.length)
-        if not self._catalog.make_disk_room(self._arriving_bytes + nbytes):
+        if not self._catalog.room.on_disk(self._arriving_bytes + nbytes):
             return False
         if self._catalog.find(stored.key) is None:  # making room evicted it
             return False

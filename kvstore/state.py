@@ -75,7 +75,7 @@ class StoreState:
             if ttl_s is not None:
                 self._reservation_deadlines.note(reservation_id, expires_at)
         if self._catalog.disk is None:
-            self._catalog.trim()
+            self._catalog.room.trim()
         return reservation
 
     def commit(
