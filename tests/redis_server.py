@@ -54,7 +54,7 @@ class RedisServer:
     def __enter__(self) -> RedisServer:
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="redis-")))
         for _ in range(_TRIES):
-            self.port = _free_port()
+            self.port = free_port()
             with contextlib.suppress(ChildProcessError):
                 self.start()
                 return self
@@ -137,7 +137,7 @@ class RedisServer:
         return reply.startswith((b"+PONG", b"-NOAUTH"))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

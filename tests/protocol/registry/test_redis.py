@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ import pytest
 from protocol.errors import PeerError, PeerLost, StaleLease, Unauthenticated
 from tests.protocol.registry.conftest import OpenRedis
 from tests.protocol.registry.members import PATIENCE_S, member, watched_until
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, free_port
+from tests.transfer.tls.authority import Authority
 
 DEADLINE_S = 0.5
 
@@ -225,3 +228,25 @@ async def test_no_cancellation_is_lost_at_whatever_moment_it_comes(
         await asyncio.wait({renewing})
         assert renewing.cancelled() == was_under_way
     await registry.renew(joined)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+async def test_tls_is_used_and_a_stranger_is_refused(
+    redis_server: RedisServer, open_redis: OpenRedis, tmp_path: Path
+) -> None:
+    files = Authority(tmp_path).sign("redis", names="IP:127.0.0.1")
+    settings = {
+        "tls-cert-file": files.certificate,
+        "tls-key-file": files.key,
+        "tls-ca-cert-file": files.authority,
+        "tls-auth-clients": "no",
+        "tls-port": free_port(),
+    }
+    pairs = [str(part) for setting in settings.items() for part in setting]
+    assert redis_server.ask("CONFIG", "SET", *pairs) == b"+OK\r\n"
+    url = f"rediss://127.0.0.1:{settings['tls-port']}"
+    trusting = open_redis(f"{url}?ssl_ca_certs={files.authority}")
+    joined = await trusting.join(member())
+    assert await open_redis(redis_server.url).members() == [joined]
+    with pytest.raises(PeerLost, match="certificate"):
+        await open_redis(url).members()
