@@ -17,6 +17,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "conductor": ("conductor.__main__", "main", "run the global scheduler"),
     "worker": ("deploy.cli", "worker", "run a worker: --role prefill|decode"),
     "store": ("kvstore.__main__", "main", "run a KV store node"),
+    "directory": ("kvstore.directory.__main__", "main", "run the index over all KV store nodes"),
     "doctor": ("deploy.doctor", "main", "examine this machine, its transports and a peer"),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),
     "traces": ("traces.fetch", "main", "download public traces: traces fetch"),

@@ -16,6 +16,7 @@ from deploy.config import ServeConfig
 from deploy.doctor import DoctorConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
+from kvstore.directory.config import DirectoryConfig
 from prefill_worker.config import PrefillConfig
 from protocol.config import Option, options_of
 from protocol.process import ProcessConfig
@@ -29,6 +30,7 @@ PAGES: list[tuple[str, type]] = [
     ("moonserve worker --role prefill", PrefillConfig),
     ("moonserve worker --role decode", DecodeConfig),
     ("moonserve store", StoreConfig),
+    ("moonserve directory", DirectoryConfig),
     ("moonserve doctor", DoctorConfig),
     ("moonserve replay", ReplayConfig),
     ("moonserve traces fetch", FetchConfig),

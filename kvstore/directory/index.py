@@ -198,23 +198,26 @@ class Directory:
         held = _joined(self.table.holders, slot) & self._live
         return [Holder(self._instance_of[bit], bool(among >> bit & 1)) for bit in _bits(held)]
 
+    def is_held(self, slot: int) -> bool:
+        """Whether any instance holds the block of this row."""
+        return _joined(self.table.holders, slot) & self._live != 0
+
     def held_by(self, instance_id: InstanceId, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which of these rows of the table an instance holds."""
         source = self._sources.get(instance_id)
         if source is None:
             return np.zeros(len(slots), np.bool_)
-        column = self.table.holders[source.word]
-        return np.not_equal(column[slots] & source.mask, 0)
+        held: npt.NDArray[np.bool_] = (self.table.holders[source.word][slots] & source.mask) != 0
+        return held
 
     def only_on(self, instance_id: InstanceId) -> Slots:
         """The rows that no other instance holds."""
         rows = self.table.in_use()
         rows = rows[self.held_by(instance_id, rows)]
-        others = self._live & ~(1 << self._sources[instance_id].bit) if rows.size else 0
-        shared = np.zeros(len(rows), np.bool_)
-        for column, word in zip(self.table.holders, self._words(others), strict=True):
-            shared |= (column[rows] & word) != 0
-        return rows[~shared]
+        if not rows.size:
+            return rows
+        others = self._words(self._live & ~(1 << self._sources[instance_id].bit))
+        return rows[~self._is_held_among(others, rows)]
 
     def num_blocks(self, instance_id: InstanceId) -> int:
         """How many blocks an instance is known to hold; 0 when it is unknown."""
@@ -302,14 +305,14 @@ class Directory:
         source.num_blocks -= len(slots)
         holders[slots] &= ~source.mask
         among[slots] &= ~source.mask
-        emptied = slots[~self._is_held_by_the_living(slots)]
+        emptied = slots[~self._is_held_among(self._words(self._live), slots)]
         self.table.clear(emptied)
         self.table.let_go(emptied)
 
-    def _is_held_by_the_living(self, slots: Slots) -> npt.NDArray[np.bool_]:
+    def _is_held_among(self, words: list[np.uint64], slots: Slots) -> npt.NDArray[np.bool_]:
         held = np.zeros(len(slots), np.bool_)
-        for row in self._rows(self.table.holders, slots):
-            held |= row != 0
+        for column, word in zip(self.table.holders, words, strict=True):
+            held |= (column[slots] & word) != 0
         return held
 
     def _sweep(self) -> None:

@@ -1,0 +1,89 @@
+"""The index as chains of blocks: what leads to a block, what hangs on it, what only one node has. Pure, read-only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore.directory.index import Directory
+from kvstore.directory.table import NO_SLOT
+from kvstore.native.base import NO_RECORD
+from protocol.ids import InstanceId
+from protocol.keys import BlockKey, iter_keys, pack_keys
+
+MAX_CHAIN = 2**20
+"""Blocks; more than any context has. A node that announces a circle must not hold the directory up for ever."""
+
+
+class Chains:
+    """Questions about one directory, which may change between them."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._table = directory.table
+
+    def to(self, key: BlockKey) -> list[BlockKey]:
+        """The blocks that lead to `key`, first to last, as far back as they are known and somebody holds them; `key`
+        is the last one. Empty when nobody holds it."""
+        slots = self._walk(self._table.find(key))
+        return list(iter_keys(self._table.keys_of(np.array(slots[::-1], np.int64))))
+
+    def parent(self, key: BlockKey) -> BlockKey | None:
+        slot = self._table.find(key)
+        parent = NO_SLOT if slot == NO_RECORD else int(self._table.parents[slot])
+        return None if parent == NO_SLOT else self._table.key(parent)
+
+    def continued(
+        self, keys: Sequence[BlockKey], instance_id: InstanceId
+    ) -> dict[BlockKey, list[BlockKey]]:
+        """The blocks on an instance that follow directly on one of `keys`; keys without any are left out.
+        O(all blocks)."""
+        slots = self._table.find_all(pack_keys(keys))
+        slots = slots[slots != NO_RECORD]
+        rows = self._table.in_use()
+        parents = self._table.parents[rows]
+        followers = rows[np.isin(parents, slots[self._table.children[slots] > 0])]
+        followers = followers[self._directory.held_by(instance_id, followers)]
+        found: dict[BlockKey, list[BlockKey]] = {}
+        for slot in followers.tolist():
+            parent = self._table.key(int(self._table.parents[slot]))
+            found.setdefault(parent, []).append(self._table.key(slot))
+        return found
+
+    def only_on(self, instance_id: InstanceId, max_keys: int) -> list[list[BlockKey]]:
+        """Blocks that no other instance holds, as runs of chains (first to last), each block once; stops after the
+        chain with which it has `max_keys`. O(all blocks)."""
+        alone = self._directory.only_on(instance_id)
+        # From the leaves, so that walks up find whole chains; what is left after them would be a circle.
+        inner = np.isin(alone, self._table.parents[alone])
+        starts = np.concatenate([alone[~inner], alone[inner]])
+        wanted = bytearray(int(alone.max(initial=0)) + 1)
+        np.frombuffer(wanted, np.uint8)[alone] = 1
+        runs: list[list[BlockKey]] = []
+        for start in starts.tolist():
+            if max_keys <= 0:
+                break
+            if run := self._take_run(start, wanted):
+                max_keys -= len(run)
+                runs.append(run)
+        return runs
+
+    def _take_run(self, slot: int, wanted: bytearray) -> list[BlockKey]:
+        """The blocks up from `slot` that are still wanted, first to last; they are not any more."""
+        run: list[BlockKey] = []
+        while slot < len(wanted) and wanted[slot]:
+            wanted[slot] = 0
+            run.append(self._table.key(slot))
+            slot = int(self._table.parents[slot])
+        return run[::-1]
+
+    def _walk(self, slot: int) -> list[int]:
+        """From a row towards its chain's first one, until nobody holds the next."""
+        walked: list[int] = []
+        while slot not in (NO_RECORD, NO_SLOT) and self._directory.is_held(slot):
+            if len(walked) == MAX_CHAIN:
+                break
+            walked.append(slot)
+            slot = int(self._table.parents[slot])
+        return walked

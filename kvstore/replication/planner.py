@@ -1,0 +1,303 @@
+"""Which replicas to make and which to remove. Pure: `now` is an argument.
+
+Rules: a block that is read often gains one replica at a time, on the least-used node of another host, and then rests;
+its whole chain comes with it, parents first, since a block is of no use without what leads to it; heat never makes
+more than `extra_replicas` of any block. Only what heat made is dropped for being cold, children first, never the last
+replica and never a block that another one on the same node follows. Knows the nodes by their `NodeView`s; what becomes
+of a plan it is told by `settled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from kvstore.directory.chains import Chains
+from kvstore.directory.index import Directory
+from kvstore.replication.heat import Heat
+from kvstore.replication.ledger import Ledger
+from kvstore.replication.plans import Copy, Drop, Nodes, NodeView, Plan, Step
+from protocol.ids import InstanceId
+from protocol.keys import BlockKey
+
+KEYS_PER_STEP = 64
+"""One call to a node: short enough to be repeated elsewhere, long enough to fill the transfer engine."""
+CHAINS_PER_PLAN = 32
+"""Hot chains of one moment that are copied; the others are as hot a second later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Mooncake's defaults for hot blocks are 8 hits in 10 s, 2 extra replicas, 60 s of rest."""
+
+    extra_replicas: int = 2
+    cool_s: float = 60.0
+
+
+class Planner:
+    """Plans over one directory; its nodes' heat is in `heat`."""
+
+    def __init__(self, directory: Directory, heat: Heat, limits: Limits) -> None:
+        self._directory = directory
+        self._chains = Chains(directory)
+        self._heat = heat
+        self._limits = limits
+        self._ledger = Ledger()
+
+    def plan(self, nodes: Nodes, now: float) -> Plan:
+        """What heat and its absence ask for now."""
+        self._ledger.expire(now)
+        drops = self._cold(nodes, now)
+        copies: list[Copy] = []
+        for chain in self._hot_chains(now):
+            copies += self._heat_up(chain, nodes, now)
+        return Plan(copies=tuple(copies), drops=drops)
+
+    def plan_change(
+        self, keys: Sequence[BlockKey], num_replicas: int, nodes: Nodes, now: float
+    ) -> Plan:
+        """Gives each of `keys`, and what leads to it, at least `num_replicas` (1 or more) as far as there are nodes;
+        takes away from `keys` what is above."""
+        held = [key for key in keys if self._directory.holders(key)]
+        copies: list[Copy] = []
+        for leaf in self._leaves(held):
+            copies += self._raise(self._chains.to(leaf), num_replicas, nodes, now)
+        drops = self._lower(held, num_replicas, nodes)
+        return Plan(copies=tuple(copies), drops=drops, missing=len(keys) - len(held))
+
+    def plan_drain(self, node: InstanceId, nodes: Nodes, now: float, max_keys: int) -> Plan:
+        """Another home for blocks that only `node` has; those already on their way are left out, so ask again until
+        nothing comes and nothing is under way."""
+        copies: list[Copy] = []
+        planned: dict[InstanceId, int] = {}
+        for run in self._chains.only_on(node, max_keys):
+            waiting = [key for key in run if not self._ledger.expected(key, now)]
+            target = self._new_home(waiting, node, nodes, planned, now) if waiting else None
+            if target is not None:
+                planned[target.instance_id] = planned.get(target.instance_id, 0) + len(waiting)
+                copies += self._copy(waiting, target, nodes, now)
+        return Plan(copies=tuple(copies))
+
+    def settled(self, copy: Copy, *, succeeded: bool, now: float) -> None:
+        """What became of a copy; one that failed is planned again elsewhere."""
+        if succeeded:
+            self._ledger.arrived(copy.keys, copy.target, now)
+            return
+        self._ledger.failed(copy.keys, copy.target, now)
+        for key in copy.keys:
+            self._forget(key, copy.target)
+
+    # ---- more
+
+    def _hot_chains(self, now: float) -> list[list[BlockKey]]:
+        limit = 1 + self._limits.extra_replicas
+        wanting = [
+            key
+            for key in self._heat.hot(now)
+            if not self._ledger.is_resting(key, now) and 0 < len(self._replicas(key, now)) < limit
+        ]
+        leaves = self._leaves(wanting)[:CHAINS_PER_PLAN]
+        return [chain for leaf in leaves if (chain := self._chains.to(leaf))]
+
+    def _leaves(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those that lead to no other of them."""
+        inner = {self._chains.parent(key) for key in keys}
+        return [key for key in dict.fromkeys(keys) if key not in inner]
+
+    def _heat_up(self, chain: Sequence[BlockKey], nodes: Nodes, now: float) -> list[Copy]:
+        """One more replica of the chain's last block, and what of its chain is not there yet."""
+        replicas = [self._replicas(key, now) for key in chain]
+        limit = 1 + self._limits.extra_replicas
+
+        def fits(node: NodeView) -> bool:
+            return node.instance_id not in replicas[-1] and all(
+                node.instance_id in those or len(those) < limit for those in replicas
+            )
+
+        target = self._least_used(nodes, replicas[-1], now, fits)
+        if target is None:
+            return []
+        copies = self._copy(_without(chain, replicas, target), target, nodes, now)
+        for copy in copies:
+            self._ledger.rest(copy.keys, now + self._limits.cool_s)
+            self._ledger.note_made(copy.keys, copy.target, now)
+            for key in copy.keys:
+                self._heat.watch(key, now)
+        return copies
+
+    def _raise(
+        self, chain: Sequence[BlockKey], num_replicas: int, nodes: Nodes, now: float
+    ) -> list[Copy]:
+        copies: list[Copy] = []
+        for _ in nodes:
+            replicas = [self._replicas(key, now) for key in chain]
+            short = [those for those in replicas if len(those) < num_replicas]
+            if not short:
+                break
+            target = self._for_the_short(replicas, short, nodes, now)
+            if target is None:
+                break
+            copies += self._copy(_without(chain, replicas, target), target, nodes, now)
+        return copies
+
+    def _for_the_short(
+        self,
+        replicas: Sequence[Collection[InstanceId]],
+        short: Sequence[Collection[InstanceId]],
+        nodes: Nodes,
+        now: float,
+    ) -> NodeView | None:
+        """A node that lacks what has too few replicas, and as little as possible besides."""
+        lacking = {node: sum(node not in those for those in replicas) for node in nodes}
+        of_short = {node: sum(node not in those for those in short) for node in nodes}
+        useful = [node for node in nodes if of_short[node] and self._takes(nodes[node], now)]
+        least = min((lacking[node] - of_short[node] for node in useful), default=0)
+        best = {node for node in useful if lacking[node] - of_short[node] == least}
+        return self._least_used(nodes, short[-1], now, lambda node: node.instance_id in best)
+
+    def _least_used(
+        self,
+        nodes: Nodes,
+        holders: Collection[InstanceId],
+        now: float,
+        fits: Callable[[NodeView], bool],
+    ) -> NodeView | None:
+        """On another host than the holders' where there is one."""
+        hosts = {nodes[holder].host for holder in holders if holder in nodes}
+        return min(
+            (node for node in nodes.values() if self._takes(node, now) and fits(node)),
+            key=lambda node: (node.host in hosts, node.used_share, node.instance_id),
+            default=None,
+        )
+
+    def _takes(self, node: NodeView, now: float) -> bool:
+        return node.takes_replicas and not self._ledger.is_shunned(node.instance_id, now)
+
+    def _new_home(
+        self,
+        run: Sequence[BlockKey],
+        leaving: InstanceId,
+        nodes: Nodes,
+        planned: dict[InstanceId, int],
+        now: float,
+    ) -> NodeView | None:
+        """Where the blocks before `run` are, or where there is most room once what is planned has come."""
+        parent = self._chains.parent(run[0])
+        near = self._replicas(parent, now) if parent else set()
+        total = max(1, self._directory.num_blocks(leaving))
+
+        def rank(node: NodeView) -> tuple[bool, float, str]:
+            # Blocks of the node that leaves take as much of another one as they take of it.
+            more = planned.get(node.instance_id, 0) / total
+            return node.instance_id not in near, node.used_share + more, node.instance_id
+
+        others = (n for n in nodes.values() if n.instance_id != leaving and self._takes(n, now))
+        return min(others, key=rank, default=None)
+
+    def _copy(
+        self, keys: Sequence[BlockKey], target: NodeView, nodes: Nodes, now: float
+    ) -> list[Copy]:
+        """As much of `keys`, from the first on, as nodes in step have: at most one, expected from now on."""
+        steps: list[Step] = []
+        done = 0
+        while done < len(keys):
+            step = self._step(keys[done : done + KEYS_PER_STEP], target, nodes)
+            if step is None:
+                break
+            steps.append(step)
+            done += len(step.keys)
+        if not steps:
+            return []
+        copy = Copy(steps=tuple(steps), target=target.instance_id)
+        self._ledger.expect(copy.keys, copy.target, now)
+        return [copy]
+
+    def _step(self, keys: Sequence[BlockKey], target: NodeView, nodes: Nodes) -> Step | None:
+        """From the node that has the longest run of leading `keys`."""
+        runs = {
+            node: run.length
+            for node, run in self._directory.match(b"".join(keys)).items()
+            if node in nodes and nodes[node].in_step and node != target.instance_id
+        }
+        if not runs:
+            return None
+        near = {node for node in runs if nodes[node].host == target.host}
+        source = max(runs, key=lambda node: (runs[node], node in near, node))
+        return Step(keys=tuple(keys[: runs[source]]), source=source)
+
+    def _replicas(self, key: BlockKey, now: float) -> set[InstanceId]:
+        """With those on their way."""
+        return {*self._directory.holders(key), *self._ledger.expected(key, now)}
+
+    # ---- fewer
+
+    def _cold(self, nodes: Nodes, now: float) -> tuple[Drop, ...]:
+        surplus = {
+            node: [key for key, since in made.items() if self._is_cold(key, since, now)]
+            for node, made in self._ledger.made()
+        }
+        drops = self._drop(surplus, 1, nodes)
+        for node, keys in surplus.items():
+            gone = {key for drop in drops if drop.node == node for key in drop.keys}
+            for key in keys:
+                if key in gone or node not in self._directory.holders(key):
+                    self._forget(key, node)
+        return drops
+
+    def _is_cold(self, key: BlockKey, since: float, now: float) -> bool:
+        return now - max(since, self._heat.last_hit_at(key)) >= self._limits.cool_s
+
+    def _forget(self, key: BlockKey, node: InstanceId) -> None:
+        self._ledger.forget_made(key, node)
+        if not self._ledger.was_made(key):
+            self._heat.unwatch(key)
+
+    def _lower(self, keys: Sequence[BlockKey], num_replicas: int, nodes: Nodes) -> tuple[Drop, ...]:
+        """From the fullest nodes first."""
+        by_use = sorted(nodes.values(), key=lambda n: (-n.used_share, n.instance_id))
+        return self._drop({node.instance_id: list(keys) for node in by_use}, num_replicas, nodes)
+
+    def _drop(
+        self, surplus: dict[InstanceId, list[BlockKey]], kept: int, nodes: Nodes
+    ) -> tuple[Drop, ...]:
+        """Of these replicas, in this order, those that leave each block at least `kept` on nodes that stay."""
+        staying = {node for node, view in nodes.items() if view.takes_replicas}
+        holders: dict[BlockKey, set[InstanceId]] = {}
+        drops = []
+        for node, keys in surplus.items():
+            for key in keys:
+                holders.setdefault(key, set(self._directory.holders(key)))
+            spare = [
+                key
+                for key in keys
+                if node in holders[key] and len((holders[key] & staying) - {node}) >= kept
+            ]
+            if node in nodes and (free := self._not_followed(spare, node)):
+                drops.append(Drop(keys=tuple(free), node=node))
+                for key in free:
+                    holders[key].discard(node)
+        return tuple(drops)
+
+    def _not_followed(self, keys: Sequence[BlockKey], node: InstanceId) -> list[BlockKey]:
+        """Those after which `node` holds nothing but others of them; children first."""
+        if not keys:
+            return []
+        leaving = set(keys)
+        followed = self._chains.continued(keys, node)
+        stuck = [key for key, children in followed.items() if not leaving.issuperset(children)]
+        while stuck:
+            key = stuck.pop()
+            leaving.discard(key)
+            parent = self._chains.parent(key)
+            if parent in leaving:
+                stuck.append(parent)
+        return sorted(leaving, key=lambda key: (-len(self._chains.to(key)), key))
+
+
+def _without(
+    chain: Sequence[BlockKey], replicas: Sequence[Collection[InstanceId]], target: NodeView
+) -> list[BlockKey]:
+    """What the target has not."""
+    return [
+        key for key, those in zip(chain, replicas, strict=True) if target.instance_id not in those
+    ]

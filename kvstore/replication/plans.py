@@ -1,0 +1,68 @@
+"""What the planner works with and what it decides. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from protocol.ids import InstanceId
+from protocol.keys import BlockKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """A store node as the directory last heard of it."""
+
+    instance_id: InstanceId
+    host: str
+    free_bytes: int
+    capacity_bytes: int
+    draining: bool = False
+    in_step: bool = True  # what it holds is known
+
+    @property
+    def used_share(self) -> float:
+        return 1.0 - self.free_bytes / self.capacity_bytes if self.capacity_bytes else 1.0
+
+    @property
+    def takes_replicas(self) -> bool:
+        return self.in_step and not self.draining
+
+
+Nodes: TypeAlias = Mapping[InstanceId, NodeView]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Blocks of one chain, in order, that one node has."""
+
+    keys: tuple[BlockKey, ...]
+    source: InstanceId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A run of a chain for one node. The steps are taken in order, so that parents come before children."""
+
+    steps: tuple[Step, ...]
+    target: InstanceId
+
+    @property
+    def keys(self) -> tuple[BlockKey, ...]:
+        return tuple(key for step in self.steps for key in step.keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """Replicas to be removed from one node, children before parents."""
+
+    keys: tuple[BlockKey, ...]
+    node: InstanceId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    copies: tuple[Copy, ...] = ()
+    drops: tuple[Drop, ...] = ()
+    missing: int = 0  # blocks that were asked for and that nobody holds
