@@ -41,6 +41,7 @@ class StoreConfig(ProcessConfig, TransferConfig):
     join: str | None = option(
         None,
         help="registry of the cluster: redis://…, redis+sentinel://… or host:port of a directory",
+        masked=True,  # it may hold a password
     )
     # Mooncake's defaults: eviction starts at 90 % and frees 5 %.
     evict_above: float = option(0.90, help="evict when more than this share of the memory is used")

@@ -38,6 +38,7 @@ async def copy_here(
     finally:
         client.release_soon(lease)
     reply.copied = copied
+    state.counters["objects_copied"] += copied
     return reply
 
 
