@@ -1,0 +1,183 @@
+"""A directory process, store nodes that join it, and questions to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar
+
+from kvstore.client import PutObject
+from protocol.checksum import checksum
+from protocol.keys import BlockKey, pack_keys
+from protocol.pb import directory_pb2, directory_pb2_grpc
+from protocol.rpc import Channels
+from tests.kvstore.nodes import ROOT, TOKEN, connected, key, running_node
+
+T = TypeVar("T")
+
+OBJECT_BYTES = 4096
+
+
+def free_port() -> int:
+    """One that a process can be started on again and again."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def running_directory(*flags: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Ended by SIGTERM, with exit code 0, unless the test ended it."""
+    read_fd, write_fd = os.pipe()
+    command = [sys.executable, "-m", "kvstore.directory", "--instance-id", "directory-0"]
+    process = subprocess.Popen(
+        [
+            *command,
+            "--port",
+            str(port),
+            "--status-fd",
+            str(write_fd),
+            "--log-level",
+            "error",
+            *flags,
+        ],
+        cwd=ROOT,
+        env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": TOKEN},
+        pass_fds=[write_fd],
+    )
+    os.close(write_fd)
+    try:
+        with open(read_fd) as reports:
+            assert any("ready" in json.loads(line) for line in reports), "it ended at once"
+        yield process
+        if process.poll() is None:
+            process.terminate()
+            assert process.wait(timeout=10) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def running_store(name: str, port: int, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A node of 8 MiB that belongs to the directory at `port`."""
+    join = f"127.0.0.1:{port}"
+    with running_node("--dram", "8MiB", "--join", join, *flags, instance_id=name) as node:
+        yield node.process
+
+
+class Questions:
+    """What a test asks the directory."""
+
+    def __init__(self, stub: directory_pb2_grpc.DirectoryAsyncStub, channels: Channels) -> None:
+        self._stub = stub
+        self._channels = channels
+
+    async def nodes(self) -> dict[str, directory_pb2.StoreNodeView]:
+        reply = await self._channels.call(
+            self._stub.GetNodes, directory_pb2.GetNodesRequest(), timeout_s=5.0
+        )
+        return {node.endpoint.instance_id: node for node in reply.nodes}
+
+    async def holders(self, keys: Sequence[BlockKey]) -> list[dict[str, int]]:
+        """Of each key, the tiers by node."""
+        request = directory_pb2.LocateRequest(keys=pack_keys(keys))
+        reply = await self._channels.call(self._stub.Locate, request, timeout_s=5.0)
+        names = [node.instance_id for node in reply.nodes]
+        return [
+            {names[n]: tier for n, tier in zip(holders.nodes, holders.tiers, strict=True)}
+            for holders in reply.holders
+        ]
+
+    async def prefixes(self, keys: Sequence[BlockKey]) -> dict[str, tuple[int, int]]:
+        """By node: blocks of the chain, and of them in memory."""
+        request = directory_pb2.MatchPrefixRequest(keys=pack_keys(keys))
+        reply = await self._channels.call(self._stub.MatchPrefix, request, timeout_s=5.0)
+        lengths = zip(reply.lengths, reply.memory_lengths, strict=True)
+        return {n.instance_id: both for n, both in zip(reply.nodes, lengths, strict=True)}
+
+    async def change(
+        self, keys: Sequence[BlockKey], num_replicas: int
+    ) -> directory_pb2.ChangeReplicaReply:
+        request = directory_pb2.ChangeReplicaRequest(
+            keys=pack_keys(keys), num_replicas=num_replicas
+        )
+        return await self._channels.call(self._stub.ChangeReplica, request, timeout_s=40.0)
+
+    async def until_in_step(self, *names: str) -> None:
+        """Exactly these nodes are known, and all they hold."""
+
+        async def as_wanted() -> bool:
+            nodes = await self.nodes()
+            described = all(node.endpoint.transfer_address for node in nodes.values())
+            return set(nodes) == set(names) and described and all(n.in_step for n in nodes.values())
+
+        await until(as_wanted)
+
+
+@contextlib.asynccontextmanager
+async def asking(port: int) -> AsyncIterator[Questions]:
+    channels = Channels(TOKEN)
+    try:
+        stub: directory_pb2_grpc.DirectoryAsyncStub = directory_pb2_grpc.DirectoryStub(
+            channels.to(f"127.0.0.1:{port}")
+        )
+        yield Questions(stub, channels)
+    finally:
+        await channels.close()
+
+
+async def until(holds: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
+    """Returns once `holds`; it is another process's state, so it can only be asked for."""
+
+    async def poll() -> None:
+        while not await holds():  # noqa: ASYNC110 - it is elsewhere
+            await asyncio.sleep(0.05)
+
+    await asyncio.wait_for(poll(), timeout_s)
+
+
+def value(number: int) -> bytes:
+    return bytes([number % 251]) * OBJECT_BYTES
+
+
+async def put_chain(node: directory_pb2.StoreNodeView, numbers: range) -> list[BlockKey]:
+    """A chain whose first block has no parent."""
+    async with connected(node.endpoint.rpc_address) as (client, transfer, store):
+        local = transfer.allocate(OBJECT_BYTES * len(numbers))
+        objects = []
+        for index, number in enumerate(numbers):
+            start = index * OBJECT_BYTES
+            local.buffer[start : start + OBJECT_BYTES] = value(number)
+            objects.append(
+                PutObject(
+                    key=key(number),
+                    parent=key(number - 1) if index else None,
+                    checksum=checksum([value(number)]),
+                    pieces=[(start, OBJECT_BYTES)],
+                )
+            )
+        result = await client.put(store, objects, local)
+        assert not result.corrupt
+    return [key(number) for number in numbers]
+
+
+async def read_chain(
+    node: directory_pb2.StoreNodeView, keys: Sequence[BlockKey], times: int = 1
+) -> bytes:
+    """Every byte of it, verified by the client."""
+    async with connected(node.endpoint.rpc_address) as (client, transfer, store):
+        local = transfer.allocate(OBJECT_BYTES * len(keys))
+        for _ in range(times):
+            lease = await client.lease(store, keys)
+            places = [[(index * OBJECT_BYTES, OBJECT_BYTES)] for index in range(len(keys))]
+            assert await client.read(lease, local, places, deadline_s=10.0) == len(keys)
+            await client.release(lease)
+        return bytes(local.buffer)
