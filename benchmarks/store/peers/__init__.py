@@ -1,0 +1,1 @@
+"""Other stores. Their modules run in an environment of their own (.venv-bench)."""

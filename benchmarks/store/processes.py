@@ -1,0 +1,181 @@
+"""Processes of one contestant: start, wait until ready, pause, end.
+
+Its rules: every process is ended by its id and never outlives the driver; every wait has a limit; a group is stopped
+(SIGSTOP) while it is not its turn, so that nobody's idle threads cost the others anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.transfer.pair import PR_SET_PDEATHSIG, ContestantError, libc
+
+READY_S = 60.0
+STOP_S = 10.0
+POLL_S = 0.01
+
+
+class Child:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process, self._log = process, log
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def require_alive(self) -> None:
+        """Raises ContestantError with its last words."""
+        if (code := self.process.poll()) is not None:
+            raise ContestantError(f"died: {self.last_words() or f'exit code {code}'}")
+
+    def last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return lines[-1][:200] if lines else ""
+
+    def stop(self, timeout_s: float) -> float:
+        """Ends it in order; the seconds that it took. Raises ContestantError."""
+        begin = time.monotonic()
+        self.process.terminate()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise ContestantError(f"did not end within {timeout_s:g} s") from None
+        return time.monotonic() - begin
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Group:
+    """Processes with a common folder for their logs; all on the same cores unless said otherwise."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        self._children: list[Child] = []
+
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        cores: set[int],
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        log = self.folder / f"{name}.log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=pass_fds,
+                env={**self._environment, **(environment or {})},
+                preexec_fn=lambda: _settle(cores),
+            )
+        self._children.append(Child(process, log))
+        return self._children[-1]
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.pause()
+
+    def close(self) -> None:
+        """In order where they let themselves be ended so."""
+        self._signal(signal.SIGCONT)
+        self._signal(signal.SIGTERM)
+        give_up_at = time.monotonic() + STOP_S
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, give_up_at - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        for child in self._children:
+            child.kill()
+        self._children = []
+
+    def _signal(self, number: signal.Signals) -> None:
+        for child in self._children:
+            child.process.send_signal(number)  # who has ended is left alone
+
+
+def start_reporting(
+    start: Callable[[Sequence[str], Sequence[int]], Child], command: Sequence[str]
+) -> tuple[Child, int]:
+    """A process whose last argument is a descriptor to report on; and where its reports are read."""
+    read_fd, write_fd = os.pipe()
+    try:
+        return start([*command, str(write_fd)], [write_fd]), read_fd
+    finally:
+        os.close(write_fd)
+
+
+def ready(child: Child, reports: int, timeout_s: float = READY_S) -> dict[str, Any]:
+    """What a process tells when it serves; closes `reports`. Raises ContestantError."""
+    give_up_at = time.monotonic() + timeout_s
+    told = b""
+    with os.fdopen(reports, "rb", buffering=0) as pipe:
+        while select.select([pipe], [], [], max(0.0, give_up_at - time.monotonic()))[0]:
+            read = pipe.read(65536)
+            if not read:
+                raise ContestantError(f"ended before it was ready: {child.last_words()}")
+            told += read
+            for line in told.splitlines():
+                if line.endswith(b"}") and "ready" in (report := json.loads(line)):
+                    facts: dict[str, Any] = report["ready"]
+                    return facts
+    raise ContestantError(f"not ready within {timeout_s:g} s")
+
+
+def until_listening(child: Child, port: int, timeout_s: float = READY_S) -> None:
+    """For servers that report nothing. Raises ContestantError."""
+    give_up_at = time.monotonic() + timeout_s
+    while time.monotonic() < give_up_at:
+        child.require_alive()
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return
+        time.sleep(POLL_S)
+    raise ContestantError(f"does not listen within {timeout_s:g} s")
+
+
+def free_port() -> int:
+    """Another process may take it first; then the server does not start, and is started again."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def python(module: str, *arguments: str, interpreter: Path = Path(sys.executable)) -> list[str]:
+    return [str(interpreter), "-m", module, *arguments]
+
+
+def all_cores() -> set[int]:
+    return set(os.sched_getaffinity(0))
+
+
+def _settle(cores: set[int]) -> None:
+    os.sched_setaffinity(0, cores)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,114 @@
+"""The tables, as Markdown: one per part, and the list of bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.measure import table
+from benchmarks.store.bars import Bar
+from benchmarks.store.workload import OPS
+
+VERDICTS = {None: "", True: "met", False: "**missed**"}
+
+
+def speed_report(speed: Mapping[str, Any]) -> str:
+    """GB/s and values/s, put / get."""
+    sizes: list[str] = speed["sizes"]
+    rows = [_speed_row(name, result, sizes) for name, result in speed["results"].items()]
+    values = [_values_row(name, result, sizes) for name, result in speed["results"].items()]
+    headers = ["GB/s, put / get", *sizes, "exists p50 / p99 µs"]
+    lines = [table(headers, rows), "", table(["values/s, put / get", *sizes, "exists/s"], values)]
+    lines += ["", f"Placement: {speed['placement']}; medians of {speed['rounds']} rounds."]
+    lines += [f"Other processes used {speed['others_cores']:.2f} cores meanwhile."]
+    for name, result in speed["results"].items():
+        absent = {"in the end": result["absent"]} if result["absent"] else {}
+        lines += [f"- {name}, {at}: {why}" for at, why in (result["errors"] | absent).items()]
+    return "\n".join(lines)
+
+
+def _speed_row(name: str, result: Mapping[str, Any], sizes: Sequence[str]) -> list[str]:
+    exists = result["exists"]
+    latency = f"{exists['p50_us']:.0f} / {exists['p99_us']:.0f}" if exists else "–"
+    return [name, *(_both(result["cells"][size], "gb_s", ".2f") for size in sizes), latency]
+
+
+def _values_row(name: str, result: Mapping[str, Any], sizes: Sequence[str]) -> list[str]:
+    exists = result["exists"]
+    rate = f"{exists['values_s']:,.0f}" if exists else "–"
+    return [name, *(_both(result["cells"][size], "values_s", ",.0f") for size in sizes), rate]
+
+
+def _both(cell: Mapping[str, Any], figure: str, form: str) -> str:
+    return " / ".join(format(cell[op][figure], form) if cell.get(op) else "–" for op in OPS)
+
+
+def restart_report(restart: Mapping[str, Any]) -> str:
+    hits = restart["replay"]
+    rows = [
+        ["on disk before, GiB", f"{restart['gib']:.1f} of {restart['num_values']:,} values"],
+        ["put, GB/s", f"{restart['put_gb_s']:.2f}"],
+        ["stopping, with what was only in memory, s", f"{restart['stop_s']:.1f}"],
+        ["start to serving, s", f"{restart['serving_s']:.2f}"],
+        ["start to the first hit, s", f"{restart['first_hit_s']:.2f}"],
+        ["start to the full index, s", f"{restart['full_index_s']:.2f}"],
+        ["values found / read again / wrong", _found(restart)],
+        [f"hit rate of {hits['trace']} before", f"{hits['before']:.4f}"],
+        ["… as soon as it served", f"{hits['at_once']:.4f}"],
+        ["… after the full index", f"{hits['after']:.4f}"],
+    ]
+    return table(("restart", ""), rows)
+
+
+def _found(restart: Mapping[str, Any]) -> str:
+    found, of = restart["num_found"], restart["num_values"]
+    return f"{found:,} of {of:,} / {restart['num_read']:,} / {restart['num_wrong']}"
+
+
+def blocks_report(points: Sequence[Mapping[str, Any]]) -> str:
+    columns = (
+        ("resident bytes/block", "resident_bytes", ".0f"),
+        ("metadata bytes/block", "metadata_bytes", ".0f"),
+        ("put µs/block", "put_us", ".1f"),
+        ("lease + release of 16, µs", "lease_us", ".0f"),
+        ("look-ups/s one by one", "find_s", ",.0f"),
+        ("in batches of 64", "find_batch_s", ",.0f"),
+    )
+    rows = [
+        [f"{p['blocks']:,}", p["policy"], *_values(p, [(key, form) for _, key, form in columns])]
+        for p in points
+    ]
+    return table(("blocks of one node", "policy", *(title for title, _, _ in columns)), rows)
+
+
+def nodes_report(points: Sequence[Mapping[str, Any]]) -> str:
+    columns = (
+        ("put/s", "put_s", ",.0f"),
+        ("get/s", "get_s", ",.0f"),
+        ("exists/s", "exists_s", ",.0f"),
+        ("exists p50 µs", "exists_p50_us", ".0f"),
+        ("cold connect ms", "connect_ms", ".0f"),
+        ("first get ms", "first_get_ms", ".1f"),
+        ("directory bytes/key", "directory_bytes_per_key", ".0f"),
+        ("directory resident MiB", "directory_resident_mib", ".0f"),
+    )
+    rows = [
+        [str(p["nodes"]), *_values(p, [(key, form) for _, key, form in columns])] for p in points
+    ]
+    return table(("nodes", *(title for title, _, _ in columns)), rows)
+
+
+def _values(point: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> list[str]:
+    if "failed" in point:
+        return [str(point["failed"]), *[""] * (len(columns) - 1)]
+    return [format(point[key], form) for key, form in columns]
+
+
+def bars_report(bars: Sequence[Bar]) -> str:
+    rows = [[each["claim"], _reached(each), each["bar"], VERDICTS[each["met"]]] for each in bars]
+    missed = sum(each["met"] is False for each in bars)
+    return "\n".join([table(("bar", "reached", "asked", ""), rows), "", f"Bars missed: {missed}"])
+
+
+def _reached(each: Bar) -> str:
+    return "–" if each["measured"] is None else f"{each['measured']:.3g}"

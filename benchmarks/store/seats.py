@@ -1,0 +1,218 @@
+"""The order of the speed part: everything verified once, then rounds in which all stores take turns at each load.
+
+Neighbours in time are compared with each other, so that noise hits all alike. A store that fails is a row that says
+why, never the end of the run. Owns the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.store.contestants import Contestant
+from benchmarks.store.processes import Child, Group, python
+from benchmarks.store.servers import PEERS
+from benchmarks.store.workload import Load, as_json, describe
+from benchmarks.transfer.pair import ContestantError, Placement
+from benchmarks.transfer.side import Control
+
+START_S = 90.0
+ANSWER_S = 30.0
+STARTS = 4
+"""A store that had to be killed is started again, so often in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    load: Load
+    calls: int
+    seconds: float
+    p50_us: float
+    p99_us: float
+
+    @property
+    def gb_s(self) -> float:
+        return self.calls * self.load.call_bytes / self.seconds / 1e9
+
+    @property
+    def values_s(self) -> float:
+        return self.calls * self.load.batch / self.seconds
+
+
+@dataclass(slots=True, eq=False)
+class Result:
+    contestant: Contestant
+    samples: dict[tuple[Load, str], list[Sample]] = field(default_factory=dict)
+    """By load and mode, one sample per round."""
+    errors: dict[Load, str] = field(default_factory=dict)
+    absent: str | None = None
+    """Why it does not take part (any more)."""
+
+
+class Running:
+    """A store's servers and its client, connected and paused. Raises ContestantError from every method."""
+
+    def __init__(self, contestant: Contestant, folder: Path, placement: Placement) -> None:
+        self._group = Group(folder, contestant.environment)
+        try:
+            cores = placement.cores("target")
+            facts = contestant.servers(self._group, cores, contestant.options)
+            self._child, self._control = _client(contestant, self._group, facts, placement)
+            self._answer(START_S)
+        except BaseException:
+            self._group.kill()
+            raise
+        self._group.pause()
+
+    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+        with self._group.turn():
+            return self._ask(do, ANSWER_S, **arguments)
+
+    def close(self) -> None:
+        """In peace, so that what the processes made ends with them."""
+        with contextlib.suppress(ContestantError), self._group.turn():
+            self._ask("close", ANSWER_S)
+        self._group.close()
+
+    def kill(self) -> None:
+        self._group.kill()
+
+    def _ask(self, do: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        with contextlib.suppress(OSError):  # who has died does not answer either
+            self._control.send({"do": do, **arguments})
+        return self._answer(timeout_s)
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        try:
+            if not self._control.pending(timeout_s):
+                raise ContestantError(f"no answer within {timeout_s:g} s")
+            answer = self._control.receive()
+        except (EOFError, ConnectionError):
+            raise ContestantError(f"died: {self._child.last_words()}") from None
+        if "error" in answer:
+            raise ContestantError(answer["error"])
+        return answer
+
+
+def _client(
+    contestant: Contestant, group: Group, facts: dict[str, Any], placement: Placement
+) -> tuple[Child, Control]:
+    interpreter = PEERS / "python" if contestant.in_peers_environment else Path(sys.executable)
+    ours, theirs = socket.socketpair()
+    arguments = [contestant.client, json.dumps(facts), json.dumps(contestant.options)]
+    with theirs:
+        fd = theirs.fileno()
+        command = python("benchmarks.store.side", *arguments, str(fd), interpreter=interpreter)
+        cores = placement.cores("initiator")
+        return group.start("client", command, cores=cores, pass_fds=[fd]), Control(ours)
+
+
+class Seat:
+    """One store's place in the run: its processes, as long as they live, and its results."""
+
+    def __init__(self, contestant: Contestant, folder: Path, placement: Placement) -> None:
+        self.result = Result(contestant)
+        self.modes: dict[Load, Sequence[str]] = {}
+        self._folder = folder / contestant.name.replace(" ", "-")
+        self._placement = placement
+        self._running: Running | None = None
+        self._starts_left = STARTS
+        if contestant.in_peers_environment and not (PEERS / "python").exists():
+            self.result.absent = "not installed"
+
+    def takes_part(self, load: Load) -> bool:
+        result = self.result
+        return result.contestant.can(load) and result.absent is None and load not in result.errors
+
+    def call(self, do: str, load: Load, **arguments: Any) -> dict[str, Any] | None:
+        """None when it failed: the reason is in the result, and the load is not tried again."""
+        try:
+            running = self._started()
+        except ContestantError as error:
+            self.result.absent = f"failed: {error}"
+            return None
+        try:
+            return running.call(do, load=as_json(load), **arguments)
+        except ContestantError as error:
+            self.failed(load, str(error))
+            return None
+
+    def failed(self, load: Load, why: str) -> None:
+        self.result.errors[load] = why
+        print(f"  {self.result.contestant.name}, {describe(load)}: {why}", file=sys.stderr)
+        if self._running is not None:
+            self._running.kill()  # who knows what state it is in
+            self._running = None
+
+    def _started(self) -> Running:
+        if self._running is None:
+            if not self._starts_left:
+                raise ContestantError("had to be killed too often")
+            self._starts_left -= 1
+            self._running = Running(self.result.contestant, self._folder, self._placement)
+        return self._running
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.close()
+
+
+@contextlib.contextmanager
+def seated(
+    contestants: Sequence[Contestant], folder: Path, placement: Placement
+) -> Iterator[list[Seat]]:
+    seats = [Seat(contestant, folder, placement) for contestant in contestants]
+    try:
+        yield seats
+    finally:
+        for seat in seats:
+            seat.close()
+
+
+def verify(seats: Sequence[Seat], loads: Sequence[Load]) -> None:
+    """Learns each store's modes for each load, then compares what they move, byte for byte."""
+    for load in loads:
+        _progress(f"verify {describe(load)}")
+        for seat in seats:
+            if seat.takes_part(load):
+                seat.modes[load] = (seat.call("modes", load) or {"modes": ()})["modes"]
+                for mode in seat.modes[load]:
+                    _verify_one(seat, load, mode)
+
+
+def _verify_one(seat: Seat, load: Load, mode: str) -> None:
+    if not seat.takes_part(load):
+        return
+    answer = seat.call("verify", load, mode=mode)
+    if answer and answer["differing"]:
+        seat.failed(load, f"{answer['differing']} values are not what was put")
+
+
+def measure(seats: Sequence[Seat], loads: Sequence[Load], *, rounds: int, min_s: float) -> None:
+    for number in range(rounds):
+        begin = time.monotonic()
+        shift = number % len(seats)
+        for load in loads:
+            for seat in (*seats[shift:], *seats[:shift]):  # nobody always comes after the same one
+                for mode in seat.modes.get(load, ()):
+                    _measure_one(seat, load, mode, min_s)
+        _progress(f"round {number + 1} of {rounds}: {time.monotonic() - begin:.0f} s")
+
+
+def _measure_one(seat: Seat, load: Load, mode: str, min_s: float) -> None:
+    if not seat.takes_part(load):
+        return
+    answer = seat.call("run", load, mode=mode, min_s=min_s)
+    if answer is not None:
+        seat.result.samples.setdefault((load, mode), []).append(Sample(load, **answer))
+
+
+def _progress(text: str) -> None:
+    print(f"· {text}", file=sys.stderr, flush=True)

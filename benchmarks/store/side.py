@@ -1,0 +1,82 @@
+"""The inside of a client's process: does what the driver says, one message at a time. Knows no store."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import socket
+import traceback
+from typing import Any
+
+from benchmarks.store import workload
+from benchmarks.store.client import Client, Work, stock
+from benchmarks.store.workload import Load
+from benchmarks.transfer.side import Control
+
+
+class Side:
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        workload.fill(client.pool)
+        self._stocked: set[int] = set()
+        self._works: dict[tuple[Load, str], Work] = {}
+
+    def do(self, do: str, **arguments: Any) -> dict[str, Any]:
+        load = Load(**arguments["load"])
+        if do == "modes":
+            return {"modes": list(self._client.modes(load))}
+        work = self._work(load, arguments["mode"])
+        if do == "verify":
+            return {"differing": work.verify()}
+        return work.run(arguments["min_s"])
+
+    def _work(self, load: Load, mode: str) -> Work:
+        if load.value_bytes not in self._stocked:
+            stock(self._client, load)
+            self._stocked.add(load.value_bytes)
+        if (load, mode) not in self._works:
+            self._works[load, mode] = Work(self._client, load, mode)
+        return self._works[load, mode]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", help="module:Class")
+    parser.add_argument("facts", type=json.loads)
+    parser.add_argument("options", type=json.loads)
+    parser.add_argument("control", type=int)
+    arguments = parser.parse_args()
+    control = Control(socket.socket(fileno=arguments.control))
+    try:
+        module, _, name = arguments.kind.partition(":")
+        client: Client = getattr(importlib.import_module(module), name)(
+            arguments.facts, arguments.options
+        )
+        side = Side(client)
+        control.send({})
+        _obey(control, side)
+        client.close()
+        control.send({})
+    except EOFError:
+        return
+    except Exception as error:
+        _fail(control, error)
+
+
+def _obey(control: Control, side: Side) -> None:
+    """Until told to close."""
+    while (message := control.receive())["do"] != "close":
+        try:
+            control.send(side.do(**message))
+        except Exception as error:
+            _fail(control, error)
+
+
+def _fail(control: Control, error: BaseException) -> None:
+    traceback.print_exc()
+    control.send({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main()

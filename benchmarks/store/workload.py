@@ -1,0 +1,114 @@
+"""What every store is asked to do: which values, in which calls, from and into which memory, and how that is verified.
+
+Its rule: all stores touch memory in the same pattern. The client's pool has two halves, each several times larger than
+the last-level cache: values are put from random places of the first and got into random places of the second.
+Knows no store. Needs numpy only: it runs in the peers' environment too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.transfer.workload import KIB, MIB, Bytes, pattern
+
+HALF_BYTES = 128 * MIB
+POOL_BYTES = 2 * HALF_BYTES
+BATCH = 32
+MAX_BATCH_BYTES = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Calls of one kind: `op` ("put", "get" or "exists") on `batch` values of `value_bytes` each."""
+
+    op: str
+    value_bytes: int
+    batch: int = 1
+
+    @property
+    def call_bytes(self) -> int:
+        return self.value_bytes * self.batch
+
+    @property
+    def num_values(self) -> int:
+        """So many values fill half of the pool."""
+        return HALF_BYTES // self.value_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One call: these values, at these offsets of the pool."""
+
+    keys: tuple[str, ...]
+    offsets: tuple[int, ...]
+    length: int
+    """Of each value."""
+
+
+SIZES: dict[str, tuple[int, int]] = {
+    "64 KiB": (64 * KIB, 1),
+    "32×64 KiB": (64 * KIB, BATCH),
+    "1 MiB": (MIB, 1),
+    "16×1 MiB": (MIB, MAX_BATCH_BYTES // MIB),
+    "16 MiB": (16 * MIB, 1),
+}
+"""Bytes per value and values per call by the name in the table."""
+OPS = ("put", "get")
+EXISTS = Load("exists", 64 * KIB)
+
+
+def loads(sizes: Sequence[str]) -> list[Load]:
+    return [Load(op, *SIZES[size]) for size in sizes for op in OPS] + [EXISTS]
+
+
+def describe(load: Load) -> str:
+    times = f"{load.batch}×" if load.batch > 1 else ""
+    return f"{load.op} {times}{load.value_bytes >> 10} KiB"
+
+
+def source_batches(load: Load, kind: str) -> list[Batch]:
+    """All values of the pool's first half once; `kind` is a part of their keys."""
+    return list(_batches(load, kind, base=0, seed=1))
+
+
+def landing_batches(load: Load, kind: str) -> list[Batch]:
+    """The same values in another order, into places of the second half."""
+    return list(_batches(load, kind, base=HALF_BYTES, seed=2))
+
+
+def _batches(load: Load, kind: str, *, base: int, seed: int) -> Iterator[Batch]:
+    values = np.random.default_rng(seed).permutation(load.num_values).tolist()
+    places = np.random.default_rng(seed + 2).permutation(load.num_values).tolist()
+    if not base:
+        places = values  # a value's bytes are what lies in its place of the source
+    for at in range(0, load.num_values, load.batch):
+        yield Batch(
+            tuple(f"{kind}-{load.value_bytes}-{value}" for value in values[at : at + load.batch]),
+            tuple(base + place * load.value_bytes for place in places[at : at + load.batch]),
+            load.value_bytes,
+        )
+
+
+def fill(pool: Bytes) -> None:
+    """Sources get their content, landings none."""
+    pool[:HALF_BYTES] = pattern()[:HALF_BYTES]
+    pool[HALF_BYTES:] = 0
+
+
+def num_differing(pool: Bytes, batches: Sequence[Batch]) -> int:
+    """How many of these landed values are not what was put, byte for byte."""
+    wrong = 0
+    for batch in batches:
+        for key, offset in zip(batch.keys, batch.offsets, strict=True):
+            source = int(key.rpartition("-")[2]) * batch.length
+            landed = pool[offset : offset + batch.length]
+            wrong += not np.array_equal(landed, pool[source : source + batch.length])
+    return wrong
+
+
+def as_json(load: Load) -> dict[str, Any]:
+    return asdict(load)
