@@ -171,6 +171,15 @@ class BlockClient:
         reply = await self._channels.call(stub.Exists, request, timeout_s=timeout_s)
         return list(reply.present)
 
+    async def prefetch(
+        self, store: Endpoint, keys: Sequence[BlockKey], *, timeout_s: float = 2.0
+    ) -> int:
+        """Has the node bring the leading run of these keys from disk to memory; gives how many are on their way."""
+        request = kvstore_pb2.StorePrefetchRequest(keys=keys)
+        stub = self._stub(store.rpc_address)
+        reply = await self._channels.call(stub.Prefetch, request, timeout_s=timeout_s)
+        return reply.num_loading
+
     async def remove(
         self,
         store: Endpoint,

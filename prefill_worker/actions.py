@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from engine.batch import Slice
 from prefill_worker.events import Landing
+from prefill_worker.load_or_compute import LoadChoice
 from protocol.errors import MoonserveError
 from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
 from protocol.keys import BlockKey
@@ -44,6 +45,22 @@ class ReleaseLanding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchPart:
+    """Blocks that one store may hold on disk."""
+
+    store: Endpoint
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchPrefix:
+    """Ask stores to bring to memory what a waiting request will read. Not answered."""
+
+    request_id: RequestId
+    parts: tuple[PrefetchPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixPart:
     """Blocks to read from one store."""
 
@@ -58,6 +75,15 @@ class LoadPrefix:
 
     request_id: RequestId
     parts: tuple[PrefixPart, ...]
+    choice: LoadChoice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkipPrefix:
+    """For the record: all that could be read is computed. Not answered."""
+
+    request_id: RequestId
+    choice: LoadChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +168,9 @@ Action = (
     ReserveLanding
     | WithdrawReservation
     | ReleaseLanding
+    | PrefetchPrefix
     | LoadPrefix
+    | SkipPrefix
     | SendBlocks
     | RunStep
     | SendFirstToken

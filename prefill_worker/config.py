@@ -34,6 +34,11 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
     )
     max_put_blocks: int = option(64, help="blocks on their way to the home store at once")
     max_pending_puts: int = option(4096, help="blocks waiting for that; more are dropped")
+    max_prefetch_blocks: int | None = option(
+        None,
+        help="blocks of waiting requests that stores are asked to fetch from disk ahead of time; "
+        "half of what the worker's own KV memory holds when not given, 0 = none",
+    )
     landing_ttl_s: float = option(30.0, help="life of a landing lease between renewals, seconds")
     fault_corrupt_writes: int = option(0, help="corrupt this many KV writes, for fault tests")
     fault_drop_connections: int = option(
@@ -47,6 +52,8 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
             self, "max_num_batched_tokens", "prepare_ahead", "max_put_blocks", "max_pending_puts"
         )
         self.transfer_patience()
+        if self.max_prefetch_blocks is not None and self.max_prefetch_blocks < 0:
+            raise ConfigError("--max-prefetch-blocks must not be negative")
         if self.landing_ttl_s <= 0:
             raise ConfigError("--landing-ttl-s must be above 0")
         if self.home_store is not None and self.conductor is None:
@@ -66,6 +73,7 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
         )
         return Limits(
             block_size=self.block_size,
+            block_bytes=plan.layout.block_bytes,
             num_blocks=plan.num_blocks,
             max_model_len=plan.max_model_len,
             max_num_batched_tokens=max_chunk,
@@ -73,6 +81,12 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
             lookahead=self.prepare_ahead,
             max_put_blocks=self.max_put_blocks,
             max_pending_puts=self.max_pending_puts,
+            max_prefetch_blocks=self._prefetch_limit(plan),
             policy=self.scheduling_policy,
             enable_prefix_caching=self.enable_prefix_caching,
         )
+
+    def _prefetch_limit(self, plan: PoolPlan) -> int:
+        # Half: a store serves several workers, and its memory is often not much larger than theirs.
+        wish = self.max_prefetch_blocks
+        return plan.num_blocks // 2 if wish is None else wish

@@ -82,11 +82,22 @@ class LandingLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartRead:
+    """How the reading of one part of a prefix went."""
+
+    store: Endpoint
+    num_bytes: int  # that arrived, or, when it failed, that were wanted
+    seconds: float
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLoaded:
     """Answer to LoadPrefix: this many leading blocks arrived and matched these checksums of the store."""
 
     request_id: RequestId
     checksums: tuple[int, ...]
+    reads: tuple[PartRead, ...] = ()  # of the leading parts, as far as they were tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +106,7 @@ class PrefixLoadFailed:
 
     request_id: RequestId
     error: MoonserveError
+    reads: tuple[PartRead, ...] = ()  # of the leading parts, as far as they were tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

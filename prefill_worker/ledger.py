@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from engine.block_pool import BlockPool
 from prefill_worker.actions import Action, Fail, PutItem, ReleaseLanding, WithdrawReservation
 from prefill_worker.events import Submitted
+from prefill_worker.load_or_compute import PrefillProfile, PrefixLoads
+from prefill_worker.prefetch import Prefetches
 from prefill_worker.puts import WriteBehind
 from prefill_worker.queue import RequestQueue
 from prefill_worker.sequence import ENDED, Phase, Sequence
@@ -27,6 +29,7 @@ class Limits:
     """What a prefill worker may hold and do at once."""
 
     block_size: int
+    block_bytes: int
     num_blocks: int
     max_model_len: int
     max_num_batched_tokens: int
@@ -34,6 +37,7 @@ class Limits:
     lookahead: int = 4  # requests prepared ahead of the step under way, at least
     max_put_blocks: int = 64
     max_pending_puts: int = 4096
+    max_prefetch_blocks: int = 64
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
 
@@ -49,6 +53,7 @@ class Ledger:
         self,
         limits: Limits,
         *,
+        profile: PrefillProfile,
         home_store: str | None,
         on_added: Callable[[BlockKey, BlockKey], None],
         on_removed: Callable[[BlockKey], None],
@@ -69,6 +74,15 @@ class Ledger:
             max_in_flight=limits.max_put_blocks,
             max_pending=limits.max_pending_puts,
         )
+        self.loads = PrefixLoads(
+            profile, block_bytes=limits.block_bytes, block_size=limits.block_size
+        )
+        self.prefetches = Prefetches(
+            self.pool,
+            self.counters,
+            block_size=limits.block_size,
+            max_blocks=limits.max_prefetch_blocks,
+        )
         self.sequences: dict[RequestId, Sequence] = {}
         self.queue = RequestQueue()  # those that are QUEUED
         self.admitted: dict[RequestId, Sequence] = {}  # all others
@@ -77,6 +91,20 @@ class Ledger:
         self.successors: dict[RequestId, Submitted] = {}
         self.returned: list[Submitted] = []  # successors whose turn has come
         self.out: list[Action] = []
+
+    # -- the queue
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """The sequence is QUEUED."""
+        self.sequences[sequence.request_id] = sequence
+        self.queue.push(sequence)
+        self.prefetches.waits(sequence)
+
+    def dequeue(self, sequence: Sequence) -> None:
+        """The sequence is about to be anything else."""
+        self.queue.remove(sequence)
+        self.prefetches.leaves(sequence)
+        self.admitted[sequence.request_id] = sequence
 
     # -- blocks
 
@@ -124,8 +152,7 @@ class Ledger:
     def end(self, sequence: Sequence, now: float) -> None:
         """The sequence is over for its client."""
         if sequence.phase is Phase.QUEUED:
-            self.queue.remove(sequence)
-            self.admitted[sequence.request_id] = sequence
+            self.dequeue(sequence)
         sequence.enter(Phase.CLOSING, now)
         if sequence.is_reserving:
             self.out.append(WithdrawReservation(request_id=sequence.request_id))

@@ -7,7 +7,13 @@ prepared holds blocks here and on the decode worker.
 from __future__ import annotations
 
 from prefill_worker import events as ev
-from prefill_worker.actions import LoadPrefix, PrefixPart, ReserveLanding, SendBlocks
+from prefill_worker.actions import (
+    LoadPrefix,
+    PrefixPart,
+    ReserveLanding,
+    SendBlocks,
+    SkipPrefix,
+)
 from prefill_worker.ledger import Ledger, as_retryable
 from prefill_worker.sequence import ENDED, PREPARED, Phase, Sequence
 from protocol.errors import PeerError
@@ -30,8 +36,7 @@ class Preparation:
             sequence = ledger.queue.head()
             if sequence is None or not self._take_blocks(sequence):
                 return
-            ledger.queue.remove(sequence)
-            ledger.admitted[sequence.request_id] = sequence
+            ledger.dequeue(sequence)
             self._prepare(sequence, now)
             num_ahead, tokens_ahead = num_ahead + 1, tokens_ahead + sequence.num_left
 
@@ -50,15 +55,45 @@ class Preparation:
 
     def _prepare(self, sequence: Sequence, now: float) -> None:
         sequence.admitted_at = now
-        parts = prefix_parts(sequence, self._ledger.limits.block_size)
         if sequence.needs_landing:
             sequence.is_reserving = True
             sequence.enter(Phase.RESERVING, now)
             self._ledger.out.append(_reservation(sequence, now))
+        parts = prefix_parts(sequence, self._ledger.limits.block_size)
         if parts:
-            sequence.is_loading = True
-            self._ledger.out.append(LoadPrefix(request_id=sequence.request_id, parts=parts))
+            self._load_or_compute(sequence, parts, now)
         self._proceed(sequence, now)
+
+    def _load_or_compute(
+        self, sequence: Sequence, parts: tuple[PrefixPart, ...], now: float
+    ) -> None:
+        ledger, request_id = self._ledger, sequence.request_id
+        choice = ledger.loads.choose(
+            [(part.store, len(part.keys)) for part in parts],
+            reader_host=sequence.placement.prefill.host,
+            num_tokens=sequence.num_tokens,
+            num_cached=sequence.num_computed,
+            busy_s=self._busy_s(sequence),
+            now=now,
+        )
+        sequence.load_choice = choice
+        ledger.counters["loads_skipped"] += choice.num_skipped
+        if choice.num_parts == 0:
+            ledger.out.append(SkipPrefix(request_id=request_id, choice=choice))
+            return
+        chosen = parts[: choice.num_parts]
+        sequence.is_loading = True
+        sequence.num_loading = sum(len(part.keys) for part in chosen) * ledger.limits.block_size
+        ledger.out.append(LoadPrefix(request_id=request_id, parts=chosen, choice=choice))
+
+    def _busy_s(self, sequence: Sequence) -> float:
+        """How long the engine computes what comes before this sequence; what loads counts as loaded."""
+        profile = self._ledger.loads.profile
+        return sum(
+            profile.seconds(s.num_tokens, s.num_computed + s.num_loading)
+            for s in self._ledger.admitted.values()
+            if s.rank < sequence.rank and s.phase not in ENDED and s.num_left
+        )
 
     def _proceed(self, sequence: Sequence, now: float) -> None:
         """Moves a sequence on when what it waited for has come."""
@@ -110,14 +145,17 @@ class Preparation:
         sequence.num_computed += len(event.checksums) * block_size
         sequence.num_cached = sequence.num_computed
         self._ledger.counters["store_hit_blocks"] += len(event.checksums)
-        self._load_ended(sequence, now)
+        self._load_ended(sequence, event.reads, now)
 
     def prefix_load_failed(self, event: ev.PrefixLoadFailed, now: float) -> None:
         self._ledger.counters["prefix_load_failures"] += 1
-        self._load_ended(self._ledger.admitted[event.request_id], now)
+        self._load_ended(self._ledger.admitted[event.request_id], event.reads, now)
 
-    def _load_ended(self, sequence: Sequence, now: float) -> None:
-        sequence.is_loading = False
+    def _load_ended(self, sequence: Sequence, reads: tuple[ev.PartRead, ...], now: float) -> None:
+        assert sequence.load_choice is not None, "what is loaded was chosen"
+        host = sequence.placement.prefill.host
+        self._ledger.loads.ended(reads, sequence.load_choice, host, now)
+        sequence.is_loading, sequence.num_loading = False, 0
         if sequence.phase is not Phase.RESERVING:
             self._proceed(sequence, now)
 
@@ -135,16 +173,13 @@ def _reservation(sequence: Sequence, now: float) -> ReserveLanding:
 
 def prefix_parts(sequence: Sequence, block_size: int) -> tuple[PrefixPart, ...]:
     """What the placement's sources hold of the prefix beyond `num_computed`, without a gap."""
-    usable = sequence.usable_keys(block_size)
-    position = sequence.num_computed // block_size
-    parts: list[PrefixPart] = []
-    for source in sorted(sequence.placement.prefix_sources, key=lambda s: s.first_block):
-        end = min(source.first_block + source.num_blocks, len(usable))
-        if source.first_block <= position < end:
-            blocks = tuple(sequence.block_table[position:end])
-            parts.append(PrefixPart(store=source.store, keys=usable[position:end], blocks=blocks))
-            position = end
-    return tuple(parts)
+    keys, table = sequence.request.block_keys, sequence.block_table
+    return tuple(
+        PrefixPart(store=store, keys=keys[start:end], blocks=tuple(table[start:end]))
+        for store, start, end in sequence.source_runs(
+            sequence.num_computed // block_size, block_size
+        )
+    )
 
 
 def send_computed(ledger: Ledger, sequence: Sequence) -> None:

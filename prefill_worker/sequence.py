@@ -12,9 +12,10 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from prefill_worker.events import Landing
+from prefill_worker.load_or_compute import LoadChoice
 from protocol.ids import BlockId, LeaseId, RequestId
 from protocol.keys import BlockKey
-from protocol.request import Placement, Request, Token
+from protocol.request import Endpoint, Placement, Request, Token
 
 
 class Phase(StrEnum):
@@ -71,6 +72,7 @@ class Sequence:
     num_computed: int = 0  # leading tokens whose KV lies in the blocks
     num_cached: int = 0  # of them, those that were not computed for this request
     num_sent: int = 0  # leading tokens that the target has or that are on their way
+    load_choice: LoadChoice | None = None  # where stores were said to hold some of its prefix
     checksums: dict[int, int] = field(default_factory=dict)  # by index of complete blocks
     landing: Landing | None = None  # from LandingGranted until released or handed off
     handed_off: bool = False
@@ -80,6 +82,7 @@ class Sequence:
     # Operations under way; its blocks stay held while there are any.
     is_reserving: bool = False
     is_loading: bool = False
+    num_loading: int = 0  # tokens beyond num_computed that the load will bring
     computing_to: int | None = None  # end of its slice in the step under way
     is_committing: bool = False
     num_sends: int = 0
@@ -138,6 +141,17 @@ class Sequence:
         """Keys of the blocks that need not be computed: the last token's logits always must be."""
         return self.request.block_keys[: (self.num_tokens - 1) // block_size]
 
+    def source_runs(self, first: int, block_size: int) -> list[tuple[Endpoint, int, int]]:
+        """(store, start, end) of what the sources hold of the usable blocks from `first` on, without a gap."""
+        num_usable = len(self.usable_keys(block_size))
+        runs: list[tuple[Endpoint, int, int]] = []
+        for source in sorted(self.placement.prefix_sources, key=lambda s: s.first_block):
+            end = min(source.first_block + source.num_blocks, num_usable)
+            if source.first_block <= first < end:
+                runs.append((source.store, first, end))
+                first = end
+        return runs
+
     def parent_key(self, index: int) -> BlockKey | None:
         """Key of the block before `index`; None for the first."""
         return self.request.block_keys[index - 1] if index else None
@@ -156,6 +170,7 @@ class Sequence:
         assert self.num_computed <= self.num_tokens
         assert self.is_reserving == (self.phase is Phase.RESERVING)
         assert self.is_loading <= (self.phase in (Phase.RESERVING, Phase.LOADING))
+        assert self.is_loading == (self.num_loading > 0)
         assert self.is_committing == (self.phase is Phase.COMMITTING)
         if self.phase in (Phase.SENDING, Phase.COMMITTING):
             assert self.num_left == 0, f"{self.request_id} left RUNNING too early"

@@ -20,7 +20,7 @@ from prefill_worker.landing import KvMemory, Route, StepWriter, block_runs
 from prefill_worker.landing_client import LandingClient, lost
 from prefill_worker.sending import Sender
 from prefill_worker.state import PrefillState
-from prefill_worker.stores import load_prefix, put_blocks
+from prefill_worker.stores import load_prefix, prefetch, put_blocks
 from prefill_worker.tasks import Operations
 from protocol.errors import Cancelled, MoonserveError, PeerError
 from protocol.ids import GatewayId, LeaseId, RequestId
@@ -85,6 +85,8 @@ class PrefillService:
             act.ReserveLanding: self._start_reserve,
             act.WithdrawReservation: lambda action: self._withdraw(action.request_id),
             act.ReleaseLanding: lambda action: start(self._release(action)),
+            act.PrefetchPrefix: lambda action: start(prefetch(stores, action)),
+            act.SkipPrefix: _log_skipped,
             act.LoadPrefix: lambda action: start(load_prefix(stores, memory, action, patience)),
             act.SendBlocks: lambda action: start(self._send_blocks(action)),
             act.RunStep: lambda action: start(self._run_step(action)),
@@ -266,6 +268,10 @@ class PrefillService:
 
     def _send_failure(self, action: act.Fail) -> None:
         self.streams.send(action.gateway_id, failures=[(action.request_id, action.error)])
+
+
+def _log_skipped(action: act.SkipPrefix) -> None:
+    log.debug("prefix of %s is computed: %s", action.request_id, action.choice)
 
 
 async def _writes(request_id: RequestId, sent: Callable[[], Awaitable[None]]) -> ev.Event:

@@ -8,7 +8,8 @@ blocks are released only when no operation under way uses them; every sequence e
 failure that its gateway is told. No clock, no I/O, no tensors; `now` is in monotonic seconds.
 
 This file owns arrival, cancellation and deadlines; `preparation`, `steps` and `handoffs` own the phases, `puts` the
-write-behind to the store, and `ledger` what all of them share.
+write-behind to the store, `prefetch` what stores are asked for ahead of time, `load_or_compute` whether a stored prefix
+is worth reading, and `ledger` what all of them share.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from prefill_worker import events as ev
 from prefill_worker.actions import Action
 from prefill_worker.handoffs import Handoffs, out_of_time
 from prefill_worker.ledger import Ledger, Limits
+from prefill_worker.load_or_compute import PrefillProfile, PrefixLoads
 from prefill_worker.preparation import Preparation
 from prefill_worker.sequence import ENDED, PREPARED, Phase, Sequence
 from prefill_worker.steps import Steps
@@ -39,12 +41,17 @@ class PrefillState:
         limits: Limits,
         *,
         lease_prefix: str,
+        profile: PrefillProfile,
         home_store: str | None,
         on_added: Callable[[BlockKey, BlockKey], None],
         on_removed: Callable[[BlockKey], None],
     ) -> None:
         self._ledger = Ledger(
-            limits, home_store=home_store, on_added=on_added, on_removed=on_removed
+            limits,
+            profile=profile,
+            home_store=home_store,
+            on_added=on_added,
+            on_removed=on_removed,
         )
         self._preparation = Preparation(self._ledger)
         self._handoffs = Handoffs(self._ledger)
@@ -89,6 +96,7 @@ class PrefillState:
         while ledger.returned:
             self._submitted(ledger.returned.pop(), now)
         self._preparation.admit(now)
+        ledger.out += ledger.prefetches.start()
         self._steps.run(now)
         put = ledger.puts.start()
         if put is not None:
@@ -100,6 +108,11 @@ class PrefillState:
     @property
     def counters(self) -> Counter[str]:
         return self._ledger.counters
+
+    @property
+    def prefix_loads(self) -> PrefixLoads:
+        """For metrics."""
+        return self._ledger.loads
 
     @property
     def is_idle(self) -> bool:
@@ -191,8 +204,7 @@ class PrefillState:
             lease_id=LeaseId(f"{self._lease_prefix}-{self._num_submitted}"),
             submitted_at=now,
         )
-        ledger.sequences[request.request_id] = sequence
-        ledger.queue.push(sequence)
+        ledger.enqueue(sequence)
         heapq.heappush(self._deadlines, (sequence.deadline_at, request.request_id))
         ledger.counters["submitted_requests"] += 1
         return sequence
@@ -266,6 +278,7 @@ class PrefillState:
             held, owned = ledger.pool.references_of(block), references[block]
             assert held == owned, f"block {block} has {held} references and {owned} owners"
         in_queue = {sequence.request_id for sequence in ledger.queue}
+        ledger.prefetches.validate(in_queue)
         assert in_queue | set(ledger.admitted) == set(ledger.sequences), "a sequence is lost"
         assert not in_queue & set(ledger.admitted), "a sequence waits and runs"
         assert set(ledger.successors) <= set(ledger.sequences), "a successor waits for nobody"

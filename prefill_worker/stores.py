@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvstore.block_client import BlockClient, right_s
 from kvstore.objects import PutObject
 from prefill_worker import events as ev
-from prefill_worker.actions import LoadPrefix, PrefixPart, PutBlocks
+from prefill_worker.actions import LoadPrefix, PrefetchPrefix, PrefixPart, PutBlocks
 from prefill_worker.landing import KvMemory
 from protocol.errors import MoonserveError
 from protocol.pb import conductor_pb2, conductor_pb2_grpc
@@ -36,24 +36,52 @@ async def load_prefix(
     client: BlockClient, memory: KvMemory, action: LoadPrefix, patience: Patience
 ) -> ev.PrefixLoaded | ev.PrefixLoadFailed:
     """Reads the parts in order; the first block that is missing or bad ends the prefix."""
+    request_id, block_bytes = action.request_id, memory.layout.block_bytes
+    log.debug("prefix of %s: %s", request_id, action.choice)
     checksums: list[int] = []
+    reads: list[ev.PartRead] = []
     for part in action.parts:
-        try:
-            good = await _load_part(client, memory, part, patience)
-        except MoonserveError as error:
-            log.warning(
-                "prefix of %s not read from %s: %s",
-                action.request_id,
-                part.store.instance_id,
-                error,
-            )
+        outcome = await _timed(client, memory, part, patience)
+        reads.append(outcome.as_read(part, block_bytes))
+        checksums += outcome.checksums
+        if outcome.error is not None:
+            store = part.store.instance_id
+            log.warning("prefix of %s not read from %s: %s", request_id, store, outcome.error)
             if not checksums:
-                return ev.PrefixLoadFailed(request_id=action.request_id, error=error)
+                return ev.PrefixLoadFailed(
+                    request_id=request_id, error=outcome.error, reads=tuple(reads)
+                )
+        if len(outcome.checksums) < len(part.keys):
             break
-        checksums += good
-        if len(good) < len(part.keys):
-            break
-    return ev.PrefixLoaded(request_id=action.request_id, checksums=tuple(checksums))
+    return ev.PrefixLoaded(request_id=request_id, checksums=tuple(checksums), reads=tuple(reads))
+
+
+@dataclass(frozen=True, slots=True)
+class _PartOutcome:
+    checksums: list[int]
+    seconds: float
+    error: MoonserveError | None = None
+
+    def as_read(self, part: PrefixPart, block_bytes: int) -> ev.PartRead:
+        failed = self.error is not None
+        return ev.PartRead(
+            store=part.store,
+            num_bytes=len(part.keys if failed else self.checksums) * block_bytes,
+            seconds=self.seconds,
+            failed=failed,
+        )
+
+
+async def _timed(
+    client: BlockClient, memory: KvMemory, part: PrefixPart, patience: Patience
+) -> _PartOutcome:
+    clock = asyncio.get_running_loop().time
+    began_at = clock()
+    try:
+        good = await _load_part(client, memory, part, patience)
+    except MoonserveError as error:
+        return _PartOutcome([], clock() - began_at, error)
+    return _PartOutcome(good, clock() - began_at)
 
 
 async def _load_part(
@@ -62,7 +90,10 @@ async def _load_part(
     """Checksums of the leading blocks that are good."""
     patience = replace(patience, base_s=min(patience.base_s, READ_STALL_S))
     deadline_s = patience.deadline_s(len(part.keys) * memory.layout.block_bytes)
-    lease = await client.lease(part.store, part.keys, ttl_s=right_s(deadline_s))
+    # Granting the lease may mean reading everything from a disk.
+    lease = await client.lease(
+        part.store, part.keys, ttl_s=right_s(deadline_s), timeout_s=deadline_s
+    )
     if not lease.objects:
         return []
     try:
@@ -71,6 +102,18 @@ async def _load_part(
     finally:
         client.release_soon(lease)
     return [stored.checksum for stored in lease.objects[:num_good]]
+
+
+async def prefetch(client: BlockClient, action: PrefetchPrefix) -> None:
+    """Asks the stores of a waiting request for what they have on disk. Whatever fails is read later, or computed."""
+    for part in action.parts:
+        store = part.store
+        try:
+            num_loading = await client.prefetch(store, part.keys)
+        except MoonserveError as error:
+            log.info("prefetch of %s from %s: %s", action.request_id, store.instance_id, error)
+            continue
+        log.debug("%s fetches %d blocks of %s", store.instance_id, num_loading, action.request_id)
 
 
 async def put_blocks(

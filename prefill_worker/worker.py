@@ -17,6 +17,8 @@ from kvstore.block_client import BlockClient
 from prefill_worker.config import PrefillConfig
 from prefill_worker.landing import KvMemory
 from prefill_worker.landing_client import LandingClient
+from prefill_worker.load_or_compute import PrefillProfile
+from prefill_worker.metrics import PrefixLoadCollector
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import WorkerServicer
 from prefill_worker.state import PrefillState
@@ -40,7 +42,12 @@ class PrefillWorker:
     """One worker over a loaded replica."""
 
     def __init__(
-        self, config: PrefillConfig, replica: Replica, transfer: TransferEngine, segment: Segment
+        self,
+        config: PrefillConfig,
+        replica: Replica,
+        transfer: TransferEngine,
+        segment: Segment,
+        registry: CollectorRegistry,
     ) -> None:
         plan = replica.plan
         self._config = config
@@ -48,13 +55,16 @@ class PrefillWorker:
         self._transfer_address = transfer.address
         self._channels = Channels(config.cluster_token)
         self._blocks = BlockLog()
+        measured, _ = replica.profiles
         state = PrefillState(
             config.limits(plan),
             lease_prefix=new_id(config.instance_id),
+            profile=PrefillProfile(c0=measured.c0, c1=measured.c1, c2=measured.c2),
             home_store=config.home_store,
             on_added=self._blocks.added,
             on_removed=self._blocks.removed,
         )
+        registry.register(PrefixLoadCollector(state.prefix_loads))
         self.service = PrefillService(
             state,
             engine=replica.thread,
@@ -144,4 +154,4 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
     registry.register(TransferCollector(transfer))
     with transfer, exposed(registry, config.host, config.metrics_port):
         replica, segment = await load_replica(config, transfer.allocate, lifecycle)
-        await PrefillWorker(config, replica, transfer, segment).run(lifecycle)
+        await PrefillWorker(config, replica, transfer, segment, registry).run(lifecycle)

@@ -8,12 +8,15 @@ from engine.batch import Sampled
 from prefill_worker import actions as act
 from prefill_worker import events as ev
 from prefill_worker.ledger import Limits
+from prefill_worker.load_or_compute import PrefillProfile
 from prefill_worker.state import PrefillState
 from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.keys import block_keys, root_key
 from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
 
 BLOCK_SIZE = 4
+BLOCK_BYTES = 1000
+PROFILE = PrefillProfile(c0=0.01, c1=0.01, c2=0.0)  # slower than any store at first
 
 
 def endpoint(name: str, *, epoch: int = 1) -> Endpoint:
@@ -82,10 +85,13 @@ def make_state(
     home: str | None = "store-0",
     max_put_blocks: int = 64,
     max_pending_puts: int = 4096,
+    max_prefetch_blocks: int = 8,
+    profile: PrefillProfile = PROFILE,
 ) -> PrefillState:
     return PrefillState(
         Limits(
             block_size=BLOCK_SIZE,
+            block_bytes=BLOCK_BYTES,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             max_num_batched_tokens=budget,
@@ -94,8 +100,10 @@ def make_state(
             policy=policy,
             max_put_blocks=max_put_blocks,
             max_pending_puts=max_pending_puts,
+            max_prefetch_blocks=max_prefetch_blocks,
         ),
         lease_prefix="lease",
+        profile=profile,
         home_store=home,
         on_added=lambda key, parent: None,
         on_removed=lambda key: None,

@@ -26,6 +26,7 @@ from prefill_worker.actions import CommitHandoff
 from prefill_worker.landing import KvMemory
 from prefill_worker.landing_client import LandingClient
 from prefill_worker.ledger import Limits
+from prefill_worker.load_or_compute import PrefillProfile
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import WorkerServicer
 from prefill_worker.state import PrefillState
@@ -42,6 +43,8 @@ from transfer import FaultPlan, TransferEngine
 TOKEN = "secret"
 BLOCK_SIZE = 8
 LIMIT_S = 20.0
+# A slow engine: whatever a store holds is worth reading.
+PROFILE = PrefillProfile(c0=0.1, c1=0.1, c2=0.0)
 
 
 class ReportedLifecycle(Lifecycle):
@@ -273,7 +276,7 @@ async def cluster(
             channels, fingerprint=thread.engine.fingerprint, ttl_s=landing_ttl_s
         )
         service = PrefillService(
-            _make_state(num_blocks, budget, home_store),
+            _make_state(num_blocks, budget, home_store, layout.block_bytes),
             engine=engine,
             memory=KvMemory(segment, layout, num_blocks),
             transfer=transfer,
@@ -304,9 +307,12 @@ async def cluster(
         assert not service.failed.done(), service.failed
 
 
-def _make_state(num_blocks: int, budget: int, home_store: str | None) -> PrefillState:
+def _make_state(
+    num_blocks: int, budget: int, home_store: str | None, block_bytes: int
+) -> PrefillState:
     limits = Limits(
         block_size=BLOCK_SIZE,
+        block_bytes=block_bytes,
         num_blocks=num_blocks,
         max_model_len=1000,
         max_num_batched_tokens=budget,
@@ -315,6 +321,7 @@ def _make_state(num_blocks: int, budget: int, home_store: str | None) -> Prefill
     return PrefillState(
         limits,
         lease_prefix="prefill-0",
+        profile=PROFILE,
         home_store=home_store,
         on_added=lambda key, parent: None,
         on_removed=lambda key: None,

@@ -91,7 +91,12 @@ class PrefillWorkers(RuleBasedStateMachine):
             case act.Fail():
                 assert action.request_id in self.live, "a failure after the end"
                 self.live.remove(action.request_id)
-            case act.WithdrawReservation() | act.ReleaseLanding():
+            case (
+                act.WithdrawReservation()
+                | act.ReleaseLanding()
+                | act.PrefetchPrefix()
+                | act.SkipPrefix()
+            ):
                 pass
 
     def wait(self, name: str, answer: Answer) -> None:

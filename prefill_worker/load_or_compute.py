@@ -1,0 +1,155 @@
+"""Whether a stored prefix is read or computed again: the cheaper of the two, per request. Pure.
+
+What is chosen: how many of the leading *parts* (runs of prefix blocks, one store each) are read; the rest is computed.
+Reading begins at once and runs beside the `busy_s` seconds of computing that are ahead of the request, so the prompt
+is computed
+
+    total(m) = max(busy_s, L(m)) + C(m)
+
+seconds from now when the m leading blocks are read. Within a part L(m) = const + m · block_bytes / rate is linear. With
+p tokens in the blocks before it, of n in all, C(m) = c0 + c1·(n − p − m·b) + c2·(n² − (p + m·b)²), whose second
+derivative −2·c2·b² is never positive. So where reading takes longer than `busy_s`, L + C is concave in m and smallest
+at an end: all of the part or nothing. Where it is hidden, total falls with every further block. What this leaves out is
+the point at which reading ceases to be hidden. When computing everything is the better end, a block takes longer to
+read than to compute, so that point would gain less than `busy_s`, which the request waits in any case. Parts build on
+each other, hence "the leading ones".
+
+What is read costs the engine nothing and what is computed delays everyone behind, and both predictions are rough:
+computing must be better by a clear margin. It does not know what other requests read at the same time, except that
+measured speeds have it in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from prefill_worker.events import PartRead
+from prefill_worker.store_speed import Speed, StoreSpeeds
+from protocol.request import Endpoint
+
+# To compute although it could be read, the predicted total must be at most this share of the other one.
+COMPUTE_IF_BELOW = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillProfile:
+    """t(n, p) = c0 + c1·(n−p) + c2·(n²−p²), as the engine measured itself (conductor.proto)."""
+
+    c0: float
+    c1: float
+    c2: float
+
+    def seconds(self, num_tokens: int, num_cached: int) -> float:
+        """To compute a prompt of which `num_cached` leading tokens are there."""
+        return (
+            self.c0
+            + self.c1 * (num_tokens - num_cached)
+            + self.c2 * (num_tokens * num_tokens - num_cached * num_cached)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadChoice:
+    """What was chosen for one request, and why."""
+
+    num_parts: int  # leading ones that are read
+    part_s: tuple[float, ...]  # predicted time to read each part that was offered
+    totals_s: tuple[float, ...]  # predicted time until the prompt is computed, by parts read
+
+    @property
+    def num_skipped(self) -> int:
+        """Parts that could be read and are computed."""
+        return len(self.part_s) - self.num_parts
+
+
+def choose(part_s: Sequence[float], compute_s: Sequence[float], busy_s: float) -> LoadChoice:
+    """`compute_s[k]`: seconds to compute what is left once k parts are read."""
+    read_s = accumulate(part_s, initial=0.0)
+    totals = [max(busy_s, read) + left for read, left in zip(read_s, compute_s, strict=True)]
+    best = min(range(len(totals)), key=lambda k: (totals[k], -k))
+    worth_it = totals[best] <= COMPUTE_IF_BELOW * totals[-1]
+    return LoadChoice(
+        num_parts=best if worth_it else len(part_s),
+        part_s=tuple(part_s),
+        totals_s=tuple(totals),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class StoreFigures:
+    """What came of the choices that concerned one store."""
+
+    reads: int = 0
+    failures: int = 0
+    skipped: int = 0  # parts that were computed instead
+    num_bytes: int = 0
+    seconds: float = 0.0
+    predicted_s: float = 0.0
+
+
+class PrefixLoads:
+    """Makes the choices of one worker and learns from what comes of them."""
+
+    def __init__(self, profile: PrefillProfile, *, block_bytes: int, block_size: int) -> None:
+        self.profile = profile
+        self._block_bytes = block_bytes
+        self._block_size = block_size
+        self._speeds = StoreSpeeds()
+        self._figures: dict[str, StoreFigures] = {}
+
+    def choose(
+        self,
+        offers: Sequence[tuple[Endpoint, int]],
+        *,
+        reader_host: str,
+        num_tokens: int,
+        num_cached: int,
+        busy_s: float,
+        now: float,
+    ) -> LoadChoice:
+        """`offers`: store and number of blocks of each part, from `num_cached` on without a gap."""
+        part_s = [
+            self._speeds.of(store, reader_host, now).seconds(num_blocks * self._block_bytes)
+            for store, num_blocks in offers
+        ]
+        ends = accumulate((count * self._block_size for _, count in offers), initial=num_cached)
+        choice = choose(part_s, [self.profile.seconds(num_tokens, end) for end in ends], busy_s)
+        for store, _ in offers[choice.num_parts :]:
+            self._of(store).skipped += 1
+        return choice
+
+    def ended(
+        self, reads: Sequence[PartRead], choice: LoadChoice, reader_host: str, now: float
+    ) -> None:
+        """The parts of a chosen load, as far as they were tried."""
+        for read, predicted_s in zip(reads, choice.part_s, strict=False):
+            figures = self._of(read.store)
+            figures.reads += 1
+            figures.failures += read.failed
+            figures.num_bytes += 0 if read.failed else read.num_bytes
+            figures.seconds += read.seconds
+            figures.predicted_s += predicted_s
+            self._learn(read, reader_host, now)
+
+    def _learn(self, read: PartRead, reader_host: str, now: float) -> None:
+        speed = self._speeds.of(read.store, reader_host, now)
+        # What was not there says nothing about reading, and a failure only that it would have taken at least as long.
+        says_nothing = read.num_bytes == 0
+        if read.failed:
+            says_nothing = read.seconds <= speed.seconds(read.num_bytes)
+        if not says_nothing:
+            learned = speed.after(read.num_bytes, read.seconds)
+            self._speeds.measured(read.store, learned, now)
+
+    def figures(self) -> Mapping[str, StoreFigures]:
+        """By store; for metrics."""
+        return dict(self._figures)
+
+    def speeds(self) -> Mapping[str, Speed]:
+        """By store, where measured lately; for metrics."""
+        return self._speeds.all()
+
+    def _of(self, store: Endpoint) -> StoreFigures:
+        return self._figures.setdefault(store.instance_id, StoreFigures())
