@@ -202,9 +202,17 @@ class TransferEngine:
     def view(
         self, remote: RemoteSegment, offset: int, length: int, *, deadline_s: float = 10.0
     ) -> Iterator[memoryview]:
-        """A peer's memory on this host, read in place; the view must not outlive the context.
+        """`map` for a while; the view must not outlive the context."""
+        with self.map(remote, offset, length, deadline_s=deadline_s) as view:
+            yield view
 
-        Blocks while connecting. Raises InvalidRequest when it cannot be mapped or is out of bounds.
+    def map(
+        self, remote: RemoteSegment, offset: int, length: int, *, deadline_s: float = 10.0
+    ) -> memoryview:
+        """A peer's memory on this host, read in place and mapped for as long as the view is held.
+
+        What it shows means nothing once the peer has deregistered the segment, and nobody tells. Blocks while
+        connecting. Raises InvalidRequest when it cannot be mapped or is out of bounds, PeerLost.
         """
         views: list[memoryview] = []
 
@@ -212,8 +220,7 @@ class TransferEngine:
             views.append(session.view(remote.segment_id, offset, length, ends_at))
 
         self._peer_at(remote.address).with_session(ask, time.monotonic() + deadline_s)
-        with views[0] as view:
-            yield view
+        return views[0]
 
     def open_window(self, segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
         """Lets peers WRITE these (offset, length) ranges of the segment; ids are never reused."""

@@ -1,4 +1,4 @@
-"""The client of the store: blocks for workers (`BlockClient`), plain keys and values for everybody else.
+"""Plain keys and values of one node, given by its endpoint, over gRPC and leases: what the tests of a node use.
 
 A plain key is any bytes up to 64 KiB and is stored under its digest; a value is any bytes that fit into the node's
 segment, the empty ones included. Missing, empty, unreachable and full are four different answers.
@@ -6,41 +6,19 @@ segment, the empty ones included. Missing, empty, unreachable and full are four 
 
 from __future__ import annotations
 
-import hashlib
-
 from kvstore.block_client import PATIENCE, BlockClient, left, now, right_s
-from kvstore.objects import LeasedObject, Pieces, PutObject, PutResult, ReadLease
+from kvstore.client.keys import plain_key
+from kvstore.objects import PutObject, ReadLease
 from kvstore.promises import Outcome
 from kvstore.scratch import Scratch
 from protocol.checksum import checksum
 from protocol.errors import DeadlineExceeded, IntegrityError, InvalidRequest, Overloaded
-from protocol.keys import KEY_BYTES, BlockKey
 from protocol.request import Endpoint
 from protocol.rpc import Channels
 from transfer import TransferEngine
 
-__all__ = [
-    "LeasedObject",
-    "Pieces",
-    "PutObject",
-    "PutResult",
-    "ReadLease",
-    "StoreClient",
-    "plain_key",
-]
-
 # Leaves time to say so when another writer has not finished.
 WAIT_SHARE = 0.9
-MAX_PLAIN_KEY_BYTES = 64 * 1024
-
-
-def plain_key(key: bytes) -> BlockKey:
-    """The block key under which a plain key of up to 64 KiB is stored: its BLAKE2b digest, apart from all chains."""
-    if len(key) > MAX_PLAIN_KEY_BYTES:
-        raise InvalidRequest(
-            f"a key has at most {MAX_PLAIN_KEY_BYTES} bytes, not {len(key)}", param="key"
-        )
-    return BlockKey(hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"moonserve-plain").digest())
 
 
 class StoreClient(BlockClient):

@@ -1,0 +1,38 @@
+"""The client of the store: a key-value store over all nodes of a cluster, for threads and for asyncio.
+
+    with connect("node://127.0.0.1:7001", cluster_token="…") as store:
+        store.put(b"key", b"value")
+        assert store.get(b"key") == b"value"
+
+Missing, empty, unreachable and full are four different answers: None, `b""`, PeerLost and Overloaded.
+"""
+
+from kvstore.client.connecting import connect
+from kvstore.client.keys import Block, Key, chain, plain_key
+from kvstore.client.pool import NodeStats, NodeView, PoolStats
+from kvstore.client.single import StoreClient
+from kvstore.client.store import KvStore, ReplicaChange
+from kvstore.client.store_lease import StoreLease
+from kvstore.disk.base import Pin
+from kvstore.objects import LeasedObject, Pieces, PutObject, PutResult, ReadLease
+
+__all__ = [
+    "Block",
+    "Key",
+    "KvStore",
+    "LeasedObject",
+    "NodeStats",
+    "NodeView",
+    "Pieces",
+    "Pin",
+    "PoolStats",
+    "PutObject",
+    "PutResult",
+    "ReadLease",
+    "ReplicaChange",
+    "StoreClient",
+    "StoreLease",
+    "chain",
+    "connect",
+    "plain_key",
+]

@@ -1,0 +1,77 @@
+"""An event loop in a thread of its own: for what goes on behind the calls of a store's client.
+
+Membership, reports of use, renewals and calls over gRPC live there. Its rule: whoever asks from another thread waits
+for a bounded time. Knows nothing of stores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from protocol.errors import DeadlineExceeded, PeerLost
+
+T = TypeVar("T")
+
+
+class Backstage:
+    """Runs from the beginning; `close` it once nobody asks any more."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._held: set[concurrent.futures.Future[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name="kvstore client", daemon=True)
+        self._thread.start()
+
+    def ask(self, body: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """What `body` returns or raises. Raises DeadlineExceeded; `body` is then cancelled."""
+        future = self.begin(body)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError as error:
+            future.cancel()
+            raise DeadlineExceeded(f"no answer within {timeout_s:.1f} s") from error
+        except concurrent.futures.CancelledError as error:
+            raise PeerLost("the client of the store is closed") from error
+
+    def begin(self, body: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Runs `body` until it ends or `close`."""
+        try:
+            future = asyncio.run_coroutine_threadsafe(body, self._loop)
+        except RuntimeError as error:  # the loop is closed
+            body.close()
+            raise PeerLost("the client of the store is closed") from error
+        self._held.add(future)
+        future.add_done_callback(self._held.discard)
+        return future
+
+    def wake(self, event: asyncio.Event) -> None:
+        """Sets it for those who wait for it here; no-op once closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(event.set)
+
+    def close(self) -> None:
+        """Ends what still runs, and the thread. Idempotent."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._end())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,123 @@
+"""From a URL to a store: the only place of the client that reads the environment."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from urllib.parse import urlsplit
+
+from kvstore.client.backstage import Backstage
+from kvstore.client.cluster import Cluster
+from kvstore.client.node import Means
+from kvstore.client.scratch import Scratch
+from kvstore.client.store import KvStore
+from protocol.errors import ConfigError, PeerLost
+from protocol.registry.base import Registry
+from protocol.registry.connect import connect as connect_registry
+from protocol.rpc import Channels
+from transfer import TransferEngine, TransferOptions
+
+TOKEN_VARIABLE = "MOONSERVE_CLUSTER_TOKEN"
+NODE_SCHEME = "node"
+CONNECT_TIMEOUT_S = 5.0
+
+
+def connect(
+    url: str,
+    *,
+    cluster_token: str | None = None,
+    options: TransferOptions | None = None,
+    timeout_s: float = CONNECT_TIMEOUT_S,
+) -> KvStore:
+    """The store of a cluster, by its registry, or of one node.
+
+    `url`: `redis://…`, `redis+sentinel://…` or `host:port` of the directory process for a cluster;
+    `node://host:port` for a single store node. The token comes from MOONSERVE_CLUSTER_TOKEN when not given. Raises
+    ConfigError, Unauthenticated, and PeerLost when the registry does not answer in time.
+    """
+    token = cluster_token or os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise ConfigError(f"no cluster token: give cluster_token or set {TOKEN_VARIABLE}")
+    means = _means(token, options or default_options(url))
+    cluster = Cluster(means)
+    try:
+        if url.startswith(f"{NODE_SCHEME}://"):
+            cluster.know(_address_of(url))
+        else:
+            _follow(cluster, means, url, token, timeout_s)
+        return KvStore(cluster, means)
+    except BaseException:
+        cluster.close()
+        means.close()
+        raise
+
+
+def default_options(url: str) -> TransferOptions:
+    """Transfers leave by the address that leads to the registry.
+
+    Slices need no checksums of their own: whole objects are verified by whoever reads or commits them. Nodes ask for
+    them anyway unless told otherwise, and one end's wish is enough.
+    """
+    return TransferOptions(host=_way_to(_host_of(url)), checksums=False)
+
+
+def _means(token: str, options: TransferOptions) -> Means:
+    engine = TransferEngine(cluster_token=token, options=options, name=f"client-{os.getpid()}")
+    engine.start()
+    return Means(
+        engine=engine,
+        scratch=Scratch(engine),
+        backstage=Backstage(),
+        channels=Channels(token),
+        cluster_token=token,
+        maps="shm" in options.transports,
+    )
+
+
+def _follow(cluster: Cluster, means: Means, url: str, token: str, timeout_s: float) -> None:
+    async def make() -> Registry:
+        return connect_registry(url, cluster_token=token)
+
+    following = means.backstage.begin(cluster.follow(means.backstage.ask(make(), timeout_s)))
+    following.add_done_callback(lambda _: cluster.known.set())
+    if not cluster.known.wait(timeout_s):
+        raise PeerLost(f"the registry did not answer within {timeout_s:.0f} s")
+    if following.done():
+        following.result()
+
+
+def _address_of(url: str) -> str:
+    parts = _split(url)
+    if not parts[0] or parts[1] is None:
+        raise ConfigError("a node is named as node://host:port")
+    return f"{parts[0]}:{parts[1]}"
+
+
+def _host_of(url: str) -> str:
+    return _split(url)[0]
+
+
+def _split(url: str) -> tuple[str, int | None]:
+    """Host and port of the first address in a URL, whatever its scheme."""
+    try:
+        parts = urlsplit(url if "://" in url else f"//{url}")
+        first = parts.netloc.rpartition("@")[2].partition(",")[0]
+        address = urlsplit(f"//{first}")
+        return address.hostname or "", address.port
+    except ValueError as error:
+        raise ConfigError(
+            "the store's address cannot be read: see kvstore.client.connect"
+        ) from error
+
+
+def _way_to(host: str) -> str:
+    """The address of this host from which `host` is reached; nothing is sent. Loopback when nobody knows."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            own: str = probe.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"
+    return own if not ipaddress.ip_address(own).is_unspecified else "127.0.0.1"

@@ -1,0 +1,63 @@
+"""What the client's methods take as a key: plain bytes, or a block of a chain. Pure.
+
+Its rule: one value says everything about a key that storing and finding need, so that no method has a second
+parameter for chains. Knows neither nodes nor values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from protocol.errors import InvalidRequest
+from protocol.keys import KEY_BYTES, BlockKey
+
+MAX_PLAIN_KEY_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of a chain. Make them with `chain`."""
+
+    key: BlockKey
+    head: BlockKey
+    """The first key of its chain, which decides where the chain is at home."""
+    parent: BlockKey | None = None
+    """None = the chain starts here."""
+
+
+Key = bytes | Block
+"""Bytes are a plain key of at most 64 KiB, stored under its digest; also when they happen to be a `BlockKey`."""
+
+
+def chain(keys: Sequence[BlockKey]) -> list[Block]:
+    """The blocks of a whole chain, first key first, each after its parent."""
+    parents: Iterable[BlockKey | None] = [None, *keys]
+    return [Block(key, keys[0], parent) for key, parent in zip(keys, parents, strict=False)]
+
+
+def plain_key(key: bytes) -> BlockKey:
+    """The block key under which a plain key of up to 64 KiB is stored: its BLAKE2b digest, apart from all chains."""
+    if len(key) > MAX_PLAIN_KEY_BYTES:
+        raise InvalidRequest(
+            f"a key has at most {MAX_PLAIN_KEY_BYTES} bytes, not {len(key)}", param="key"
+        )
+    return BlockKey(hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"moonserve-plain").digest())
+
+
+def block_of(key: Key) -> Block:
+    """Raises InvalidRequest for what is no key."""
+    if isinstance(key, Block):
+        return key
+    if not isinstance(key, bytes | bytearray | memoryview):
+        raise InvalidRequest(f"a key is bytes or a Block, not {type(key).__name__}", param="key")
+    digest = plain_key(key)
+    return Block(digest, digest)
+
+
+def blocks_of(keys: Sequence[Key]) -> list[Block]:
+    """Raises InvalidRequest for one key instead of several, and as `block_of`."""
+    if isinstance(keys, bytes | bytearray | memoryview | str):
+        raise InvalidRequest("a sequence of keys is needed, not one key", param="keys")
+    return [block_of(key) for key in keys]

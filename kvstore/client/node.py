@@ -1,0 +1,277 @@
+"""A store node as its clients know it: how to call it, how to read it, and whether it is worth asking now.
+
+Its rule: everything that belongs to one incarnation of the node is one `Attachment`, made on first use, replaced when
+the index moves and dropped when the node is lost, so that nothing of a dead process is mixed with its successor.
+A node that did not answer rests until it does; meanwhile nobody waits for it. Knows no keys and no values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import grpc
+
+from kvstore.client.backstage import Backstage
+from kvstore.client.deadline import Deadline
+from kvstore.client.far import Far
+from kvstore.client.near import Near
+from kvstore.client.scratch import Scratch
+from kvstore.native.layout import Retired
+from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, PeerLost
+from protocol.lean.sync_channel import SyncChannel
+from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from protocol.process import host_identity
+from protocol.request import Endpoint
+from protocol.rpc import Channels
+from protocol.wire import endpoint_from_wire
+from transfer import RemoteSegment, TransferEngine
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Stub = kvstore_pb2_grpc.KvStoreStub
+Describe = kvstore_pb2.StoreDescribeReply
+
+REST_S = 2.0
+"""Between two probes of a node that did not answer."""
+_PROBE_S = 0.5
+_CLOSE_S = 2.0
+_ATTEMPTS = 3
+"""An index that moves more often than this during one call is left alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What the nodes of one client share."""
+
+    engine: TransferEngine
+    scratch: Scratch
+    backstage: Backstage
+    channels: Channels
+    """Backstage only."""
+    cluster_token: str
+    maps: bool
+    """The engine can map memory of this host."""
+
+    def close(self) -> None:
+        """Nobody uses them any more. Idempotent."""
+        with contextlib.suppress(PeerLost, DeadlineExceeded):  # closed already
+            self.backstage.ask(self.channels.close(), _CLOSE_S)
+        self.backstage.close()
+        self.scratch.close()
+        self.engine.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Attachment:
+    """To one incarnation of a node, and to one of its indexes."""
+
+    endpoint: Endpoint
+    lean_address: str
+    stub: Stub
+    channel: SyncChannel
+    data: RemoteSegment
+    near: Near | None
+    far: Far | None
+
+
+class StoreNode:
+    """Thread-safe. `address` is where the node serves gRPC."""
+
+    def __init__(
+        self, node_id: str, address: str, means: Means, *, capacity: float = 1.0, here: bool = False
+    ) -> None:
+        """`here`: it runs on this host."""
+        self.node_id = node_id
+        self.address = address
+        self.capacity = capacity
+        """In bytes, as far as it is known; only its ratio to the others' counts."""
+        self.in_flight = 0
+        """Calls and reads of this client, roughly: a hint for choosing between replicas."""
+        self.resting = False
+        self._here = here and means.maps
+        self._means = means
+        self._lock = threading.Lock()
+        self._attaching = threading.Lock()
+        """Held while talking to the node, so never together with the other."""
+        self._channels: set[SyncChannel] = set()
+        self._attached: Attachment | None = None
+        self._forgotten = False
+
+    @property
+    def is_attached(self) -> bool:
+        return self._attached is not None
+
+    @property
+    def is_near(self) -> bool:
+        """Its memory is mapped here; as long as that has not been tried, whether it is worth trying."""
+        attached = self._attached
+        return self._here if attached is None else attached.near is not None
+
+    @property
+    def near(self) -> Near | None:
+        """Its memory, if it is mapped here already."""
+        attached = self._attached
+        return None if attached is None else attached.near
+
+    def attached(self, deadline: Deadline) -> Attachment:
+        """Raises PeerLost, DeadlineExceeded, Unauthenticated, Incompatible."""
+        return self._attached or self._changed(None, self._attach, deadline)
+
+    def call(
+        self, method: Callable[[Stub], Callable[..., T]], request: Any, deadline: Deadline
+    ) -> T:
+        """A call in the caller's thread. Raises what the node raises, PeerLost, DeadlineExceeded."""
+        attached = self.attached(deadline)
+        self.in_flight += 1
+        try:
+            return method(attached.stub)(request, timeout=deadline.left_s())
+        finally:
+            self.in_flight -= 1
+
+    def reading(self, work: Callable[[Attachment], T], deadline: Deadline) -> T:
+        """What `work` gives, over a newer index when the one it looked at has moved. Raises as `attached`."""
+        for _ in range(_ATTEMPTS):
+            attached = self.attached(deadline)
+            self.in_flight += 1
+            try:
+                return work(attached)
+            except Retired:
+                self._changed(attached, partial(self._attach_again, attached), deadline)
+            finally:
+                self.in_flight -= 1
+        raise self._lost_error("its index moves all the time")
+
+    def lost(self, error: MoonserveError) -> None:
+        """It did not answer: it rests, and is asked now and then behind the scenes."""
+        with self._lock:
+            if self.resting or self._forgotten:
+                return
+            self.resting = True
+        self._detach()
+        log.warning("store node %s does not answer: %s", self.node_id, error)
+        self._means.backstage.begin(self._revive())
+
+    def forget(self) -> None:
+        """It has left, or another incarnation has come, or nobody uses this client any more."""
+        with self._lock:
+            self._forgotten = True
+        self._detach()
+
+    async def ask(self, method: Callable[[Any], Any], request: Any, timeout_s: float) -> Any:
+        """As `call`, for use backstage. It attaches nothing: raises PeerLost when nobody has."""
+        attached = self._attached
+        if attached is None:
+            raise self._lost_error("is not attached")
+        stub = self._async_stub(attached.lean_address)
+        return await self._means.channels.call(method(stub), request, timeout_s=timeout_s)
+
+    def _async_stub(self, address: str) -> Any:
+        return kvstore_pb2_grpc.KvStoreStub(self._means.channels.to(address))
+
+    async def _describe(self, timeout_s: float) -> Describe:
+        channels = self._means.channels
+        stub = self._async_stub(self.address)
+        request = kvstore_pb2.StoreDescribeRequest()
+        reply: Describe = await channels.call(stub.Describe, request, timeout_s=timeout_s)
+        return reply
+
+    def _attach(self, deadline: Deadline) -> Attachment:
+        left_s = deadline.left_s()
+        described = self._means.backstage.ask(self._describe(left_s), left_s)
+        endpoint = replace(endpoint_from_wire(described.endpoint), rpc_address=self.address)
+        here = endpoint.host == host_identity()
+        lean_address = described.lean_unix_address if here else described.lean_address
+        channel = SyncChannel(lean_address, self._means.cluster_token)
+        return self._open(
+            Attachment(
+                endpoint=endpoint,
+                lean_address=lean_address,
+                stub=Stub(cast(grpc.Channel, channel)),  # it has what stubs need of one
+                channel=channel,
+                data=RemoteSegment(endpoint.transfer_address, described.segment_id),
+                near=None,
+                far=None,
+            ),
+            described.index_segment_id,
+            deadline,
+        )
+
+    def _open(self, attachment: Attachment, index_id: int, deadline: Deadline) -> Attachment:
+        """With readers of the index, mapped where that can be."""
+        means, address = self._means, attachment.endpoint.transfer_address
+        segments = means.engine.open(address, deadline_s=deadline.left_s())
+        sizes = {each.segment_id: each.info.nbytes for each in segments if each.info is not None}
+        index = RemoteSegment(address, index_id)
+        data = attachment.data
+        if index_id not in sizes or data.segment_id not in sizes:
+            raise Retired
+        try:
+            near = Near(
+                means.engine.map(index, 0, sizes[index_id], deadline_s=deadline.left_s()),
+                means.engine.map(data, 0, sizes[data.segment_id], deadline_s=deadline.left_s()),
+            )
+        except InvalidRequest:  # it cannot be mapped here
+            far = Far(means.engine, means.scratch, index, sizes[index_id], data, deadline)
+            return replace(attachment, near=None, far=far)
+        return replace(attachment, near=near, far=None)
+
+    def _attach_again(self, seen: Attachment, deadline: Deadline) -> Attachment:
+        """To the index that is in use now."""
+        request = kvstore_pb2.StoreDescribeRequest()
+        described: Describe = seen.stub.Describe(request, timeout=deadline.left_s())
+        return self._open(seen, described.index_segment_id, deadline)
+
+    def _changed(
+        self,
+        seen: Attachment | None,
+        attach: Callable[[Deadline], Attachment],
+        deadline: Deadline,
+    ) -> Attachment:
+        """What `attach` gives, or what another thread has attached instead of `seen`."""
+        if not self._attaching.acquire(timeout=deadline.left_s()):
+            raise DeadlineExceeded(f"store node {self.node_id} could not be reached in time")
+        try:
+            if self._attached is not None and self._attached is not seen:
+                return self._attached
+            if self.resting or self._forgotten:
+                raise self._lost_error("rests, since it did not answer")
+            attached = attach(deadline)
+            with self._lock:
+                self._channels.add(attached.channel)
+                self._attached = attached
+            return attached
+        finally:
+            self._attaching.release()
+
+    def _detach(self) -> None:
+        """What is mapped stays so for those who are reading it."""
+        with self._lock:
+            attached, self._attached = self._attached, None
+        # Again those of earlier attachments: a call that was under way has left its connection behind.
+        for channel in self._channels:
+            channel.close()
+        if attached is not None:
+            self._means.engine.forget(attached.endpoint.transfer_address)
+
+    async def _revive(self) -> None:
+        """Asks now and then, and ends the rest with the first answer."""
+        while not self._forgotten:
+            await asyncio.sleep(REST_S)
+            try:
+                await self._describe(_PROBE_S)
+            except MoonserveError:
+                continue
+            self.resting = False
+            log.info("store node %s answers again", self.node_id)
+            return
+
+    def _lost_error(self, why: str) -> PeerLost:
+        return PeerLost(f"store node {self.node_id} {why}", peer=self.node_id)

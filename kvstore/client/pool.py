@@ -1,0 +1,137 @@
+"""What concerns all nodes of the cluster at once: removing, pinning, statistics.
+
+Its rule: every node is asked, and one that does not answer is an error only after the others have been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from kvstore.client.cluster import Cluster
+from kvstore.client.deadline import Deadline
+from kvstore.client.node import Stub
+from kvstore.disk.base import Pin
+from kvstore.wire import pin_to_wire
+from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
+from protocol.keys import BlockKey
+from protocol.pb import kvstore_pb2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStats:
+    """Of one node, or the sum over several; sizes in bytes."""
+
+    capacity_bytes: int = 0
+    free_bytes: int = 0
+    held_bytes: int = 0
+    leased_bytes: int = 0
+    reserved_bytes: int = 0
+    num_objects: int = 0
+    disk_limit_bytes: int = 0
+    disk_live_bytes: int = 0
+    num_on_disk: int = 0
+    metadata_bytes: int = 0
+
+    def __add__(self, other: NodeStats) -> NodeStats:
+        return NodeStats(
+            **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _FIELDS}
+        )
+
+
+_FIELDS = fields(NodeStats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStats:
+    """Of the cluster, as far as it answered, and of this client."""
+
+    nodes: Mapping[str, NodeStats]
+    counters: Mapping[str, Mapping[str, int]]
+    """Of each node, since its start."""
+    unreachable: tuple[str, ...]
+    client: Mapping[str, int]
+    """What this client has counted."""
+
+    @property
+    def total(self) -> NodeStats:
+        return sum(self.nodes.values(), NodeStats())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """A node as this client sees it."""
+
+    node_id: str
+    address: str
+    near: bool
+    """Its memory is mapped here."""
+    resting: bool
+    """It did not answer, and is not asked until it does."""
+
+
+class Pool:
+    """Thread-safe."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def remove(self, keys: Sequence[BlockKey], deadline: Deadline) -> int:
+        """How many replicas there were. Raises PeerLost when one may be left."""
+        request = kvstore_pb2.StoreRemoveRequest(keys=keys)
+        replies, errors = self._ask_all(lambda stub: stub.Remove, request, deadline)
+        _raise_first(errors)
+        return sum(reply.removed for reply in replies.values())
+
+    def pin(self, keys: Sequence[BlockKey], pin: Pin, deadline: Deadline) -> int:
+        """How many replicas there are. Raises PeerLost when one may be left."""
+        request = kvstore_pb2.StorePinRequest(keys=keys, pin=pin_to_wire(pin))
+        replies, errors = self._ask_all(lambda stub: stub.Pin, request, deadline)
+        _raise_first(errors)
+        return sum(reply.pinned for reply in replies.values())
+
+    def stats(self, client: Mapping[str, int], deadline: Deadline) -> PoolStats:
+        request = kvstore_pb2.StoreStatsRequest()
+        replies, errors = self._ask_all(lambda stub: stub.Stats, request, deadline)
+        return PoolStats(
+            nodes={node_id: _stats(reply) for node_id, reply in replies.items()},
+            counters={node_id: dict(reply.counters) for node_id, reply in replies.items()},
+            unreachable=tuple(errors),
+            client=client,
+        )
+
+    def nodes(self) -> tuple[NodeView, ...]:
+        return tuple(
+            NodeView(
+                node_id=node.node_id, address=node.address, near=node.is_near, resting=node.resting
+            )
+            for node in self._cluster.view.nodes
+        )
+
+    def _ask_all(
+        self, method: Callable[[Stub], Callable[..., T]], request: Any, deadline: Deadline
+    ) -> tuple[dict[str, T], dict[str, MoonserveError]]:
+        replies: dict[str, T] = {}
+        errors: dict[str, MoonserveError] = {}
+        nodes = self._cluster.view.nodes
+        for left, node in zip(range(len(nodes), 0, -1), nodes, strict=True):
+            attempt = deadline.half() if left > 1 else deadline
+            try:
+                replies[node.node_id] = node.call(method, request, attempt)
+            except (PeerLost, DeadlineExceeded) as error:
+                if attempt.fair():
+                    node.lost(error)
+                errors[node.node_id] = error
+        return replies, errors
+
+
+def _raise_first(errors: Mapping[str, MoonserveError]) -> None:
+    for error in errors.values():
+        raise error
+
+
+def _stats(reply: kvstore_pb2.StoreStatsReply) -> NodeStats:
+    return NodeStats(**{each.name: getattr(reply, each.name) for each in _FIELDS})

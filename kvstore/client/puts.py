@@ -1,0 +1,236 @@
+"""Storing objects: space at a node, one-sided writes into it, and the commit that makes them visible.
+
+Its rule: an object is stored at the first node of its rank that takes it; what was not committed is given back; an
+equal value that is there already, or that another writer stores meanwhile, counts as stored, another value is refused.
+Another value is noticed where this one would be stored, not at nodes that hold it for other reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.client.at_node import AtNode
+from kvstore.client.cluster import Cluster
+from kvstore.client.deadline import Deadline
+from kvstore.client.fate import Fate
+from kvstore.client.keys import Block
+from kvstore.client.node import Means, StoreNode
+from kvstore.client.search import Hints
+from kvstore.disk.base import Pin
+from kvstore.promises import Outcome
+from kvstore.wire import pin_to_wire, slots_from_wire
+from protocol.errors import (
+    DeadlineExceeded,
+    IntegrityError,
+    InvalidRequest,
+    MoonserveError,
+    Overloaded,
+    PeerLost,
+    StaleLease,
+)
+from protocol.ids import new_id
+from protocol.pb import kvstore_pb2
+from transfer import Op, RemoteSegment, ScatterTransfer, Segment, scatter
+
+_MAX_NODES = 4
+"""A cluster where so many nodes in a row have no room is full."""
+_WAIT_SHARE = 0.9
+"""Of the time left for other writers of the same keys; the rest is for saying so."""
+_FULL_RETRY_S = 1.0
+_ABORT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An object to store, and where its bytes lie in registered memory."""
+
+    block: Block
+    checksum: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """On which objects are stored."""
+
+    pin: Pin = Pin.NONE
+    tenant: str = ""
+
+
+class Puts:
+    """Thread-safe."""
+
+    def __init__(self, cluster: Cluster, means: Means, at_node: AtNode, hints: Hints) -> None:
+        self._cluster = cluster
+        self._means = means
+        self._at_node = at_node
+        self._hints = hints
+
+    def put(self, items: Sequence[Item], local: Segment, terms: Terms, deadline: Deadline) -> None:
+        """All are stored when it returns; when it raises, some may be.
+
+        Raises InvalidRequest (another value is there, or it can never fit), Overloaded (no room at the nodes of its
+        rank), IntegrityError (arrived damaged), PeerLost, DeadlineExceeded, NoWorker.
+        """
+        ranked = self._cluster.view.ranked([item.block.head for item in items])
+        waiting = {place: nodes[:_MAX_NODES] for place, nodes in enumerate(ranked)}
+        errors: dict[int, MoonserveError] = {}
+        while waiting:
+            for node, places in _grouped(waiting, errors).items():
+                attempt = deadline.half() if any(waiting[p] for p in places) else deadline
+                for place in self._try(node, places, items, local, terms, attempt, errors):
+                    del waiting[place]
+                    if node is not ranked[place][0]:
+                        self._hints.note(items[place].block.key, node.node_id)
+
+    def _try(
+        self,
+        node: StoreNode,
+        places: Sequence[int],
+        items: Sequence[Item],
+        local: Segment,
+        terms: Terms,
+        deadline: Deadline,
+        errors: dict[int, MoonserveError],
+    ) -> list[int]:
+        """The places of what is stored at this node now; why the others are not is noted in `errors`."""
+        try:
+            full = self._put_at(node, [items[place] for place in places], local, terms, deadline)
+        except (Overloaded, PeerLost, DeadlineExceeded, StaleLease) as error:
+            if isinstance(error, PeerLost | DeadlineExceeded) and deadline.fair():
+                node.lost(error)
+            errors.update(dict.fromkeys(places, error))
+            return []
+        for place in places:
+            if items[place] in full:
+                errors[place] = Overloaded(
+                    "the store is full of objects in use", retry_after_s=_FULL_RETRY_S
+                )
+        return [place for place in places if items[place] not in full]
+
+    def _put_at(
+        self,
+        node: StoreNode,
+        items: Sequence[Item],
+        local: Segment,
+        terms: Terms,
+        deadline: Deadline,
+    ) -> set[Item]:
+        """What had no room there; all others are stored."""
+        outcomes = self._write(node, items, local, terms, deadline, wait_s=0.0)
+        others = [item for item, outcome in outcomes.items() if outcome is Outcome.IN_PROGRESS]
+        if others:
+            wait_s = deadline.left_s() * _WAIT_SHARE
+            outcomes |= self._write(node, others, local, terms, deadline, wait_s=wait_s)
+        self._require_same(node, outcomes, deadline)
+        return {item for item, outcome in outcomes.items() if outcome is Outcome.FULL}
+
+    def _write(
+        self,
+        node: StoreNode,
+        items: Sequence[Item],
+        local: Segment,
+        terms: Terms,
+        deadline: Deadline,
+        *,
+        wait_s: float,
+    ) -> dict[Item, Outcome]:
+        """What became of each; what is GRANTED is visible. An error leaves no reservation behind."""
+        request = _reservation(items, terms, deadline, wait_s)
+        try:
+            reply = node.call(lambda stub: stub.Reserve, request, deadline)
+            slots = slots_from_wire(reply)
+            granted = [
+                (item, slot)
+                for item, slot in zip(items, slots, strict=True)
+                if slot.outcome is Outcome.GRANTED
+            ]
+            if granted:
+                remote = RemoteSegment(node.attached(deadline).data.address, reply.segment_id)
+                rows = scatter.rows(
+                    *((slot.offset, item.offset, item.length) for item, slot in granted)
+                )
+                write = ScatterTransfer(Op.WRITE, local, remote, rows, reply.window_id)
+                self._means.engine.run([write], deadline_s=deadline.left_s())
+                self._commit(node, request.reservation_id, [i for i, _ in granted], deadline)
+        except BaseException:  # others wait for the space and for the keys
+            self._abort(node, request.reservation_id)
+            raise
+        return {item: slot.outcome for item, slot in zip(items, slots, strict=True)}
+
+    def _commit(
+        self, node: StoreNode, reservation_id: str, items: Sequence[Item], deadline: Deadline
+    ) -> None:
+        request = kvstore_pb2.StoreCommitRequest(
+            reservation_id=reservation_id,
+            keys=[item.block.key for item in items],
+            checksums=[item.checksum for item in items],
+        )
+        reply = node.call(lambda stub: stub.Commit, request, deadline)
+        if reply.corrupt:
+            raise IntegrityError(
+                f"{len(reply.corrupt)} of {len(items)} values arrived damaged and were dropped"
+            )
+
+    def _abort(self, node: StoreNode, reservation_id: str) -> None:
+        """Behind the scenes; what does not succeed, the reservation's end does."""
+        request = kvstore_pb2.StoreAbortRequest(reservation_id=reservation_id)
+        with contextlib.suppress(PeerLost):  # this client is closed
+            self._means.backstage.begin(_quietly(node, request))
+
+    def _require_same(
+        self, node: StoreNode, outcomes: Mapping[Item, Outcome], deadline: Deadline
+    ) -> None:
+        """Raises InvalidRequest when another value is stored under one of the keys."""
+        if Outcome.IN_PROGRESS in outcomes.values():
+            raise DeadlineExceeded("another writer of this key did not finish in time")
+        present = [item for item, outcome in outcomes.items() if outcome is Outcome.PRESENT]
+        if not present:
+            return
+        keys = [item.block.key for item in present]
+        entries = self._at_node.entries(node, keys, deadline)
+        for item, entry in zip(present, entries, strict=True):
+            if isinstance(entry, Fate):  # removed since: then it had been there
+                continue
+            if (entry.length, entry.checksum) != (item.length, item.checksum):
+                raise InvalidRequest(
+                    "another value is stored under this key; remove it first",
+                    key=item.block.key.hex(),
+                )
+
+
+async def _quietly(node: StoreNode, request: kvstore_pb2.StoreAbortRequest) -> None:
+    with contextlib.suppress(MoonserveError):
+        await node.ask(lambda stub: stub.Abort, request, _ABORT_S)
+
+
+def _reservation(
+    items: Sequence[Item], terms: Terms, deadline: Deadline, wait_s: float
+) -> kvstore_pb2.StoreReserveRequest:
+    request = kvstore_pb2.StoreReserveRequest(
+        reservation_id=new_id("put"), ttl_s=deadline.ttl_s(), wait_s=wait_s
+    )
+    for item in items:
+        request.wishes.add(
+            key=item.block.key,
+            parent=item.block.parent or b"",
+            length=item.length,
+            tenant=terms.tenant,
+            pin=pin_to_wire(terms.pin),
+        )
+    return request
+
+
+def _grouped(
+    waiting: Mapping[int, list[StoreNode]], errors: Mapping[int, MoonserveError]
+) -> Mapping[StoreNode, list[int]]:
+    """Places by the node that is to be tried next, which leaves `waiting`. Raises why there is none left."""
+    groups: dict[StoreNode, list[int]] = {}
+    for place, nodes in waiting.items():
+        if not nodes:
+            raise errors[place]
+        groups.setdefault(nodes.pop(0), []).append(place)
+    return groups

@@ -1,0 +1,210 @@
+"""Finding objects: at the likely nodes, at those the directory names, or anywhere.
+
+Its rule: a replica that does not match its checksum is reported, counted and passed over; a node that does not answer
+costs a part of the caller's time, never all of it while there is another. What nobody has is None; what somebody who is
+out of reach may have is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvstore.client.at_node import AtNode, pick
+from kvstore.client.cluster import Cluster
+from kvstore.client.counters import Counters, Event
+from kvstore.client.deadline import Deadline
+from kvstore.client.directory import locate
+from kvstore.client.fate import Fate
+from kvstore.client.keys import Block
+from kvstore.client.near import Near
+from kvstore.client.node import Means, StoreNode
+from kvstore.client.search import Hints, Search
+from kvstore.client.spots import Spots
+from kvstore.native.base import Entry
+from kvstore.native.layout import Retired
+from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost, StaleLease
+from protocol.keys import BlockKey
+from protocol.pb import kvstore_pb2
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+At = Callable[[StoreNode, Sequence[int], Deadline], Sequence[T | Fate]]
+"""Asks one node for the keys at these places of the batch."""
+_REPORT_S = 1.0
+
+
+class Reads:
+    """Thread-safe."""
+
+    def __init__(
+        self, cluster: Cluster, means: Means, at_node: AtNode, hints: Hints, counters: Counters
+    ) -> None:
+        self._cluster = cluster
+        self._means = means
+        self._hints = hints
+        self._counters = counters
+        self._at_node = at_node
+
+    def values(
+        self, blocks: Sequence[Block], deadline: Deadline, *, verify: bool
+    ) -> list[bytes | None]:
+        """Raises PeerLost when a node that may have a missing one is out of reach, NoWorker, DeadlineExceeded."""
+        keys = [block.key for block in blocks]
+
+        def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[bytes | Fate]:
+            return self._at_node.values(node, pick(keys, places), within, verify=verify)
+
+        return self._search(blocks, at, deadline)
+
+    def into(
+        self, blocks: Sequence[Block], spots: Spots, deadline: Deadline, *, verify: bool
+    ) -> list[int | None]:
+        """Lengths of what lies in the spots now. Raises as `values`, InvalidRequest for one that does not fit."""
+        keys = [block.key for block in blocks]
+
+        def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[int | Fate]:
+            there = spots.at(places)
+            return self._at_node.into(node, pick(keys, places), there, within, verify=verify)
+
+        return self._search(blocks, at, deadline)
+
+    def part(self, block: Block, offset: int, length: int, deadline: Deadline) -> bytes | None:
+        """Raises as `values`, InvalidRequest when it is not within the object."""
+
+        def at(node: StoreNode, _: Sequence[int], within: Deadline) -> list[bytes | Fate]:
+            return [self._at_node.part(node, block.key, offset, length, within)]
+
+        [value] = self._search([block], at, deadline)
+        return value
+
+    def exist(self, blocks: Sequence[Block], deadline: Deadline) -> list[bool]:
+        """Raises as `values`."""
+        keys = [block.key for block in blocks]
+
+        def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[bool | Fate]:
+            return self._at_node.exist(node, pick(keys, places), within)
+
+        return [present is True for present in self._search(blocks, at, deadline)]
+
+    def search(self, blocks: Sequence[Block], at: At[T], deadline: Deadline) -> list[T | None]:
+        """The same for what the caller does at a node."""
+        return self._search(blocks, at, deadline)
+
+    def value_at_once(
+        self, block: Block, *, verify: bool, max_bytes: float = math.inf
+    ) -> bytes | Fate | None:
+        """What can be told without waiting for anybody and without copying much; else ASK."""
+
+        def at(near: Near) -> bytes | Fate:
+            if max_bytes is not math.inf:
+                entry = near.find(block.key)
+                if isinstance(entry, Entry) and entry.length > max_bytes:
+                    return Fate.ASK
+            return near.value(block.key, verify=verify)
+
+        node, fate = self._at_once(block, at)
+        if node is None or isinstance(fate, Fate):
+            return None if fate is Fate.ABSENT else Fate.ASK
+        self._at_node.used(node, [block.key])
+        return fate
+
+    def exists_at_once(self, block: Block) -> bool | Fate:
+        """As `value_at_once`."""
+        node, fate = self._at_once(block, lambda near: near.exist([block.key])[0])
+        if node is not None:
+            self._at_node.used(node, ())
+        return bool(fate) if isinstance(fate, bool) else fate
+
+    def _at_once(
+        self, block: Block, at: Callable[[Near], T | Fate]
+    ) -> tuple[StoreNode | None, T | Fate]:
+        """Only the home is looked at, and its word that it has it not counts only when there is no other node."""
+        view = self._cluster.view
+        if not view.nodes:
+            return None, Fate.ASK
+        [ranked] = view.ranked([block.head])
+        near = ranked[0].near
+        if near is None:
+            return None, Fate.ASK
+        try:
+            fate = at(near)
+        except Retired:
+            return None, Fate.ASK
+        missing = fate is Fate.ABSENT or fate is False
+        return (ranked[0], fate) if len(ranked) == 1 or not missing else (None, Fate.ASK)
+
+    def _search(self, blocks: Sequence[Block], at: At[T], deadline: Deadline) -> list[T | None]:
+        results: list[T | None] = [None] * len(blocks)
+        search = Search(blocks, self._cluster.view, self._hints)
+        self._ask_all(search, blocks, at, deadline, results)
+        if search.unasked:
+            self._look_further(search, blocks, deadline)
+            self._ask_all(search, blocks, at, deadline, results)
+        search.raise_lost()
+        return results
+
+    def _ask_all(
+        self,
+        search: Search,
+        blocks: Sequence[Block],
+        at: At[T],
+        deadline: Deadline,
+        results: list[T | None],
+    ) -> None:
+        while groups := search.groups():
+            for node, places in groups.items():
+                fates = self._ask(search, node, places, at, deadline)
+                for place, fate in zip(places, fates, strict=True):
+                    if fate is Fate.CORRUPT:
+                        self._report_corrupt(node, blocks[place].key)
+                    elif not isinstance(fate, Fate):
+                        results[place] = fate
+                        search.found(place, node)
+
+    def _ask(
+        self,
+        search: Search,
+        node: StoreNode,
+        places: Sequence[int],
+        at: At[T],
+        deadline: Deadline,
+    ) -> Sequence[T | Fate]:
+        attempt = deadline.half() if search.others_left else deadline
+        try:
+            return at(node, places, attempt)
+        except (PeerLost, DeadlineExceeded, StaleLease) as error:
+            if attempt.fair() and not isinstance(error, StaleLease):
+                node.lost(error)
+            for place in places:
+                search.lost(place, error)
+            self._counters.count(Event.FAILOVER)
+            return [Fate.ABSENT] * len(places)
+
+    def _look_further(self, search: Search, blocks: Sequence[Block], deadline: Deadline) -> None:
+        view, places = self._cluster.view, search.unasked
+        if not view.directory:
+            search.ask_everybody()
+            return
+        keys = [blocks[place].key for place in places]
+        try:
+            holders = locate(self._means, view, keys, deadline.half())
+        except MoonserveError as error:
+            log.warning("the directory was of no help: %s", error)
+            search.ask_everybody()
+        else:
+            for place, nodes in zip(places, holders, strict=True):
+                search.locate(place, nodes)
+
+    def _report_corrupt(self, node: StoreNode, key: BlockKey) -> None:
+        """Has it removed there, and counted."""
+        self._counters.count(Event.CORRUPT)
+        log.error("a replica at %s is corrupt: %s", node.node_id, key.hex())
+        request = kvstore_pb2.StoreRemoveRequest(keys=[key], corrupt=True)
+        try:
+            node.call(lambda stub: stub.Remove, request, Deadline(_REPORT_S))
+        except MoonserveError as error:  # nobody who verifies uses it
+            log.warning("the corrupt replica could not be removed: %s", error)

@@ -1,0 +1,124 @@
+"""Where to look for keys, node by node, until each is found or known to be missing. Pure.
+
+Its rule: a key is missing only when nobody who could have it was out of reach. First the nodes on this host, where
+looking costs a microsecond, then where the key was found before, its home and the next rank; then whoever the
+directory names or, without one, everybody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvstore.client.cluster import View, nearest
+from kvstore.client.keys import Block
+from kvstore.client.node import StoreNode
+from protocol.errors import MoonserveError
+from protocol.keys import BlockKey
+
+_MAX_NEAR = 3
+_RANKS = 2
+"""Home, and where a put goes when home is full, draining or away."""
+Groups = Mapping[StoreNode, Sequence[int]]
+"""Places of keys by the node that is to be asked for them."""
+
+
+class Hints:
+    """Keys that were found away from home, and where; the oldest are forgotten. Thread-safe."""
+
+    def __init__(self, limit: int = 65_536) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._nodes: OrderedDict[BlockKey, str] = OrderedDict()
+
+    def get(self, key: BlockKey) -> str | None:
+        return self._nodes.get(key)
+
+    def note(self, key: BlockKey, node_id: str) -> None:
+        with self._lock:
+            self._nodes[key] = node_id
+            self._nodes.move_to_end(key)
+            if len(self._nodes) > self._limit:
+                self._nodes.popitem(last=False)
+
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        with self._lock:
+            for key in keys:
+                self._nodes.pop(key, None)
+
+
+class Search:
+    """For a batch of keys. Ask with `groups`, then say of each place `found`, `absent` or `lost`."""
+
+    def __init__(self, blocks: Sequence[Block], view: View, hints: Hints) -> None:
+        """Raises NoWorker when there is no node."""
+        self._blocks = blocks
+        self._hints = hints
+        self._ranked = view.ranked([block.head for block in blocks])
+        self._waiting: dict[int, list[StoreNode]] = {
+            place: self._likely(block, self._ranked[place], view)
+            for place, block in enumerate(blocks)
+        }
+        self._asked: dict[int, list[StoreNode]] = {place: [] for place in self._waiting}
+        self._errors: dict[int, MoonserveError] = {}
+
+    def groups(self) -> Groups:
+        """Whom to ask next for which keys; empty when everybody named so far has been asked."""
+        groups: dict[StoreNode, list[int]] = {}
+        for place, candidates in self._waiting.items():
+            if candidates:
+                node = candidates.pop(0)
+                self._asked[place].append(node)
+                groups.setdefault(node, []).append(place)
+        return groups
+
+    @property
+    def others_left(self) -> bool:
+        """There may be another way for those that fail now, so they must leave time for it."""
+        return any(len(self._asked[place]) < len(self._ranked[place]) for place in self._waiting)
+
+    def found(self, place: int, node: StoreNode) -> None:
+        del self._waiting[place]
+        if node is not self._ranked[place][0]:
+            self._hints.note(self._blocks[place].key, node.node_id)
+
+    def lost(self, place: int, error: MoonserveError) -> None:
+        """A node that could have it is out of reach."""
+        self._errors[place] = error
+
+    @property
+    def unasked(self) -> list[int]:
+        """Places of keys that were not found, of which not every node has been asked."""
+        return [
+            place for place in self._waiting if len(self._asked[place]) < len(self._ranked[place])
+        ]
+
+    def locate(self, place: int, holders: Iterable[StoreNode]) -> None:
+        """The directory names those, and knows of no others: nobody else is missed."""
+        asked = self._asked[place]
+        holders = list(holders)
+        self._waiting[place] = [node for node in nearest(holders) if node not in asked]
+        if not holders:
+            self._errors.pop(place, None)
+
+    def ask_everybody(self) -> None:
+        """Nobody knows who has them."""
+        for place in self.unasked:
+            rest = [node for node in self._ranked[place] if node not in self._asked[place]]
+            self._waiting[place] = rest
+
+    def raise_lost(self) -> None:
+        """Raises why a key that was not found may nevertheless be somewhere."""
+        for place in self._waiting:
+            if place in self._errors:
+                raise self._errors[place]
+
+    def _likely(self, block: Block, ranked: list[StoreNode], view: View) -> list[StoreNode]:
+        if len(ranked) == 1:
+            return list(ranked)
+        near = [node for node in ranked if node.is_near and not node.resting][:_MAX_NEAR]
+        hint = self._hints.get(block.key)
+        hinted = view.by_id(hint) if hint is not None else None
+        likely = [*near, *([hinted] if hinted is not None else []), *ranked[:_RANKS]]
+        return list(dict.fromkeys(likely))

@@ -1,0 +1,326 @@
+"""The store as a program uses it: keys and values, from any number of threads.
+
+Its rule: every call is bounded in time, raises errors of the one tree, and when it has returned or raised no transfer
+touches the caller's memory any more. What it stands on decides where; here is only what is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from kvstore.client import directory
+from kvstore.client.at_node import AtNode, portions
+from kvstore.client.cluster import Cluster
+from kvstore.client.counters import Counters
+from kvstore.client.deadline import Deadline
+from kvstore.client.fate import Fate
+from kvstore.client.keys import Key, block_of, blocks_of
+from kvstore.client.node import Means
+from kvstore.client.pool import NodeView, Pool, PoolStats
+from kvstore.client.puts import Item, Puts, Terms
+from kvstore.client.reads import Reads
+from kvstore.client.search import Hints
+from kvstore.client.spots import Spots
+from kvstore.client.store_lease import StoreLease
+from kvstore.client.touches import Touches
+from kvstore.disk.base import Pin
+from protocol.checksum import checksum
+from protocol.errors import InvalidRequest
+from transfer import Segment
+from transfer.buffers import Registrable
+
+Value = bytes | bytearray | memoryview
+
+LEASE_TTL_S = 10.0
+"""Of the node, when none is named (`--lease-ttl-s`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaChange:
+    """What `change_replica` did."""
+
+    created: int
+    dropped: int
+    missing: int
+    """Nobody holds them."""
+
+
+class KvStore:
+    """Make one with `connect`; `close` it or use it as a context manager. Thread-safe.
+
+    Keys are bytes, or blocks of a chain (`chain`). Values are immutable: storing an equal one again succeeds, another
+    one is refused until the first has been removed. `timeout_s` bounds a call; without it, it may take as long as its
+    bytes may (`transfer.patience`). `verify=False` leaves out comparing with the writer's checksum.
+
+    Every method raises PeerLost when the nodes that may have a key, or are to have it, cannot be reached; NoWorker when
+    there are none; DeadlineExceeded; InvalidRequest for arguments that cannot be.
+    """
+
+    def __init__(self, cluster: Cluster, means: Means) -> None:
+        self._cluster = cluster
+        self._means = means
+        self._counters = Counters()
+        self._touches = Touches(means.backstage, self._counters)
+        hints = Hints()
+        at_node = AtNode(means, self._touches, self._counters)
+        self._reads = Reads(cluster, means, at_node, hints, self._counters)
+        self._puts = Puts(cluster, means, at_node, hints)
+        self._pool = Pool(cluster)
+        self._hints = hints
+
+    # Reading
+
+    def get(self, key: Key, *, timeout_s: float | None = None, verify: bool = True) -> bytes | None:
+        """None when nobody has it: it was not stored, removed, evicted, or every replica was damaged."""
+        block = block_of(key)
+        value = self._reads.value_at_once(block, verify=verify)
+        if not isinstance(value, Fate):
+            return value
+        return self._reads.values([block], Deadline(timeout_s), verify=verify)[0]
+
+    def batch_get(
+        self, keys: Sequence[Key], *, timeout_s: float | None = None, verify: bool = True
+    ) -> list[bytes | None]:
+        """As `get`, for each."""
+        return self._reads.values(blocks_of(keys), Deadline(timeout_s), verify=verify)
+
+    def get_into(
+        self,
+        key: Key,
+        segment: Segment,
+        offset: int = 0,
+        length: int | None = None,
+        *,
+        timeout_s: float | None = None,
+        verify: bool = True,
+    ) -> int | None:
+        """Reads into registered memory and gives how many bytes, at most `length` (all that follows `offset`).
+
+        What lies there counts only when a length is given. Raises InvalidRequest when the value does not fit.
+        """
+        rooms = None if length is None else [length]
+        return self.batch_get_into(
+            [key], segment, [offset], rooms, timeout_s=timeout_s, verify=verify
+        )[0]
+
+    def batch_get_into(
+        self,
+        keys: Sequence[Key],
+        segment: Segment,
+        offsets: Sequence[int],
+        lengths: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+        verify: bool = True,
+    ) -> list[int | None]:
+        """As `get_into`, for each; without lengths each spot ends where the next one begins."""
+        blocks = blocks_of(keys)
+        _require_as_many(len(blocks), len(offsets))
+        spots = Spots.checked(segment, offsets, lengths)
+        return self._reads.into(blocks, spots, Deadline(timeout_s), verify=verify)
+
+    def get_range(
+        self, key: Key, offset: int, length: int, *, timeout_s: float | None = None
+    ) -> bytes | None:
+        """A part of a value. Raises InvalidRequest when it is not within the value.
+
+        The writer's checksum covers the whole only: here it is made sure that the object did not change meanwhile, and
+        on the wire transfers have checksums of their own, unless nodes are told otherwise (--transfer-checksums).
+        """
+        return self._reads.part(block_of(key), offset, length, Deadline(timeout_s))
+
+    def lease(
+        self,
+        keys: Sequence[Key],
+        *,
+        ttl_s: float = LEASE_TTL_S,
+        timeout_s: float | None = None,
+        verify: bool = True,
+    ) -> StoreLease:
+        """Objects in place: `with store.lease(keys) as lease: lease.views[0]`. See `StoreLease`."""
+        lease = StoreLease(self._means, ttl_s)
+        return lease.open(self._reads, blocks_of(keys), Deadline(timeout_s), verify=verify)
+
+    def exists(self, key: Key, *, timeout_s: float | None = None) -> bool:
+        block = block_of(key)
+        present = self._reads.exists_at_once(block)
+        if not isinstance(present, Fate):
+            return present
+        return self._reads.exist([block], Deadline(timeout_s))[0]
+
+    def batch_exists(self, keys: Sequence[Key], *, timeout_s: float | None = None) -> list[bool]:
+        return self._reads.exist(blocks_of(keys), Deadline(timeout_s))
+
+    # Writing
+
+    def put(
+        self,
+        key: Key,
+        value: Value,
+        *,
+        pin: Pin | str = Pin.NONE,
+        tenant: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Readable by everybody when it returns.
+
+        Raises InvalidRequest (another value is stored under the key, or it is larger than a node), Overloaded (no room
+        that could be had), IntegrityError (it arrived damaged, and was dropped).
+        """
+        self.batch_put([(key, value)], pin=pin, tenant=tenant, timeout_s=timeout_s)
+
+    def batch_put(
+        self,
+        items: Iterable[tuple[Key, Value]],
+        *,
+        pin: Pin | str = Pin.NONE,
+        tenant: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """As `put`; when it raises, some may be stored."""
+        pairs = [(block_of(key), _bytes_of(value)) for key, value in items]
+        lengths = [value.nbytes for _, value in pairs]
+        terms = Terms(pin=_pin_of(pin), tenant=tenant)
+        deadline = Deadline(timeout_s, sum(lengths))
+        for part in portions(lengths):
+            with self._means.scratch.borrow(sum(lengths[part]) or 1) as local:
+                stored: list[Item] = []
+                at = 0
+                for block, value in pairs[part]:
+                    local.buffer[at : at + value.nbytes] = value
+                    stored.append(Item(block, checksum([value]), at, value.nbytes))
+                    at += value.nbytes
+                self._puts.put(stored, local, terms, deadline)
+
+    def put_from(
+        self,
+        key: Key,
+        segment: Segment,
+        offset: int = 0,
+        length: int | None = None,
+        *,
+        pin: Pin | str = Pin.NONE,
+        tenant: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """As `put`, straight from registered memory, which must not change meanwhile."""
+        lengths = [segment.nbytes - offset if length is None else length]
+        self.batch_put_from(
+            [key], segment, [offset], lengths, pin=pin, tenant=tenant, timeout_s=timeout_s
+        )
+
+    def batch_put_from(
+        self,
+        keys: Sequence[Key],
+        segment: Segment,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        pin: Pin | str = Pin.NONE,
+        tenant: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """As `put_from`; when it raises, some may be stored."""
+        blocks = blocks_of(keys)
+        _require_as_many(len(blocks), len(offsets))
+        Spots.checked(segment, offsets, lengths)
+        items = [
+            Item(block, checksum([segment.buffer[offset : offset + length]]), offset, length)
+            for block, offset, length in zip(blocks, offsets, lengths, strict=True)
+        ]
+        deadline = Deadline(timeout_s, sum(lengths))
+        terms = Terms(pin=_pin_of(pin), tenant=tenant)
+        for part in portions(lengths):
+            self._puts.put(items[part], segment, terms, deadline)
+
+    # Memory for `get_into` and `put_from`
+
+    def allocate(self, nbytes: int) -> Segment:
+        """New registered memory, `segment.buffer`; nodes on this host can map it."""
+        return self._means.engine.allocate(nbytes)
+
+    def register(self, buffer: Registrable) -> Segment:
+        """Registers memory of the caller's: numpy arrays, bytearrays, tensors …; `allocate` is faster on one host."""
+        return self._means.engine.register(buffer)
+
+    def deregister(self, segment: Segment) -> None:
+        self._means.engine.deregister(segment)
+
+    # The cluster
+
+    def remove(self, key: Key, *, timeout_s: float | None = None) -> bool:
+        """Removes all replicas and says whether there was one. Readers under a lease may finish.
+
+        Raises PeerLost when a node that may have one did not answer; the others have removed theirs then.
+        """
+        return self.batch_remove([key], timeout_s=timeout_s) > 0
+
+    def batch_remove(self, keys: Sequence[Key], *, timeout_s: float | None = None) -> int:
+        """As `remove`, and gives how many replicas there were."""
+        block_keys = [block.key for block in blocks_of(keys)]
+        self._hints.forget(block_keys)
+        return self._pool.remove(block_keys, Deadline(timeout_s))
+
+    def pin(self, keys: Sequence[Key], kind: Pin | str, *, timeout_s: float | None = None) -> int:
+        """Pins all replicas: "soft" (evicted last), "hard" (never evicted), "none". Gives how many there are."""
+        block_keys = [block.key for block in blocks_of(keys)]
+        return self._pool.pin(block_keys, _pin_of(kind), Deadline(timeout_s))
+
+    def change_replica(
+        self, keys: Sequence[Key], num_replicas: int, *, timeout_s: float | None = None
+    ) -> ReplicaChange:
+        """Makes the keys have so many replicas; a chain's blocks in order. Raises NoWorker without a directory."""
+        block_keys = [block.key for block in blocks_of(keys)]
+        reply = directory.change_replica(
+            self._means, self._cluster.view, block_keys, num_replicas, Deadline(timeout_s)
+        )
+        return ReplicaChange(reply.created, reply.dropped, reply.missing)
+
+    def stats(self, *, timeout_s: float | None = None) -> PoolStats:
+        """Of each node that answers, their sum, and what this client has counted."""
+        return self._pool.stats(self._counters.all(), Deadline(timeout_s))
+
+    def nodes(self) -> tuple[NodeView, ...]:
+        """Those that the registry names."""
+        return self._pool.nodes()
+
+    def close(self) -> None:
+        """Nothing may be under way. Idempotent."""
+        self._cluster.close()
+        self._means.close()
+
+    def __enter__(self) -> KvStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _pin_of(pin: Pin | str) -> Pin:
+    try:
+        return Pin(pin)
+    except ValueError as error:
+        names = ", ".join(Pin)
+        raise InvalidRequest(f"no kind of pin: {pin!r}; there are {names}", param="pin") from error
+
+
+def _bytes_of(value: Value) -> memoryview:
+    try:
+        view = memoryview(value)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except TypeError as error:
+        raise InvalidRequest(
+            f"a value is contiguous bytes, not {type(value).__name__}", param="value"
+        ) from error
+
+
+def _require_as_many(num_keys: int, num_offsets: int) -> None:
+    if num_keys != num_offsets:
+        raise InvalidRequest(f"{num_keys} keys with {num_offsets} offsets", param="offsets")

@@ -1,0 +1,154 @@
+"""Reading in place: views of objects that stay where they are for as long as a lease on them is kept.
+
+Its rule: the lease is renewed behind the scenes while it is open; when it could not be, whatever was read through the
+views must be discarded, which `check` and the end of the `with` block say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+
+import xxhash
+
+from kvstore.client.at_node import pick
+from kvstore.client.deadline import Deadline
+from kvstore.client.far import read
+from kvstore.client.fate import Fate
+from kvstore.client.keys import Block
+from kvstore.client.leased import NodeLease, take_lease
+from kvstore.client.node import Means, StoreNode
+from kvstore.client.reads import Reads
+from kvstore.native.base import Entry
+from protocol.errors import MoonserveError, StaleLease
+from protocol.keys import BlockKey
+
+log = logging.getLogger(__name__)
+
+_RENEWALS = 3
+"""Tries within the life of a lease."""
+
+
+class StoreLease:
+    """Use it as a context manager. Belongs to one thread."""
+
+    def __init__(self, means: Means, ttl_s: float) -> None:
+        self.views: tuple[memoryview | None, ...] = ()
+        """Read-only, one per key; None where nobody has it. Mapped on the node's host, else a copy."""
+        self._means = means
+        self._ttl_s = ttl_s
+        self._leases: list[NodeLease] = []
+        self._memory = contextlib.ExitStack()
+        self._renewing: concurrent.futures.Future[None] | None = None
+
+    def open(
+        self, reads: Reads, blocks: Sequence[Block], deadline: Deadline, *, verify: bool
+    ) -> StoreLease:
+        """Takes the leases. Raises as `Reads.values`."""
+        keys = [block.key for block in blocks]
+
+        def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[memoryview | Fate]:
+            return self._take(node, pick(keys, places), within, verify=verify)
+
+        try:
+            self.views = tuple(reads.search(blocks, at, deadline))
+            if self._leases:
+                self._renewing = self._means.backstage.begin(self._renew())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def check(self) -> None:
+        """What was read until now counts. Raises StaleLease: discard it."""
+        for lease in self._leases:
+            lease.require_valid()
+
+    def close(self) -> None:
+        """Gives everything back; the views cannot be used any more. Idempotent."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+        for view in self.views:
+            if view is not None:
+                with contextlib.suppress(BufferError):  # an array of the caller's is over it
+                    view.release()
+        leases, self._leases = self._leases, []
+        for lease in leases:
+            lease.close()
+        self._memory.close()
+
+    def __enter__(self) -> StoreLease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self.check()
+        finally:
+            self.close()
+
+    def _take(
+        self, node: StoreNode, keys: Sequence[BlockKey], deadline: Deadline, *, verify: bool
+    ) -> list[memoryview | Fate]:
+        fates: list[memoryview | Fate] = [Fate.ABSENT] * len(keys)
+        first = 0
+        while first < len(keys):
+            lease = take_lease(node, keys[first:], deadline, self._ttl_s)
+            self._leases.append(lease)
+            last = first + len(lease.entries)
+            fates[first:last] = self._views(node, lease, deadline, verify=verify)
+            first = last + 1
+        return fates
+
+    def _views(
+        self, node: StoreNode, lease: NodeLease, deadline: Deadline, *, verify: bool
+    ) -> list[memoryview | Fate]:
+        near = node.attached(deadline).near
+        if near is not None:
+            views = [near.view(entry.offset or 0, entry.length) for entry in lease.entries]
+        else:
+            views = self._copies(lease, deadline)
+        if not verify:
+            return list(views)
+        return [
+            view if _matches(view, entry) else Fate.CORRUPT
+            for view, entry in zip(views, lease.entries, strict=True)
+        ]
+
+    def _copies(self, lease: NodeLease, deadline: Deadline) -> list[memoryview]:
+        lengths = [entry.length for entry in lease.entries]
+        scratch = self._means.scratch.borrow(sum(lengths) or 1)
+        local = self._memory.enter_context(scratch)
+        runs, views, at = [], [], 0
+        for entry in lease.entries:
+            runs.append((entry.offset or 0, at, entry.length))
+            views.append(local.buffer[at : at + entry.length].toreadonly())
+            at += entry.length
+        read(self._means.engine, lease.data, local, runs, deadline)
+        return views
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._ttl_s / _RENEWALS)
+            await asyncio.gather(*(self._renew_one(lease) for lease in self._leases))
+
+    async def _renew_one(self, lease: NodeLease) -> None:
+        try:
+            await lease.renew_backstage(self._ttl_s)
+        except StaleLease:
+            lease.expires_at = 0.0
+        except MoonserveError as error:  # it ends by itself unless a later try succeeds
+            log.warning("lease %s was not renewed: %s", lease.lease_id, error)
+
+
+def _matches(view: memoryview, entry: Entry) -> bool:
+    return xxhash.xxh3_64_intdigest(view) == entry.checksum

@@ -1,0 +1,77 @@
+"""Tells nodes what was read of them without their help, so that they know what is in use and what is hot.
+
+Also how the death of a node is noticed whose memory is mapped here: a report that is not answered. Its rule: readers
+never wait for it, and what is too much is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Sequence
+
+from kvstore.client.backstage import Backstage
+from kvstore.client.counters import Counters, Event
+from kvstore.client.node import StoreNode
+from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
+from protocol.keys import BlockKey
+from protocol.pb import kvstore_pb2
+
+GATHER_S = 0.1
+_MESSAGE_KEYS = 256
+"""So many are sent at once, without waiting for more."""
+_MAX_KEYS = 8192
+"""Per node and message; a reader that is faster is not slowed down by the reports."""
+_TIMEOUT_S = 2.0
+
+
+class Touches:
+    """Thread-safe."""
+
+    def __init__(self, backstage: Backstage, counters: Counters) -> None:
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._pending: dict[StoreNode, list[BlockKey]] = {}
+        self._due = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._backstage = backstage
+        self._sending = backstage.begin(self._send_all())
+
+    def note(self, node: StoreNode, keys: Sequence[BlockKey]) -> None:
+        """`keys` were read at `node`, or only looked for when there are none."""
+        with self._lock:
+            first = not self._pending
+            pending = self._pending.setdefault(node, [])
+            room = _MAX_KEYS - len(pending)
+            before = len(pending)
+            pending += keys[:room]
+            hurry = before < _MESSAGE_KEYS <= len(pending)
+        if first:
+            self._backstage.wake(self._due)
+        if hurry:
+            self._backstage.wake(self._hurry)
+        if len(keys) > room:
+            self._counters.count(Event.UNREPORTED, len(keys) - room)
+
+    async def _send_all(self) -> None:
+        while True:
+            await self._due.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), GATHER_S)
+            with self._lock:
+                pending, self._pending = self._pending, {}
+                self._due.clear()
+                self._hurry.clear()
+            await asyncio.gather(*(self._send(node, keys) for node, keys in pending.items()))
+
+    async def _send(self, node: StoreNode, keys: Sequence[BlockKey]) -> None:
+        if not node.is_attached:  # lost meanwhile, and told so
+            return
+        request = kvstore_pb2.StoreTouchRequest(keys=keys)
+        try:
+            await node.ask(lambda stub: stub.Touch, request, _TIMEOUT_S)
+        except (PeerLost, DeadlineExceeded) as error:
+            node.lost(error)
+        except MoonserveError:  # then they do not count as used
+            self._counters.count(Event.UNREPORTED, len(keys))
