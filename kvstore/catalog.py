@@ -20,11 +20,12 @@ from kvstore.disk.base import Pin, Place
 from kvstore.eviction import EvictionPolicy
 from kvstore.followers import Followers
 from kvstore.hidden import Hidden, Remains
-from kvstore.native.base import MAX_OBJECT_BYTES, NO_RECORD, Entry, KeyIndex, Record
+from kvstore.native.base import MAX_OBJECT_BYTES, Entry, KeyIndex, Record
 from kvstore.records import NO_PLACE, Records
 from kvstore.room import Room
 from kvstore.shares import Shares
 from kvstore.stored import Announcements, DiskSpace, StoredObject, Usage, Watermarks
+from kvstore.visible import Visible
 from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
 
@@ -46,17 +47,17 @@ class Catalog:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.space = Allocator(capacity)
-        self.disk = disk
+        self.disk: DiskSpace | None = None
         self.rows = Records()
-        self.reserved_bytes = 0
+        self.reserved_bytes = 0  # of memory, being written or loaded
+        self.arriving_bytes = 0  # of disk, being written
         self._index = index
         self._announce = announce
-        self._shares = Shares(
-            self.space.capacity + (disk.live_limit if disk else 0), quotas or {}, policies
-        )
+        self._shares = Shares(self.space.capacity, quotas or {}, policies)
         self._reserved: dict[BlockKey, StoredObject] = {}
         self._hidden = Hidden()
         self._followers = Followers(self.rows, index)
+        self._visible = Visible(self.rows, index, self._shares)
         self._candidates = Candidates(self.rows, index, self._shares)
         self.room = Room(self, self._candidates, self._shares, watermarks)
         self._next_generation = first_generation
@@ -64,29 +65,25 @@ class Catalog:
         self._num_leased = 0
         self._num_on_disk = 0
         self._disk_live = 0
+        if disk is not None:
+            self.use_disk(disk)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._visible)
 
     def find(self, key: BlockKey) -> StoredObject | None:
         """The object that readers see under `key`."""
-        entry = self._index.find(key)
-        return None if entry is None else self._stored(key, entry)
+        return self._visible.find(key)
 
     def present(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return [record != NO_RECORD for record in self._index.records_of(keys)]
+        return self._visible.present(keys)
+
+    def objects(self) -> Iterator[StoredObject]:
+        """All visible ones; see `Visible`."""
+        return iter(self._visible)
 
     def is_reserved(self, key: BlockKey) -> bool:
         return key in self._reserved
-
-    def objects(self) -> Iterator[StoredObject]:
-        """All visible ones. Nothing may change meanwhile, except between two `next` of a slow reader: then objects
-        that come or go may be missed."""
-        for record in range(len(self.rows.holds)):
-            key = self.rows.key(record)
-            entry = self._index.find(key)
-            if entry is not None and entry.record == record:
-                yield self._stored(key, entry)
 
     def used(self, objects: Iterable[StoredObject]) -> None:
         """Counts as a use of each of the visible objects, the last one the most recent."""
@@ -124,6 +121,7 @@ class Catalog:
         stored.offset = offset
         self._reserved[key] = stored
         self.reserved_bytes += stored.space
+        self._shares.charge(tenant, stored.space)
         return stored
 
     def publish(self, stored: StoredObject, checksum: int) -> None:
@@ -140,23 +138,27 @@ class Catalog:
         del self._reserved[stored.key]
         self.reserved_bytes -= stored.space
         self._unfollow(stored.parent)
+        self._shares.charge(stored.tenant, -stored.space)
         self.space.free(stored.offset, stored.length)
 
     def restore(self, stored: StoredObject) -> bool:
-        """Found on disk → visible there. False = a later object of its key is known, or it has no room."""
+        """Found on disk → visible there. False = a later object of its key is known, or the disk is full or gone."""
         assert stored.place is not None
-        assert self.disk is not None
-        if stored.key in self._reserved:
+        self._next_generation = max(self._next_generation, stored.generation + 1)
+        if self.disk is None or stored.key in self._reserved:
             return False
         known = self.find(stored.key)
         if known is not None and known.generation >= stored.generation:
             return False
-        if self._disk_live + self.disk.space(stored.length) > self.disk.live_limit:
+        on_disk = known is not None and known.place is not None
+        freed = self.disk.space(known.length) if known is not None and on_disk else 0
+        if self.disk.space(stored.length) > self.disk_free + freed:
             return False
         if known is not None:
             self.remove(known)
         self._follow(stored.parent, in_memory=False)
         self._disk_live += self.disk.space(stored.length)
+        self._shares.charge(stored.tenant, stored.space)
         self._admit(stored)
         return True
 
@@ -169,6 +171,7 @@ class Catalog:
         self._announce.removed(stored.key)
         self.drop_place(record, stored.length)
         holds, in_memory = self.rows.holds[record], self.rows.in_memory(record)
+        stays = in_memory and not self.rows.is_leaving(record)
         self._followers.leave(stored.key, record)
         self.rows.free(record)
         self._num_on_disk -= not in_memory
@@ -177,7 +180,7 @@ class Catalog:
             self._num_leased -= 1
         elif stored.offset is not None:
             self.space.free(stored.offset, stored.length)
-        self._unfollow(stored.parent, in_memory=in_memory)
+        self._unfollow(stored.parent, in_memory=stays)
 
     def hold(self, stored: StoredObject) -> None:
         """One more reason why a visible object may neither leave nor move."""
@@ -243,6 +246,14 @@ class Catalog:
         self._followers.count(stored.parent, 0, 1, self._candidates.reconsider)
         self._entered(stored)
 
+    def set_leaving(self, stored: StoredObject, leaving: bool) -> None:
+        """Whether a visible object in memory is on its way out: then the block before it may follow, as demotion goes
+        from the end of a chain to its head and would else wait for each write."""
+        if self.rows.is_leaving(stored.record) is not leaving:
+            self.rows.set_leaving(stored.record, leaving)
+            change = -1 if leaving else 1
+            self._followers.count(stored.parent, 0, change, self._candidates.reconsider)
+
     def leave_memory(self, stored: StoredObject) -> None:
         """A visible object that nobody holds keeps only its copy on disk."""
         record = stored.record
@@ -262,6 +273,11 @@ class Catalog:
         self._candidates.join(stored.record, stored.key, stored.parent)
         self._announce.moved(stored.key, self._candidates.tier(stored.record))
 
+    def use_disk(self, disk: DiskSpace) -> None:
+        """There is a disk behind the memory from now on."""
+        self.disk = disk
+        self._shares.resize(self.space.capacity + disk.live_limit)
+
     def forget_disk(self) -> None:
         """The disk is gone, and with it all that was only there."""
         for stored in list(self.objects()):
@@ -270,6 +286,7 @@ class Catalog:
             else:
                 self.drop_place(stored.record, stored.length)
         self.disk = None
+        self._shares.resize(self.space.capacity)
 
     # Looking at all of it
 
@@ -281,7 +298,7 @@ class Catalog:
     @property
     def disk_free(self) -> int:
         """Live bytes that the disk may still take."""
-        return self.disk.live_limit - self._disk_live if self.disk else 0
+        return self.disk.live_limit - self._disk_live - self.arriving_bytes if self.disk else 0
 
     def usage(self) -> Usage:
         held = self.space.used - self._leased_bytes - self.reserved_bytes
@@ -310,17 +327,6 @@ class Catalog:
         self._next_generation += 1
         return self._next_generation - 1
 
-    def _stored(self, key: BlockKey, entry: Entry) -> StoredObject:
-        rows, record = self.rows, entry.record
-        stored = StoredObject(key, rows.parent(record), entry.length, entry.generation)
-        stored.tenant = self._shares.name(rows.tenants[record])
-        stored.pin = rows.pin(record)
-        stored.checksum = entry.checksum
-        stored.offset = entry.offset
-        stored.place = Place(rows.places[record]) if rows.on_disk(record) else None
-        stored.record = record
-        return stored
-
     def _admit(self, stored: StoredObject) -> None:
         """Makes an object visible where it lies; its parent counts it as a follower already."""
         rows = self.rows
@@ -335,7 +341,6 @@ class Catalog:
             stored.record, stored.generation, stored.checksum, stored.length, stored.offset
         )
         self._index.insert(stored.key, entry)
-        self._candidates.share(stored.record).nbytes += stored.space
         self._candidates.join(stored.record, stored.key, stored.parent)
         self._announce.added(stored.key, stored.parent, self._candidates.tier(stored.record))
 
@@ -363,8 +368,9 @@ class Catalog:
         holds = Counter(stored.generation for stored in held)
         counted = Counter({o.generation: self.rows.holds[o.record] for o in visible})
         assert holds == counted + self._hidden.holds()
-        in_memory = [(o.parent, o.offset is not None) for o in (*visible, *waiting)]
-        self._followers.validate((parent, here) for parent, here in in_memory if parent)
+        stays = [o.offset is not None and not self.rows.is_leaving(o.record) for o in visible]
+        following = zip((*visible, *waiting), (*stays, *(True for _ in waiting)), strict=True)
+        self._followers.validate((o.parent, here) for o, here in following if o.parent)
 
     def _validate_space(
         self, visible: Sequence[StoredObject], loading: Sequence[tuple[int, int]]
@@ -387,6 +393,5 @@ class Catalog:
         space = self.disk.space if self.disk else (lambda length: 0)
         assert usage.disk_live == sum(space(o.length) for o in on_disk)
         assert all(o.offset is not None or o.place is not None for o in visible)
-        for share in self._shares.all():
-            own = [o for o in visible if self._candidates.share(o.record) is share]
-            assert share.nbytes == sum(o.space for o in own)
+        known = (*visible, *self._reserved.values())
+        self._shares.validate((o.tenant, o.space) for o in known)

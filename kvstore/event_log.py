@@ -60,6 +60,7 @@ class EventLog:
 
     def take(self, follower: Follower, limit: int) -> list[Event]:
         """The next events of a follower that has missed none; they count as seen."""
+        assert not self.missed(follower)
         behind = min(self.next_seq - follower.next_seq, limit)
         start = len(self._kept) - (self.next_seq - follower.next_seq)
         follower.next_seq += behind
@@ -71,9 +72,9 @@ class EventLog:
 
     def read(self, keys: Iterable[BlockKey]) -> None:
         """These objects were read."""
+        found = list(keys) if self._followers else []
         for follower in self._followers:
-            room = KEPT_EVENTS - len(follower.reads)
-            follower.reads += list(keys)[:room]
+            follower.reads += found[: KEPT_EVENTS - len(follower.reads)]
 
     def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
         self._note(Event(key, parent, tier))

@@ -7,7 +7,7 @@ that nothing else happens to it but its removal, which makes the move's result w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.catalog import Catalog
@@ -42,7 +42,6 @@ class Moves:
         self._loads: dict[int, Load] = {}
         self._checks: list[StoredObject] = []
         self._leaving_bytes = 0  # of memory, of stores that demote
-        self._arriving_bytes = 0  # of disk, of stores
         self._draining = False  # above the high watermark, and not yet below the low one
 
     @property
@@ -86,16 +85,32 @@ class Moves:
         """A write has ended; None = it is not on disk."""
         stored, catalog = store.object, self._catalog
         del self._stores[stored.generation]
-        self._arriving_bytes -= store.disk_bytes
-        self._leaving_bytes -= stored.space if store.demote else 0
-        hidden = catalog.is_hidden(stored)
-        if place is not None and (hidden or catalog.disk is None):
-            self._release(place)
-        elif place is not None:
+        catalog.arriving_bytes -= store.disk_bytes
+        demote = store.demote
+        if demote:
+            self._keep(store)
+        wanted = not catalog.is_hidden(stored) and catalog.disk is not None
+        if place is not None and wanted:
             catalog.set_place(stored, place)
+        elif place is not None:
+            self._release(place)
         catalog.let_go(stored)
-        if store.demote and place is not None and not hidden and catalog.disk is not None:
-            self._leave_if_unused(stored)
+        if demote and place is not None and wanted:
+            self._leave_if_unneeded(stored)
+
+    def used(self, objects: Iterable[StoredObject]) -> None:
+        """Visible objects were asked for: one that is being written to leave memory is not cold, and stays."""
+        for stored in objects if self._stores else ():
+            store = self._stores.get(stored.generation)
+            if store is not None and store.demote:
+                self._keep(store)
+
+    def _keep(self, store: Store) -> None:
+        """It will not leave memory after all."""
+        store.demote = False
+        self._leaving_bytes -= store.object.space
+        if not self._catalog.is_hidden(store.object):
+            self._catalog.set_leaving(store.object, False)
 
     def load(self, stored: StoredObject) -> Load | None:
         """Begins to read a visible object that is only on disk; None = there is no memory for it."""
@@ -157,7 +172,7 @@ class Moves:
         """Raises AssertionError unless the bytes on their way are counted right."""
         stores = self._stores.values()
         assert self._leaving_bytes == sum(s.object.space for s in stores if s.demote)
-        assert self._arriving_bytes == sum(s.disk_bytes for s in stores)
+        assert self._catalog.arriving_bytes == sum(s.disk_bytes for s in stores)
 
     def extents(self) -> list[tuple[int, int]]:
         """(offset, length) of memory that is being loaded."""
@@ -176,20 +191,21 @@ class Moves:
     def _begin_store(self, stored: StoredObject, *, demote: bool) -> bool:
         assert self._catalog.disk is not None
         nbytes = self._catalog.disk.space(stored.length)
-        if not self._catalog.room.on_disk(self._arriving_bytes + nbytes):
-            return False
-        if self._catalog.find(stored.key) is None:  # making room evicted it
+        if not self._catalog.room.on_disk(nbytes):
             return False
         self._catalog.hold(stored)
         self._stores[stored.generation] = Store(stored, demote, nbytes)
-        self._arriving_bytes += nbytes
-        self._leaving_bytes += stored.space if demote else 0
+        self._catalog.arriving_bytes += nbytes
+        if demote:
+            self._leaving_bytes += stored.space
+            self._catalog.set_leaving(stored, True)
         return True
 
-    def _leave_if_unused(self, stored: StoredObject) -> None:
-        """It was asked for while it was being written: then it is not cold."""
+    def _leave_if_unneeded(self, stored: StoredObject) -> None:
+        """It stays when a block that follows it has come to memory meanwhile, or somebody holds it."""
+        rows, record = self._catalog.rows, stored.record
         self._catalog.counters["demotions"] += 1
-        if not self._catalog.rows.holds[stored.record]:
+        if not rows.holds[record] and not rows.followers_in_memory[record]:
             self._catalog.leave_memory(stored)
 
     def _release(self, place: Place) -> None:

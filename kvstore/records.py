@@ -14,8 +14,9 @@ from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
 
 NO_PLACE = Place(2**64 - 1)
 _IN_MEMORY = 1
+_LEAVING = 2
 _PINS = (Pin.NONE, Pin.SOFT, Pin.HARD)
-_PIN_SHIFT = 1
+_PIN_SHIFT = 2
 
 
 class Records:
@@ -31,6 +32,7 @@ class Records:
         self.followers = array("I")
         """Blocks that are resident or being written, and name this one as their parent."""
         self.followers_in_memory = array("I")
+        """Of them, those in memory, unless they are leaving it."""
         self.places = array("Q")
         """On disk; NO_PLACE = nowhere."""
         self.tenants = array("H")
@@ -69,6 +71,14 @@ class Records:
         flags = self._flags[record]
         self._flags[record] = flags | _IN_MEMORY if present else flags & ~_IN_MEMORY
 
+    def is_leaving(self, record: Record) -> bool:
+        """Whether it is being written to disk to leave memory then."""
+        return bool(self._flags[record] & _LEAVING)
+
+    def set_leaving(self, record: Record, leaving: bool) -> None:
+        flags = self._flags[record]
+        self._flags[record] = flags | _LEAVING if leaving else flags & ~_LEAVING
+
     def on_disk(self, record: Record) -> bool:
         return self.places[record] != NO_PLACE
 
@@ -76,7 +86,8 @@ class Records:
         return _PINS[self._flags[record] >> _PIN_SHIFT]
 
     def set_pin(self, record: Record, pin: Pin) -> None:
-        self._flags[record] = self._flags[record] & _IN_MEMORY | _PINS.index(pin) << _PIN_SHIFT
+        others = self._flags[record] & (_IN_MEMORY | _LEAVING)
+        self._flags[record] = others | _PINS.index(pin) << _PIN_SHIFT
 
     @property
     def nbytes(self) -> int:

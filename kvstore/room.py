@@ -6,6 +6,7 @@ memory, any other one is evicted, and **no block is evicted before those that fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvstore.allocator import padded
@@ -71,30 +72,44 @@ class Room:
 
     def _within(self, share: Share, nbytes: int) -> bool:
         """Evicts a tenant's own objects until its quota has room; those only on disk are the colder ones."""
+
+        def coldest() -> Record:
+            on_disk = share.offers[Tier.DISK].victim()
+            return on_disk if on_disk != NO_RECORD else share.offers[Tier.MEMORY].victim()
+
         while share.nbytes + nbytes > share.size:
-            victims = (share.offers[tier].victim() for tier in (Tier.DISK, Tier.MEMORY))
-            chosen = next((victim for victim in victims if victim != NO_RECORD), NO_RECORD)
-            if not self._evict(self._object(chosen)):
+            if nbytes > share.size or not self._evict(self._first(coldest, self._is_leaf)):
                 self._catalog.counters["quota_refusals"] += 1
                 return False
         return True
 
     def _vacate_one(self) -> bool:
         """Takes one object out of memory: to disk where it has a copy, otherwise for good."""
-        rows = self._catalog.rows
+        stored = self._first(lambda: self._shares.victim(Tier.MEMORY), self._may_leave_memory)
+        if stored is None or stored.place is None:
+            return self._evict(stored)
+        self._catalog.leave_memory(stored)
+        return True
+
+    def _may_leave_memory(self, record: Record) -> bool:
+        """False = the blocks that follow it are on disk, and it is not yet: it can go once it has been written."""
+        return self._catalog.rows.on_disk(record) or self._is_leaf(record)
+
+    def _is_leaf(self, record: Record) -> bool:
+        return not self._catalog.rows.followers[record]
+
+    def _first(
+        self, victim: Callable[[], Record], suits: Callable[[Record], bool]
+    ) -> StoredObject | None:
+        """The first victim that suits. Those passed over for it stay on offer."""
         passed_over: list[Record] = []
         try:
-            while len(passed_over) <= MAX_PASSED_OVER:
-                stored = self.coldest_in_memory()
-                if stored is not None and rows.on_disk(stored.record):
-                    self._catalog.leave_memory(stored)
-                    return True
-                if stored is None or not rows.followers[stored.record]:
-                    return self._evict(stored)
-                # The blocks that follow it are on disk, and it is not yet: it can go once it has been written.
-                passed_over.append(stored.record)
-                self._candidates.withdraw(stored.record)
-            return False
+            while (record := victim()) != NO_RECORD and len(passed_over) <= MAX_PASSED_OVER:
+                if suits(record):
+                    return self._object(record)
+                passed_over.append(record)
+                self._candidates.withdraw(record)
+            return None
         finally:
             for record in passed_over:
                 self._candidates.reconsider(record)
@@ -102,7 +117,7 @@ class Room:
     def _evict(self, stored: StoredObject | None) -> bool:
         counters = self._catalog.counters
         counters["evictions_attempted"] += 1
-        if stored is None or self._catalog.rows.followers[stored.record]:
+        if stored is None:
             return False
         self._catalog.remove(stored)
         counters["evictions_succeeded"] += 1

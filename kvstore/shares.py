@@ -6,7 +6,8 @@ Between shares it is the one that takes most for its size. Soft-pinned objects g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvstore.disk.base import Pin
@@ -50,7 +51,7 @@ class Share:
 
     size: int  # bytes that it may take, or is meant to
     offers: dict[Tier, Offers]
-    nbytes: int = 0  # of its resident objects, however many copies they have
+    nbytes: int = 0  # of its objects, resident or being written, however many copies they have
 
     def over(self) -> float:
         return self.nbytes / max(self.size, 1)
@@ -62,16 +63,22 @@ class Shares:
     def __init__(
         self, capacity: int, quotas: Mapping[str, int], policies: Callable[[], EvictionPolicy]
     ) -> None:
-        self.quotas = dict(quotas)
         self._policies = policies
         self._names = [""]
         self._numbers = {"": 0}
-        self._common = self._share(max(capacity - sum(quotas.values()), 0))
+        self._common = self._share(0)
         self._own = {name: self._share(quota) for name, quota in quotas.items()}
         self._of_number = [self._common]
+        self.resize(capacity)
+        for name in quotas:  # first, so that they have numbers whoever else comes
+            self.number(name)
 
     def _share(self, size: int) -> Share:
         return Share(size, {tier: Offers(self._policies()) for tier in Tier})
+
+    def resize(self, capacity: int) -> None:
+        """All shares together are meant to take so many bytes."""
+        self._common.size = max(capacity - sum(share.size for share in self._own.values()), 0)
 
     def number(self, tenant: str) -> int:
         """The number of a tenant, in rows."""
@@ -91,10 +98,9 @@ class Shares:
     def of(self, number: int) -> Share:
         return self._of_number[number]
 
-    def fits(self, tenant: str, nbytes: int) -> bool:
-        """Whether the tenant's quota has room for so much more."""
-        share = self._own.get(tenant)
-        return share is None or share.nbytes + nbytes <= share.size
+    def charge(self, tenant: str, nbytes: int) -> None:
+        """So many bytes more (or fewer) are the tenant's."""
+        self.of(self.number(tenant)).nbytes += nbytes
 
     def own(self, tenant: str) -> Share | None:
         """The share of a tenant with a quota."""
@@ -112,6 +118,13 @@ class Shares:
 
     def all(self) -> list[Share]:
         return [self._common, *self._own.values()]
+
+    def validate(self, objects: Iterable[tuple[str, int]]) -> None:
+        """Raises AssertionError unless exactly these (tenant, bytes) are charged."""
+        charged = Counter({id(share): 0 for share in self.all()})
+        for tenant, nbytes in objects:
+            charged[id(self.of(self.number(tenant)))] += nbytes
+        assert all(share.nbytes == charged[id(share)] for share in self.all())
 
     @property
     def nbytes(self) -> int:

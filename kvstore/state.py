@@ -67,7 +67,7 @@ class StoreState:
         if ttl_s is not None:
             _check_ttl(ttl_s)
         for wish in wishes:
-            self._catalog.check_size(wish.length)
+            self._check(wish)
         expires_at = math.inf if ttl_s is None else now + ttl_s
         reservation = self._grant(reservation_id, wishes, expires_at)
         if reservation.objects:
@@ -156,7 +156,7 @@ class StoreState:
         """
         known = self._leases.get(lease_id)
         if known is not None and known.expires_at > now:
-            return known
+            return self._again(known)
         if known is not None or lease_id in self._ended_leases:
             raise StaleLease("this lease has ended", lease_id=lease_id)
         _check_ttl(ttl_s)
@@ -166,11 +166,18 @@ class StoreState:
         self._begin_loads(lease)
         self.counters["lease_hits"] += len(lease.objects)
         self.counters["lease_misses"] += len(keys) - len(lease.objects)
-        self._catalog.used(reversed(lease.objects))
+        self._used(lease.objects)
         if lease.objects:
             self._leases[lease_id] = lease
             self._lease_deadlines.note(lease_id, lease.expires_at)
         return lease
+
+    def _again(self, lease: Lease) -> Lease:
+        """The same answer to a call that came twice; its reads have begun."""
+        lease.loads = ()
+        if any(self.moves.is_loading(stored) for stored in lease.objects):
+            return lease
+        return self.settle(lease.lease_id)
 
     def _begin_loads(self, lease: Lease) -> None:
         """Cuts the lease at the first object for which there is no memory."""
@@ -272,7 +279,7 @@ class StoreState:
         """Counts as a use: these objects, in the order of their chain, were read without a lease."""
         found = [stored for key in keys if (stored := self._catalog.find(key)) is not None]
         self.counters["lease_hits"] += len(found)
-        self._catalog.used(reversed(found))
+        self._used(found)
 
     def pin(self, keys: Sequence[BlockKey], pin: Pin) -> int:
         """How much these objects may be evicted from now on; gives how many were there."""
@@ -290,7 +297,7 @@ class StoreState:
 
     def use_disk(self, disk: DiskSpace) -> None:
         """There is a disk behind the memory from now on."""
-        self._catalog.disk = disk
+        self._catalog.use_disk(disk)
 
     def restore(self, found: DiskObject, place: Place) -> bool:
         """An object was found on disk; False = it is not wanted."""
@@ -368,6 +375,11 @@ class StoreState:
             endless = reservation.expires_at == math.inf
             assert timed or endless or reservation.phase is not Phase.OPEN
 
+    def _check(self, wish: Wish) -> None:
+        self._catalog.check_size(wish.length)
+        if wish.parent == wish.key:  # it could never be evicted
+            raise InvalidRequest("an object cannot be its own parent", param="parent")
+
     def _grant(self, reservation_id: str, wishes: Sequence[Wish], expires_at: float) -> Reservation:
         objects: dict[BlockKey, StoredObject] = {}
         refused: set[BlockKey] = set()
@@ -380,7 +392,7 @@ class StoreState:
         """Decides one wish; adds to `objects` what it grants, to `refused` what has no space."""
         visible = self._catalog.find(wish.key)
         if visible is not None:
-            self._catalog.used([visible])
+            self._used([visible])
             return Slot(outcome=Outcome.PRESENT)
         if self._catalog.is_reserved(wish.key):
             return Slot(outcome=Outcome.IN_PROGRESS)
@@ -407,6 +419,11 @@ class StoreState:
                 break
             run.append(stored)
         return tuple(run)
+
+    def _used(self, chain: Sequence[StoredObject]) -> None:
+        """Its head counts as used last, so that it outlives its tail."""
+        self._catalog.used(reversed(chain))
+        self.moves.used(chain)
 
     def _lease_expiry(self, lease_id: str) -> float | None:
         lease = self._leases.get(lease_id)

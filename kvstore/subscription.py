@@ -37,6 +37,7 @@ async def follow(
             if log.missed(follower):
                 async for message in _inventory(log, state, epoch, follower):
                     yield message
+                continue  # it may have taken so long that the log has gone on without it
             events = _changes(log, epoch, follower)
             yield events
             if follower.next_seq == log.next_seq:
@@ -80,6 +81,8 @@ def _message(
         latest[event.key] = event
         if event.parent is not None:
             parents[event.key] = event.parent
+        elif event.tier is None:
+            parents.pop(event.key, None)
     present = [event for event in latest.values() if event.tier is not None]
     return kvstore_pb2.StoreEvents(
         epoch=epoch,

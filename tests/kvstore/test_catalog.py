@@ -1,0 +1,184 @@
+"""The catalog's own rules: eviction from the end of chains, readers told first, space that is always accounted for."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore import eviction
+from kvstore.allocator import ALIGNMENT
+from kvstore.catalog import Catalog
+from kvstore.native.base import Entry
+from kvstore.native.library import key_index
+from kvstore.promises import Outcome
+from kvstore.room import MAX_PASSED_OVER
+from kvstore.stored import StoredObject, Tier
+from protocol.errors import InvalidRequest
+from protocol.keys import BlockKey
+from tests.kvstore.states import NO_TRIM, CountedDisk, Heard
+from tests.kvstore.tiered import Tiered, chain, key, keys
+
+
+class Witness(Heard):
+    """Says what the index held when a change was announced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.catalog: Catalog | None = None
+        self.seen: list[tuple[BlockKey, int | None]] = []
+
+    def removed(self, key: BlockKey) -> None:
+        super().removed(key)
+        self._note(key)
+
+    def moved(self, key: BlockKey, tier: Tier) -> None:
+        super().moved(key, tier)
+        self._note(key)
+
+    def _note(self, key: BlockKey) -> None:
+        assert self.catalog is not None
+        found = self.catalog.find(key)
+        self.seen.append((key, None if found is None else found.offset))
+
+
+def make(units: int = 4) -> tuple[Catalog, Witness]:
+    heard = Witness()
+    catalog = heard.catalog = Catalog(
+        units * ALIGNMENT,
+        index=key_index(),
+        policies=lambda: eviction.make("lru"),
+        announce=heard,
+        watermarks=NO_TRIM,
+        disk=CountedDisk(2**20),
+    )
+    return catalog, heard
+
+
+def put(catalog: Catalog, number: int, parent: int | None = None) -> StoredObject:
+    stored = catalog.reserve(key(number), None if parent is None else key(parent), ALIGNMENT)
+    assert stored is not None
+    catalog.publish(stored, number)
+    return stored
+
+
+def test_readers_do_not_find_an_object_whose_space_is_free() -> None:
+    catalog, heard = make()
+    catalog.remove(put(catalog, 1))
+    assert heard.seen == [(key(1), None)]
+    assert catalog.usage().free == catalog.usage().capacity
+
+
+def test_an_object_that_left_memory_is_still_found_without_a_place_there() -> None:
+    catalog, heard = make()
+    stored = put(catalog, 1)
+    assert catalog.disk is not None
+    assert isinstance(catalog.disk, CountedDisk)
+    catalog.set_place(stored, catalog.disk.put(stored.key))
+    catalog.leave_memory(stored)
+    assert heard.seen == [(key(1), None)]
+    found = catalog.find(key(1))
+    assert found is not None
+    assert (found.tier, found.generation, found.checksum) == (Tier.DISK, stored.generation, 1)
+
+
+def test_the_index_changes_before_space_is_given_to_others() -> None:
+    """A reader that copied in between finds another entry than before, and discards what it copied."""
+    catalog, _ = make(units=1)
+    put(catalog, 1)
+    asked: list[Entry | None] = []
+    allocate = catalog.space.allocate
+
+    def watched(nbytes: int) -> int | None:
+        found = catalog.find(key(1))
+        offset = allocate(nbytes)
+        asked.append(None if found is None or offset is None else Entry(0, 1, 0, 0, offset))
+        return offset
+
+    catalog.space.allocate = watched  # type: ignore[method-assign]
+    put(catalog, 2)
+    assert asked == [None, None], "whenever space was given, its old object was no longer found"
+
+
+def test_a_block_written_again_is_followed_by_the_blocks_that_stayed() -> None:
+    node = Tiered.make(memory=3, disk=0)
+    node.put(chain(1, 2, 3))
+    node.state.remove(keys(2), corrupt=False)
+    node.put(chain(1, 2))
+    node.use(3)
+    for number, left in ((7, [1, 2, 7]), (8, [1, 7, 8]), (9, [7, 8, 9])):
+        node.put(chain(number))
+        assert node.in_memory() == left
+
+
+def test_a_parent_is_not_evicted_for_a_block_that_is_being_written() -> None:
+    node = Tiered.make(memory=2, disk=0)
+    node.put(chain(1))
+    node.state.reserve("r", chain(1, 2)[1:], 30.0, 0.0)
+    assert node.put(chain(3)) == [Outcome.FULL]
+    assert node.in_memory() == [1]
+
+
+def test_an_object_that_would_follow_itself_is_refused() -> None:
+    node = Tiered.make()
+    [wish] = chain(1)
+    wishes = [type(wish)(key=wish.key, parent=wish.key, length=1)]
+    with pytest.raises(InvalidRequest, match="own parent"):
+        node.state.reserve("r", wishes, 30.0, 0.0)
+    assert node.tiers() == {}
+
+
+def test_space_of_a_key_that_is_hidden_twice_comes_back_twice() -> None:
+    node = Tiered.make(memory=3)
+    leases = []
+    for _ in range(2):
+        node.put(chain(1))
+        leases.append(node.lease(1)[0])
+        node.state.remove(keys(1), corrupt=False)
+    assert node.state.usage().leased == 2 * ALIGNMENT
+    for lease_id, free in zip(leases, (2, 3), strict=True):
+        node.state.release(lease_id, 0.0)
+        assert node.state.usage().free == free * ALIGNMENT
+        node.state.validate()
+
+
+def test_a_removed_object_that_was_only_on_disk_frees_no_memory() -> None:
+    node = Tiered.make()
+    node.put(chain(1))
+    node.sink(1)
+    lease_id, [load] = node.lease(1)
+    node.state.loaded(load, False)
+    node.state.release(lease_id, 0.0)
+    assert node.state.usage().free == 4 * ALIGNMENT
+    assert node.tiers() == {}
+
+
+def test_looking_for_a_victim_is_bounded_and_forgets_nobody() -> None:
+    units = MAX_PASSED_OVER + 8
+    node = Tiered.make(memory=units, disk=2 * units)
+    heads = range(1, units)
+    for number in heads:
+        node.put(chain(number, 1000 + number))
+        node.sink(1000 + number)
+    node.put(chain(9))
+    leaf = 5000
+    node.put(chain(leaf))
+    assert node.put(chain(leaf + 1)) == [Outcome.FULL], "too many before it cannot go yet"
+    node.copy(1)
+    assert node.put(chain(leaf + 1)) == [Outcome.GRANTED]
+    assert node.tiers()[1] is Tier.DISK
+
+
+def test_recovered_objects_are_evicted_from_the_end_of_their_chain() -> None:
+    node = Tiered.make(memory=8, disk=3)
+    for number in (2, 1, 3):
+        node.recover(number, number, parent=number - 1 or None)
+    for number, left in ((11, [1, 2]), (12, [1]), (13, [])):
+        node.put(chain(number))
+        node.copy(number)
+        assert node.on_disk_only() == left
+
+
+def test_metadata_of_an_object_is_small() -> None:
+    node = Tiered.make(memory=20_000, disk=0)
+    for start in range(1, 20_000, 1_000):
+        node.put(chain(*range(start, start + 1_000)))
+    assert node.state.metadata_bytes / node.state.num_objects < 200

@@ -1,0 +1,161 @@
+"""Tenants' quotas: whose objects go, what is refused, and that every byte is charged to somebody."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.allocator import ALIGNMENT
+from kvstore.disk.base import Pin
+from kvstore.eviction import LeastRecentlyUsed
+from kvstore.promises import Outcome
+from kvstore.shares import MAX_TENANTS, Shares
+from kvstore.stored import Tier
+from tests.kvstore.states import CountedDisk
+from tests.kvstore.tiered import UNIT, Tiered, chain, keys
+
+GRANTED, FULL = Outcome.GRANTED, Outcome.FULL
+
+
+def test_a_tenant_over_its_quota_evicts_its_own_coldest_only() -> None:
+    node = Tiered.make(memory=8, quotas={"alice": 2})
+    node.put(chain(1, tenant="bob"))
+    for number in (2, 3, 4):
+        assert node.put(chain(number, tenant="alice")) == [GRANTED]
+    assert node.in_memory() == [1, 3, 4]
+    assert node.state.usage().tenants == {"alice": 2 * ALIGNMENT}
+
+
+def test_one_reservation_gets_no_more_than_the_quota() -> None:
+    node = Tiered.make(memory=8, quotas={"alice": 2})
+    assert node.put(chain(1, 2, 3, tenant="alice")) == [GRANTED, GRANTED, FULL]
+    assert node.state.counters["quota_refusals"] == 1
+
+
+def test_what_is_being_written_counts_and_counts_no_more_when_it_was_given_up() -> None:
+    node = Tiered.make(memory=8, quotas={"alice": 2})
+    node.state.reserve("r", chain(1, 2, tenant="alice"), 30.0, 0.0)
+    assert node.put(chain(3, tenant="alice")) == [FULL]
+    node.state.abort("r", 1.0)
+    node.state.closed("r", 1.0)
+    assert node.put(chain(3, 4, tenant="alice")) == [GRANTED, GRANTED]
+    assert node.in_memory() == [3, 4]
+
+
+def test_an_object_larger_than_its_tenants_quota_evicts_nothing() -> None:
+    node = Tiered.make(memory=8, quotas={"alice": 2})
+    node.put(chain(1, 2, tenant="alice"))
+    assert node.put(chain(3, length=3 * ALIGNMENT, tenant="alice")) == [FULL]
+    assert node.in_memory() == [1, 2]
+
+
+def test_a_tenant_whose_objects_cannot_go_is_refused_while_others_are_not() -> None:
+    node = Tiered.make(memory=4, quotas={"alice": 2})
+    node.put(chain(1, 2, tenant="alice", pin=Pin.HARD))
+    assert node.put(chain(3, tenant="alice")) == [FULL]
+    assert node.put(chain(4, 5, 6, tenant="bob")) == [GRANTED, GRANTED, FULL]
+    assert node.in_memory() == [1, 2, 4, 5]
+
+
+def test_objects_on_disk_count_and_go_first() -> None:
+    node = Tiered.make(memory=8, quotas={"alice": 2})
+    node.put(chain(1, tenant="alice"))
+    node.put(chain(2, tenant="alice"))
+    node.sink(2)
+    assert node.put(chain(3, tenant="alice")) == [GRANTED]
+    assert node.in_memory() == [1, 3]
+
+
+def test_an_own_object_that_others_follow_on_disk_is_passed_over() -> None:
+    node = Tiered.make(memory=8, quotas={"alice": 2})
+    node.put(chain(1, tenant="alice"))
+    node.put(chain(1, 2)[1:])  # another's, which follows
+    node.sink(2)
+    node.put(chain(3, tenant="alice"))
+    assert node.put(chain(4, tenant="alice")) == [GRANTED]
+    assert node.tiers() == {1: Tier.MEMORY, 2: Tier.DISK, 4: Tier.MEMORY}
+
+
+def test_the_share_that_takes_most_for_its_size_makes_room() -> None:
+    node = Tiered.make(memory=4, disk=0, quotas={"alice": 3})
+    node.put(chain(1, tenant="alice"))
+    node.put(chain(2))
+    node.put(chain(3))
+    node.put(chain(4))
+    node.put(chain(5, tenant="alice"))
+    assert node.in_memory() == [1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_disk_makes_the_share_of_all_others_larger_whenever_it_comes(late: bool) -> None:
+    node = Tiered.make(memory=4, disk=0, quotas={"alice": 4})
+    if late:
+        node.disk.live_limit = 16 * UNIT
+        node.state.use_disk(node.disk)
+    node.put(chain(1, tenant="alice"))
+    for number in (2, 3, 4, 5):
+        node.put(chain(number))
+    left = [2, 3, 4, 5] if late else [1, 3, 4, 5]
+    assert node.in_memory() == left, "without a disk the others have no share at all"
+
+
+def test_losing_the_disk_makes_the_share_of_all_others_smaller() -> None:
+    node = Tiered.make(memory=4, disk=16, quotas={"alice": 4})
+    node.state.forget_disk()
+    node.put(chain(1, tenant="alice"))
+    for number in (2, 3, 4, 5):
+        node.put(chain(number))
+    assert node.in_memory() == [1, 3, 4, 5]
+
+
+def test_recovered_objects_count_towards_their_tenants_quota() -> None:
+    node = Tiered.make(quotas={"alice": 1})
+    node.put(chain(1, tenant="alice"))
+    node.sink(1)
+    [stored] = node.state.objects()
+    assert stored.place is not None
+    header, place = stored.header(), stored.place
+    again = Tiered.make(quotas={"alice": 1})
+    assert again.state.restore(header, place)
+    again.disk.places[place] = stored.key
+    assert again.state.usage().tenants == {"alice": ALIGNMENT}
+    assert again.put(chain(2, tenant="alice")) == [GRANTED]
+    assert again.in_memory() == [2]
+    assert again.on_disk_only() == []
+
+
+def test_a_tenant_with_a_quota_keeps_it_however_many_names_are_in_use() -> None:
+    shares = Shares(100, {"alice": 10}, LeastRecentlyUsed)
+    numbers = {shares.number(f"tenant-{count}") for count in range(MAX_TENANTS + 5)}
+    assert max(numbers) == MAX_TENANTS
+    assert shares.number("one more") == 0, "counts as no tenant"
+    assert shares.of(shares.number("alice")) is shares.own("alice")
+
+
+def test_soft_pinned_objects_go_when_nothing_else_is_on_offer() -> None:
+    node = Tiered.make(memory=2, disk=0)
+    node.put(chain(1, pin=Pin.SOFT))
+    node.put(chain(2))
+    node.put(chain(3))
+    assert node.in_memory() == [1, 3]
+    node.state.pin(keys(3), Pin.SOFT)
+    node.put(chain(4))
+    assert node.in_memory() == [3, 4]
+
+
+def test_hard_pinned_objects_never_go_until_they_are_let_loose() -> None:
+    node = Tiered.make(memory=2, disk=0)
+    node.put(chain(1, 2, pin=Pin.HARD))
+    assert node.put(chain(3)) == [FULL]
+    assert node.state.pin(keys(2, 9), Pin.NONE) == 1
+    assert node.put(chain(3)) == [GRANTED]
+    assert node.in_memory() == [1, 3]
+
+
+def test_a_tenants_objects_may_be_smaller_on_disk_than_their_share() -> None:
+    """Quotas count the space in memory, in whichever tier an object is."""
+    disk = CountedDisk(16 * UNIT)
+    node = Tiered.make(memory=8, quotas={"alice": 2})
+    node.put(chain(1, length=1, tenant="alice"))
+    node.copy(1)
+    assert node.state.usage().tenants == {"alice": ALIGNMENT}
+    assert node.state.usage().disk_live == disk.space(1)

@@ -1,0 +1,146 @@
+"""A pure node with two tiers for tests, and what its shell would do for it: write, read, recover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvstore.allocator import ALIGNMENT
+from kvstore.disk.base import DiskObject, Pin
+from kvstore.moves import Load, Store
+from kvstore.promises import Outcome, Wish
+from kvstore.state import StoreState
+from kvstore.stored import Tier, Watermarks
+from protocol.keys import BlockKey
+from tests.kvstore.states import NO_TRIM, CountedDisk, Heard, make_state
+
+UNIT = CountedDisk(0).space(ALIGNMENT)
+"""Disk that an object of one unit of memory takes."""
+TTL_S = 30.0
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "little"))
+
+
+def keys(*numbers: int) -> list[BlockKey]:
+    return [key(number) for number in numbers]
+
+
+def chain(
+    *numbers: int, length: int = ALIGNMENT, tenant: str = "", pin: Pin = Pin.NONE
+) -> list[Wish]:
+    """Wishes for the blocks `numbers`, each the parent of the next."""
+    parents = [None, *map(key, numbers)]
+    return [
+        Wish(key=key(n), parent=parent, length=length, tenant=tenant, pin=pin)
+        for n, parent in zip(numbers, parents, strict=False)
+    ]
+
+
+@dataclass
+class Tiered:
+    """A node whose objects are named by numbers."""
+
+    state: StoreState
+    heard: Heard
+    disk: CountedDisk
+    num_rights: int = 0
+
+    @classmethod
+    def make(
+        cls,
+        memory: int = 4,
+        disk: int = 16,
+        *,
+        watermarks: Watermarks = NO_TRIM,
+        quotas: dict[str, int] | None = None,
+        policy: str = "lru",
+    ) -> Tiered:
+        """Sizes and quotas in units, each the space of one object."""
+        heard, counted = Heard(), CountedDisk(disk * UNIT)
+        in_bytes = {name: units * ALIGNMENT for name, units in (quotas or {}).items()}
+        state = make_state(
+            memory * ALIGNMENT,
+            heard,
+            disk=counted,
+            watermarks=watermarks,
+            quotas=in_bytes,
+            policy=policy,
+        )
+        return cls(state, heard, counted)
+
+    def new_id(self) -> str:
+        self.num_rights += 1
+        return f"id-{self.num_rights}"
+
+    def put(self, wishes: Sequence[Wish]) -> list[Outcome]:
+        """Checksums are the keys' numbers."""
+        name = self.new_id()
+        reservation = self.state.reserve(name, wishes, TTL_S, 0.0)
+        if reservation.objects:
+            sums = {block: int.from_bytes(block, "little") for block in reservation.objects}
+            self.state.commit(name, sums, 0.0)
+            self.state.verified(name, [], 0.0)
+        return [slot.outcome for slot in reservation.slots]
+
+    def use(self, *numbers: int) -> None:
+        self.state.touch(keys(*numbers))
+
+    def demotions(self) -> list[Store]:
+        return self.state.moves.demotions(2**30)
+
+    def written(self, stores: Iterable[Store]) -> None:
+        for store in stores:
+            self.state.moves.stored(store, self.disk.put(store.object.key))
+
+    def copy(self, *numbers: int) -> None:
+        """To disk, and they stay in memory."""
+        found = [stored for n in numbers if (stored := self.state.find(key(n))) is not None]
+        self.written(self.state.moves.copies(2**30, found))
+
+    def sink(self, *numbers: int) -> None:
+        """To disk and out of memory."""
+        self.copy(*numbers)
+        for number in reversed(numbers):
+            self.leave(number)
+
+    def leave(self, number: int) -> None:
+        """Out of memory for what takes its place for a moment."""
+        stored = self.state.find(key(number))
+        assert stored is not None
+        self.state._catalog.leave_memory(stored)
+
+    def recover(
+        self, number: int, generation: int, *, parent: int | None = None, pin: Pin = Pin.NONE
+    ) -> bool:
+        """As a restart finds an object on disk."""
+        found = DiskObject(
+            key=key(number),
+            parent=None if parent is None else key(parent),
+            length=ALIGNMENT,
+            checksum=number,
+            generation=generation,
+            pin=pin,
+        )
+        place = self.disk.put(found.key)
+        kept = self.state.restore(found, place)
+        if not kept:
+            self.disk.release(place)
+        return kept
+
+    def lease(self, *numbers: int) -> tuple[str, tuple[Load, ...]]:
+        name = self.new_id()
+        return name, self.state.lease(name, keys(*numbers), TTL_S, 0.0).loads
+
+    def tiers(self) -> dict[int, Tier]:
+        """Of the visible objects."""
+        self.state.validate()
+        tiers = {int.from_bytes(block, "little"): tier for block, tier in self.heard.tiers.items()}
+        return dict(sorted(tiers.items()))
+
+    def in_memory(self) -> list[int]:
+        return [number for number, tier in self.tiers().items() if tier is Tier.MEMORY]
+
+    def on_disk_only(self) -> list[int]:
+        return [number for number, tier in self.tiers().items() if tier is Tier.DISK]
