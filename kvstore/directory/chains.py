@@ -12,7 +12,7 @@ from kvstore.native.base import NO_RECORD
 from protocol.ids import InstanceId
 from protocol.keys import BlockKey, iter_keys, pack_keys
 
-MAX_CHAIN = 2**20
+MAX_CHAIN = 2**16
 """Blocks; more than any context has. A node that announces a circle must not hold the directory up for ever."""
 
 

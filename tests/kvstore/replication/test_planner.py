@@ -1,0 +1,347 @@
+"""What the planner makes and drops, on directories that are told what became of its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvstore.directory import Changes, Directory
+from kvstore.replication.heat import Heat
+from kvstore.replication.planner import KEYS_PER_STEP, Limits, Planner
+from kvstore.replication.plans import Copy, Drop, NodeView
+from protocol.ids import InstanceId
+from protocol.keys import NO_PARENT, BlockKey, pack_keys
+
+HITS = 8
+COOL_S = 60.0
+EXTRA = 2
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey((number + 1).to_bytes(16, "little"))
+
+
+class Cluster:
+    """Nodes by name, and a planner over them. A block's parent is the one before it, but for multiples of 1000."""
+
+    def __init__(self, **hosts: str) -> None:
+        self.directory = Directory()
+        self.heat = Heat(threshold=HITS, window_s=10.0)
+        self.planner = Planner(
+            self.directory, self.heat, Limits(extra_replicas=EXTRA, cool_s=COOL_S)
+        )
+        self.nodes = {
+            InstanceId(name): NodeView(
+                instance_id=InstanceId(name), host=host, free_bytes=50, capacity_bytes=100
+            )
+            for name, host in hosts.items()
+        }
+        self.now = 1000.0
+
+    def free(self, **free_bytes: int) -> None:
+        for name, nbytes in free_bytes.items():
+            self.change(name, free_bytes=nbytes)
+
+    def change(self, name: str, **fields: object) -> None:
+        known = self.nodes[InstanceId(name)]
+        entries = {slot: getattr(known, slot) for slot in known.__slots__}
+        self.nodes[InstanceId(name)] = NodeView(**{**entries, **fields})  # type: ignore[arg-type]
+
+    def hold(self, name: str, numbers: Iterable[int]) -> None:
+        held = list(numbers)
+        parents = [key(n - 1) if n % 1000 else NO_PARENT for n in held]
+        changes = Changes(added=pack_keys([key(n) for n in held]), parents=pack_keys(parents))
+        self._take(name, changes)
+
+    def _take(self, name: str, changes: Changes) -> None:
+        seq = max(1, self.directory.next_seq(InstanceId(name)))
+        assert self.directory.take(InstanceId(name), 1, changes, seq, seq + 1, snapshot=False)
+
+    def read(self, *numbers: int, times: int = HITS) -> None:
+        self.heat.record(pack_keys([key(n) for n in numbers] * times), self.now)
+
+    def plan(self) -> tuple[tuple[Copy, ...], tuple[Drop, ...]]:
+        plan = self.planner.plan(self.nodes, self.now)
+        return plan.copies, plan.drops
+
+    def carry_out(self, copy: Copy, *, succeeded: bool = True) -> None:
+        if succeeded:
+            self.hold(copy.target, [numbers(copy.keys)[i] for i in range(len(copy.keys))])
+        self.planner.settled(copy, succeeded=succeeded, now=self.now)
+
+    def remove(self, drop: Drop) -> None:
+        self._take(drop.node, Changes(removed=pack_keys(drop.keys)))
+
+    def holders(self, number: int) -> set[str]:
+        return set(self.directory.holders(key(number)))
+
+
+def numbers(keys: Iterable[BlockKey]) -> list[int]:
+    return [int.from_bytes(block, "little") - 1 for block in keys]
+
+
+def test_a_hot_chain_goes_whole_to_the_least_used_node_of_another_host() -> None:
+    cluster = Cluster(a="h1", b="h1", c="h2", d="h2")
+    cluster.free(b=100, c=10, d=60)
+    cluster.hold("a", range(5))
+    cluster.read(3, 4)
+    [copy], drops = cluster.plan()
+    assert (copy.target, numbers(copy.keys), drops) == ("d", [0, 1, 2, 3, 4], ())
+    assert [step.source for step in copy.steps] == ["a"]
+
+
+def test_on_one_host_another_node_of_it_will_do() -> None:
+    cluster = Cluster(a="h1", b="h1")
+    cluster.hold("a", [0])
+    cluster.read(0)
+    [copy], _ = cluster.plan()
+    assert copy.target == "b"
+
+
+def test_a_block_rests_between_two_replicas_and_has_at_most_two_extra() -> None:
+    cluster = Cluster(a="h1", b="h2", c="h3", d="h4")
+    cluster.hold("a", [0])
+    targets = []
+    for _ in range(4):
+        cluster.read(0)
+        copies, _ = cluster.plan()
+        for copy in copies:
+            cluster.carry_out(copy)
+            targets.append(copy.target)
+        cluster.read(0)
+        assert cluster.plan()[0] == ()  # as hot, and resting
+        cluster.now += COOL_S - 1
+        cluster.read(0)
+        cluster.now += 1
+    assert len(targets) == EXTRA
+    assert cluster.holders(0) == {"a", *targets}
+
+
+def test_seven_reads_move_nothing() -> None:
+    cluster = Cluster(a="h1", b="h2")
+    cluster.hold("a", [0])
+    cluster.read(0, times=HITS - 1)
+    assert cluster.plan() == ((), ())
+
+
+def test_nodes_that_drain_or_are_out_of_step_take_nothing() -> None:
+    cluster = Cluster(a="h1", b="h2", c="h3")
+    cluster.change("b", draining=True)
+    cluster.change("c", in_step=False)
+    cluster.hold("a", [0])
+    cluster.read(0)
+    assert cluster.plan() == ((), ())
+
+
+def test_a_copy_that_failed_is_planned_again_at_once_with_another_node() -> None:
+    cluster = Cluster(a="h1", b="h2", c="h3")
+    cluster.hold("a", [0])
+    cluster.read(0)
+    [first], _ = cluster.plan()
+    cluster.carry_out(first, succeeded=False)
+    [second], _ = cluster.plan()
+    assert {first.target, second.target} == {"b", "c"}
+
+
+def test_only_what_the_target_lacks_is_copied_from_whoever_has_it() -> None:
+    cluster = Cluster(a="h1", b="h1", c="h2")
+    cluster.hold("a", range(6))
+    cluster.hold("b", range(3))
+    cluster.hold("c", range(2))
+    cluster.read(5)
+    [copy], _ = cluster.plan()
+    assert (copy.target, numbers(copy.keys)) == ("c", [2, 3, 4, 5])
+
+
+def test_a_long_chain_goes_in_steps_parents_first() -> None:
+    cluster = Cluster(a="h1", b="h2")
+    cluster.hold("a", range(3 * KEYS_PER_STEP - 1))
+    cluster.read(3 * KEYS_PER_STEP - 2)
+    [copy], _ = cluster.plan()
+    assert numbers(copy.keys) == list(range(3 * KEYS_PER_STEP - 1))
+    assert all(len(step.keys) <= KEYS_PER_STEP for step in copy.steps)
+
+
+def test_a_replica_made_for_heat_is_dropped_children_first_when_nobody_read_it_for_long() -> None:
+    cluster = Cluster(a="h1", b="h2")
+    cluster.hold("a", range(3))
+    cluster.read(2)
+    [copy], _ = cluster.plan()
+    cluster.carry_out(copy)
+    cluster.now += COOL_S - 1
+    cluster.read(0, 1, 2, times=1)
+    cluster.now += COOL_S - 1
+    assert cluster.plan() == ((), ())
+    cluster.now += 1
+    _, [drop] = cluster.plan()
+    assert (drop.node, numbers(drop.keys)) == ("b", [2, 1, 0])
+    assert cluster.plan() == ((), ())
+
+
+def test_the_last_replica_stays_though_it_was_made_for_heat() -> None:
+    cluster = Cluster(a="h1", b="h2")
+    cluster.hold("a", [0])
+    cluster.read(0)
+    [copy], _ = cluster.plan()
+    cluster.carry_out(copy)
+    cluster.directory.drop(InstanceId("a"))
+    cluster.now += 2 * COOL_S
+    assert cluster.plan() == ((), ())
+
+
+def test_of_two_cold_replicas_without_an_original_one_stays() -> None:
+    cluster = Cluster(a="h1", b="h2", c="h3")
+    cluster.hold("a", [0])
+    for _ in range(2):
+        cluster.read(0)
+        [copy], _ = cluster.plan()
+        cluster.carry_out(copy)
+        cluster.now += COOL_S
+    cluster.read(0)
+    cluster.directory.drop(InstanceId("a"))
+    cluster.now += COOL_S
+    _, drops = cluster.plan()
+    assert len(drops) == 1
+
+
+def test_a_cold_replica_stays_while_another_block_of_its_node_follows_it() -> None:
+    cluster = Cluster(a="h1", b="h2")
+    cluster.hold("a", range(2))
+    cluster.read(1)
+    [copy], _ = cluster.plan()
+    cluster.carry_out(copy)
+    cluster.hold("b", [2])  # a worker's own, behind what heat brought
+    cluster.now += 2 * COOL_S
+    assert cluster.plan() == ((), ())
+
+
+def test_asking_for_replicas_brings_the_head_along_and_says_what_nobody_has() -> None:
+    cluster = Cluster(a="h1", b="h2", c="h3")
+    cluster.hold("a", range(4))
+    plan = cluster.planner.plan_change([key(3), key(77)], 3, cluster.nodes, cluster.now)
+    assert {copy.target for copy in plan.copies} == {"b", "c"}
+    assert all(numbers(copy.keys) == [0, 1, 2, 3] for copy in plan.copies)
+    assert plan.missing == 1
+
+
+def test_asking_for_more_replicas_than_nodes_gives_each_one() -> None:
+    cluster = Cluster(a="h1", b="h2")
+    cluster.hold("a", [0])
+    plan = cluster.planner.plan_change([key(0)], 9, cluster.nodes, cluster.now)
+    assert [copy.target for copy in plan.copies] == ["b"]
+
+
+def test_replicas_are_made_where_the_head_is_rather_than_a_third_time() -> None:
+    cluster = Cluster(a="h1", b="h2", c="h3")
+    cluster.free(c=100)
+    cluster.hold("a", range(4))
+    cluster.hold("b", range(2))
+    plan = cluster.planner.plan_change([key(3)], 2, cluster.nodes, cluster.now)
+    [copy] = plan.copies
+    assert (copy.target, numbers(copy.keys)) == ("b", [2, 3])
+
+
+def test_fewer_replicas_leave_the_fullest_nodes_first_and_never_the_last() -> None:
+    cluster = Cluster(a="h1", b="h2", c="h3")
+    cluster.free(a=10, b=90, c=20)
+    for name in "abc":
+        cluster.hold(name, range(2))
+    plan = cluster.planner.plan_change([key(0), key(1)], 1, cluster.nodes, cluster.now)
+    assert [(drop.node, numbers(drop.keys)) for drop in plan.drops] == [
+        ("a", [1, 0]),
+        ("c", [1, 0]),
+    ]
+
+
+def test_a_node_that_drains_hands_on_what_only_it_has_next_to_what_leads_to_it() -> None:
+    cluster = Cluster(a="h1", b="h2", c="h3")
+    cluster.free(c=100)
+    cluster.change("a", draining=True)
+    cluster.hold("a", [*range(4), *range(1000, 1003)])
+    cluster.hold("b", range(2))
+    plan = cluster.planner.plan_drain(InstanceId("a"), cluster.nodes, cluster.now, 100)
+    moved = {copy.target: numbers(copy.keys) for copy in plan.copies}
+    assert moved == {"b": [2, 3], "c": [1000, 1001, 1002]}
+    again = cluster.planner.plan_drain(InstanceId("a"), cluster.nodes, cluster.now, 100)
+    assert again.copies == ()
+    for copy in plan.copies:
+        cluster.carry_out(copy)
+    assert cluster.directory.only_on(InstanceId("a")).size == 0
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """Three chains over five nodes of three hosts, which are read, copied, dropped, lost and brought back."""
+
+    names = st.sampled_from(["a", "b", "c", "d", "e"])
+    blocks = st.sampled_from([*range(5), *range(1000, 1004), 2000])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster = Cluster(a="h1", b="h1", c="h2", d="h2", e="h3")
+        self.under_way: list[Copy] = []
+        self.made: set[tuple[str, int]] = set()
+
+    @rule(name=names, block=blocks)
+    def a_worker_puts_a_chain(self, name: str, block: int) -> None:
+        self.cluster.hold(name, range(block // 1000 * 1000, block + 1))
+
+    @rule(block=blocks)
+    def a_chain_is_read_often(self, block: int) -> None:
+        self.cluster.read(*range(block // 1000 * 1000, block + 1))
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 30.0, 61.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.cluster.now += seconds
+
+    @rule()
+    def plans(self) -> None:
+        before = {n: self.cluster.holders(n) for n in [*range(5), *range(1000, 1004), 2000]}
+        copies, drops = self.cluster.plan()
+        for copy in copies:
+            self._check_copy(copy, before)
+        self.under_way += copies
+        for drop in drops:
+            self._check_drop(drop)
+            self.cluster.remove(drop)
+
+    def _check_copy(self, copy: Copy, before: dict[int, set[str]]) -> None:
+        for n in numbers(copy.keys):
+            arriving = {c.target for c in self.under_way if n in numbers(c.keys)}
+            assert copy.target not in before[n]
+            assert len(before[n] | arriving) < 1 + EXTRA, "above the limit"
+        ordered = numbers(copy.keys)
+        self.made |= {(copy.target, n) for n in ordered}
+        assert ordered == sorted(ordered), "a child before its parent"
+        for step in copy.steps:
+            assert all(step.source in before[n] for n in numbers(step.keys))
+
+    def _check_drop(self, drop: Drop) -> None:
+        gone = numbers(drop.keys)
+        assert gone == sorted(gone, reverse=True) or len({n // 1000 for n in gone}) > 1
+        for n in gone:
+            assert (drop.node, n) in self.made, "heat did not make it"
+            assert self.cluster.holders(n) - {drop.node}, "the last replica"
+            follower = n + 1
+            if follower % 1000 and drop.node in self.cluster.holders(follower):
+                assert follower in gone[: gone.index(n)], "a follower stays behind"
+
+    @rule(succeeded=st.booleans(), data=st.data())
+    def a_copy_ends(self, succeeded: bool, data: st.DataObject) -> None:
+        if self.under_way:
+            index = data.draw(st.integers(0, len(self.under_way) - 1))
+            self.cluster.carry_out(self.under_way.pop(index), succeeded=succeeded)
+
+    @rule(name=names)
+    def a_node_is_lost(self, name: str) -> None:
+        self.cluster.directory.drop(InstanceId(name))
+
+    @invariant()
+    def the_index_is_sound(self) -> None:
+        self.cluster.directory.validate()
+
+
+TestAnyHistory = AnyHistory.TestCase
+TestAnyHistory.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
