@@ -50,14 +50,16 @@ class PrefillWorkers(RuleBasedStateMachine):
         budget=st.integers(1, 12),
         policy=st.sampled_from(["fcfs", "priority"]),
         puts=st.integers(1, 4),
+        prefetch=st.integers(0, 6),
     )
-    def start(self, num_blocks: int, budget: int, policy: str, puts: int) -> None:
+    def start(self, num_blocks: int, budget: int, policy: str, puts: int, prefetch: int) -> None:
         self.state = make_state(
             num_blocks=num_blocks,
             budget=budget,
             policy=policy,
             max_put_blocks=puts,
             max_pending_puts=2 * puts,
+            max_prefetch_blocks=prefetch,
             max_model_len=40,
         )
 
@@ -123,12 +125,19 @@ class PrefillWorkers(RuleBasedStateMachine):
     def answer_load(self, action: act.LoadPrefix) -> Answer:
         num_keys = sum(len(part.keys) for part in action.parts)
 
+        def reads(*, seconds: float, failed: bool = False) -> tuple[ev.PartRead, ...]:
+            store = action.parts[0].store
+            return (ev.PartRead(store=store, num_bytes=1000, seconds=seconds, failed=failed),)
+
         def answer(how: str) -> ev.Event:
             if how == "bad":
-                return ev.PrefixLoadFailed(request_id=action.request_id, error=LOST)
+                slow = reads(seconds=5.0, failed=True)
+                return ev.PrefixLoadFailed(request_id=action.request_id, error=LOST, reads=slow)
             num_good = num_keys if how == "good" else num_keys - 1
             return ev.PrefixLoaded(
-                request_id=action.request_id, checksums=tuple(range(2000, 2000 + num_good))
+                request_id=action.request_id,
+                checksums=tuple(range(2000, 2000 + num_good)),
+                reads=reads(seconds=0.01 if how == "good" else 1.0),
             )
 
         return answer

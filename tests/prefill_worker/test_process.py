@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import re
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,10 +26,9 @@ from protocol.rpc import Channels
 from protocol.wire import endpoint_from_wire, submission_to_wire
 from tests.prefill_worker.builders import make_placement, make_request
 from tests.prefill_worker.cluster import LIMIT_S, TOKEN, Ears, ReportedLifecycle, listening
+from tests.prefill_worker.processes import process_of
 from tests.prometheus import free_port, scrape
 from tests.random_models import make_model
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -53,40 +49,6 @@ async def running(serve: Callable[[Any, Any], Awaitable[None]], config: Any) -> 
     finally:
         lifecycle.stopping.set()
         await asyncio.wait_for(task, LIMIT_S)
-
-
-@asynccontextmanager
-async def prefill_process(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A worker process and its RPC address, once it is ready."""
-    read_fd, write_fd = os.pipe()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "prefill_worker",
-        *flags,
-        "--status-fd",
-        str(write_fd),
-        cwd=ROOT,
-        env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
-        pass_fds=[write_fd],
-    )
-    os.close(write_fd)
-    try:
-        yield process, await asyncio.to_thread(_ready_address, read_fd)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-def _ready_address(read_fd: int) -> str:
-    with open(read_fd) as reports:
-        for line in reports:
-            report = json.loads(line)
-            if "ready" in report:
-                address: str = report["ready"]["rpc"]
-                return address
-    raise AssertionError("the worker ended before it was ready")
 
 
 async def until_member(
@@ -125,7 +87,10 @@ async def test_a_process_joins_serves_stores_and_leaves(model_path: Path, tmp_pa
         }
         async with (
             running(serve_store, store_config),
-            prefill_process(*(part for pair in flags.items() for part in pair)) as (process, rpc),
+            process_of("prefill_worker", *(part for pair in flags.items() for part in pair)) as (
+                process,
+                rpc,
+            ),
         ):
             view, member = await until_member(channels, conductor, "prefill-0")
             assert member.role == common_pb2.ROLE_PREFILL
