@@ -4,6 +4,7 @@ gateway. Gates hold it at the boundaries where a test wants to look or to cancel
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -94,11 +95,12 @@ class GatedEngine:
 
 
 class GatedStores(BlockClient):
-    """A store client whose reads a test can hold."""
+    """A store client whose reads a test can hold or slow down."""
 
     def __init__(self, channels: Channels, transfer: TransferEngine) -> None:
         super().__init__(channels, transfer)
         self.gate = Gate()
+        self.delay_s = 0.0
 
     async def lease(
         self,
@@ -109,6 +111,7 @@ class GatedStores(BlockClient):
         timeout_s: float = 2.0,
     ) -> ReadLease:
         await self.gate.pass_through()
+        await asyncio.sleep(self.delay_s)
         return await super().lease(store, keys, ttl_s=ttl_s, timeout_s=timeout_s)
 
 
@@ -122,6 +125,16 @@ class GatedLandings(LandingClient):
     async def commit(self, action: CommitHandoff) -> tuple[int, ...]:
         await self.gate.pass_through()
         return await super().commit(action)
+
+
+@dataclass
+class ShiftedClock:
+    """The worker's clock, which a test can put forward."""
+
+    ahead_s: float = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
 
 
 @dataclass
@@ -186,6 +199,7 @@ class Cluster:
     channels: Channels
     ears: Ears
     reference: Engine
+    clock: ShiftedClock
 
     def request(self, name: str, token_ids: Sequence[int], **options: int | float) -> Request:
         return make_request(
@@ -259,10 +273,11 @@ async def cluster(
     budget: int = 20,
     home_store: str | None = None,
     landing_ttl_s: float = 30.0,
+    profile: PrefillProfile = PROFILE,
 ) -> AsyncIterator[Cluster]:
     """Everything in one process, torn down in reverse order."""
     layout = load_model_config(path).kv_layout(BLOCK_SIZE, "float32")
-    faults = FaultPlan()
+    faults, clock = FaultPlan(), ShiftedClock()
     async with AsyncExitStack() as stack:
         transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN, faults=faults))
         channels = Channels(TOKEN)
@@ -276,13 +291,14 @@ async def cluster(
             channels, fingerprint=thread.engine.fingerprint, ttl_s=landing_ttl_s
         )
         service = PrefillService(
-            _make_state(num_blocks, budget, home_store, layout.block_bytes),
+            _make_state(num_blocks, budget, home_store, layout.block_bytes, profile),
             engine=engine,
             memory=KvMemory(segment, layout, num_blocks),
             transfer=transfer,
             landings=landings,
             stores=stores,
             landing_ttl_s=landing_ttl_s,
+            clock=clock,
         )
         stack.push_async_callback(service.stop)
         address = await stack.enter_async_context(_served(service))
@@ -303,12 +319,17 @@ async def cluster(
             channels=channels,
             ears=ears,
             reference=_load(path, layout, 64, None),
+            clock=clock,
         )
         assert not service.failed.done(), service.failed
 
 
 def _make_state(
-    num_blocks: int, budget: int, home_store: str | None, block_bytes: int
+    num_blocks: int,
+    budget: int,
+    home_store: str | None,
+    block_bytes: int,
+    profile: PrefillProfile,
 ) -> PrefillState:
     limits = Limits(
         block_size=BLOCK_SIZE,
@@ -321,7 +342,7 @@ def _make_state(
     return PrefillState(
         limits,
         lease_prefix="prefill-0",
-        profile=PROFILE,
+        profile=profile,
         home_store=home_store,
         on_added=lambda key, parent: None,
         on_removed=lambda key: None,
