@@ -7,6 +7,7 @@
 Missing, empty, unreachable and full are four different answers: None, `b""`, PeerLost and Overloaded.
 """
 
+from kvstore.client.aio import AsyncKvStore, AsyncStoreLease, connect_async
 from kvstore.client.connecting import connect
 from kvstore.client.keys import Block, Key, chain, plain_key
 from kvstore.client.pool import NodeStats, NodeView, PoolStats
@@ -17,6 +18,8 @@ from kvstore.disk.base import Pin
 from kvstore.objects import LeasedObject, Pieces, PutObject, PutResult, ReadLease
 
 __all__ = [
+    "AsyncKvStore",
+    "AsyncStoreLease",
     "Block",
     "Key",
     "KvStore",
@@ -34,5 +37,6 @@ __all__ = [
     "StoreLease",
     "chain",
     "connect",
+    "connect_async",
     "plain_key",
 ]

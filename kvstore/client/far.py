@@ -25,6 +25,7 @@ from transfer import Op, RemoteSegment, ScatterTransfer, Segment, Transfer, Tran
 
 Run = tuple[int, int, int]
 """Remote offset, local offset, length."""
+_HEADER_RUN = (0, 0, HEADER.size)
 
 
 class Far:
@@ -46,18 +47,13 @@ class Far:
         self._data = data
         self._index_bytes = index_bytes
         with scratch.borrow(HEADER.size) as local:
-            self._read_index(local, [(0, 0, HEADER.size)], deadline)
+            self._read(index, local, [_HEADER_RUN], deadline)
             self._geometry = Geometry.parse(local.buffer[: HEADER.size], index_bytes)
 
     def look(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[Found | Fate]:
         """What the index says of each; ABSENT is a hint here."""
-        runs = self._runs(keys)
-        with self._scratch.borrow(runs[-1][1] + runs[-1][2]) as local:
-            self._read_index(local, runs, deadline)
-            return [
-                look(local.buffer[at : at + nbytes], key)
-                for (_, at, nbytes), key in zip(runs, keys, strict=True)
-            ]
+        looks = self._look(keys, deadline)
+        return [look(run, key) for run, key in zip(looks, keys, strict=True)]
 
     def into(
         self,
@@ -119,28 +115,29 @@ class Far:
         places: Sequence[int],
         deadline: Deadline,
     ) -> list[bool]:
-        """Whether the entries of these places are as they were. Raises Retired when the index is not in use any more.
-
-        Whether the header is read before or after the slots does not matter: both are read after the objects were.
-        """
+        """Whether the entries of these places are as they were."""
         some = [keys[place] for place in places]
-        runs = [(0, 0, HEADER.size), *self._runs(some, first_at=HEADER.size)]
-        with self._scratch.borrow(runs[-1][1] + runs[-1][2]) as local:
-            self._read_index(local, runs, deadline)
-            Geometry.parse(local.buffer[: HEADER.size], self._index_bytes)
-            return [
-                unchanged(found[place], local.buffer[at : at + nbytes], key)
-                for (_, at, nbytes), place, key in zip(runs[1:], places, some, strict=True)
-            ]
+        return [
+            unchanged(found[place], run, key)
+            for place, run, key in zip(places, self._look(some, deadline), some, strict=True)
+        ]
 
-    def _runs(self, keys: Sequence[BlockKey], first_at: int = 0) -> list[Run]:
-        runs: list[Run] = []
-        at = first_at
+    def _look(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[bytes]:
+        """The slots of each key in an index that was in use when they were read. Raises Retired.
+
+        Whether its header is read before or after them does not matter: an index that is retired between is not
+        changed any more, so the slots say what was true at that moment.
+        """
+        runs = [_HEADER_RUN]
+        at = HEADER.size
         for key in keys:
             offset, nbytes = slots_of(self._geometry, key)
             runs.append((offset, at, nbytes))
             at += nbytes
-        return runs
+        with self._scratch.borrow(at) as local:
+            self._read(self._index, local, runs, deadline)
+            Geometry.parse(local.buffer[: HEADER.size], self._index_bytes)
+            return [bytes(local.buffer[at : at + nbytes]) for _, at, nbytes in runs[1:]]
 
     def _object_run(self, found: Found, spots: Spots, place: int) -> Run:
         entry = found.entry
@@ -149,9 +146,11 @@ class Far:
         assert entry.offset is not None
         return entry.offset, int(spots.offsets[place]), entry.length
 
-    def _read_index(self, local: Segment, runs: Sequence[Run], deadline: Deadline) -> None:
+    def _read(
+        self, index: RemoteSegment, local: Segment, runs: Sequence[Run], deadline: Deadline
+    ) -> None:
         try:
-            read(self._engine, self._index, local, runs, deadline)
+            read(self._engine, index, local, runs, deadline)
         except InvalidRequest as error:  # it was given back some time after it had moved
             raise Retired from error
 

@@ -58,7 +58,7 @@ class Reads:
         def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[bytes | Fate]:
             return self._at_node.values(node, pick(keys, places), within, verify=verify)
 
-        return self._search(blocks, at, deadline)
+        return self.search(blocks, at, deadline)
 
     def into(
         self, blocks: Sequence[Block], spots: Spots, deadline: Deadline, *, verify: bool
@@ -70,7 +70,7 @@ class Reads:
             there = spots.at(places)
             return self._at_node.into(node, pick(keys, places), there, within, verify=verify)
 
-        return self._search(blocks, at, deadline)
+        return self.search(blocks, at, deadline)
 
     def part(self, block: Block, offset: int, length: int, deadline: Deadline) -> bytes | None:
         """Raises as `values`, InvalidRequest when it is not within the object."""
@@ -78,7 +78,7 @@ class Reads:
         def at(node: StoreNode, _: Sequence[int], within: Deadline) -> list[bytes | Fate]:
             return [self._at_node.part(node, block.key, offset, length, within)]
 
-        [value] = self._search([block], at, deadline)
+        [value] = self.search([block], at, deadline)
         return value
 
     def exist(self, blocks: Sequence[Block], deadline: Deadline) -> list[bool]:
@@ -88,11 +88,7 @@ class Reads:
         def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[bool | Fate]:
             return self._at_node.exist(node, pick(keys, places), within)
 
-        return [present is True for present in self._search(blocks, at, deadline)]
-
-    def search(self, blocks: Sequence[Block], at: At[T], deadline: Deadline) -> list[T | None]:
-        """The same for what the caller does at a node."""
-        return self._search(blocks, at, deadline)
+        return [present is True for present in self.search(blocks, at, deadline)]
 
     def value_at_once(
         self, block: Block, *, verify: bool, max_bytes: float = math.inf
@@ -137,7 +133,8 @@ class Reads:
         missing = fate is Fate.ABSENT or fate is False
         return (ranked[0], fate) if len(ranked) == 1 or not missing else (None, Fate.ASK)
 
-    def _search(self, blocks: Sequence[Block], at: At[T], deadline: Deadline) -> list[T | None]:
+    def search(self, blocks: Sequence[Block], at: At[T], deadline: Deadline) -> list[T | None]:
+        """What `at` gives for each at the first node where that is no `Fate`. Raises as `values`."""
         results: list[T | None] = [None] * len(blocks)
         search = Search(blocks, self._cluster.view, self._hints)
         self._ask_all(search, blocks, at, deadline, results)

@@ -6,6 +6,7 @@ touches the caller's memory any more. What it stands on decides where; here is o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -74,11 +75,16 @@ class KvStore:
 
     def get(self, key: Key, *, timeout_s: float | None = None, verify: bool = True) -> bytes | None:
         """None when nobody has it: it was not stored, removed, evicted, or every replica was damaged."""
-        block = block_of(key)
-        value = self._reads.value_at_once(block, verify=verify)
+        value = self.get_at_once(key, verify=verify)
         if not isinstance(value, Fate):
             return value
-        return self._reads.values([block], Deadline(timeout_s), verify=verify)[0]
+        return self._reads.values([block_of(key)], Deadline(timeout_s), verify=verify)[0]
+
+    def get_at_once(
+        self, key: Key, *, verify: bool = True, max_bytes: float = math.inf
+    ) -> bytes | Fate | None:
+        """As `get`, without ever waiting; Fate.ASK when that needs waiting or copying more than `max_bytes`."""
+        return self._reads.value_at_once(block_of(key), verify=verify, max_bytes=max_bytes)
 
     def batch_get(
         self, keys: Sequence[Key], *, timeout_s: float | None = None, verify: bool = True
@@ -144,11 +150,14 @@ class KvStore:
         return lease.open(self._reads, blocks_of(keys), Deadline(timeout_s), verify=verify)
 
     def exists(self, key: Key, *, timeout_s: float | None = None) -> bool:
-        block = block_of(key)
-        present = self._reads.exists_at_once(block)
+        present = self.exists_at_once(key)
         if not isinstance(present, Fate):
             return present
-        return self._reads.exist([block], Deadline(timeout_s))[0]
+        return self._reads.exist([block_of(key)], Deadline(timeout_s))[0]
+
+    def exists_at_once(self, key: Key) -> bool | Fate:
+        """As `exists`, without ever waiting; Fate.ASK when that needs waiting."""
+        return self._reads.exists_at_once(block_of(key))
 
     def batch_exists(self, keys: Sequence[Key], *, timeout_s: float | None = None) -> list[bool]:
         return self._reads.exist(blocks_of(keys), Deadline(timeout_s))
