@@ -116,13 +116,13 @@ class Compactor:
         tombstones = list(unpack_tombstones(survey.tombstones))
         if self._log.still_forbids(segment.tombstones_until, without=segment.number):
             needed = {(each.key, each.generation): each for each in tombstones}
-            if not await self._writer.forget(list(needed.values())):
+            if not await self._writer.forget(list(needed.values()), urgent=True):
                 return False
         for batch in self._batches(segment, records):
             if self._closed or not await self._copy(segment, batch):
                 return False
         self._drop_rest(segment)
-        return await self._writer.settle_debts()
+        return await self._writer.settle_debts(urgent=True)
 
     def _batches(self, segment: Segment, records: Sequence[Record]) -> Iterator[list[Record]]:
         """What is alive when it is asked for."""

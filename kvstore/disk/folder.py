@@ -97,7 +97,7 @@ class Folder:
     def drop_spares(self, *, keep: int, nbytes: int) -> None:
         """Deletes files of former segments, but for `keep` of the right size."""
         kept = set(list(self._spares(nbytes))[:keep])
-        for kind, number in list(self._names()):
+        for kind, number in self._names():
             path = self._path(kind, number)
             if kind == "free" and path not in kept:
                 path.unlink()
@@ -164,10 +164,9 @@ class Folder:
             if kind == "free" and path.stat().st_size == nbytes:
                 yield path
 
-    def _names(self) -> Iterator[tuple[str, int]]:
-        for entry in os.scandir(self.path):
-            if match := _NAME.fullmatch(entry.name):
-                yield match[1], int(match[2])
+    def _names(self) -> list[tuple[str, int]]:
+        matches = map(_NAME.fullmatch, os.listdir(self.path))
+        return [(match[1], int(match[2])) for match in matches if match]
 
     def _path(self, kind: str, number: int) -> Path:
         return self.path / f"{kind}-{number:010}.kv"

@@ -56,6 +56,9 @@ class Kind(IntEnum):
     TRAILER = 5
 
 
+_KINDS = frozenset(map(int, Kind))
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """Where a page belongs."""
@@ -174,7 +177,7 @@ def _unframe_any(page: memoryview) -> tuple[Kind, Context, bytes] | None:
     if magic != _MAGIC or end > PAGE or length < _CONTEXT.size:
         return None
     checked = bytes(page[_CHECKED_FROM:end])
-    if xxh3_64_intdigest(checked) != checksum or kind not in Kind:
+    if xxh3_64_intdigest(checked) != checksum or kind not in _KINDS:
         return None
     payload = checked[_FRAME.size - _CHECKED_FROM :]
     context = Context(*_CONTEXT.unpack_from(payload))

@@ -45,13 +45,12 @@ class DiskHealth:
     def has_read(self) -> None:
         self._read_errors = 0
 
-    def failed(self, doing: Doing, error: Exception, now: float) -> None:
+    def failed(self, doing: Doing, error: OSError, now: float) -> None:
         """An operation ended with `error`."""
-        code = error.errno if isinstance(error, OSError) else None
-        self._counters[f"errors_{errno.errorcode.get(code or 0, 'other')}"] += 1
-        if code in _FULL:
+        self._counters[f"errors_{errno.errorcode.get(error.errno or 0, 'other')}"] += 1
+        if error.errno in _FULL:
             self._full_until = now + FULL_FOR_S
-        elif code in _GONE:
+        elif error.errno in _GONE:
             self._worsen(Health.FAILED, f"the disk or its folder is gone: {error}")
         elif doing is Doing.WRITE:
             self._worsen(Health.READ_ONLY, f"the disk cannot be written to: {error}")

@@ -199,9 +199,14 @@ class Log:
         """Whether an empty segment could hold it."""
         return LOG_BEGIN + num_pages + footer_pages(records_bytes, 0) <= self.segment_pages
 
-    def may_open(self, *, reserve: bool) -> bool:
-        """Whether another segment may be begun; `reserve` for what compaction writes."""
-        return self.free_segments > (0 if reserve else KEPT_FOR_COMPACTION)
+    def may_append(self, *, urgent: bool) -> bool:
+        """Whether the active segment takes it. When it is the one kept for compaction, it takes nothing else."""
+        return urgent or self.free_segments >= KEPT_FOR_COMPACTION
+
+    def may_open(self, *, urgent: bool) -> bool:
+        """Whether another segment may be begun. Compaction (`urgent`) goes beyond the capacity if it has to: after a
+        crash the segment kept for it may be full of copies."""
+        return urgent or self.free_segments > KEPT_FOR_COMPACTION
 
     def open(self, number: int) -> Segment:
         """Begins the next segment. There must be no active one."""

@@ -43,7 +43,7 @@ class Reader:
             outcomes = await self._segments.threads.run(jobs)
         failed = []
         for run, outcome in zip(runs, outcomes, strict=True):
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, OSError):
                 self._segments.failed(Doing.READ, outcome)
                 failed.append(run)
             else:

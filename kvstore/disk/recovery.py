@@ -118,7 +118,7 @@ class Recovery:
         outcomes = await self._segments.threads.run([job(file) for file in files])
         surveys = []
         for outcome in outcomes:
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, OSError):
                 raise outcome
             surveys.append(outcome)
         return surveys

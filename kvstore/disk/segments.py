@@ -39,7 +39,7 @@ class Segments:
     def may_write(self) -> bool:
         return self.health.may_write(asyncio.get_running_loop().time())
 
-    def failed(self, doing: Doing, error: Exception) -> None:
+    def failed(self, doing: Doing, error: OSError) -> None:
         self.health.failed(doing, error, asyncio.get_running_loop().time())
 
     async def begin(self) -> bool:

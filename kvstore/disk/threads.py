@@ -22,18 +22,21 @@ class _Batch(Generic[T]):
 
     def __init__(self, jobs: Sequence[Job[T]], then: Callable[[], None] | None) -> None:
         self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[list[T | Exception]] = self._loop.create_future()
+        self.future: asyncio.Future[list[T | OSError]] = self._loop.create_future()
         self._jobs = jobs
         self._then = then
-        self._outcomes: list[T | Exception] = [NotImplementedError()] * len(jobs)
+        self._outcomes: list[T | OSError] = [OSError("not run")] * len(jobs)
+        self._bug: BaseException | None = None
         self._left = len(jobs)
         self._lock = threading.Lock()
 
     def run(self, index: int) -> None:
         try:
             self._outcomes[index] = self._jobs[index]()
-        except Exception as error:
+        except OSError as error:
             self._outcomes[index] = error
+        except BaseException as error:
+            self._bug = error
         with self._lock:
             self._left -= 1
             last = not self._left
@@ -41,15 +44,17 @@ class _Batch(Generic[T]):
             self._finish()
 
     def _finish(self) -> None:
-        if self._then is not None and not any(isinstance(o, Exception) for o in self._outcomes):
+        if self._then is not None and not any(isinstance(o, OSError) for o in self._outcomes):
             try:
                 self._then()
-            except Exception as error:
+            except OSError as error:
                 self._outcomes[-1] = error
         self._loop.call_soon_threadsafe(self._settle)
 
     def _settle(self) -> None:
-        if not self.future.done():
+        if self._bug is not None:
+            self.future.set_exception(self._bug)
+        else:
             self.future.set_result(self._outcomes)
 
 
@@ -71,8 +76,8 @@ class IoThreads:
 
     async def run(
         self, jobs: Sequence[Job[T]], then: Callable[[], None] | None = None
-    ) -> list[T | Exception]:
-        """What each job returned or raised. `then` runs in a thread when all went well; its error replaces the last
+    ) -> list[T | OSError]:
+        """What each job returned, or the OSError that it raised; other errors are raised here. `then` runs in a thread when all went well; its error replaces the last
         outcome. Returns only when all jobs have ended, even when it is cancelled: they hold their caller's memory.
         """
         if not jobs:
@@ -85,7 +90,7 @@ class IoThreads:
     async def call(self, job: Job[T]) -> T:
         """What `job` returns; raises what it raises."""
         (outcome,) = await self.run([job])
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, OSError):
             raise outcome
         return outcome
 

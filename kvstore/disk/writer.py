@@ -1,7 +1,7 @@
 """Group commit: what is written at the same time goes to the disk in few large writes and one fdatasync.
 
-Groups follow one another, so that a log is whole up to any acknowledged object. What compaction and `forget` write goes
-before what the node writes, and into the segment kept for it, since space comes from there. After a failed group its
+Groups follow one another, so that a log is whole up to any acknowledged object. What compaction writes goes before what
+the node writes, and into the segment kept for it, since space comes from there. After a failed group its
 segment takes nothing more; what was in it must not be found after a restart, so tombstones are owed for it.
 """
 
@@ -55,22 +55,22 @@ class Writer:
             self._abandon(writes, call.places)
             raise
 
-    async def forget(self, tombstones: Sequence[Tombstone]) -> bool:
+    async def forget(self, tombstones: Sequence[Tombstone], *, urgent: bool = False) -> bool:
         """Durable on return, unless it is False: then they are owed, and written as soon as the disk lets it."""
         if not tombstones:
             return True
         items = tombstone_items(tombstones)
-        self._urgent.extend(items)
+        (self._urgent if urgent else self._waiting).extend(items)
         return None not in await self._answer(items[0].call)
 
     def owe(self, objects: Sequence[DiskObject]) -> None:
         """They must not be found after a restart; the next writes say so."""
         self._owed += [Tombstone(each.key, each.generation) for each in objects]
 
-    async def settle_debts(self) -> bool:
+    async def settle_debts(self, *, urgent: bool = False) -> bool:
         """Writes what is owed, if the disk lets it; whether nothing is any more."""
         owed, self._owed = self._owed, []
-        return await self.forget(owed)
+        return await self.forget(owed, urgent=urgent)
 
     def room_changed(self) -> None:
         """A segment became free, or will not."""
@@ -100,7 +100,7 @@ class Writer:
     async def _drain(self) -> None:
         try:
             if self._owed:
-                self._urgent.extend(tombstone_items(self._owed))
+                self._waiting.extendleft(tombstone_items(self._owed))
                 self._owed = []
             while self._urgent or self._waiting:
                 self._group = []
@@ -121,15 +121,15 @@ class Writer:
         """The next group: what fits into the active segment, of what waits."""
         nbytes = 0
         while nbytes < _GROUP_BYTES and (queue := self._urgent or self._waiting):
-            item = queue[0]
-            if self._fits(item):
+            item, urgent = queue[0], queue is self._urgent
+            if self._log.may_append(urgent=urgent) and self._fits(item):
                 queue.popleft()
                 item.placed(self._log.append(item.num_pages, live=item.write is not None))
                 self._group.append(item)
                 nbytes += item.num_pages * PAGE
             elif self._group:
                 return
-            elif not self._possible(item) or not await self._make_room(queue is self._urgent):
+            elif not self._possible(item) or not await self._make_room(urgent):
                 queue.popleft()
                 self._refuse(item)
 
@@ -155,7 +155,7 @@ class Writer:
 
     async def _make_room(self, urgent: bool) -> bool:
         """Whether it is worth looking again: in another segment, or since something has changed."""
-        if self._log.may_open(reserve=urgent):
+        if self._log.may_open(urgent=urgent):
             await self._segments.seal()
             return await self._segments.begin()
         if urgent or not self.room_is_coming():
@@ -191,7 +191,7 @@ class Writer:
             active.keep_tombstones(item.encoded, max(each.segment for each in item.tombstones))
         item.settle(place_of(active.number, item.page))
 
-    async def _failed(self, group: Sequence[Item], error: Exception) -> None:
+    async def _failed(self, group: Sequence[Item], error: OSError) -> None:
         """Nobody knows what of it is on disk: nothing may follow it, and it may not come back."""
         self._segments.failed(Doing.WRITE, error)
         active = self._log.active

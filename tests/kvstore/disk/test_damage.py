@@ -1,0 +1,167 @@
+"""Torn tails, flipped bits and truncated files: no wrong byte, and everything before the damage."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstore.disk.base import PAGE
+from kvstore.disk.format import extent_pages
+from tests.kvstore.disk.tiers import SEGMENT, Stand, opened, written
+
+LENGTH = 5_000
+EXTENT = extent_pages(LENGTH) * PAGE
+COUNT = 5
+WRITES = [written(number, LENGTH) for number in range(COUNT)]
+BEGIN_OF_LAST = PAGE + (COUNT - 1) * EXTENT
+
+
+async def crashed(folder: Path) -> Path:
+    """The segment of a node that wrote `WRITES`, one group each, and died."""
+    async with opened(folder / "living") as stand:
+        for write in WRITES:
+            assert await stand.put([write]) == [True]
+        shutil.copytree(folder / "living", folder / "crashed")
+    return next((folder / "crashed").glob("segment-*"))
+
+
+async def sealed(folder: Path) -> Path:
+    async with opened(folder) as stand:
+        await stand.put(WRITES)
+    return next(folder.glob("segment-*"))
+
+
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+async def correct(stand: Stand) -> int:
+    """How many objects are found; each of them is right, or a miss."""
+    contents = {write.object: bytes(write.memory) for write in WRITES}
+    for about in stand.owner.places:
+        assert await stand.get(about) in (contents[about], None)
+    return len(stand.owner.places)
+
+
+async def test_after_a_crash_between_writes_nothing_is_torn(tmp_path: Path) -> None:
+    path = await crashed(tmp_path)
+    for _ in range(2):
+        async with opened(path.parent) as stand:
+            assert await correct(stand) == COUNT
+            assert stand.tier.counters["corrupt_tails"] == 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda path: os.truncate(path, BEGIN_OF_LAST + 700), id="truncated"),
+        pytest.param(lambda path: overwrite(path, BEGIN_OF_LAST, os.urandom(99)), id="garbage"),
+        pytest.param(lambda path: overwrite(path, BEGIN_OF_LAST + 64, bytes(99)), id="half-header"),
+        pytest.param(lambda path: flip(path, BEGIN_OF_LAST + PAGE + 4_000), id="data"),
+        pytest.param(lambda path: overwrite(path, BEGIN_OF_LAST, bytes(EXTENT)), id="never-came"),
+    ],
+)
+async def test_a_torn_tail_is_cut_off_and_reported_and_all_before_it_is_kept(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = await crashed(tmp_path)
+    damage(path)
+    with caplog.at_level(logging.WARNING):
+        async with opened(path.parent) as stand:
+            assert await correct(stand) == COUNT - 1
+            assert stand.tier.counters["corrupt_tails"] == 1
+            assert await stand.put([WRITES[-1]]) == [True]
+    assert "was cut off at page" in caplog.text
+    async with opened(path.parent) as stand:
+        assert await correct(stand) == COUNT
+        assert stand.tier.counters["corrupt_tails"] == 0
+
+
+@pytest.mark.parametrize(
+    "offset",
+    [
+        pytest.param(30, id="head"),
+        pytest.param(PAGE + EXTENT + 50, id="header"),
+        pytest.param(SEGMENT - PAGE - 4_000, id="records"),
+        pytest.param(SEGMENT - PAGE + 50, id="trailer"),
+    ],
+)
+async def test_a_flipped_bit_in_a_sealed_segment_costs_one_object_at_most(
+    tmp_path: Path, offset: int
+) -> None:
+    path = await sealed(tmp_path)
+    flip(path, offset)
+    async with opened(tmp_path) as stand:
+        assert await correct(stand) == COUNT
+        assert stand.tier.counters["read_mismatches"] == (offset == PAGE + EXTENT + 50)
+
+
+async def test_a_flipped_bit_in_data_is_a_miss_and_counted(tmp_path: Path) -> None:
+    path = await sealed(tmp_path)
+    flip(path, PAGE + PAGE + 123)
+    async with opened(tmp_path) as stand:
+        assert await stand.get(WRITES[0].object) is None
+        assert await stand.get(WRITES[1].object) == bytes(WRITES[1].memory)
+        assert stand.tier.counters["read_mismatches"] == 1
+
+
+async def test_a_bit_flipped_while_the_node_runs_is_never_read(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        await stand.put(WRITES)
+        flip(next(tmp_path.glob("segment-*")), PAGE + PAGE + 123)
+        assert await stand.get(WRITES[0].object) is None
+
+
+async def test_compaction_drops_and_counts_what_is_damaged(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        await stand.put(WRITES)
+        flip(next(tmp_path.glob("segment-*")), PAGE + PAGE + 123)
+        damaged = WRITES[0].object
+        number = 1000
+        while not stand.owner.moves:
+            write = written(number)
+            await stand.put([write])
+            await stand.settled()
+            stand.release(write.object)
+            stand.release(stand.owner.places and WRITES[1].object) if number == 1000 else None
+            number += 1
+        assert stand.tier.counters["objects_rotten"] == 1
+        del stand.owner.places[damaged]
+
+
+async def test_a_segment_that_is_nothing_but_garbage_costs_only_itself(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        writes = [written(number, 20_000) for number in range(4)]
+        assert all(await stand.put(writes))
+    first, *_ = sorted(tmp_path.glob("segment-*"))
+    first.write_bytes(os.urandom(SEGMENT))
+    async with opened(tmp_path) as stand:
+        assert 0 < len(stand.owner.places) < 4
+        for about in stand.owner.places:
+            assert await stand.get(about) is not None
+        assert stand.tier.counters["corrupt_tails"] == 1
+
+
+async def test_an_empty_segment_file_is_harmless(tmp_path: Path) -> None:
+    path = await sealed(tmp_path)
+    os.truncate(path, 0)
+    async with opened(tmp_path) as stand:
+        assert not stand.owner.places
+        assert await stand.put(WRITES) == [True] * COUNT
+    async with opened(tmp_path) as stand:
+        assert await correct(stand) == COUNT

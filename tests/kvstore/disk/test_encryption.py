@@ -1,0 +1,104 @@
+"""Encryption at rest: nothing readable on disk, nothing readable without the right key."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from kvstore.disk.base import PAGE, DiskWrite
+from kvstore.disk.tier import DiskOptions
+from protocol.errors import ConfigError
+from tests.kvstore.disk.tiers import SMALL, opened, written
+
+KEY = bytes(range(32))
+
+
+def with_key(tmp_path: Path, content: bytes = KEY) -> DiskOptions:
+    key_file = tmp_path / f"{content[:4].hex()}.key"
+    key_file.write_bytes(content)
+    return dataclasses.replace(SMALL, key_file=key_file)
+
+
+def text() -> DiskWrite:
+    write = written(1, 9_000)
+    content = (b"attack at dawn. " * 600)[:9_000]
+    from xxhash import xxh3_64_intdigest
+
+    about = dataclasses.replace(write.object, checksum=xxh3_64_intdigest(content))
+    return DiskWrite(object=about, memory=memoryview(content))
+
+
+async def test_objects_come_back_and_lie_encrypted_on_disk(tmp_path: Path) -> None:
+    options, write, folder = with_key(tmp_path), text(), tmp_path / "tier"
+    async with opened(folder, options) as stand:
+        assert await stand.put([write]) == [True]
+        assert await stand.get(write.object) == bytes(write.memory)
+    async with opened(folder, options) as stand:
+        assert await stand.get(write.object) == bytes(write.memory)
+    for path in folder.iterdir():
+        assert b"attack" not in path.read_bytes()
+    async with opened(tmp_path / "plain") as stand:
+        await stand.put([write])
+    assert b"attack" in next((tmp_path / "plain").glob("segment-*")).read_bytes()
+
+
+async def test_equal_objects_are_not_equal_on_disk(tmp_path: Path) -> None:
+    options, write, folder = with_key(tmp_path), text(), tmp_path / "tier"
+    async with opened(folder, options) as stand:
+        first, second = await stand.tier.write([write, write])
+        content = next(folder.glob("segment-*")).read_bytes()
+        assert first is not None
+        assert second is not None
+        begins = [(place & 0xFFFFFFFF) * PAGE + PAGE for place in (first, second)]
+        assert content[begins[0] : begins[0] + 64] != content[begins[1] : begins[1] + 64]
+        for place in (first, second):
+            stand.tier.release(place)
+
+
+async def test_a_key_may_be_given_in_hexadecimal(tmp_path: Path) -> None:
+    async with opened(tmp_path / "tier", with_key(tmp_path)) as stand:
+        await stand.put([text()])
+    async with opened(tmp_path / "tier", with_key(tmp_path, KEY.hex().encode() + b"\n")) as stand:
+        assert await stand.get(text().object) is not None
+
+
+async def test_the_wrong_key_no_key_and_a_needless_key_are_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path / "tier", with_key(tmp_path)):
+        pass
+    async with opened(tmp_path / "plain"):
+        pass
+    for folder, options, message in (
+        ("tier", with_key(tmp_path, KEY[::-1]), "another key"),
+        ("tier", SMALL, "its key file is needed"),
+        ("plain", with_key(tmp_path), "is not encrypted"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            async with opened(tmp_path / folder, options):
+                pass
+
+
+async def test_a_key_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must hold 32 bytes"):
+        async with opened(tmp_path / "tier", with_key(tmp_path, b"short")):
+            pass
+    missing = dataclasses.replace(SMALL, key_file=tmp_path / "none")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        async with opened(tmp_path / "tier", missing):
+            pass
+
+
+async def test_ciphertext_moved_to_another_place_is_not_believed(tmp_path: Path) -> None:
+    """Two objects of one length change places, header and all."""
+    options, folder = with_key(tmp_path), tmp_path / "tier"
+    writes = [written(1, 4_000), written(2, 4_000)]
+    async with opened(folder, options) as stand:
+        await stand.put(writes)
+        path = next(folder.glob("segment-*"))
+        content = bytearray(path.read_bytes())
+        first, second = slice(PAGE, 3 * PAGE), slice(3 * PAGE, 5 * PAGE)
+        content[first], content[second] = content[second], content[first]
+        path.write_bytes(content)
+        for write in writes:
+            assert await stand.get(write.object) is None

@@ -1,0 +1,124 @@
+"""Any order of writes, reads, releases, forgets, compactions and restarts, beside a dict."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvstore.disk.base import DiskObject
+from tests.kvstore.disk.tiers import CAPACITY, SMALL, Stand, opened, written
+
+T = TypeVar("T")
+
+
+class TierMachine(RuleBasedStateMachine):
+    """`contents` is what was acknowledged and not let go; `perhaps` what a restart may bring back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.folder = Path(tempfile.mkdtemp())
+        self.stack = AsyncExitStack()
+        self.contents: dict[DiskObject, bytes] = {}
+        self.perhaps: dict[DiskObject, bytes] = {}
+        self.number = 0
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(coroutine)
+
+    @initialize(encrypted=st.booleans())
+    def begin(self, encrypted: bool) -> None:
+        key_file = self.folder / "key"
+        key_file.write_bytes(bytes(range(32)))
+        self.options = dataclasses.replace(SMALL, key_file=key_file if encrypted else None)
+        self.stand = self.run(self.open())
+
+    async def open(self) -> Stand:
+        return await self.stack.enter_async_context(
+            opened(self.folder / "tier", self.options, CAPACITY)
+        )
+
+    @rule(lengths=st.lists(st.integers(0, 30_000), min_size=1, max_size=6))
+    def write(self, lengths: list[int]) -> None:
+        writes = []
+        for length in lengths:
+            self.number += 1
+            writes.append(written(self.number, length, generation=self.number))
+        room = self.stand.tier.usage().live + sum(map(self.stand.tier.space, lengths))
+        fits = room <= self.stand.tier.live_limit
+        durable = self.run(self.stand.put(writes))
+        assert all(durable) or not fits or max(lengths) > 4000  # large ones leave ends unused
+        for write, done in zip(writes, durable, strict=True):
+            if done:
+                self.contents[write.object] = bytes(write.memory)
+
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        if self.contents:
+            about = data.draw(st.sampled_from(list(self.contents)))
+            assert self.run(self.stand.get(about)) == self.contents[about]
+
+    @rule(data=st.data())
+    def release_some(self, data: st.DataObject) -> None:
+        for about in self.some(data):
+            self.perhaps[about] = self.contents.pop(about)
+            self.run(self.released(about))
+
+    async def released(self, about: DiskObject) -> None:
+        self.stand.release(about)
+
+    @rule(data=st.data())
+    def forget_some(self, data: st.DataObject) -> None:
+        for about in self.some(data):
+            del self.contents[about]
+            self.run(self.stand.forget(about))
+
+    def some(self, data: st.DataObject) -> list[DiskObject]:
+        if not self.contents:
+            return []
+        return data.draw(st.lists(st.sampled_from(list(self.contents)), unique=True, max_size=5))
+
+    @rule()
+    def restart(self) -> None:
+        self.run(self.stack.aclose())
+        self.stack = AsyncExitStack()
+        self.stand = self.run(self.open())
+        found = set(self.stand.owner.places)
+        assert set(self.contents) <= found
+        back = found - set(self.contents)
+        assert back <= set(self.perhaps)
+        self.contents |= {about: self.perhaps.pop(about) for about in back}
+        self.perhaps.clear()  # compacted away
+
+    @invariant()
+    def is_valid(self) -> None:
+        if hasattr(self, "stand"):
+            self.run(self.stand.settled())
+            self.stand.validate()
+            assert set(self.stand.owner.places) == set(self.contents)
+
+    def teardown(self) -> None:
+        for about, content in self.contents.items():
+            assert self.run(self.stand.get(about)) == content
+        self.run(self.stack.aclose())
+        self.loop.close()
+        shutil.rmtree(self.folder)
+
+
+TestTier = TierMachine.TestCase
+TestTier.settings = settings(
+    max_examples=25,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -1,0 +1,250 @@
+"""Writing, reading, restarting and reclaiming over real files."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from kvstore.disk.base import PAGE, DiskObject, DiskRead, Pin
+from kvstore.disk.tier import DiskOptions, SsdTier
+from protocol.errors import ConfigError
+from protocol.keys import BlockKey
+from tests.kvstore.disk.tiers import SEGMENT, SMALL, Owner, opened, written
+
+
+@pytest.mark.parametrize("length", [0, 1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE, 45_000])
+async def test_an_object_of_any_length_is_read_as_it_was_written(
+    tmp_path: Path, length: int
+) -> None:
+    async with opened(tmp_path) as stand:
+        write = written(1, length)
+        assert await stand.put([write]) == [True]
+        assert await stand.get(write.object) == bytes(write.memory)
+
+
+async def test_a_restart_finds_every_object_with_all_that_is_known_of_it(tmp_path: Path) -> None:
+    write = written(1)
+    about = DiskObject(
+        key=write.object.key,
+        parent=BlockKey(b"p" * 16),
+        length=write.object.length,
+        checksum=write.object.checksum,
+        generation=7,
+        tenant="a tenant – with a dash",
+        pin=Pin.HARD,
+    )
+    async with opened(tmp_path) as stand:
+        places = await stand.tier.write([type(write)(object=about, memory=write.memory)])
+    async with opened(tmp_path) as stand:
+        assert stand.owner.places == {about: places[0]}
+        assert await stand.get(about) == bytes(write.memory)
+
+
+async def test_many_writes_at_once_share_few_groups(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        writes = [written(number) for number in range(20)]
+        assert all(await asyncio.gather(*(stand.put([write]) for write in writes)))
+        for write in writes:
+            assert await stand.get(write.object) == bytes(write.memory)
+
+
+async def test_what_was_forgotten_stays_forgotten_and_what_was_released_is_gone(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path) as stand:
+        kept, forgotten = written(1), written(2)
+        await stand.put([kept, forgotten])
+        await stand.forget(forgotten.object)
+    for _ in range(2):
+        async with opened(tmp_path) as stand:
+            assert set(stand.owner.places) == {kept.object}
+
+
+async def test_forgetting_a_generation_leaves_later_ones_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        old, new = written(1, generation=1), written(1, generation=2)
+        await stand.put([old, new])
+        await stand.forget(old.object)
+    async with opened(tmp_path) as stand:
+        assert set(stand.owner.places) == {new.object}
+
+
+async def test_space_of_released_objects_comes_back_for_ever(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        kept = [written(number) for number in range(1000, 1010)]
+        assert all(await stand.put(kept))
+        for number in range(300):
+            write = written(number)
+            assert await stand.put([write]) == [True], number
+            if number % 10:
+                await stand.forget(write.object)
+            else:
+                stand.release(write.object)
+        await stand.settled()
+        assert stand.tier.counters["segments_compacted"] > 10
+        for write in kept:
+            assert await stand.get(write.object) == bytes(write.memory)
+    async with opened(tmp_path) as stand:
+        assert {write.object for write in kept} <= set(stand.owner.places)
+
+
+async def test_a_full_tier_refuses_and_takes_again_when_something_is_released(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path) as stand:
+        number = 0
+        while (await stand.put([written(number)]))[0]:
+            number += 1
+        usage = stand.tier.usage()
+        assert usage.live >= stand.tier.live_limit
+        for about in list(stand.owner.places)[: number // 2]:
+            stand.release(about)
+        assert all(await stand.put([written(number + each) for each in range(number // 4)]))
+
+
+async def test_an_object_larger_than_a_segment_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        assert await stand.put([written(1, SEGMENT)]) == [False]
+        assert await stand.put([written(2)]) == [True]
+
+
+async def test_a_tenant_with_an_absurd_name_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        assert await stand.put([written(1, tenant="t" * 2000)]) == [False]
+
+
+async def test_reading_at_a_place_that_was_given_up_is_a_miss(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        first, second = written(1), written(2)
+        await stand.put([first, second])
+        wrong = DiskRead(
+            object=first.object,
+            place=stand.owner.places[second.object],
+            memory=memoryview(bytearray(first.object.length)),
+        )
+        assert await stand.tier.read([wrong]) == [False]
+        assert stand.tier.counters["read_mismatches"] == 1
+
+
+async def test_a_cancelled_write_is_not_found_later(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        task = asyncio.create_task(stand.tier.write([written(1)]))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert stand.tier.usage().live == 0
+    async with opened(tmp_path) as stand:
+        assert not stand.owner.places
+
+
+async def test_a_cancelled_read_leaves_its_memory_alone_afterwards(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        write = written(1)
+        await stand.put([write])
+        memory = bytearray(write.object.length)
+        place = stand.owner.places[write.object]
+        read = DiskRead(object=write.object, place=place, memory=memoryview(memory))
+        task = asyncio.create_task(stand.tier.read([read]))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert stand.tier._scratch.num_borrowed == 0
+
+
+async def test_only_one_process_at_a_time_has_a_folder(tmp_path: Path) -> None:
+    async with opened(tmp_path):
+        with pytest.raises(ConfigError, match="in use by another process"):
+            async with opened(tmp_path):
+                pass
+
+
+async def test_a_folder_keeps_its_id(tmp_path: Path) -> None:
+    async with opened(tmp_path / "a") as stand, opened(tmp_path / "b") as other:
+        folder_id = stand.tier.folder_id
+        assert folder_id != other.tier.folder_id
+    async with opened(tmp_path / "a") as stand:
+        assert stand.tier.folder_id == folder_id
+
+
+async def test_segments_of_another_folder_are_not_written_over(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        async with opened(tmp_path / name) as stand:
+            await stand.put([written(1)])
+    (name,) = (path.name for path in (tmp_path / "a").glob("segment-*"))
+    (tmp_path / "a" / name).rename(tmp_path / "b" / "segment-0000000099.kv")
+    with pytest.raises(ConfigError, match="belongs to another folder"):
+        async with opened(tmp_path / "b"):
+            pass
+
+
+async def test_a_folder_that_lost_its_identity_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        await stand.put([written(1)])
+    (tmp_path / "folder.json").unlink()
+    with pytest.raises(ConfigError, match=r"restore it, or empty"):
+        async with opened(tmp_path):
+            pass
+    (tmp_path / "folder.json").write_text('{"format": 1}')
+    with pytest.raises(ConfigError, match="cannot be read"):
+        async with opened(tmp_path):
+            pass
+
+
+async def test_a_smaller_capacity_keeps_what_is_there_until_it_is_released(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        writes = [written(number) for number in range(25)]
+        assert all(await stand.put(writes))
+    async with opened(tmp_path, capacity=4 * SEGMENT) as stand:
+        assert set(stand.owner.places) == {write.object for write in writes}
+        assert await stand.put([written(100)]) == [False]
+        for write in writes:
+            stand.release(write.object)
+        await stand.settled()
+        assert stand.tier.usage().capacity == 4 * SEGMENT
+        assert await stand.put([written(101)]) == [True]
+
+
+async def test_another_segment_size_reads_the_segments_of_the_former(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        await stand.put([written(1)])
+    larger = DiskOptions(segment_bytes=2 * SEGMENT, num_threads=2)
+    async with opened(tmp_path, larger) as stand:
+        assert await stand.get(written(1).object) == bytes(written(1).memory)
+        assert await stand.put([written(2, 80_000)]) == [True]
+
+
+async def test_a_capacity_of_too_few_segments_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at least 4 segments"):
+        await SsdTier.open(tmp_path, 3 * SEGMENT, SMALL, Owner().moved, Owner().health_changed)
+
+
+async def test_nothing_is_left_open(tmp_path: Path) -> None:
+    async with opened(tmp_path):
+        pass
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        async with opened(tmp_path) as stand:
+            await stand.put([written(number) for number in range(30)])
+            for about in list(stand.owner.places):
+                stand.release(about)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_memory_on_page_borders_is_written_and_read_without_a_copy(tmp_path: Path) -> None:
+    memory = memoryview(mmap.mmap(-1, 8 * PAGE))
+    write = written(1, 3 * PAGE + 5)
+    memory[: 3 * PAGE + 5] = write.memory
+    aligned = type(write)(object=write.object, memory=memory[: 3 * PAGE + 5])
+    async with opened(tmp_path) as stand:
+        assert await stand.put([aligned]) == [True]
+        into = memory[4 * PAGE : 7 * PAGE + 5]
+        place = stand.owner.places[write.object]
+        read = DiskRead(object=write.object, place=place, memory=into)
+        assert await stand.tier.read([read]) == [True]
+        assert into == write.memory
