@@ -18,6 +18,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "worker": ("deploy.cli", "worker", "run a worker: --role prefill|decode"),
     "store": ("kvstore.__main__", "main", "run a KV store node"),
     "directory": ("kvstore.directory.__main__", "main", "run the index over all KV store nodes"),
+    "kvctl": ("deploy.kvctl.main", "main", "look into a running KV store, and operate it"),
     "doctor": ("deploy.doctor", "main", "examine this machine, its transports and a peer"),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),
     "traces": ("traces.fetch", "main", "download public traces: traces fetch"),

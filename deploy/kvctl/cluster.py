@@ -1,0 +1,216 @@
+"""The store nodes that a command is about, and calls to them.
+
+Rules: every unary call has a deadline, so a stopped node costs seconds; who does not answer is reported beside the
+answers of the others, never in their place. Does not know what the calls are for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+from deploy.kvctl.output import Output
+from kvstore.client.cluster import DIRECTORY_ROLE, STORE_ROLE
+from protocol.errors import ConfigError, InvalidRequest, MoonserveError, NoWorker, PeerLost
+from protocol.pb import directory_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc
+from protocol.registry.base import Member, Registry
+from protocol.request import Endpoint
+from protocol.rpc import Channels
+from protocol.wire import endpoint_from_wire
+
+Reply = TypeVar("Reply")
+
+CALL_TIMEOUT_S = 5.0
+"""All of these calls are answered within milliseconds; a busy machine may need longer."""
+KEYS_PER_CALL = 2_000
+
+Object = kvstore_pb2.StoreListReply.Object
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """A store node. Its stub's methods are named as in kvstore.proto."""
+
+    endpoint: Endpoint
+    stub: kvstore_pb2_grpc.KvStoreAsyncStub
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.instance_id
+
+
+@dataclass(slots=True)
+class Answers(Generic[Reply]):
+    """What several nodes said to one question, in the order of the nodes."""
+
+    replies: list[tuple[Node, Reply]] = field(default_factory=list)
+    lost: list[tuple[Node, MoonserveError]] = field(default_factory=list)
+
+
+class Cluster:
+    """`chosen`: ids or addresses of the only nodes that the command is about; empty = all that the registry knows."""
+
+    def __init__(
+        self, registry: Registry | None, chosen: Sequence[str], cluster_token: str
+    ) -> None:
+        self.registry = registry
+        self._chosen = chosen
+        self._channels = Channels(cluster_token)
+
+    @property
+    def is_limited(self) -> bool:
+        """To the chosen ones."""
+        return bool(self._chosen)
+
+    async def close(self) -> None:
+        await self._channels.close()
+        if self.registry is not None:
+            await self.registry.close()
+
+    async def nodes(self) -> list[Node]:
+        """By id. Raises PeerLost, NoWorker when there is none, InvalidRequest for one that nobody knows."""
+        return await self.named(self._chosen) if self._chosen else await self.all_nodes()
+
+    async def all_nodes(self) -> list[Node]:
+        """Those of the registry, or those given by address where there is none. Raises as `nodes`."""
+        if self.registry is None:
+            return await self.named(self._chosen)
+        members = [m for m in await self.registry.members() if m.role == STORE_ROLE]
+        if not members:
+            raise NoWorker(
+                "the registry knows no store node; start one with moonserve store --join"
+            )
+        return [self.node_of(member) for member in members]
+
+    async def named(self, names: Iterable[str]) -> list[Node]:
+        """A name with a colon is an address, which is dialled; others are looked up."""
+        wanted = dict.fromkeys(names)
+        nodes = [await self._dial(name) for name in wanted if ":" in name]
+        ids = [name for name in wanted if ":" not in name]
+        if ids:
+            known = {node.name: node for node in await self._candidates(nodes)}
+            nodes += [_known(known, name) for name in ids]
+        return sorted(nodes, key=lambda node: node.name)
+
+    def node_of(self, member: Member) -> Node:
+        return self._node(member.endpoint)
+
+    async def directory(self) -> directory_pb2_grpc.DirectoryAsyncStub | None:
+        """None when the registry knows none, or there is no registry."""
+        if self.registry is None:
+            return None
+        for member in await self.registry.members():
+            if member.role == DIRECTORY_ROLE:
+                stub: directory_pb2_grpc.DirectoryAsyncStub = directory_pb2_grpc.DirectoryStub(
+                    self._channels.to(member.endpoint.rpc_address)
+                )
+                return stub
+        return None
+
+    async def call(
+        self, method: Callable[..., Any], request: Any, *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Any:
+        return await self._channels.call(method, request, timeout_s=timeout_s)
+
+    async def ask(
+        self,
+        nodes: Sequence[Node],
+        question: Callable[[Node], Any],
+        request: Any,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> Answers[Any]:
+        """`question` picks the method, as `lambda node: node.stub.Stats`. Raises what no other node can help with."""
+
+        async def one(node: Node) -> Any:
+            return await self.call(question(node), request, timeout_s=timeout_s)
+
+        return await gathered(nodes, one)
+
+    async def stream(self, method: Callable[..., Any], request: Any) -> AsyncIterator[Any]:
+        """Ends with PeerLost when the peer does."""
+        async with aclosing(self._channels.stream(method, request)) as messages:  # type: ignore[type-var]
+            async for message in messages:
+                yield message
+
+    async def objects(self, node: Node, key: bytes = b"") -> AsyncIterator[Object]:
+        """Those that a node holds; with a key, only that one."""
+        request = kvstore_pb2.StoreListRequest(key=key)
+        async for reply in self.stream(node.stub.List, request):
+            for found in reply.objects:
+                yield found
+
+    async def _candidates(self, dialled: list[Node]) -> list[Node]:
+        if self.registry is not None:
+            return await self.all_nodes()
+        if dialled or not self._chosen:
+            return dialled
+        return await self.named(name for name in self._chosen if ":" in name)
+
+    async def _dial(self, address: str) -> Node:
+        node = self._node(_address_only(address))
+        try:
+            reply = await self.call(node.stub.Describe, kvstore_pb2.StoreDescribeRequest())
+        except PeerLost as error:
+            raise PeerLost(f"{address}: {reason(error)}") from error
+        return self._node(replace(endpoint_from_wire(reply.endpoint), rpc_address=address))
+
+    def _node(self, endpoint: Endpoint) -> Node:
+        stub: kvstore_pb2_grpc.KvStoreAsyncStub = kvstore_pb2_grpc.KvStoreStub(
+            self._channels.to(endpoint.rpc_address)
+        )
+        return Node(endpoint, stub)
+
+
+async def gathered(nodes: Sequence[Node], ask: Callable[[Node], Any]) -> Answers[Any]:
+    """Asks all at once; `ask` gives an awaitable. A refusal that is no loss, such as a wrong token, is raised."""
+    replies = await asyncio.gather(*map(ask, nodes), return_exceptions=True)
+    answers: Answers[Any] = Answers()
+    for node, reply in zip(nodes, replies, strict=True):
+        if isinstance(reply, PeerLost):
+            answers.lost.append((node, reply))
+        elif isinstance(reply, BaseException):
+            raise reply
+        else:
+            answers.replies.append((node, reply))
+    return answers
+
+
+def tell_lost(answers: Answers[Any], output: Output) -> None:
+    """One line for each node that did not answer."""
+    for node, error in answers.lost:
+        output.problem(f"{node.name} at {node.endpoint.rpc_address}: {reason(error)}")
+
+
+def reason(error: MoonserveError) -> str:
+    """What gRPC says of a lost peer is long, and repeats the address; what matters is one of few things."""
+    text = error.message
+    if "refused" in text:
+        return "connection refused; is it running?"
+    if text.startswith("deadline_exceeded"):
+        return "no answer in time"
+    if text.startswith("unimplemented"):
+        return "answers, but is no store node (or one of another version)"
+    return text.splitlines()[0]
+
+
+def _address_only(address: str) -> Endpoint:
+    return Endpoint(instance_id="", epoch=0, rpc_address=address, transfer_address="", host="")
+
+
+def _known(known: dict[str, Node], name: str) -> Node:
+    if name not in known:
+        there = ", ".join(known) or "none; name it as HOST:PORT or give --registry"
+        raise InvalidRequest(f"no store node is called {name!r}; known: {there}")
+    return known[name]
+
+
+def require_target(registry: str | None, chosen: Sequence[str]) -> None:
+    """Raises ConfigError unless something says where the cluster is."""
+    if registry is None and not any(":" in name for name in chosen):
+        raise ConfigError(
+            "which cluster? give --registry URL (or set MOONSERVE_REGISTRY), or --node HOST:PORT"
+        )

@@ -1,0 +1,241 @@
+"""`kvctl drain`: empties a node, so that it can be stopped without loss.
+
+Rules: nothing new is accepted there from the first moment on; nothing is removed there, so readers go on and the drain
+can be interrupted, repeated or undone at any time; it is done when the other nodes themselves say that they hold all.
+Pins come along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Sequence
+
+from deploy.kvctl import verb
+from deploy.kvctl.batches import Batch, Resident, batches, in_order
+from deploy.kvctl.cluster import Cluster, Node, reason
+from deploy.kvctl.output import (
+    EXIT_NOT_FOUND,
+    EXIT_OK,
+    EXIT_USAGE,
+    Output,
+    count,
+    duration,
+    size,
+)
+from deploy.kvctl.progress import Steps
+from deploy.kvctl.survey import Others, Survey, survey
+from protocol.errors import MoonserveError
+from protocol.keys import BlockKey
+from protocol.pb import kvstore_pb2
+from protocol.wire import endpoint_to_wire
+
+COPY_DEADLINE_S = 30.0
+"""For one batch; as long as an abandoned reservation lives."""
+CALL_MARGIN_S = 2.0
+COPIES_AT_ONCE = 4
+WRITERS_POLL_S = 0.5
+LISTED = 100
+
+
+def add_to(verbs: verb.Verbs, common: ArgumentParser) -> None:
+    help = "copy what only this node holds to others, so that it can be stopped"
+    parser = verb.add(verbs, "drain", run, common, help)
+    parser.add_argument("name", metavar="NODE", help="id or HOST:PORT")
+    parser.add_argument("--undo", action="store_true", help="let it accept objects again")
+
+
+async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
+    [leaving] = await cluster.named([arguments.name])
+    if arguments.undo:
+        await _set_draining(cluster, leaving, False)
+        output.record(node=leaving.name, draining=False)
+        output.line(f"{leaving.name} accepts objects again")
+        return EXIT_OK
+    if cluster.registry is None and len(await cluster.all_nodes()) < 2:
+        output.problem("where to? give --registry, or the other nodes as --node HOST:PORT")
+        return EXIT_USAGE
+    drain = _Drain(cluster, leaving, await Others.of(cluster, leaving), output)
+    await _set_draining(cluster, leaving, True)
+    try:
+        return await drain.run()
+    except asyncio.CancelledError:
+        output.note(
+            f"\ninterrupted: {leaving.name} is still draining and can be read; "
+            f"run it again to go on, or kvctl drain {leaving.name} --undo"
+        )
+        raise
+    except MoonserveError:
+        output.note(f"{leaving.name} is still draining; run it again to go on")
+        raise
+
+
+async def _set_draining(cluster: Cluster, node: Node, draining: bool) -> None:
+    request = kvstore_pb2.StoreSetDrainingRequest(draining=draining)
+    await cluster.call(node.stub.SetDraining, request)
+
+
+class _Drain:
+    """One run, pass by pass."""
+
+    def __init__(self, cluster: Cluster, leaving: Node, others: Others, output: Output) -> None:
+        self._cluster = cluster
+        self._leaving = leaving
+        self._others = others
+        self._output = output
+        self._slots = asyncio.Semaphore(COPIES_AT_ONCE)
+        self._moved = self._moved_bytes = 0
+        self._why: dict[BlockKey, str] = {}  # of what found no place
+
+    async def run(self) -> int:
+        """The exit code. A pass that leaves no less than the one before was in vain, and is the last."""
+        started_at = time.monotonic()
+        left_before: int | None = None
+        while True:
+            found = await survey(self._cluster, self._leaving, self._others)
+            if found.alone:
+                if left_before is not None and len(found.alone) >= left_before:
+                    return self._give_up(found)
+                self._announce(found, is_first=left_before is None)
+                left_before = len(found.alone)
+                await self._pass(found)
+            elif await self._has_writers():
+                await asyncio.sleep(WRITERS_POLL_S)
+            else:
+                return self._finish(time.monotonic() - started_at)
+
+    async def _has_writers(self) -> bool:
+        """Writes that began before the drain may still become objects."""
+        request = kvstore_pb2.StoreStatsRequest()
+        stats = await self._cluster.call(self._leaving.stub.Stats, request)
+        return bool(stats.reserved_bytes)
+
+    def _announce(self, found: Survey, *, is_first: bool) -> None:
+        what = f"{count(len(found.alone), 'object')} ({size(found.num_bytes)})"
+        if not is_first:
+            self._output.note(f"again: {what} left")
+            return
+        self._output.note(f"{self._leaving.name} is draining; only there: {what}")
+        room = self._others.room
+        if found.num_bytes > room:
+            self._output.note(
+                f"the others have room for {size(room)}: they will evict what is cold there"
+            )
+
+    async def _pass(self, found: Survey) -> None:
+        self._why = {}
+        planned = batches(in_order(found.alone), lambda first: self._target_of(first, found))
+        with Steps(self._output) as steps:
+            progress = _Progress(steps, self._leaving.name, found)
+            async with asyncio.TaskGroup() as group:
+                for of_one in planned.values():
+                    group.create_task(self._in_turn(of_one, progress))
+
+    def _target_of(self, first: Resident, found: Survey) -> str:
+        if first.parent is None:
+            return self._others.home(first.key)
+        return found.parents_at.get(first.parent) or self._others.home(first.parent)
+
+    async def _in_turn(self, of_one: Iterable[Batch], progress: _Progress) -> None:
+        """The batches for one node, whose order keeps parents before children."""
+        for batch in of_one:
+            async with self._slots:
+                left = await self._place(batch)
+            gone = {item.key for item in left}
+            placed = [item for item in batch.objects if item.key not in gone]
+            self._moved += len(placed)
+            self._moved_bytes += sum(item.length for item in placed)
+            progress.add(batch)
+
+    async def _place(self, batch: Batch) -> Sequence[Resident]:
+        """What no node took."""
+        left: Sequence[Resident] = batch.objects
+        for target in self._others.candidates(batch.target):
+            left = await self._copy(left, target)
+            if not left:
+                break
+        return left
+
+    async def _copy(self, wanted: Sequence[Resident], target: Node) -> Sequence[Resident]:
+        """What is not on the target then. A batch that did not come whole is taken one by one."""
+        request = kvstore_pb2.StoreCopyRequest(
+            source=endpoint_to_wire(self._leaving.endpoint),
+            keys=[item.key for item in wanted],
+            deadline_s=COPY_DEADLINE_S,
+        )
+        timeout_s = COPY_DEADLINE_S + CALL_MARGIN_S
+        try:
+            reply = await self._cluster.call(target.stub.Copy, request, timeout_s=timeout_s)
+            if reply.copied + reply.present == len(wanted):
+                await self._pin(wanted, target)
+                return ()
+        except MoonserveError as error:
+            self._why |= {item.key: f"{target.name}: {reason(error)}" for item in wanted}
+            return wanted
+        if len(wanted) > 1:
+            return [item for one in wanted for item in await self._copy([one], target)]
+        why = "no room" if reply.refused else "it could not be read"
+        self._why[wanted[0].key] = f"{target.name}: {why}"
+        return wanted
+
+    async def _pin(self, copied: Sequence[Resident], target: Node) -> None:
+        for pin in {item.pin for item in copied} - {kvstore_pb2.STORE_PIN_NONE}:
+            keys = [item.key for item in copied if item.pin == pin]
+            request = kvstore_pb2.StorePinRequest(
+                keys=keys, pin=kvstore_pb2.StorePin.ValueType(pin)
+            )
+            await self._cluster.call(target.stub.Pin, request)
+
+    def _finish(self, took_s: float) -> int:
+        name = self._leaving.name
+        self._record([])
+        if self._moved:
+            what = f"{count(self._moved, 'object')} ({size(self._moved_bytes)})"
+            self._output.line(f"copied {what} in {duration(took_s)}")
+        self._output.line(f"{name} holds nothing alone any more: it can be stopped")
+        return EXIT_OK
+
+    def _give_up(self, found: Survey) -> int:
+        unplaced = list(found.alone.values())
+        self._record(unplaced)
+        shown = unplaced if self._output.long else unplaced[:LISTED]
+        for item in shown:
+            why = self._why.get(item.key, "evicted again by what came after it")
+            self._output.line(f"not placed: {item.key.hex()}  {size(item.length)}  {why}")
+        if len(shown) < len(unplaced):
+            self._output.line(f"… and {len(unplaced) - len(shown):,} more (--long lists all)")
+        self._output.problem(
+            f"{count(len(unplaced), 'object')} ({size(found.num_bytes)}) found no place; stopping "
+            f"{self._leaving.name} would lose them. It is still draining: make room and run it again"
+        )
+        return EXIT_NOT_FOUND
+
+    def _record(self, unplaced: Sequence[Resident]) -> None:
+        self._output.record(
+            node=self._leaving.name,
+            draining=True,
+            can_be_stopped=not unplaced,
+            copied=self._moved,
+            copied_bytes=self._moved_bytes,
+            unplaced=[item.key.hex() for item in unplaced],
+        )
+
+
+class _Progress:
+    """Of one pass, in bytes."""
+
+    def __init__(self, steps: Steps, name: str, found: Survey) -> None:
+        self._steps = steps
+        self._name = name
+        self._total, self._total_bytes = len(found.alone), found.num_bytes
+        self._done = self._done_bytes = 0
+
+    def add(self, batch: Batch) -> None:
+        self._done += len(batch.objects)
+        self._done_bytes += batch.num_bytes
+        text = (
+            f"{self._done:,} of {count(self._total, 'object')}, "
+            f"{size(self._done_bytes)} of {size(self._total_bytes)}"
+        )
+        self._steps.show(f"drain {self._name}", self._done_bytes, self._total_bytes, text)

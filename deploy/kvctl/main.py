@@ -1,0 +1,119 @@
+"""`moonserve kvctl`: which verb, which cluster, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+
+from deploy.kvctl import drain, drop, ls, nodes, pin, replicas, stat, verify, watch
+from deploy.kvctl.cluster import Cluster, reason, require_target
+from deploy.kvctl.output import (
+    EXIT_INTERRUPTED,
+    EXIT_NOT_FOUND,
+    EXIT_UNREACHABLE,
+    EXIT_USAGE,
+    Output,
+)
+from protocol.errors import (
+    ConfigError,
+    InvalidRequest,
+    MoonserveError,
+    NoWorker,
+    PeerError,
+    Unauthenticated,
+)
+from protocol.registry.connect import connect
+
+VERBS = (ls, stat, nodes, replicas, pin, drop, verify, drain, watch)
+REGISTRY_ENV = "MOONSERVE_REGISTRY"
+TOKEN_ENV = "MOONSERVE_CLUSTER_TOKEN"
+
+_EPILOG = f"""\
+The cluster's registry is --registry or {REGISTRY_ENV}: redis://…, redis+sentinel://…, or host:port of a directory.
+The cluster's secret is read from {TOKEN_ENV}.
+exit codes: 0 done; 1 not found, found corrupt or not done in full; 2 usage or wrong token; 3 a node or the registry
+could not be reached
+"""
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
+    """`argv`: the arguments after `kvctl`."""
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as exit:  # argparse has printed what is wrong, or the help
+        return exit.code if isinstance(exit.code, int) else EXIT_USAGE
+    output = Output(as_json=arguments.json, long=arguments.long)
+    try:
+        return asyncio.run(_run(arguments, output, environ))
+    except KeyboardInterrupt:
+        interrupted: int = getattr(arguments, "interrupted", EXIT_INTERRUPTED)
+        return interrupted
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_INTERRUPTED
+    except MoonserveError as error:
+        output.problem(_explained(error))
+        return _exit_code(error)
+
+
+async def _run(arguments: Namespace, output: Output, environ: Mapping[str, str]) -> int:
+    url = arguments.registry or environ.get(REGISTRY_ENV)
+    require_target(url, arguments.nodes)
+    token = environ.get(TOKEN_ENV, "")
+    registry = connect(url, cluster_token=token) if url else None
+    cluster = Cluster(registry, arguments.nodes, token)
+    try:
+        exit_code: int = await arguments.run(arguments, cluster, output)
+        return exit_code
+    finally:
+        await cluster.close()
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="moonserve kvctl",
+        description="Looks into a running KV store, and operates it.",
+        epilog=_EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    _add_common(parser, registry=None, nodes=[], json=False, long=False)
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    # The same options after the verb; there, absent ones must not undo those before it.
+    common = ArgumentParser(add_help=False)
+    _add_common(common, registry=SUPPRESS, nodes=SUPPRESS, json=SUPPRESS, long=SUPPRESS)
+    for verb in VERBS:
+        verb.add_to(verbs, common)
+    return parser
+
+
+def _add_common(
+    parser: ArgumentParser, *, registry: object, nodes: object, json: object, long: object
+) -> None:
+    parser.add_argument("--registry", metavar="URL", default=registry, help="where the cluster is")
+    parser.add_argument(
+        "--node",
+        metavar="NODE",
+        dest="nodes",
+        action="append",
+        default=nodes,
+        help="only this node, by id, or by HOST:PORT without asking a registry; may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", default=json, help="print JSON lines")
+    parser.add_argument("--long", action="store_true", default=long, help="whole keys, all columns")
+
+
+def _explained(error: MoonserveError) -> str:
+    if isinstance(error, Unauthenticated):
+        return f"{error.message}; set {TOKEN_ENV} to the cluster's"
+    if isinstance(error, PeerError):
+        return f"cannot be reached: {reason(error)}"
+    return str(error)
+
+
+def _exit_code(error: MoonserveError) -> int:
+    if isinstance(error, Unauthenticated | ConfigError | InvalidRequest):
+        return EXIT_USAGE
+    return EXIT_NOT_FOUND if isinstance(error, NoWorker) else EXIT_UNREACHABLE

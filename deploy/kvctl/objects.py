@@ -1,0 +1,141 @@
+"""Objects as nodes list them: the replicas of a key, what leads to it, what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.kvctl.cluster import KEYS_PER_CALL, Answers, Cluster, Node, Object, gathered
+from protocol.keys import NO_PARENT, BlockKey
+from protocol.pb import kvstore_pb2
+
+PINS = {
+    kvstore_pb2.STORE_PIN_NONE: "",
+    kvstore_pb2.STORE_PIN_SOFT: "soft",
+    kvstore_pb2.STORE_PIN_HARD: "hard",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One node's copy of an object."""
+
+    node: Node
+    object: Object
+
+    @property
+    def parent(self) -> BlockKey | None:
+        """None = the chain starts here."""
+        return parent_of(self.object)
+
+
+def parent_of(found: Object) -> BlockKey | None:
+    return BlockKey(found.parent) if found.parent and found.parent != NO_PARENT else None
+
+
+def tier(found: Object) -> str:
+    tiers = [
+        name for name, there in (("memory", found.in_memory), ("disk", found.on_disk)) if there
+    ]
+    return "+".join(tiers)
+
+
+def as_json(node: Node, found: Object) -> dict[str, Any]:
+    """Checksums as hex: programs read large JSON numbers as floats."""
+    parent = parent_of(found)
+    return {
+        "key": found.key.hex(),
+        "node": node.name,
+        "in_memory": found.in_memory,
+        "on_disk": found.on_disk,
+        "bytes": found.length,
+        "pin": PINS[found.pin] or "none",
+        "tenant": found.tenant,
+        "holds": found.holds,
+        "followers": found.followers,
+        "parent": parent.hex() if parent else None,
+        "checksum": f"{found.checksum:016x}",
+        "generation": f"{found.generation:x}",
+    }
+
+
+async def replicas(cluster: Cluster, nodes: Sequence[Node], key: BlockKey) -> Answers[list[Object]]:
+    """What each node has under `key`: a list of one, or an empty one."""
+
+    async def one(node: Node) -> list[Object]:
+        return [found async for found in cluster.objects(node, key)]
+
+    return await gathered(nodes, one)
+
+
+def present(answers: Answers[list[Object]]) -> list[Replica]:
+    return [Replica(node, found) for node, objects in answers.replies for found in objects]
+
+
+async def ancestors(
+    cluster: Cluster, nodes: Sequence[Node], first: Sequence[Replica]
+) -> AsyncIterator[tuple[BlockKey, list[Replica]]]:
+    """What leads to a block, nearest first, up to the head; the last has no replicas where the chain is broken."""
+    seen: set[BlockKey] = set()
+    parent = first[0].parent
+    while parent is not None and parent not in seen:
+        seen.add(parent)
+        found = present(await replicas(cluster, nodes, parent))
+        yield parent, found
+        parent = found[0].parent if found else None
+
+
+async def chain_of(cluster: Cluster, nodes: Sequence[Node], key: BlockKey) -> list[BlockKey]:
+    """The key, if it is anywhere, and its resident ancestors; head first."""
+    found = present(await replicas(cluster, nodes, key))
+    if not found:
+        return []
+    above = [k async for k, there in ancestors(cluster, nodes, found) if there]
+    return [*reversed(above), key]
+
+
+async def below(
+    cluster: Cluster, nodes: Sequence[Node], keys: Iterable[BlockKey]
+) -> list[BlockKey]:
+    """The keys and their resident descendants, children before parents. Lists every node once."""
+    children: dict[BlockKey, set[BlockKey]] = {}
+    for node in nodes:
+        async for found in cluster.objects(node):
+            parent = parent_of(found)
+            if parent is not None:
+                children.setdefault(parent, set()).add(BlockKey(found.key))
+    generations = list(_generations(children, dict.fromkeys(keys)))
+    return [key for generation in reversed(generations) for key in generation]
+
+
+def _generations(
+    children: dict[BlockKey, set[BlockKey]], keys: Collection[BlockKey]
+) -> Iterator[list[BlockKey]]:
+    seen: set[BlockKey] = set()
+    while keys:
+        yield sorted(keys)
+        seen.update(keys)
+        keys = {child for key in keys for child in children.get(key, ())} - seen
+
+
+async def holders(
+    cluster: Cluster, nodes: Sequence[Node], keys: Sequence[BlockKey]
+) -> Answers[list[BlockKey]]:
+    """By node: which of the keys it has."""
+
+    async def one(node: Node) -> list[BlockKey]:
+        found: list[BlockKey] = []
+        for start in range(0, len(keys), KEYS_PER_CALL):
+            piece = keys[start : start + KEYS_PER_CALL]
+            request = kvstore_pb2.StoreExistsRequest(keys=piece)
+            reply = await cluster.call(node.stub.Exists, request)
+            found += [key for key, there in zip(piece, reply.present, strict=True) if there]
+        return found
+
+    return await gathered(nodes, one)
+
+
+def pieces(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
+    """As many as go into one call."""
+    return (keys[start : start + KEYS_PER_CALL] for start in range(0, len(keys), KEYS_PER_CALL))

@@ -1,0 +1,127 @@
+"""What a command prints: tables for people, JSON lines for programs, problems on stderr.
+
+Its rule: stdout has results only, so it can be piped; a table is never cut to the terminal's width. Keys are 16 of
+their 32 hex digits unless `long`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+EXIT_OK = 0
+EXIT_NOT_FOUND = 1  # no such key; also found corrupt, or could not be done in full
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 3  # a node or the registry; what the others said was printed
+EXIT_INTERRUPTED = 130  # as shells count SIGINT
+
+SHORT_KEY_DIGITS = 16
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_BAR_CELLS = 10
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class Output:
+    """`as_json` is for verbs to ask; the methods for people print nothing then."""
+
+    def __init__(
+        self,
+        *,
+        as_json: bool = False,
+        long: bool = False,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+    ) -> None:
+        self.as_json = as_json
+        self.long = long
+        self.stdout = stdout or sys.stdout
+        self.stderr = stderr or sys.stderr
+        self.is_terminal = self.stdout.isatty()
+
+    def line(self, text: str = "") -> None:
+        if not self.as_json:
+            print(text, file=self.stdout, flush=True)
+
+    def record(self, **fields: Any) -> None:
+        """A line of JSON, in that mode only."""
+        if self.as_json:
+            print(json.dumps(fields), file=self.stdout, flush=True)
+
+    def note(self, text: str) -> None:
+        """For people, beside the results."""
+        print(text, file=self.stderr, flush=True)
+
+    def problem(self, text: str) -> None:
+        self.note(f"moonserve kvctl: {text}")
+
+    def key(self, key: bytes) -> str:
+        digits = key.hex()
+        return digits if self.long else digits[:SHORT_KEY_DIGITS]
+
+    def header(self, text: str) -> None:
+        self.line(f"{_DIM}{text}{_PLAIN}" if self.is_terminal else text)
+
+
+class Table:
+    """Rows under a header, printed in portions: columns only grow wider. Columns that begin with `>` are numbers."""
+
+    def __init__(self, output: Output, *columns: str) -> None:
+        self._output = output
+        self._names = [name.removeprefix(">") for name in columns]
+        self._is_right = [name.startswith(">") for name in columns]
+        self._widths = [len(name) for name in self._names]
+        self._rows: list[Sequence[str]] = []
+        self._has_header = False
+
+    def add(self, *cells: str) -> None:
+        self._rows.append(cells)
+
+    def flush(self) -> None:
+        """Prints what was added."""
+        for row in self._rows:
+            self._widths = [max(w, len(c)) for w, c in zip(self._widths, row, strict=True)]
+        if self._rows and not self._has_header:
+            self._output.header(self._format(self._names))
+            self._has_header = True
+        for row in self._rows:
+            self._output.line(self._format(row))
+        self._rows = []
+
+    def _format(self, cells: Sequence[str]) -> str:
+        columns = zip(cells, self._widths, self._is_right, strict=True)
+        texts = [
+            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns
+        ]
+        return "  ".join(texts).rstrip()
+
+
+def size(num_bytes: float) -> str:
+    """`3.2 GiB`."""
+    unit = 0
+    while num_bytes >= 1024 and unit < len(_UNITS) - 1:
+        num_bytes /= 1024
+        unit += 1
+    return f"{num_bytes:.1f} {_UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
+
+
+def bar(share: float) -> str:
+    """`███░░░░░░░`; whatever is above nothing shows."""
+    share = min(max(share, 0.0), 1.0)
+    full = round(share * _BAR_CELLS) or (1 if share > 0 else 0)
+    return "█" * full + "░" * (_BAR_CELLS - full)
+
+
+def count(number: int, noun: str) -> str:
+    """`1 object`, `2,000 objects`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """`0.3 s`, `2 min 5 s`, `3 h 20 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"

@@ -1,0 +1,65 @@
+"""`kvctl verify`: every object of every node compared with its checksum; what does not match is dropped there."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from deploy.kvctl import verb
+from deploy.kvctl.cluster import Cluster, Node, gathered, tell_lost
+from deploy.kvctl.output import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE, Output, count
+from deploy.kvctl.progress import Steps
+from protocol.keys import BlockKey
+from protocol.pb import kvstore_pb2
+
+
+def add_to(verbs: verb.Verbs, common: ArgumentParser) -> None:
+    help = "compare every object with its checksum, in memory and on disk; drop what is corrupt"
+    verb.add(verbs, "verify", run, common, help)
+
+
+async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
+    nodes = await cluster.nodes()
+    passes = {node: _Pass(node) for node in nodes}
+    with Steps(output) as steps:
+        answers = await gathered(nodes, lambda node: passes[node].run(cluster, steps))
+    # Also of a node that was lost on the way: what it found was dropped.
+    num_corrupt = sum(len(done.corrupt) for done in passes.values())
+    for done in passes.values():
+        done.tell(output)
+    tell_lost(answers, output)
+    if answers.lost:
+        return EXIT_UNREACHABLE
+    if num_corrupt:
+        output.line("Corrupt objects were dropped; other replicas of them still serve.")
+    return EXIT_NOT_FOUND if num_corrupt else EXIT_OK
+
+
+class _Pass:
+    """Over one node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._checked = self._total = 0
+        self.corrupt: list[BlockKey] = []
+
+    async def run(self, cluster: Cluster, steps: Steps) -> None:
+        request = kvstore_pb2.StoreVerifyRequest()
+        async for found in cluster.stream(self._node.stub.Verify, request):
+            self._checked, self._total = found.checked, found.total
+            self.corrupt += [BlockKey(key) for key in found.corrupt]
+            text = f"{found.checked:,} of {count(found.total, 'object')}"
+            steps.show(self._node.name, found.checked, found.total, text)
+
+    def tell(self, output: Output) -> None:
+        name = self._node.name
+        output.record(
+            node=name,
+            checked=self._checked,
+            total=self._total,
+            corrupt=[key.hex() for key in self.corrupt],
+        )
+        for key in self.corrupt:
+            output.line(f"{name}: corrupt {key.hex()}")
+        of = f" of {self._total:,}" if self._checked < self._total else ""
+        what = f"{len(self.corrupt):,} corrupt" if self.corrupt else "all good"
+        output.line(f"{name}: {count(self._checked, 'object')}{of} checked, {what}")
