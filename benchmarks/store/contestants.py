@@ -29,18 +29,20 @@ class Contestant:
     environment: dict[str, str] = field(default_factory=dict)
     in_peers_environment: bool = False
     ops: Sequence[str] = (*OPS, "exists")
+    pausable: bool = True
+    """False: its processes forget each other when they are stopped for seconds; they use next to nothing when idle."""
 
     def can(self, load: Load) -> bool:
         return load.op in self.ops
 
 
-def _moonserve(name: str, transport: str, *, verify: bool) -> Contestant:
+def _moonserve(name: str, transport: str, *node_flags: str, verify: bool) -> Contestant:
     return Contestant(
         name=f"moonserve {name}",
         group="moonserve",
         client=OURS + "Client",
         servers=servers.node,
-        options={"transport": transport, "verify": verify},
+        options={"transport": transport, "verify": verify, "node_flags": node_flags},
     )
 
 
@@ -53,6 +55,7 @@ def _mooncake(name: str, path: str, **environment: str) -> Contestant:
         options={"path": path, "segment_bytes": servers.SEGMENT_BYTES},
         environment={"MC_LOG_LEVEL": "ERROR", "MC_STORE_MEMCPY": "1", **environment},
         in_peers_environment=True,
+        pausable=False,
     )
 
 
@@ -61,7 +64,7 @@ IN_PLACE = Contestant(
     group="moonserve",
     client=OURS + "InPlace",
     servers=servers.node,
-    options={"transport": "shm", "verify": True},
+    options={"transport": "shm"},
     ops=("get",),
 )
 CONTESTANTS = (
@@ -69,9 +72,8 @@ CONTESTANTS = (
     _moonserve("same host", "shm", verify=True),
     _moonserve("same host, unchecked", "shm", verify=False),
     _moonserve("tcp", "tcp", verify=True),
-    Contestant(
-        name="memcpy", group="limit", client=MEMCPY, options={"shared": True}, ops=OPS
-    ),
+    _moonserve("tcp, values' checksums only", "tcp", "--no-transfer-checksums", verify=True),
+    Contestant(name="memcpy", group="limit", client=MEMCPY, options={"shared": True}, ops=OPS),
     Contestant(
         name="memcpy huge pages", group="limit", client=MEMCPY, options={"shared": False}, ops=OPS
     ),

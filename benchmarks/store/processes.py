@@ -59,10 +59,17 @@ class Child:
 
 
 class Group:
-    """Processes with a common folder for their logs; all on the same cores unless said otherwise."""
+    """Processes with a common folder for their logs."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        pausable: bool = True,
+    ) -> None:
         self.folder = folder
+        self._pausable = pausable
         folder.mkdir(parents=True, exist_ok=True)
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         self._children: list[Child] = []
@@ -91,7 +98,8 @@ class Group:
         return self._children[-1]
 
     def pause(self) -> None:
-        self._signal(signal.SIGSTOP)
+        if self._pausable:
+            self._signal(signal.SIGSTOP)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

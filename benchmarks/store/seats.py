@@ -60,7 +60,7 @@ class Running:
     """A store's servers and its client, connected and paused. Raises ContestantError from every method."""
 
     def __init__(self, contestant: Contestant, folder: Path, placement: Placement) -> None:
-        self._group = Group(folder, contestant.environment)
+        self._group = Group(folder, contestant.environment, pausable=contestant.pausable)
         try:
             cores = placement.cores("target")
             facts = contestant.servers(self._group, cores, contestant.options)

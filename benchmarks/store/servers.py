@@ -20,8 +20,6 @@ from benchmarks.store.processes import (
 from benchmarks.transfer.pair import ContestantError
 
 TOKEN = "bench-store"
-NEVER_S = 100_000
-"""A process that is paused between its turns is not dead."""
 PEERS = Path(".venv-bench/bin")
 SEGMENT_BYTES = 1 << 30
 
@@ -36,6 +34,7 @@ def none(group: Group, cores: set[int], options: dict[str, Any]) -> Facts:
 def node(group: Group, cores: set[int], options: dict[str, Any]) -> Facts:
     """One node of this project's store."""
     flags = ["--dram", str(SEGMENT_BYTES), "--transports", options["transport"]]
+    flags += options.get("node_flags", ())
     _, facts = store_node(group, cores, "node", *flags)
     return {"url": f"node://{facts['rpc']}", "token": TOKEN}
 
@@ -97,7 +96,7 @@ def mooncake(group: Group, cores: set[int], options: dict[str, Any]) -> Facts:
 def _master(group: Group, cores: set[int]) -> str:
     port = free_port()
     flags = ["--rpc_address=127.0.0.1", f"--rpc_port={port}", "--metrics_host=127.0.0.1"]
-    flags += [f"--metrics_port={free_port()}", f"--client_ttl={NEVER_S}", "--rpc_thread_num=2"]
+    flags += [f"--metrics_port={free_port()}", "--rpc_thread_num=2"]
     child = group.start("master", [str(PEERS / "mooncake_master"), *flags], cores=cores)
     until_listening(child, port)
     return f"127.0.0.1:{port}"
@@ -106,8 +105,16 @@ def _master(group: Group, cores: set[int]) -> str:
 def _real_client(group: Group, cores: set[int], master: str) -> str:
     """The process that shares its segment's memory with the clients of this host."""
     port = free_port()
-    flags = ["--host=127.0.0.1", f"--port={port}", "--protocol=tcp", "--metadata_server=P2PHANDSHAKE"]
-    flags += [f"--master_server_address={master}", f"--global_segment_size={SEGMENT_BYTES >> 20} MB"]
+    flags = [
+        "--host=127.0.0.1",
+        f"--port={port}",
+        "--protocol=tcp",
+        "--metadata_server=P2PHANDSHAKE",
+    ]
+    flags += [
+        f"--master_server_address={master}",
+        f"--global_segment_size={SEGMENT_BYTES >> 20} MB",
+    ]
     child = group.start("real-client", [str(PEERS / "mooncake_client"), *flags], cores=cores)
     until_listening(child, port)
     return f"127.0.0.1:{port}"

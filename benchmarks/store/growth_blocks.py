@@ -1,0 +1,187 @@
+"""Part 5, blocks: what one node's metadata costs in time and in resident memory, from 10⁴ to 10⁷ blocks.
+
+The node's state is driven without its shell: no bytes move. Each point is a process of its own, because memory that
+another point gave back would hide what this one takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import median
+from kvstore import eviction
+from kvstore.allocator import ALIGNMENT
+from kvstore.catalog import Catalog
+from kvstore.eviction import POLICY_NAMES
+from kvstore.native.library import key_index
+from kvstore.promises import Wish
+from kvstore.state import StoreState
+from kvstore.stored import Tier, Watermarks
+from protocol.keys import KEY_BYTES, BlockKey
+
+CHAIN = 16
+LENGTH = 200
+"""Bytes of an object: each takes one unit of the segment, which exists on paper only."""
+SAMPLES = 5
+OPERATIONS = 2_000
+LOOKUP_BATCH = 64
+PUT_S = 1e-3
+"""Between puts, on the state's clock."""
+POINT_TIMEOUT_S = 1_200.0
+KNOWN_CHAINS = 4_096
+"""So many are asked for again."""
+
+Point = dict[str, Any]
+Chain = list[BlockKey]
+
+
+class Silence:
+    """Nobody wants to know what the catalog holds."""
+
+    def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None: ...
+
+    def moved(self, key: BlockKey, tier: Tier) -> None: ...
+
+    def removed(self, key: BlockKey) -> None: ...
+
+
+def measure(points: Sequence[tuple[int, str]]) -> list[Point]:
+    """One after the other: (blocks, policy)."""
+    return [_in_process(blocks, policy) for blocks, policy in points]
+
+
+def choice(*, quick: bool, full: bool) -> list[tuple[int, str]]:
+    """All policies at a million blocks; LRU, which is the default, at every size."""
+    if quick:
+        return [(10_000, "lru"), (100_000, "lru"), (1_000_000, "lru")]
+    sizes = [10_000, 100_000, 1_000_000, 5_000_000, *([10_000_000] if full else [])]
+    others = [(1_000_000, name) for name in POLICY_NAMES if name != "lru"]
+    return [*((size, "lru") for size in sizes), *others]
+
+
+def _in_process(blocks: int, policy: str) -> Point:
+    print(f"· {blocks:,} blocks, {policy}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "benchmarks.store.growth_blocks", str(blocks), policy]
+    where = {"blocks": blocks, "policy": policy}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=POINT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return where | {"failed": f"not within {POINT_TIMEOUT_S:g} s"}
+    if done.returncode:
+        return where | {"failed": (done.stderr.strip().splitlines() or ["died"])[-1]}
+    point: Point = json.loads(done.stdout)
+    return where | point
+
+
+def point(blocks: int, policy: str) -> Point:
+    """Measured in this process, which must be new."""
+    catalog = Catalog(
+        blocks * 6 // 5 * ALIGNMENT,
+        index=key_index(),
+        policies=lambda: eviction.make(policy),
+        announce=Silence(),
+        watermarks=Watermarks(evict_above=1.0),
+    )
+    state = StoreState(catalog)
+    before = resident_bytes()
+    put_s = _fill(state, blocks)
+    resident = resident_bytes() - before
+    now = blocks * PUT_S
+    chains = [_chain(number) for number in _some(blocks // CHAIN)]
+    keys = [key for chain in chains for key in chain]
+    return {
+        "resident_bytes": resident / blocks,
+        "metadata_bytes": catalog.metadata_bytes / blocks,
+        "put_us": put_s / blocks * 1e6,
+        "lease_us": _lease_us(state, chains, now),
+        "find_s": _rate(catalog.find, keys),
+        "find_batch_s": _batch_rate(state, keys),
+    }
+
+
+def _fill(state: StoreState, blocks: int) -> float:
+    """Seconds. Keeps no key: it would be counted as metadata."""
+    spent = 0.0
+    for number in range(blocks // CHAIN):
+        keys = _chain(number)
+        begin = time.perf_counter()
+        _put(state, str(number), keys, number * CHAIN * PUT_S)
+        spent += time.perf_counter() - begin
+    return spent
+
+
+def _chain(number: int) -> Chain:
+    packed = random.Random(number).randbytes(CHAIN * KEY_BYTES)
+    return [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
+
+
+def _some(num_chains: int) -> list[int]:
+    return random.Random(1).sample(range(num_chains), min(KNOWN_CHAINS, num_chains))
+
+
+def _put(state: StoreState, name: str, keys: Chain, now: float) -> None:
+    parents = [None, *keys[:-1]]
+    wishes = [
+        Wish(key=key, parent=parent, length=LENGTH)
+        for key, parent in zip(keys, parents, strict=True)
+    ]
+    state.reserve(name, wishes, 30.0, now)
+    state.commit(name, dict.fromkeys(keys, 1), now)
+    state.verified(name, (), now)
+
+
+def _lease_us(state: StoreState, chains: Sequence[Chain], now: float) -> float:
+    names = map(str, itertools.count())
+
+    def once(keys: Chain) -> None:
+        name = next(names)
+        state.lease(name, keys, 10.0, now)
+        state.release(name, now)
+
+    return 1e6 / _rate(once, chains)
+
+
+def _batch_rate(state: StoreState, keys: Sequence[BlockKey]) -> float:
+    batches = [keys[at : at + LOOKUP_BATCH] for at in range(0, len(keys), LOOKUP_BATCH)]
+    return LOOKUP_BATCH * _rate(state.exists, batches)
+
+
+def _rate(call: Callable[[Any], object], arguments: Sequence[Any]) -> float:
+    """Calls per second, the median of several samples; each goes through other arguments."""
+    rng = random.Random(2)
+    rates = []
+    for _ in range(SAMPLES):
+        chosen = rng.choices(arguments, k=OPERATIONS)
+        begin = time.perf_counter()
+        for each in chosen:
+            call(each)
+        rates.append(OPERATIONS / (time.perf_counter() - begin))
+    return median(rates)
+
+
+def resident_bytes() -> int:
+    """Of this process, now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("blocks", type=int)
+    parser.add_argument("policy", choices=POLICY_NAMES)
+    arguments = parser.parse_args()
+    print(json.dumps(point(arguments.blocks, arguments.policy)))
+
+
+if __name__ == "__main__":
+    main()
