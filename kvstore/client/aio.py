@@ -230,7 +230,14 @@ class AsyncStoreLease:
         self._lease: StoreLease | None = None
 
     async def __aenter__(self) -> StoreLease:
-        self._lease = await self._store._call(self._take)
+        taken: list[StoreLease] = []
+        try:
+            await self._store._call(lambda: taken.append(self._take()))
+        except asyncio.CancelledError:
+            for lease in taken:
+                await self._store._call(lease.close)
+            raise
+        [self._lease] = taken
         return self._lease
 
     async def __aexit__(

@@ -1,0 +1,54 @@
+"""A key index and its data in memory of this process, as a node publishes them: for readers without a node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.native.base import OFFSET_UNIT, Entry, PublishedIndex
+from kvstore.native.library import key_index
+from kvstore.native.memory import dropped
+from protocol.checksum import checksum
+from protocol.keys import BlockKey
+from transfer import Segment, TransferEngine
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "little"))
+
+
+@dataclass(slots=True)
+class Published:
+    """Objects lie one after another; what is removed or moved leaves its bytes behind."""
+
+    engine: TransferEngine
+    data: Segment
+    index_segments: list[Segment] = field(default_factory=list)
+    index: PublishedIndex = field(init=False)
+    used: int = 0
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        self.index = key_index(self._allocate, dropped)
+
+    def _allocate(self, nbytes: int) -> memoryview:
+        self.index_segments.append(self.engine.allocate(nbytes, readable=True, name="index"))
+        return self.index_segments[-1].buffer
+
+    def put(self, number: int, value: bytes) -> Entry:
+        offset, self.used = (
+            self.used,
+            self.used + -(-max(1, len(value)) // OFFSET_UNIT) * OFFSET_UNIT,
+        )
+        self.data.buffer[offset : offset + len(value)] = value
+        self.generation += 1
+        entry = Entry(number, self.generation, checksum([value]), len(value), offset)
+        self.index.insert(key(number), entry)
+        return entry
+
+    def grow(self) -> None:
+        """Until the index has moved."""
+        before = len(self.index_segments)
+        number = 1 << 20
+        while len(self.index_segments) == before:
+            self.put(number, b"filler")
+            number += 1
