@@ -54,16 +54,23 @@ class Touches:
         if len(keys) > room:
             self._counters.count(Event.UNREPORTED, len(keys) - room)
 
+    def flush(self, timeout_s: float) -> None:
+        """Sends what there is and waits for the answers."""
+        self._backstage.ask(self._send_pending(), timeout_s)
+
     async def _send_all(self) -> None:
         while True:
             await self._due.wait()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), GATHER_S)
-            with self._lock:
-                pending, self._pending = self._pending, {}
-                self._due.clear()
-                self._hurry.clear()
-            await asyncio.gather(*(self._send(node, keys) for node, keys in pending.items()))
+            self._due.clear()
+            self._hurry.clear()
+            await self._send_pending()
+
+    async def _send_pending(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, {}
+        await asyncio.gather(*(self._send(node, keys) for node, keys in pending.items()))
 
     async def _send(self, node: StoreNode, keys: Sequence[BlockKey]) -> None:
         if not node.is_attached:  # lost meanwhile, and told so

@@ -1,0 +1,87 @@
+"""Clusters of real store nodes around an embedded registry of this process, and clients of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvstore.client import KvStore, connect
+from kvstore.client.backstage import Backstage
+from protocol.pb import registry_pb2_grpc
+from protocol.registry.embedded import EmbeddedRegistry
+from protocol.registry.service import RegistryService
+from protocol.rpc import RpcServer
+from tests.kvstore.nodes import TOKEN, Node, running_node
+from transfer import TransferOptions
+
+DRAM = 8 * 2**20
+BOTH = ("shm", "tcp")
+TCP = ("tcp",)
+
+
+def store_of(url: str, transports: tuple[str, ...] = BOTH) -> KvStore:
+    options = TransferOptions(transports=transports, checksums=False)
+    return connect(url, cluster_token=TOKEN, options=options, timeout_s=20.0)
+
+
+@contextlib.contextmanager
+def running_registry() -> Iterator[str]:
+    """An embedded registry, served by this process; gives its address."""
+    backstage = Backstage()
+    servers: list[RpcServer] = []
+
+    async def start() -> str:
+        server = RpcServer(TOKEN)
+        servers.append(server)
+        service = RegistryService(EmbeddedRegistry())
+        registry_pb2_grpc.add_RegistryServicer_to_server(service, server.grpc)
+        return await server.start("127.0.0.1", 0)
+
+    try:
+        yield backstage.ask(start(), 10.0)
+    finally:
+        for server in servers:
+            backstage.ask(server.stop(0.0), 10.0)
+        backstage.close()
+
+
+@dataclass(slots=True)
+class Pool:
+    """`nodes` by id."""
+
+    registry: str
+    nodes: dict[str, Node] = field(default_factory=dict)
+
+    def store(self, transports: tuple[str, ...] = BOTH) -> KvStore:
+        """A client that knows all nodes."""
+        store = store_of(self.registry, transports)
+        until(lambda: len(store.nodes()) == len(self.nodes))
+        return store
+
+    def alone(self, node_id: str) -> KvStore:
+        """A client of one node, whatever belongs where."""
+        return store_of(f"node://{self.nodes[node_id].rpc_address}")
+
+
+@contextlib.contextmanager
+def running_pool(num_nodes: int, *flags: str) -> Iterator[Pool]:
+    with contextlib.ExitStack() as stack:
+        pool = Pool(stack.enter_context(running_registry()))
+        for number in range(num_nodes):
+            node_id = f"store-{number}"
+            node = running_node(
+                "--dram", str(DRAM), "--join", pool.registry, *flags, instance_id=node_id
+            )
+            pool.nodes[node_id] = stack.enter_context(node)
+        yield pool
+
+
+def until(holds: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Returns once it holds, which another process or thread is working on; fails after `timeout_s`."""
+    give_up_at = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < give_up_at, "it did not come to that in time"
+        asyncio.run(asyncio.sleep(0.01))

@@ -1,0 +1,343 @@
+"""The store's methods, for threads and for asyncio, over a real node and both ways to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from kvstore.client import AsyncKvStore, KvStore, Pin, chain, connect
+from protocol.errors import (
+    ConfigError,
+    InvalidRequest,
+    NoWorker,
+    Overloaded,
+    PeerLost,
+    Unauthenticated,
+)
+from tests.kvstore.client.pools import BOTH, DRAM, TCP, store_of
+from tests.kvstore.nodes import TOKEN, Node, key, running_node
+
+T = TypeVar("T")
+BLOCK = 64 * 1024
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with running_node("--dram", str(4 * DRAM)) as node:
+        yield node
+
+
+@pytest.fixture
+def own_node() -> Iterator[Node]:
+    """For tests that fill it; it never evicts ahead of need."""
+    with running_node("--dram", str(DRAM), "--evict-above", "1", "--evict-share", "0") as node:
+        yield node
+
+
+class Either:
+    """A store for threads or one for asyncio: every method can be awaited."""
+
+    def __init__(self, store: KvStore | AsyncKvStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        async def call(*args: Any, **options: Any) -> Any:
+            result = method(*args, **options)
+            return await result if isinstance(result, Awaitable) else result
+
+        return call
+
+    @contextlib.asynccontextmanager
+    async def lease(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        if isinstance(self._store, KvStore):
+            with self._store.lease(*args, **options) as lease:
+                yield lease
+        else:
+            async with self._store.lease(*args, **options) as lease:
+                yield lease
+
+
+@pytest.fixture(params=["threads", "asyncio"])
+async def store(
+    request: pytest.FixtureRequest, node: Node, transports: tuple[str, ...]
+) -> AsyncIterator[Either]:
+    plain = store_of(f"node://{node.rpc_address}", transports)
+    if request.param == "threads":
+        with plain:
+            yield Either(plain)
+    else:
+        async with AsyncKvStore(plain) as asynchronous:
+            yield Either(asynchronous)
+
+
+@pytest.fixture(params=[BOTH, TCP], ids=["shm", "tcp"])
+def transports(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    chosen: tuple[str, ...] = request.param
+    return chosen
+
+
+def fresh() -> bytes:
+    """A key that no other test has."""
+    return os.urandom(12)
+
+
+@pytest.mark.parametrize("length", [0, 1, 1000, 3 * 2**20])
+async def test_a_value_of_any_size_comes_back(store: Either, length: int) -> None:
+    name, value = fresh(), os.urandom(length)
+    assert await store.get(name) is None
+    assert not await store.exists(name)
+    await store.put(name, value)
+    assert await store.exists(name)
+    assert await store.get(name) == value
+    assert await store.get(name, verify=False) == value
+    await store.put(name, value)
+    assert await store.remove(name)
+    assert not await store.remove(name)
+    assert await store.get(name) is None
+    assert not await store.exists(name)
+
+
+async def test_a_batch_comes_back_in_order_with_none_for_what_is_missing(store: Either) -> None:
+    pairs = [(fresh(), os.urandom(size)) for size in (10, 0, BLOCK, 1)]
+    await store.batch_put(pairs)
+    names = [name for name, _ in pairs]
+    asked = [names[0], fresh(), *names[1:]]
+    assert await store.batch_get(asked) == [pairs[0][1], None, *(value for _, value in pairs[1:])]
+    assert await store.batch_exists(asked) == [True, False, True, True, True]
+    assert await store.batch_get([]) == []
+    assert await store.batch_remove(asked) == 4
+
+
+async def test_registered_memory_is_stored_and_read_without_a_detour(store: Either) -> None:
+    segment = await store.allocate(4 * BLOCK)
+    segment.buffer[:BLOCK] = value = os.urandom(BLOCK)
+    name = fresh()
+    await store.put_from(name, segment, 0, BLOCK)
+    assert await store.get_into(name, segment, BLOCK, BLOCK) == BLOCK
+    assert await store.get_into(name, segment, 2 * BLOCK) == BLOCK
+    assert bytes(segment.buffer[: 3 * BLOCK]) == value * 3
+    assert await store.get_into(fresh(), segment) is None
+    with pytest.raises(InvalidRequest, match="65536 bytes, the room for it 65535"):
+        await store.get_into(name, segment, 0, BLOCK - 1)
+    with pytest.raises(InvalidRequest, match="not within a segment"):
+        await store.get_into(name, segment, 4 * BLOCK - 1, 2)
+    with pytest.raises(InvalidRequest, match="not within a segment"):
+        await store.put_from(fresh(), segment, 1, 4 * BLOCK)
+    await store.deregister(segment)
+
+
+async def test_memory_of_the_callers_own_can_be_registered(store: Either) -> None:
+    buffer = bytearray(os.urandom(3 * BLOCK))
+    segment = await store.register(buffer)
+    names = [fresh(), fresh()]
+    await store.batch_put_from(names, segment, [0, BLOCK], [BLOCK, BLOCK])
+    expected = bytes(buffer[BLOCK : 2 * BLOCK])
+    asked = [names[1], fresh()]
+    lengths = await store.batch_get_into(asked, segment, [2 * BLOCK, 0])
+    assert lengths == [BLOCK, None]
+    assert bytes(buffer[2 * BLOCK :]) == expected
+    await store.deregister(segment)
+
+
+async def test_a_part_of_a_value_is_read(store: Either) -> None:
+    name, value = fresh(), os.urandom(BLOCK)
+    await store.put(name, value)
+    assert await store.get_range(name, 100, 1000) == value[100:1100]
+    assert await store.get_range(name, BLOCK, 0) == b""
+    assert await store.get_range(fresh(), 0, 1) is None
+    with pytest.raises(InvalidRequest, match="65536 bytes"):
+        await store.get_range(name, BLOCK - 1, 2)
+
+
+async def test_values_are_read_in_place_under_a_lease(store: Either, node: Node) -> None:
+    pairs = [(fresh(), os.urandom(size)) for size in (BLOCK, 0, 100)]
+    await store.batch_put(pairs)
+    asked = [pairs[0][0], fresh(), pairs[1][0], pairs[2][0]]
+    async with store.lease(asked) as lease:
+        views = lease.views
+        assert [None if view is None else bytes(view) for view in views] == [
+            pairs[0][1],
+            None,
+            pairs[1][1],
+            pairs[2][1],
+        ]
+        assert all(view is None or view.readonly for view in views)
+        assert await store.remove(pairs[0][0])
+        assert await store.get(pairs[0][0]) is None
+        assert bytes(views[0]) == pairs[0][1]
+        lease.check()
+        assert (await store.stats()).total.leased_bytes > 0
+    with pytest.raises(ValueError, match="released"):
+        bytes(views[0])
+    assert (await store.stats()).total.leased_bytes == 0
+
+
+async def test_blocks_of_a_chain_are_stored_after_each_other(store: Either) -> None:
+    first = int.from_bytes(os.urandom(8), "little")
+    blocks = chain([key(first + number) for number in range(4)])
+    values = [os.urandom(BLOCK) for _ in blocks]
+    await store.batch_put(zip(blocks, values, strict=True))
+    assert await store.batch_get(blocks) == values
+    assert await store.batch_remove(blocks) == 4
+
+
+async def test_another_value_under_a_key_is_refused_until_the_first_is_removed(
+    store: Either,
+) -> None:
+    name = fresh()
+    await store.put(name, b"one")
+    with pytest.raises(InvalidRequest, match="another value"):
+        await store.put(name, b"two")
+    assert await store.get(name) == b"one"
+    await store.remove(name)
+    await store.put(name, b"two")
+    assert await store.get(name) == b"two"
+
+
+async def test_writers_of_one_key_at_once_all_succeed_and_one_stores(
+    store: Either, node: Node
+) -> None:
+    name, value = fresh(), os.urandom(2**20)
+    before = (await store.stats()).counters
+
+    def put() -> None:
+        with store_of(f"node://{node.rpc_address}") as other:
+            other.put(name, value)
+
+    await asyncio.gather(*(asyncio.to_thread(put) for _ in range(4)), store.put(name, value))
+    assert await store.get(name) == value
+    after = (await store.stats()).counters
+    [(node_id, counts)] = after.items()
+    assert counts["objects_stored"] == before[node_id]["objects_stored"] + 1
+
+
+async def test_wrong_arguments_are_refused_before_anything_is_asked(store: Either) -> None:
+    too_long = bytes(65537)
+    for call in (
+        store.get(too_long),
+        store.put(too_long, b""),
+        store.exists(too_long),
+        store.remove(too_long),
+        store.get_range(too_long, 0, 1),
+    ):
+        with pytest.raises(InvalidRequest, match="65536"):
+            await call
+    with pytest.raises(InvalidRequest, match="no kind of pin"):
+        await store.pin([fresh()], "firm")
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        await store.batch_get([fresh()], timeout_s=0.0)
+    with pytest.raises(InvalidRequest, match="contiguous bytes"):
+        await store.put(fresh(), 17)
+    await store.put(bytes(65536), b"the longest key")
+    assert await store.get(bytes(65536)) == b"the longest key"
+
+
+async def test_pins_are_set_on_what_is_there(store: Either) -> None:
+    name = fresh()
+    await store.put(name, b"value", pin=Pin.HARD)
+    assert await store.pin([name, fresh()], "none") == 1
+
+
+async def test_without_a_directory_replicas_cannot_be_changed(store: Either) -> None:
+    with pytest.raises(NoWorker, match="no directory"):
+        await store.change_replica([fresh()], 2)
+
+
+def test_a_value_larger_than_the_node_is_refused_with_both_sizes(own_node: Node) -> None:
+    with store_of(f"node://{own_node.rpc_address}") as store:
+        with pytest.raises(InvalidRequest, match=f"{DRAM + 1} bytes .* {DRAM} bytes"):
+            store.put(b"large", bytes(DRAM + 1))
+        store.put(b"exact", bytes(DRAM))
+        assert store.get(b"exact") == bytes(DRAM)
+
+
+def test_a_store_full_of_leased_objects_says_so(own_node: Node) -> None:
+    with store_of(f"node://{own_node.rpc_address}") as store:
+        names = [b"%d" % number for number in range(DRAM // 2**20)]
+        store.batch_put((name, bytes(2**20)) for name in names)
+        with store.lease(names), pytest.raises(Overloaded) as refused:
+            store.put(b"one more", b"x")
+        assert refused.value.retry_after_s
+        store.put(b"one more", b"x")
+
+
+def test_a_reader_follows_an_index_that_grows(own_node: Node, transports: tuple[str, ...]) -> None:
+    url = f"node://{own_node.rpc_address}"
+    with store_of(url, transports) as reader, store_of(url) as writer:
+        assert reader.get(b"0") is None
+        for first in range(0, 1000, 100):
+            writer.batch_put(
+                (b"%d" % number, b"v%d" % number) for number in range(first, first + 100)
+            )
+            assert reader.get(b"%d" % first) == b"v%d" % first
+        names = [b"%d" % number for number in range(1000)]
+        assert reader.batch_get(names) == [b"v%d" % number for number in range(1000)]
+        assert all(reader.batch_exists(names))
+        writer.remove(b"17")
+        assert reader.get(b"17") is None
+        assert not reader.exists(b"17")
+
+
+def test_use_is_reported_behind_the_scenes(own_node: Node) -> None:
+    """The oldest object is evicted, unless it has been read."""
+    with store_of(f"node://{own_node.rpc_address}") as store:
+        names = [b"%d" % number for number in range(DRAM // 2**20)]
+        for name in names:
+            store.put(name, bytes(2**20))
+        assert store.get(names[0]) is not None
+        store._touches.flush(10.0)
+        store.put(b"one more", bytes(2**20))
+        assert store.exists(names[0])
+        assert not store.exists(names[1])
+
+
+def test_who_has_not_the_token_or_names_nobody_is_told(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MOONSERVE_CLUSTER_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="MOONSERVE_CLUSTER_TOKEN"):
+        connect("node://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="node://host:port"):
+        connect("node://somewhere", cluster_token=TOKEN)
+    with pytest.raises(ConfigError, match="scheme"):
+        connect("http://127.0.0.1:1", cluster_token=TOKEN)
+    with (
+        connect(f"node://{node.rpc_address}", cluster_token="wrong") as store,
+        pytest.raises(Unauthenticated),
+    ):
+        store.get(b"key")
+    with connect("node://127.0.0.1:1", cluster_token=TOKEN) as store, pytest.raises(PeerLost):
+        store.get(b"key", timeout_s=2.0)
+    with pytest.raises(PeerLost, match="registry"):
+        connect("127.0.0.1:1", cluster_token=TOKEN, timeout_s=0.3)
+
+
+async def test_a_cancelled_call_is_waited_for(node: Node) -> None:
+    async with AsyncKvStore(store_of(f"node://{node.rpc_address}")) as store:
+        name = fresh()
+        put = asyncio.create_task(store.put(name, bytes(2**20)))
+        await asyncio.sleep(0)
+        put.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await put
+        stats = await store.stats()
+        assert stats.total.reserved_bytes == 0
+
+
+async def test_a_cancelled_lease_is_given_back(node: Node) -> None:
+    async with AsyncKvStore(store_of(f"node://{node.rpc_address}")) as store:
+        name = fresh()
+        await store.put(name, b"value")
+        entering = asyncio.create_task(store.lease([name]).__aenter__())
+        await asyncio.sleep(0)
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        assert (await store.stats()).total.leased_bytes == 0
