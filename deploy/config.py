@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
+from kvstore.config import StoreConfig
 from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
@@ -13,7 +14,7 @@ from transfer.config import PatienceConfig, TransferConfig
 
 MIB = 2**20
 
-STOP_GRACE_S = 4.0  # serve promises an end within 5 s
+STOP_GRACE_S = 4.0  # serve promises an end within 5 s, and what a disk needs on top
 DRAIN_S = 3.0  # leaves a worker time to fail what did not finish, and to say good-bye
 
 
@@ -45,6 +46,22 @@ class ServeConfig(TransferConfig, PatienceConfig):
     dram: int = option(512 * MIB, help="bytes of KV per store node", unit="bytes")
     eviction_policy: str = option(
         DEFAULT_POLICY, help="which KV leaves a store node first", choices=POLICY_NAMES
+    )
+    ssd: str | None = option(
+        None,
+        help="folder and bytes of a disk for cold KV of each store node, as /mnt/kv:64GiB; with "
+        "several nodes each has a folder of its own below it",
+    )
+    ssd_key_file: str | None = option(
+        None,
+        help="file with the key (32 bytes, or 64 hex digits) under which the disk is encrypted",
+    )
+    ssd_write_through: bool = option(False, help="write all KV to disk soon, not only cold KV")
+    ssd_flush_s: float = option(
+        60.0, help="at a stop, write what is only in memory to disk for at most so many seconds"
+    )
+    tenant_quota: tuple[str, ...] = option(
+        (), help="bytes that tenants may take of each store node, as alice=2GiB,bob=512MiB"
     )
     max_num_seqs: int = option(64, help="sequences in one decode batch")
     max_num_batched_tokens: int = option(512, help="tokens of prompt computed in one step")
@@ -96,10 +113,25 @@ class ServeConfig(TransferConfig, PatienceConfig):
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
                 f"--max-num-seqs {self.max_num_seqs}: each sequence of a step computes a token"
             )
-        if self.store_nodes < 0:
-            raise ConfigError("--store-nodes must not be negative")
+        self._check_stores()
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
+
+    def _check_stores(self) -> None:
+        if self.store_nodes < 0:
+            raise ConfigError("--store-nodes must not be negative")
+        if self.ssd is not None and self.store_nodes == 0:
+            raise ConfigError("--ssd needs --store-nodes, whose KV it holds")
+        if self.ssd_flush_s < 0:
+            raise ConfigError("--ssd-flush-s must not be negative")
+        StoreConfig(  # says what is wrong before any process is started
+            instance_id="store", dram=self.dram, ssd=self.ssd, tenant_quota=self.tenant_quota
+        )
+
+    @property
+    def store_stop_grace_s(self) -> float:
+        """How long a store node may take to stop."""
+        return STOP_GRACE_S + (self.ssd_flush_s if self.ssd is not None else 0.0)
 
     @property
     def threads_per_worker(self) -> int:

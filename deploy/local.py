@@ -75,11 +75,11 @@ class LocalCluster:
         except (urllib.error.URLError, OSError):
             return False
 
-    def stop(self) -> int:
-        """Stops everything and returns the launcher's exit code."""
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Stops everything and returns the launcher's exit code. Store nodes with a disk may need longer than usual."""
         self.process.terminate()
         try:
-            code = self.process.wait(STOP_TIMEOUT_S)
+            code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

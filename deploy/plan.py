@@ -7,12 +7,12 @@ process to process is said here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conductor.config import ConductorConfig
 from decode_worker.config import DecodeConfig
-from deploy.config import DRAIN_S, ServeConfig
+from deploy.config import DRAIN_S, STOP_GRACE_S, ServeConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from prefill_worker.config import PrefillConfig
@@ -32,6 +32,7 @@ class ProcessSpec:
     module: str
     flags: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    stop_grace_s: float = STOP_GRACE_S  # from SIGTERM to SIGKILL
 
 
 def conductor_spec(config: ServeConfig, port: str = "0") -> ProcessSpec:
@@ -48,10 +49,7 @@ def member_specs(config: ServeConfig, model_path: str, conductor: str) -> list[P
         "num_threads": str(config.threads_per_worker),
         "drain_timeout_s": str(DRAIN_S),
     }
-    stores = [
-        _spec(config, f"store-{i}", "kvstore", StoreConfig, shared)
-        for i in range(config.store_nodes)
-    ]
+    stores = [_store_spec(config, f"store-{i}", shared) for i in range(config.store_nodes)]
     prefills = [
         _spec(config, f"prefill-{i}", "prefill_worker", PrefillConfig, worker | _home(config, i))
         for i in range(config.prefill_workers)
@@ -73,6 +71,21 @@ def _gateway_spec(config: ServeConfig, model_path: str, conductor: str) -> Proce
         "served_model_name": ",".join(names),
     }
     return _spec(config, "gateway-0", "gateway", GatewayConfig, values)
+
+
+def _store_spec(config: ServeConfig, instance_id: str, values: Mapping[str, str]) -> ProcessSpec:
+    spec = _spec(
+        config, instance_id, "kvstore", StoreConfig, {**values, **_disk(config, instance_id)}
+    )
+    return replace(spec, stop_grace_s=config.store_stop_grace_s)
+
+
+def _disk(config: ServeConfig, instance_id: str) -> dict[str, str]:
+    """A folder belongs to one store node."""
+    if config.ssd is None or config.store_nodes == 1:
+        return {}
+    folder, _, size = config.ssd.rpartition(":")
+    return {"ssd": f"{folder.rstrip('/')}/{instance_id}:{size}"}
 
 
 def _home(config: ServeConfig, index: int) -> dict[str, str]:

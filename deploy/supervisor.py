@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.config import STOP_GRACE_S
 from deploy.plan import ProcessSpec
 from protocol.errors import ConfigError, MoonserveError
 from protocol.process import EXIT_CONFIG
@@ -87,20 +86,15 @@ class Supervisor:
         return children
 
     async def stop(self) -> None:
-        """Ends every process: SIGTERM, and SIGKILL for those that take longer than the grace."""
+        """Ends every process: SIGTERM, and SIGKILL for those that take longer than their grace."""
         self._stopping = True
         await _cancel(self._watchers)
-        running = [c.process for c in self.children if c.process and c.process.returncode is None]
-        for process in running:
-            _signal(process, signal.SIGTERM)
-        waits = [asyncio.create_task(process.wait()) for process in running]
-        if waits:
-            await asyncio.wait(waits, timeout=STOP_GRACE_S)
-        for process in running:
-            if process.returncode is None:
-                log.warning("pid %d did not stop in %.0f s: killing it", process.pid, STOP_GRACE_S)
-                _signal(process, signal.SIGKILL)
-        await asyncio.gather(*waits)
+        running = [
+            (c.process, c.spec.stop_grace_s)
+            for c in self.children
+            if c.process and c.process.returncode is None
+        ]
+        await asyncio.gather(*(_end(process, grace_s) for process, grace_s in running))
         await _cancel([child.follower for child in self.children if child.follower])
 
     async def _spawn(self, child: Child) -> None:
@@ -222,6 +216,16 @@ def _start_failure(child: Child) -> MoonserveError:
         f"ready; its last log lines ({child.log_path}):\n{last_lines(child.log_path)}"
     )
     return ChildDied(message, EXIT_CONFIG if code == EXIT_CONFIG else 1)
+
+
+async def _end(process: asyncio.subprocess.Process, grace_s: float) -> None:
+    _signal(process, signal.SIGTERM)
+    try:
+        await asyncio.wait_for(process.wait(), grace_s)
+    except TimeoutError:
+        log.warning("pid %d did not stop in %g s: killing it", process.pid, grace_s)
+        _signal(process, signal.SIGKILL)
+        await process.wait()
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:

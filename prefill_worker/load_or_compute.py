@@ -14,9 +14,9 @@ the point at which reading ceases to be hidden. When computing everything is the
 read than to compute, so that point would gain less than `busy_s`, which the request waits in any case. Parts build on
 each other, hence "the leading ones".
 
-What is read costs the engine nothing and what is computed delays everyone behind, and both predictions are rough:
-computing must be better by a clear margin. It does not know what other requests read at the same time, except that
-measured speeds have it in them.
+What is read costs the engine nothing, what is computed delays everyone behind, and both predictions are rough: computing
+must be better by a clear margin, and by more than the stalls of a busy machine. It does not know what other requests
+read at the same time, except that measured speeds have it in them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from protocol.request import Endpoint
 
 # To compute although it could be read, the predicted total must be at most this share of the other one.
 COMPUTE_IF_BELOW = 0.8
+# … and at least so much less. Nobody notices it in a first token, and reads of a few kilobytes vary by as much.
+COMPUTE_IF_GAINS_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +71,9 @@ def choose(part_s: Sequence[float], compute_s: Sequence[float], busy_s: float) -
     read_s = accumulate(part_s, initial=0.0)
     totals = [max(busy_s, read) + left for read, left in zip(read_s, compute_s, strict=True)]
     best = min(range(len(totals)), key=lambda k: (totals[k], -k))
-    worth_it = totals[best] <= COMPUTE_IF_BELOW * totals[-1]
+    limit = min(COMPUTE_IF_BELOW * totals[-1], totals[-1] - COMPUTE_IF_GAINS_S)
     return LoadChoice(
-        num_parts=best if worth_it else len(part_s),
+        num_parts=best if totals[best] <= limit else len(part_s),
         part_s=tuple(part_s),
         totals_s=tuple(totals),
     )

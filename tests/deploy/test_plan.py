@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from conductor.config import ConductorConfig
 from decode_worker.config import DecodeConfig
-from deploy.config import ServeConfig
+from deploy.config import STOP_GRACE_S, ServeConfig
 from deploy.plan import ProcessSpec, conductor_spec, member_specs
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
@@ -68,6 +70,56 @@ def test_a_cluster_without_store_nodes_has_no_home_store() -> None:
     assert "--home-store" not in specs["prefill-0"].flags
 
 
+def store_configs(**options: object) -> list[StoreConfig]:
+    specs = [spec for spec in members(**options).values() if spec.module == "kvstore"]
+    configs = [parsed(spec) for spec in specs]
+    return [config for config in configs if isinstance(config, StoreConfig)]
+
+
+def test_a_single_store_node_has_the_disk_as_it_was_given() -> None:
+    [store] = store_configs(
+        ssd="/mnt/kv:4GiB",
+        ssd_key_file="/run/key",
+        ssd_write_through=True,
+        ssd_flush_s=7.5,
+        tenant_quota=("alice=2GiB", "bob=1MiB"),
+    )
+    assert store.ssd_folder() == (Path("/mnt/kv"), 4 * 2**30)
+    assert (store.ssd_key_file, store.ssd_write_through, store.ssd_flush_s) == (
+        "/run/key",
+        True,
+        7.5,
+    )
+    assert store.quotas() == {"alice": 2 * 2**30, "bob": 2**20}
+
+
+def test_several_store_nodes_have_folders_of_their_own() -> None:
+    stores = store_configs(store_nodes=2, ssd="/mnt/kv/:4GiB")
+    folders = [store.ssd_folder() for store in stores]
+    assert folders == [
+        (Path("/mnt/kv/store-0"), 4 * 2**30),
+        (Path("/mnt/kv/store-1"), 4 * 2**30),
+    ]
+
+
+def test_only_a_store_node_with_a_disk_gets_time_to_write_at_the_stop() -> None:
+    graces = {s.instance_id: s.stop_grace_s for s in members(ssd="d:1GiB").values()}
+    assert graces.pop("store-0") == STOP_GRACE_S + ServeConfig().ssd_flush_s
+    assert set(graces.values()) == {STOP_GRACE_S}
+    assert members()["store-0"].stop_grace_s == STOP_GRACE_S
+
+
+def test_disk_options_come_from_flags_environment_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('ssd = "/from/file:1GiB"\nssd_flush_s = 3.0\ntenant_quota = ["a=1GiB"]\n')
+    environ = {"MOONSERVE_SSD": "/from/environment:2GiB", "MOONSERVE_SSD_WRITE_THROUGH": "1"}
+    argv = ["--config", str(file), "--ssd-flush-s", "5"]
+    config = load(ServeConfig, argv, prog="serve", environ=environ)
+    assert config.ssd == "/from/environment:2GiB"
+    assert (config.ssd_write_through, config.ssd_flush_s) == (True, 5.0)
+    assert config.tenant_quota == ("a=1GiB",)
+
+
 def test_api_keys_are_no_flags() -> None:
     spec = members(api_key=("k1", "k2"))["gateway-0"]
     assert not any("k1" in flag for flag in spec.flags)
@@ -75,8 +127,20 @@ def test_api_keys_are_no_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"prefill_workers": 0}, {"store_nodes": -1}, {"port": 70000}, {"block_size": 0}]
+    "options",
+    [
+        {"prefill_workers": 0},
+        {"store_nodes": -1},
+        {"port": 70000},
+        {"block_size": 0},
+        {"dram": 1},
+        {"ssd": "/mnt/kv"},
+        {"ssd": "/mnt/kv:much"},
+        {"ssd": "/mnt/kv:1GiB", "store_nodes": 0},
+        {"ssd_flush_s": -1.0},
+        {"tenant_quota": ("alice",)},
+    ],
 )
-def test_impossible_clusters_are_refused(options: dict[str, int]) -> None:
+def test_impossible_clusters_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="--"):
         ServeConfig(**options)  # type: ignore[arg-type]

@@ -39,6 +39,7 @@ def test_a_cheaper_read_is_chosen_and_a_dearer_one_is_not() -> None:
 def test_computing_must_be_better_by_a_margin() -> None:
     assert choose([0.9], [1.0, 0.2], busy_s=0.0).num_parts == 1
     assert choose([1.1], [1.0, 0.2], busy_s=0.0).num_parts == 0
+    assert choose([0.04], [0.01, 0.001], busy_s=0.0).num_parts == 1, "nobody would notice"
 
 
 def test_a_slow_part_takes_those_behind_it_along_unless_they_are_worth_it() -> None:
