@@ -27,7 +27,7 @@ class Client(client.Client):
     def prepared(self, batch: Batch, load: Load, mode: str) -> Any:
         if load.op != "put":
             return mode, batch.keys
-        values = [memoryview(self.pool[at : at + batch.length]) for at in batch.offsets]
+        values = [self.pool[at : at + batch.length].data for at in batch.offsets]
         return mode, dict(zip(batch.keys, values, strict=True))
 
     def put(self, call: tuple[str, dict[str, Any]]) -> None:

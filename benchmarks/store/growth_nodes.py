@@ -1,0 +1,154 @@
+"""Part 5, nodes: one client of 1 … 64 nodes and a directory, all real processes of this machine.
+
+Small values, so that what is measured is finding and asking, not copying. All processes share this machine's cores:
+with 64 nodes their own idling takes part in the figures.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import median
+from benchmarks.store import calls
+from benchmarks.store.processes import Group, all_cores, ready
+from benchmarks.store.servers import TOKEN, launched, launched_node
+from benchmarks.transfer.pair import ContestantError
+from kvstore.client import KvStore, connect
+from protocol.errors import MoonserveError
+
+COUNTS, QUICK_COUNTS = (1, 4, 16, 64), (1, 4)
+VALUE_BYTES = 4_096
+DRAM_BYTES = 32 << 20
+NUM_VALUES = 2_000
+"""The same for every number of nodes; they fit into one."""
+SAMPLES = 5
+CONNECT_TIMEOUT_S = 60.0
+TOGETHER = 4
+"""Nodes that start at the same time: more would wait for each other."""
+KNOWN_S = 60.0
+POLL_S = 0.1
+
+Point = dict[str, Any]
+
+
+def measure(counts: Sequence[int]) -> list[Point]:
+    return [_point(count) for count in counts]
+
+
+def _point(count: int) -> Point:
+    print(f"· {count} nodes", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        group = Group(Path(folder))
+        try:
+            return {"nodes": count, **_measured(group, count)}
+        except (ContestantError, MoonserveError) as error:
+            return {"nodes": count, "failed": str(error)}
+        finally:
+            group.close()
+
+
+def _measured(group: Group, count: int) -> Point:
+    child, reports = launched(group, all_cores(), "kvstore.directory", "directory")
+    address = ready(child, reports)["rpc"]
+    _start_nodes(group, address, count)
+    connects, first_gets = _cold(address, count)
+    with connect(address, cluster_token=TOKEN, timeout_s=CONNECT_TIMEOUT_S) as store:
+        _until_known(store, count)
+        figures = _operations(store)
+        view = _until_indexed(address)
+    return {
+        "connect_ms": median(connects) * 1e3,
+        "first_get_ms": median(first_gets) * 1e3,
+        **figures,
+        "directory_bytes_per_key": view.memory_bytes / max(1, view.num_keys),
+        "directory_resident_mib": _resident_mib(child.pid),
+    }
+
+
+def _start_nodes(group: Group, address: str, count: int) -> None:
+    flags = ["--dram", str(DRAM_BYTES), "--join", address]
+    for first in range(0, count, TOGETHER):
+        started = [
+            launched_node(group, all_cores(), f"node-{number}", *flags)
+            for number in range(first, min(count, first + TOGETHER))
+        ]
+        for child, reports in started:
+            ready(child, reports)
+
+
+def _cold(address: str, count: int) -> tuple[list[float], list[float]]:
+    """Seconds that a new client needs to know the cluster, and then for a first (missing) key."""
+    connects, first_gets = [], []
+    for number in range(SAMPLES):
+        begin = time.perf_counter()
+        with connect(address, cluster_token=TOKEN, timeout_s=CONNECT_TIMEOUT_S) as store:
+            connects.append(time.perf_counter() - begin)
+            _until_known(store, count)
+            begin = time.perf_counter()
+            store.get(b"nobody has it %d" % number)
+            first_gets.append(time.perf_counter() - begin)
+    return connects, first_gets
+
+
+def _until_known(store: KvStore, count: int) -> None:
+    """Raises ContestantError."""
+    _until(lambda: len(store.nodes()) == count, f"the client does not see {count} nodes")
+
+
+def _until_indexed(address: str) -> Any:
+    """The directory's view once it has heard of all values. Raises ContestantError."""
+    _until(
+        lambda: calls.directory_view(address).num_keys >= NUM_VALUES, "the directory lacks values"
+    )
+    return calls.directory_view(address)
+
+
+def _until(holds: Callable[[], bool], complaint: str) -> None:
+    give_up_at = time.monotonic() + KNOWN_S
+    while not holds():
+        if time.monotonic() > give_up_at:
+            raise ContestantError(complaint)
+        time.sleep(POLL_S)
+
+
+def _operations(store: KvStore) -> Point:
+    """One at a time, each key once per sweep; values stay those of the last sweep."""
+    value = bytes(VALUE_BYTES)
+    sweeps = [[b"%d-%d" % (sweep, n) for n in range(NUM_VALUES)] for sweep in range(SAMPLES)]
+    puts, gets, exists = [], [], []
+    for number, keys in enumerate(sweeps):
+        if number:
+            store.batch_remove(sweeps[number - 1])
+        puts.append(_timed(lambda key: store.put(key, value), keys))
+        gets.append(_timed(store.get, keys))
+        exists.append(_timed(store.exists, keys))
+    return {
+        "put_s": median([len(took) / sum(took) for took in puts]),
+        "get_s": median([len(took) / sum(took) for took in gets]),
+        "exists_s": median([len(took) / sum(took) for took in exists]),
+        "exists_p50_us": median([float(np.percentile(took, 50)) * 1e6 for took in exists]),
+    }
+
+
+def _timed(call: Callable[[bytes], object], keys: Sequence[bytes]) -> list[float]:
+    """Seconds of each."""
+    took = []
+    for key in keys:
+        begin = time.perf_counter()
+        call(key)
+        took.append(time.perf_counter() - begin)
+    return took
+
+
+def _resident_mib(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise ContestantError("the directory has ended")

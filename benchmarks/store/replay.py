@@ -1,0 +1,65 @@
+"""A conversation trace against a store: a first part of it fills the store, then the share of hits of the whole is
+counted, without changing anything."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.store.values import patiently
+from benchmarks.store_hit_ratio import Prompt, prompts_of
+from kvstore.client import Block, KvStore, chain
+from protocol.keys import KEY_BYTES, BlockKey
+from traces.format import read_trace
+
+VALUE_BYTES = 4_096
+"""Blocks of a trace stand for much more; what counts is which of them are there."""
+FILLING_SHARE = 0.5
+SYNTHETIC_PROMPTS = 2_000
+
+
+def prompts(trace: Path | None, limit: int) -> tuple[str, list[Prompt]]:
+    """A name, and the first prompts of the trace, or of one that is made up when there is none."""
+    if trace is not None and trace.exists():
+        return f"{trace.name}, {limit:,} requests", prompts_of(read_trace(trace, limit))
+    made_up = synthetic(min(limit, SYNTHETIC_PROMPTS))
+    return f"a made-up trace of {len(made_up):,} requests", made_up
+
+
+def synthetic(count: int) -> list[Prompt]:
+    """Conversations: each request repeats an earlier one and goes on, or begins anew."""
+    rng = random.Random(1)
+    numbers = itertools.count(1)
+    made: list[Prompt] = []
+    for _ in range(count):
+        before = rng.choice(made).keys if made and rng.random() < 0.6 else ()
+        new = itertools.islice(numbers, rng.randrange(1, 12))
+        keys = (*before, *(BlockKey(number.to_bytes(KEY_BYTES, "little")) for number in new))
+        made.append(Prompt(keys, 512 * len(keys)))
+    return made
+
+
+def fill(store: KvStore, prompts: Sequence[Prompt]) -> None:
+    """Each of the first half reads what is there of its chain and puts the rest behind it."""
+    for prompt in prompts[: int(len(prompts) * FILLING_SHARE)]:
+        blocks = chain(prompt.keys)
+        missing = blocks[_num_leading(store, blocks) :]
+        if missing:
+            items = [(block, _value(block)) for block in missing]
+            patiently(lambda items=items: store.batch_put(items))  # type: ignore[misc]
+
+
+def hit_rate(store: KvStore, prompts: Sequence[Prompt]) -> float:
+    """The share of all blocks that are leading ones that are there."""
+    hits = sum(_num_leading(store, chain(prompt.keys)) for prompt in prompts)
+    return hits / sum(len(prompt.keys) for prompt in prompts)
+
+
+def _num_leading(store: KvStore, blocks: Sequence[Block]) -> int:
+    return sum(1 for _ in itertools.takewhile(bool, store.batch_exists(blocks)))
+
+
+def _value(block: Block) -> bytes:
+    return block.key * (VALUE_BYTES // KEY_BYTES)

@@ -1,0 +1,181 @@
+"""Part 3: a node whose disk is full of values is stopped and started again: how soon it hits, and what it still has.
+
+The node has little memory, so nearly everything is on disk only. Seconds count from the start of the process.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.store import calls, replay, values
+from benchmarks.store.bars import Bar, restart_bars
+from benchmarks.store.processes import Child, Group, all_cores, ready
+from benchmarks.store.servers import TOKEN, launched_node
+from benchmarks.store.values import Values
+from benchmarks.store_hit_ratio import Prompt
+from benchmarks.transfer.pair import ContestantError
+from benchmarks.transfer.workload import MIB
+from kvstore.client import KvStore, connect
+
+GIB = 1 << 30
+VALUE_BYTES = MIB
+MOST_GIB = 20.0
+DRAM_BYTES = GIB
+SPARE = 1.3
+"""The disk has room for the log's own needs: compaction never begins."""
+MORE_BYTES = 2 * GIB
+"""For the trace."""
+FLUSH_S = 300.0
+RECOVERY_S = 300.0
+POLL_S = 0.01
+PROBES = 64
+"""Values, spread evenly, of which any may be the first hit."""
+READ_AGAIN = 2_048
+ASKED_AT_ONCE = 1_024
+
+Part = dict[str, Any]
+
+
+def default_gib(folder: Path) -> float:
+    """20, or half the free disk."""
+    return min(MOST_GIB, shutil.disk_usage(folder).free / 2 / GIB)
+
+
+def measure(
+    folder: Path, gib: float, named: tuple[str, Sequence[Prompt]]
+) -> tuple[Part, list[Bar]]:
+    """`folder` is on the disk to use; `named` is a trace's name and its prompts."""
+    num_values = max(1, int(gib * GIB) // VALUE_BYTES)
+    trace, prompts = named
+    with tempfile.TemporaryDirectory(dir=folder, prefix="bench-store-") as place:
+        node = Node(Path(place), gib)
+        try:
+            put_gb_s, before = _filled(node, num_values, prompts)
+            stop_s = node.stop()
+            back = _come_back(node, num_values, prompts)
+        finally:
+            node.close()
+    hits = {"trace": trace, "before": before, "at_once": back.pop("at_once")}
+    part = {
+        "gib": gib,
+        "num_values": num_values,
+        "put_gb_s": put_gb_s,
+        "stop_s": stop_s,
+        "replay": hits | {"after": back.pop("after")},
+        **back,
+    }
+    return part, restart_bars(part)
+
+
+class Node:
+    """A node with a disk that outlives its processes."""
+
+    def __init__(self, folder: Path, gib: float) -> None:
+        self._group = Group(folder)
+        disk = folder / "disk"
+        disk.mkdir()
+        limit = int(gib * GIB * SPARE) + MORE_BYTES
+        self._flags = ["--dram", str(DRAM_BYTES), "--ssd", f"{disk}:{limit}"]
+        self._flags += ["--ssd-flush-s", str(FLUSH_S)]
+        self._child: Child | None = None
+        self.address = ""
+
+    def start(self) -> KvStore:
+        """Returns as soon as it serves; what the disk holds may not be known yet."""
+        self._child, reports = launched_node(self._group, all_cores(), "restarted", *self._flags)
+        self.address = ready(self._child, reports)["rpc"]
+        return connect(f"node://{self.address}", cluster_token=TOKEN)
+
+    def stop(self) -> float:
+        assert self._child is not None
+        return self._child.stop(FLUSH_S)
+
+    def close(self) -> None:
+        self._group.close()
+
+
+def _filled(node: Node, num_values: int, prompts: Sequence[Prompt]) -> tuple[float, float]:
+    """GB/s of putting, and the trace's hit rate then."""
+    with node.start() as store:
+        replay.fill(store, prompts)
+        source = Values(store, VALUE_BYTES)
+        begin = time.monotonic()
+        for number in range(0, num_values, source.batch):
+            source.put(range(number, min(num_values, number + source.batch)))
+            _progress("put", number, num_values)
+        spent = time.monotonic() - begin
+        source.close()
+        return num_values * VALUE_BYTES / spent / 1e9, replay.hit_rate(store, prompts)
+
+
+def _come_back(node: Node, num_values: int, prompts: Sequence[Prompt]) -> Part:
+    begin = time.monotonic()
+    with node.start() as store, ThreadPoolExecutor(1) as watcher:
+        serving_s = time.monotonic() - begin
+        recovered = watcher.submit(_until_recovered, node.address)
+        _until_hit(store, num_values)
+        first_hit_s = time.monotonic() - begin
+        at_once = replay.hit_rate(store, prompts)
+        full_index_s = recovered.result() - begin
+        return {
+            "serving_s": serving_s,
+            "first_hit_s": first_hit_s,
+            "full_index_s": full_index_s,
+            "at_once": at_once,
+            "after": replay.hit_rate(store, prompts),
+            "num_found": _num_found(store, num_values),
+            **_read_again(store, num_values),
+        }
+
+
+def _until_recovered(address: str) -> float:
+    """The instant. Raises ContestantError."""
+    give_up_at = time.monotonic() + RECOVERY_S
+    while time.monotonic() < give_up_at:
+        if calls.node_stats(address).recovered >= 1.0:
+            return time.monotonic()
+        time.sleep(POLL_S)
+    raise ContestantError(f"the index is not full within {RECOVERY_S:g} s")
+
+
+def _until_hit(store: KvStore, num_values: int) -> None:
+    """Raises ContestantError."""
+    numbers = range(0, num_values, max(1, num_values // PROBES))
+    give_up_at = time.monotonic() + RECOVERY_S
+    while time.monotonic() < give_up_at:
+        for number in numbers:
+            if store.get(values.key(number)) is not None:
+                return
+        time.sleep(POLL_S)
+    raise ContestantError(f"no hit within {RECOVERY_S:g} s")
+
+
+def _num_found(store: KvStore, num_values: int) -> int:
+    keys = [values.key(number) for number in range(num_values)]
+    parts = (keys[at : at + ASKED_AT_ONCE] for at in range(0, num_values, ASKED_AT_ONCE))
+    return sum(sum(store.batch_exists(part)) for part in parts)
+
+
+def _read_again(store: KvStore, num_values: int) -> dict[str, int]:
+    """A random choice of the values, every byte of it compared."""
+    numbers = random.Random(1).sample(range(num_values), min(READ_AGAIN, num_values))
+    target = Values(store, VALUE_BYTES)
+    num_read = num_wrong = 0
+    for at in range(0, len(numbers), target.batch):
+        there, wrong = target.num_wrong(numbers[at : at + target.batch])
+        num_read, num_wrong = num_read + there, num_wrong + wrong
+    target.close()
+    return {"num_read": num_read, "num_wrong": num_wrong}
+
+
+def _progress(what: str, done: int, of: int) -> None:
+    if done % ASKED_AT_ONCE == 0:
+        print(f"· {what} {done:,} of {of:,} values", file=sys.stderr, flush=True)
