@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from kvstore.disk.base import PAGE, DiskRead, DiskWrite, Moved, Place
 from kvstore.disk.format import Record, pages, place_of, unpack_tombstones
 from kvstore.disk.health import Doing
-from kvstore.disk.log import KEPT_FOR_COMPACTION, Segment, State
+from kvstore.disk.log import KEPT_FOR_COMPACTION, Segment
 from kvstore.disk.memory import Scratch
 from kvstore.disk.reader import Reader
 from kvstore.disk.segments import Segments
@@ -78,7 +78,7 @@ class Compactor:
         if self._closed or not self._segments.may_write():
             return None
         for segment in log.segments.values():
-            if segment.state is State.SEALED and log.is_dead(segment):
+            if segment.may_go and log.is_dead(segment):
                 return segment
         low = max(KEPT_FOR_COMPACTION + 2, int(log.num_segments * _FREE_SHARE))
         return log.victim() if log.free_segments < low else None

@@ -20,6 +20,7 @@ from kvstore.disk.format import (
     record_bytes,
     segment_of,
 )
+from kvstore.disk.log import Segment
 from kvstore.disk.object_io import Entry, ObjectEntry, TombstonesEntry
 
 _LARGEST_RUN_BYTES = 4 * 2**20
@@ -34,6 +35,18 @@ class Call:
         self.places: list[Place | None] = [None] * num_items
         self.future: asyncio.Future[list[Place | None]] = asyncio.get_running_loop().create_future()
         self._left = num_items
+        self._segments: list[Segment] = []
+
+    def wrote_to(self, segment: Segment) -> None:
+        """What it gets there stays where it is until `heard`."""
+        if segment not in self._segments:
+            self._segments.append(segment)
+            segment.unanswered += 1
+
+    def heard(self) -> None:
+        """The caller has its answer."""
+        for segment in self._segments:
+            segment.unanswered -= 1
 
     def settle(self, index: int, place: Place | None) -> None:
         self.places[index] = place

@@ -48,6 +48,8 @@ class Segment:
     tail: int = LOG_BEGIN  # first page that is not given out
     written: int = LOG_BEGIN
     """The log is whole on disk up to this page."""
+    unanswered: int = 0
+    """Calls that do not know yet what they have got here; nothing may move under them."""
     live_pages: int = 0
     dead_pages: int = 0
     largest_extent: int = 0
@@ -111,6 +113,11 @@ class Segment:
         """Pages that nobody has got yet."""
         footer = self.footer or footer_pages(len(self.records), len(self.tombstones))
         return max(0, self.num_pages - self.tail - footer)
+
+    @property
+    def may_go(self) -> bool:
+        """Whether compaction may have it."""
+        return self.state is State.SEALED and not self.unanswered
 
     def keep_record(self, encoded: bytes) -> None:
         """For the footer."""
@@ -265,7 +272,7 @@ class Log:
         """
         if self._fruitless > len(self.segments):
             return None
-        sealed = [each for each in self.segments.values() if each.state is State.SEALED]
+        sealed = [each for each in self.segments.values() if each.may_go]
         if self._too_many_tombstones():
             return min(sealed, key=lambda each: each.number, default=None)
         candidates = [(self._benefit(each), -each.number) for each in sealed]

@@ -77,8 +77,10 @@ class IoThreads:
     async def run(
         self, jobs: Sequence[Job[T]], then: Callable[[], None] | None = None
     ) -> list[T | OSError]:
-        """What each job returned, or the OSError that it raised; other errors are raised here. `then` runs in a thread when all went well; its error replaces the last
-        outcome. Returns only when all jobs have ended, even when it is cancelled: they hold their caller's memory.
+        """What each job returned, or the OSError that it raised; other errors are raised here.
+
+        `then` runs in a thread when all went well; its error replaces the last outcome. Returns only when all jobs have
+        ended, even when it is cancelled: they hold their caller's memory.
         """
         if not jobs:
             return []

@@ -54,6 +54,9 @@ class Writer:
         except asyncio.CancelledError:
             self._abandon(writes, call.places)
             raise
+        finally:
+            call.heard()
+            self._changed.set()
 
     async def forget(self, tombstones: Sequence[Tombstone], *, urgent: bool = False) -> bool:
         """Durable on return, unless it is False: then they are owed, and written as soon as the disk lets it."""
@@ -99,9 +102,7 @@ class Writer:
 
     async def _drain(self) -> None:
         try:
-            if self._owed:
-                self._waiting.extendleft(tombstone_items(self._owed))
-                self._owed = []
+            self._pay()
             while self._urgent or self._waiting:
                 self._group = []
                 await self._gather()
@@ -117,6 +118,13 @@ class Writer:
         finally:
             self._task = None
 
+    def _pay(self) -> None:
+        """What is owed goes with the next group; nobody waits for it."""
+        if self._owed:
+            items = tombstone_items(self._owed)
+            self._owed = []
+            self._waiting.extendleft(items)
+
     async def _gather(self) -> None:
         """The next group: what fits into the active segment, of what waits."""
         nbytes = 0
@@ -124,14 +132,20 @@ class Writer:
             item, urgent = queue[0], queue is self._urgent
             if self._log.may_append(urgent=urgent) and self._fits(item):
                 queue.popleft()
-                item.placed(self._log.append(item.num_pages, live=item.write is not None))
-                self._group.append(item)
+                self._place(item)
                 nbytes += item.num_pages * PAGE
             elif self._group:
                 return
             elif not self._possible(item) or not await self._make_room(urgent):
                 queue.popleft()
                 self._refuse(item)
+
+    def _place(self, item: Item) -> None:
+        assert self._log.active is not None
+        if item.write is not None:
+            item.call.wrote_to(self._log.active)
+        item.placed(self._log.append(item.num_pages, live=item.write is not None))
+        self._group.append(item)
 
     def _fits(self, item: Item) -> bool:
         active = self._log.active

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kvstore.disk.base import PAGE, DiskWrite
 from kvstore.disk.tier import DiskOptions
@@ -24,8 +25,6 @@ def with_key(tmp_path: Path, content: bytes = KEY) -> DiskOptions:
 def text() -> DiskWrite:
     write = written(1, 9_000)
     content = (b"attack at dawn. " * 600)[:9_000]
-    from xxhash import xxh3_64_intdigest
-
     about = dataclasses.replace(write.object, checksum=xxh3_64_intdigest(content))
     return DiskWrite(object=about, memory=memoryview(content))
 
