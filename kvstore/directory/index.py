@@ -66,6 +66,7 @@ class _Source:
     bit: int  # its number, not shared with any other incarnation until swept
     next_seq: int = 1  # number of the next event it has to send
     num_blocks: int = 0
+    num_in_memory: int = 0  # of them
 
     @property
     def word(self) -> int:
@@ -84,6 +85,7 @@ class Directory:
         self._sources: dict[InstanceId, _Source] = {}
         self._instance_of: dict[int, InstanceId] = {}  # by bit; live ones only
         self._live = 0  # union of the live bits
+        self._live_words = [np.uint64(0)]  # the same, one per column
         self._retired = 0  # bits that may still be set in the table but count no more
         self._num_retired_blocks = 0  # at most so many rows have them
 
@@ -145,7 +147,7 @@ class Directory:
         if source is None:
             return
         del self._instance_of[source.bit]
-        self._live &= ~(1 << source.bit)
+        self._set_live(self._live & ~(1 << source.bit))
         if source.num_blocks:
             self._retired |= 1 << source.bit
             self._num_retired_blocks += source.num_blocks
@@ -169,9 +171,8 @@ class Directory:
         lengths = _runs(held)
         if not lengths:
             return {}
-        among = _runs(
-            [a & h for a, h in zip(self._rows(self.table.in_memory, slots), held, strict=True)]
-        )
+        in_memory = self._rows(self.table.in_memory, slots)
+        among = lengths if _are_equal(held, in_memory) else _runs(in_memory)
         return {
             self._instance_of[bit]: Run(length, among.get(bit, 0))
             for bit, length in lengths.items()
@@ -225,12 +226,9 @@ class Directory:
         return 0 if source is None else source.num_blocks
 
     def num_in_memory(self, instance_id: InstanceId) -> int:
-        """Of them, those in memory. O(all blocks)."""
+        """Of them, those in memory."""
         source = self._sources.get(instance_id)
-        if source is None:
-            return 0
-        rows = self.table.in_use()
-        return int(np.count_nonzero(self.table.in_memory[source.word][rows] & source.mask))
+        return 0 if source is None else source.num_in_memory
 
     def __len__(self) -> int:
         """Entries in memory, the ones that wait for a sweep included."""
@@ -243,12 +241,14 @@ class Directory:
         known = self._words(self._live | self._retired)
         for column, word in zip(self.table.holders, known, strict=True):
             assert not np.any(column[rows] & ~word), "a bit of nobody"
+        assert self._live_words == self._words(self._live)
         assert self._live & self._retired == 0, "a bit is live and retired"
         assert set(self._instance_of) == set(_bits(self._live))
         for instance_id, source in self._sources.items():
             assert self._instance_of[source.bit] == instance_id
-            held = np.count_nonzero(self.held_by(instance_id, rows))
-            assert held == source.num_blocks, "blocks were miscounted"
+            among = self.table.in_memory[source.word]
+            assert _count(self.table.holders[source.word], rows, source.mask) == source.num_blocks
+            assert _count(among, rows, source.mask) == source.num_in_memory
 
     def _renew(self, instance_id: InstanceId, epoch: int) -> _Source:
         """A fresh, empty incarnation in place of what was known."""
@@ -256,8 +256,11 @@ class Directory:
         source = _Source(epoch=epoch, bit=self._free_bit())
         self._sources[instance_id] = source
         self._instance_of[source.bit] = instance_id
-        self._live |= 1 << source.bit
+        self._set_live(self._live | 1 << source.bit)
         return source
+
+    def _set_live(self, bits: int) -> None:
+        self._live, self._live_words = bits, self._words(bits)
 
     def _free_bit(self) -> int:
         """The lowest; sweeping makes one free before all rows grow."""
@@ -280,11 +283,13 @@ class Directory:
         if not changes.added:
             return
         slots = self.table.enter(changes.added)
+        rows = np.unique(slots)
         holders, among = (c[source.word] for c in (self.table.holders, self.table.in_memory))
-        fresh = slots[(holders[slots] & source.mask) == 0]
-        source.num_blocks += len(np.unique(fresh))
-        holders[slots] |= source.mask
+        source.num_blocks += len(rows) - _count(holders, rows, source.mask)
+        source.num_in_memory -= _count(among, rows, source.mask)
+        holders[rows] |= source.mask
         self._place(among, source.mask, slots, changes.in_memory)
+        source.num_in_memory += _count(among, rows, source.mask)
         self.table.link(slots, changes.parents)
 
     def _place(self, among: Bits, mask: np.uint64, slots: Slots, in_memory: bytes | None) -> None:
@@ -303,9 +308,10 @@ class Directory:
         holders, among = (c[source.word] for c in (self.table.holders, self.table.in_memory))
         slots = slots[(holders[slots] & source.mask) != 0]
         source.num_blocks -= len(slots)
+        source.num_in_memory -= _count(among, slots, source.mask)
         holders[slots] &= ~source.mask
         among[slots] &= ~source.mask
-        emptied = slots[~self._is_held_among(self._words(self._live), slots)]
+        emptied = slots[~self._is_held_among(self._live_words, slots)]
         self.table.clear(emptied)
         self.table.let_go(emptied)
 
@@ -317,7 +323,7 @@ class Directory:
 
     def _sweep(self) -> None:
         """Clears the retired bits everywhere; they may then be given out again."""
-        self.table.keep_only(self._words(self._live))
+        self.table.keep_only(self._live_words)
         self._retired = 0
         self._num_retired_blocks = 0
 
@@ -327,11 +333,19 @@ class Directory:
 
     def _rows(self, columns: Sequence[Bits], slots: Slots) -> list[Bits]:
         """The live bits of some rows."""
-        return [c[slots] & word for c, word in zip(columns, self._words(self._live), strict=True)]
+        return [c[slots] & word for c, word in zip(columns, self._live_words, strict=True)]
 
     def _words(self, bits: int) -> list[np.uint64]:
         count = len(self.table.holders)
         return [np.uint64(bits >> _WORD_BITS * n & _WORD_MASK) for n in range(count)]
+
+
+def _count(column: Bits, slots: Slots, mask: np.uint64) -> int:
+    return int(np.count_nonzero(column[slots] & mask))
+
+
+def _are_equal(some: Sequence[Bits], others: Sequence[Bits]) -> bool:
+    return all(a.tobytes() == b.tobytes() for a, b in zip(some, others, strict=True))
 
 
 def _runs(rows: Sequence[Bits]) -> dict[int, int]:

@@ -1,6 +1,6 @@
 """One row per block, in columns: its key, who holds it, who holds it in memory, its parent, how many rows name it so.
 
-A row's number is its *slot*, found by key through a `KeyMap`. Rules: a slot that is not in use has no key in the map;
+A row's number is its *slot*, found by key through a `SlotIndex`. Rules: a slot that is not in use is not in that index;
 a slot is freed as soon as nobody holds its block and no row names it as parent, so a parent's number never dangles. A
 row that is only there because a child names it is held by nobody and has no parent itself. Does not know instances:
 who holds a block is bits, 64 to a column.
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.native.base import NO_RECORD
-from kvstore.native.library import key_map
+from kvstore.native.slot_index import slot_index
 from protocol.keys import KEY_BYTES, BlockKey, iter_keys
 
 Slots: TypeAlias = npt.NDArray[np.int64]
@@ -33,7 +33,7 @@ class Table:
     """The rows of all blocks that somebody holds, or that are parents of such."""
 
     def __init__(self) -> None:
-        self._map = key_map()
+        self._index = slot_index()
         self._free = array("I")
         self._end = 0  # slots from here on were never used
         self.keys: npt.NDArray[Any] = np.empty(_FIRST_CAPACITY, _KEY)
@@ -43,26 +43,26 @@ class Table:
         self.in_memory: list[Bits] = [np.zeros(_FIRST_CAPACITY, np.uint64)]
 
     def __len__(self) -> int:
-        return len(self._map)
+        return len(self._index)
 
     @property
     def nbytes(self) -> int:
-        """Memory in use, by all columns and the map."""
+        """Memory in use, by all columns and the index."""
         columns = [self.keys, self.parents, self.children, *self.holders, *self.in_memory]
         per_row = sum(column.itemsize for column in columns)
-        return self._map.nbytes + self._end * per_row + len(self._free) * self._free.itemsize
+        return self._index.nbytes + self._end * per_row + len(self._free) * self._free.itemsize
 
     def find(self, key: BlockKey) -> int:
         """NO_RECORD when it has no row."""
-        return self._map.get(key)
+        return int(self._index.find_all(self.keys, key)[0])
 
     def find_all(self, packed_keys: bytes) -> Slots:
         """NO_RECORD where there is no row."""
-        return self._map.get_all(packed_keys)
+        return self._index.find_all(self.keys, packed_keys)
 
     def find_leading(self, packed_keys: bytes) -> Slots:
         """Up to the first key without a row."""
-        return self._map.get_leading(packed_keys)
+        return self._index.find_leading(self.keys, packed_keys)
 
     def key(self, slot: int) -> BlockKey:
         return BlockKey(self.keys[slot].tobytes())
@@ -77,12 +77,12 @@ class Table:
 
     def enter(self, packed_keys: bytes) -> Slots:
         """The row of each key, made where there was none."""
-        slots = self._map.get_all(packed_keys)
+        slots = self.find_all(packed_keys)
         absent = np.flatnonzero(slots == NO_RECORD)
         if absent.size:
             missing = np.frombuffer(packed_keys, _KEY)[absent].tobytes()
-            self._make(list(dict.fromkeys(iter_keys(missing))))
-            slots[absent] = self._map.get_all(missing)
+            self._make(b"".join(dict.fromkeys(iter_keys(missing))))
+            slots[absent] = self.find_all(missing)
         return slots
 
     def link(self, slots: Slots, packed_parents: bytes) -> None:
@@ -134,8 +134,8 @@ class Table:
     def validate(self) -> None:
         """Raises AssertionError when the columns contradict each other."""
         rows = self.in_use()
-        assert len(rows) == len(self._map) == self._end - len(self._free), "a slot was lost"
-        assert np.array_equal(self._map.get_all(self.keys_of(rows)), rows), "a row is misfiled"
+        assert len(rows) == len(self) == self._end - len(self._free), "a slot was lost"
+        assert np.array_equal(self.find_all(self.keys_of(rows)), rows), "a row is misfiled"
         parents = self.parents[rows]
         named = parents[parents != NO_SLOT]
         assert np.all(self.parents[named] != _FREE), "a parent's slot was freed"
@@ -147,14 +147,13 @@ class Table:
         for holding, among in zip(self.holders, self.in_memory, strict=True):
             assert not np.any(among[rows] & ~holding[rows]), "in the memory of one who has it not"
 
-    def _make(self, keys: list[BlockKey]) -> None:
-        fresh = self._allocate(len(keys))
-        self.keys[fresh] = np.frombuffer(b"".join(keys), _KEY)
+    def _make(self, packed_keys: bytes) -> None:
+        fresh = self._allocate(len(packed_keys) // KEY_BYTES)
+        self.keys[fresh] = np.frombuffer(packed_keys, _KEY)
         self.parents[fresh] = NO_SLOT
         self.children[fresh] = 0
         self.clear(fresh)
-        for key, slot in zip(keys, fresh.tolist(), strict=True):
-            self._map.put(key, slot)
+        self._index.insert(self.keys, fresh)
 
     def _allocate(self, count: int) -> Slots:
         num_reused = min(count, len(self._free))
@@ -176,8 +175,7 @@ class Table:
         self.in_memory = [_longer(column, capacity) for column in self.in_memory]
 
     def _release(self, slots: Slots) -> None:
-        for key in iter_keys(self.keys_of(slots)):
-            self._map.pop(key)
+        self._index.remove(self.keys, slots)
         self.parents[slots] = _FREE
         self._free.extend(slots.tolist())
 

@@ -202,6 +202,8 @@ class TiersAndParents(RuleBasedStateMachine):
             expected = {n: held[number] for n, held in self.model.items() if number in held}
             assert dict(directory.locate(key(number))) == expected
             assert self.fed.chains.to(key(number)) == self._chain(number)
+        for name, held in self.model.items():
+            assert directory.num_in_memory(name) == sum(held.values())
         assert len(directory.match(pack_keys(KEYS))) == sum(0 in h for h in self.model.values())
 
     def _chain(self, number: int | None) -> list[BlockKey]:

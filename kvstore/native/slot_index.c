@@ -1,0 +1,111 @@
+/* Where the rows of a table of keys are: numbers of rows, 4 bytes each, by hash of the keys that stand in the table.
+ *
+ * As metadata.c: Python allocates all memory, zeroed, and checks all bounds; one thread uses it. slot_index.py does the
+ * same in Python. The table of keys is not copied, so a lookup goes to it once more than in a map with keys of its own,
+ * and the index takes a fifth of the memory of such a map.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#define PUBLIC __attribute__((visibility("default")))
+#define GOLDEN 0x9E3779B97F4A7C15u
+#define KEY_BYTES 16
+#define AHEAD 8 /* keys whose memory is asked for before its turn */
+
+__extension__ typedef unsigned __int128 uint128_t;
+
+typedef struct { uint64_t low, high; } Key;
+
+typedef struct {
+    uint32_t *places; /* row + 1; 0 = empty, and there always is one that is */
+    uint64_t num_places, seed, count;
+} Index;
+
+static uint64_t fold(uint64_t a, uint64_t b) {
+    uint128_t product = (uint128_t)a * b;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+/* As in metadata.c: clients choose keys and do not know the seed. */
+static uint64_t home(const Index *index, const uint8_t *at) {
+    Key key;
+    memcpy(&key, at, sizeof key);
+    uint64_t hash = fold(fold(key.low ^ index->seed, key.high ^ index->seed * GOLDEN) ^ index->seed, GOLDEN);
+    return (uint64_t)(((uint128_t)hash * index->num_places) >> 64);
+}
+
+static uint64_t next(const Index *index, uint64_t at) { return at + 1 < index->num_places ? at + 1 : 0; }
+
+static const uint8_t *row(const uint8_t *rows, uint32_t place) { return rows + (uint64_t)(place - 1) * KEY_BYTES; }
+
+/* Its row, or -1. */
+static int64_t find(const Index *index, const uint8_t *rows, const uint8_t *key) {
+    for (uint64_t at = home(index, key); index->places[at]; at = next(index, at))
+        if (!memcmp(row(rows, index->places[at]), key, KEY_BYTES)) return (int64_t)index->places[at] - 1;
+    return -1;
+}
+
+/* First the place, then the row that it names. Always inline: gcc 12 drops calls of functions that only prefetch. */
+static inline __attribute__((always_inline)) void fetch_ahead(const Index *index, const uint8_t *rows,
+                                                              const uint8_t *keys, int64_t i, int64_t count) {
+    if (i + 2 * AHEAD < count) __builtin_prefetch(&index->places[home(index, keys + (i + 2 * AHEAD) * KEY_BYTES)]);
+    if (i + AHEAD >= count) return;
+    uint32_t place = index->places[home(index, keys + (i + AHEAD) * KEY_BYTES)];
+    if (place) __builtin_prefetch(row(rows, place));
+}
+
+/* How many rows were written: of all keys, or with `leading` of those before the first absent one. */
+PUBLIC int64_t slots_find(const Index *index, const uint8_t *rows, const uint8_t *keys, int64_t count,
+                          int64_t *found, int32_t leading) {
+    for (int64_t i = 0; i < count; i++) {
+        fetch_ahead(index, rows, keys, i, count);
+        found[i] = find(index, rows, keys + i * KEY_BYTES);
+        if (leading && found[i] < 0) return i;
+    }
+    return count;
+}
+
+static void insert(Index *index, const uint8_t *rows, uint32_t place) {
+    uint64_t at = home(index, row(rows, place));
+    while (index->places[at]) at = next(index, at);
+    index->places[at] = place;
+}
+
+/* Rows whose keys are not in the index, which has room for them. */
+PUBLIC void slots_insert(Index *index, const uint8_t *rows, const int64_t *slots, int64_t count) {
+    for (int64_t i = 0; i < count; i++) insert(index, rows, (uint32_t)slots[i] + 1);
+    index->count += (uint64_t)count;
+}
+
+/* Moves the entries behind a hole that would not be found any more. */
+static void close_hole(Index *index, const uint8_t *rows, uint64_t hole) {
+    for (uint64_t at = next(index, hole); index->places[at]; at = next(index, at)) {
+        uint64_t wanted = home(index, row(rows, index->places[at]));
+        if (hole < at ? hole < wanted && wanted <= at : hole < wanted || wanted <= at) continue;
+        index->places[hole] = index->places[at];
+        hole = at;
+    }
+    index->places[hole] = 0;
+}
+
+/* Rows that are in the index, and whose keys still stand. */
+PUBLIC void slots_remove(Index *index, const uint8_t *rows, const int64_t *slots, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t place = (uint32_t)slots[i] + 1;
+        uint64_t at = home(index, row(rows, place));
+        while (index->places[at] && index->places[at] != place) at = next(index, at);
+        if (!index->places[at]) continue;
+        close_hole(index, rows, at);
+        index->count--;
+    }
+}
+
+/* Into an empty and larger one. Both are in the order of hashes, so only the rows lie apart. */
+PUBLIC void slots_move(Index *to, const Index *from, const uint8_t *rows) {
+    for (uint64_t at = 0; at < from->num_places; at++) {
+        uint64_t ahead = at + 2 * AHEAD;
+        if (ahead < from->num_places && from->places[ahead]) __builtin_prefetch(row(rows, from->places[ahead]));
+        if (from->places[at]) insert(to, rows, from->places[at]);
+    }
+    to->count = from->count;
+}

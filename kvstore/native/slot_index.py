@@ -1,0 +1,216 @@
+"""Finding rows by key where the keys stand in a column anyway: an index of row numbers, compiled or in Python.
+
+The column is the caller's and is handed to every call; its first rows are 16-byte keys. The rule of `compiled` holds:
+no address goes to C that Python has not checked the bounds of and keeps alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import secrets
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.native.base import NO_RECORD
+from kvstore.native.library import _cache_folder
+from kvstore.native.prototypes import FLAGS
+from protocol.keys import KEY_BYTES, iter_keys
+from protocol.native import CompilerError, load_library
+from transfer.native.base import address_of
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("slot_index.c")
+MAX_ROWS = 2**32 - 2
+_PLACE_BYTES = 4
+_FIRST_PLACES = 64
+_MOST_LOADED = 0.75
+_GROWTH = 1.5
+
+Rows: TypeAlias = npt.NDArray[np.int64]
+Column: TypeAlias = npt.NDArray[Any]
+"""Of keys; contiguous, 16 bytes each."""
+
+
+class SlotIndex(Protocol):
+    """Key → row."""
+
+    def find_all(self, column: Column, packed_keys: bytes) -> Rows:
+        """Of each key, NO_RECORD where it is absent."""
+
+    def find_leading(self, column: Column, packed_keys: bytes) -> Rows:
+        """Up to and without the first absent key."""
+
+    def insert(self, column: Column, rows: Rows) -> None:
+        """Rows that were written to the column; none of their keys is present or named twice."""
+
+    def remove(self, column: Column, rows: Rows) -> None:
+        """Rows that are present, and still stand in the column."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def slot_index() -> SlotIndex:
+    """Empty; compiled where there is a compiler."""
+    library = _library()
+    return PythonSlotIndex() if library is None else NativeSlotIndex(library)
+
+
+class SlotLibrary:
+    """slot_index.c. Its calls are short or rare, so they keep the GIL."""
+
+    def __init__(self, folder: Path | None) -> None:
+        loaded = load_library(SOURCE, FLAGS, folder)
+        library = ctypes.PyDLL(loaded._name, handle=loaded._handle)
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self.find = library.slots_find
+        self.find.argtypes = pointer, pointer, pointer, number, pointer, ctypes.c_int32
+        self.find.restype = number
+        self.insert, self.remove, self.move = (
+            library.slots_insert,
+            library.slots_remove,
+            library.slots_move,
+        )
+        self.insert.argtypes = self.remove.argtypes = pointer, pointer, pointer, number
+        self.move.argtypes = pointer, pointer, pointer
+        self.insert.restype = self.remove.restype = self.move.restype = None
+
+
+class _State(ctypes.Structure):
+    """`Index` of slot_index.c."""
+
+    _fields_ = (
+        ("places", ctypes.c_void_p),
+        ("num_places", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+    )
+    num_places: int
+    count: int
+
+
+class NativeSlotIndex:
+    """`SlotIndex`."""
+
+    def __init__(self, library: SlotLibrary) -> None:
+        self._library = library
+        self._seed = secrets.randbits(64)
+        self._column: Column = np.empty(0, np.uint8)  # the last one given, whose address is known
+        self._keys_at = 0
+        self._settle(*self._make(_FIRST_PLACES))
+
+    def __len__(self) -> int:
+        return self._state.count
+
+    @property
+    def nbytes(self) -> int:
+        return self._places.nbytes
+
+    def find_all(self, column: Column, packed_keys: bytes) -> Rows:
+        return self._find(column, packed_keys, leading=False)
+
+    def find_leading(self, column: Column, packed_keys: bytes) -> Rows:
+        return self._find(column, packed_keys, leading=True)
+
+    def insert(self, column: Column, rows: Rows) -> None:
+        _check_rows(column, rows)
+        wanted = len(self) + len(rows)
+        if wanted > self._state.num_places * _MOST_LOADED:
+            places = max(int(self._state.num_places * _GROWTH), int(wanted / _MOST_LOADED) + 1)
+            grown, state = self._make(places)
+            self._library.move(ctypes.addressof(state), self._at, self._address(column))
+            self._settle(grown, state)
+        self._library.insert(self._at, self._address(column), address_of(rows), len(rows))
+
+    def remove(self, column: Column, rows: Rows) -> None:
+        _check_rows(column, rows)
+        self._library.remove(self._at, self._address(column), address_of(rows), len(rows))
+
+    def _find(self, column: Column, packed_keys: bytes, *, leading: bool) -> Rows:
+        count = _num_keys(packed_keys)
+        rows = np.empty(count, np.int64)
+        found = self._library.find(
+            self._at, self._address(column), packed_keys, count, address_of(rows), leading
+        )
+        return rows if found == count else rows[:found].copy()
+
+    def _address(self, column: Column) -> int:
+        if column is not self._column:
+            self._column, self._keys_at = column, address_of(column)
+        return self._keys_at
+
+    def _make(self, num_places: int) -> tuple[npt.NDArray[np.uint32], _State]:
+        places = np.zeros(num_places, np.uint32)
+        return places, _State(address_of(places), num_places, self._seed, 0)
+
+    def _settle(self, places: npt.NDArray[np.uint32], state: _State) -> None:
+        self._places, self._state = places, state
+        self._at = ctypes.addressof(state)
+
+
+class PythonSlotIndex:
+    """`SlotIndex`, with keys of its own."""
+
+    def __init__(self) -> None:
+        self._rows: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._rows) * (104 + 49 + 32)  # of the dictionary, a key, a number
+
+    def find_all(self, column: Column, packed_keys: bytes) -> Rows:
+        count = _num_keys(packed_keys)
+        rows = (self._rows.get(key, NO_RECORD) for key in iter_keys(packed_keys))
+        return np.fromiter(rows, np.int64, count)
+
+    def find_leading(self, column: Column, packed_keys: bytes) -> Rows:
+        rows = self.find_all(column, packed_keys)
+        absent = np.flatnonzero(rows == NO_RECORD)
+        return rows[: absent[0]] if absent.size else rows
+
+    def insert(self, column: Column, rows: Rows) -> None:
+        _check_rows(column, rows)
+        keys = iter_keys(column[rows].tobytes())
+        self._rows.update(zip(keys, rows.tolist(), strict=True))
+
+    def remove(self, column: Column, rows: Rows) -> None:
+        _check_rows(column, rows)
+        for key in iter_keys(column[rows].tobytes()):
+            self._rows.pop(key, None)
+
+
+def _num_keys(packed_keys: bytes) -> int:
+    """Raises ValueError when it is not a whole number of keys."""
+    count, rest = divmod(len(packed_keys), KEY_BYTES)
+    if rest:
+        raise ValueError(f"{len(packed_keys)} bytes are not a whole number of keys")
+    return count
+
+
+def _check_rows(column: Column, rows: Rows) -> None:
+    """Raises ValueError for rows that the column does not have."""
+    if not (rows.dtype == np.int64 and rows.flags.c_contiguous):
+        raise ValueError("rows must be contiguous 64-bit numbers")
+    if rows.size and not 0 <= rows.min() <= rows.max() < min(len(column), MAX_ROWS):
+        raise ValueError("a row that the column does not have")
+
+
+@functools.cache
+def _library() -> SlotLibrary | None:
+    """As `library.compiled`, whose folder it shares."""
+    try:
+        return SlotLibrary(_cache_folder())
+    except CompilerError as error:
+        log.warning("the compiled index of rows is not available, using Python: %s", error)
+        return None
