@@ -123,11 +123,12 @@ class Questions:
 
 
 @contextlib.asynccontextmanager
-async def asking(port: int) -> AsyncIterator[Questions]:
+async def asking(port: int, address: str = "") -> AsyncIterator[Questions]:
+    """The directory at `port`, or at a lean address."""
     channels = Channels(TOKEN)
     try:
         stub: directory_pb2_grpc.DirectoryAsyncStub = directory_pb2_grpc.DirectoryStub(
-            channels.to(f"127.0.0.1:{port}")
+            channels.to(address or f"127.0.0.1:{port}")
         )
         yield Questions(stub, channels)
     finally:

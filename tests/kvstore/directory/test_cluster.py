@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
+from protocol.registry.remote import RemoteRegistry
 from tests.kvstore.directory.cluster import (
     Questions,
     asking,
@@ -21,7 +24,7 @@ from tests.kvstore.directory.cluster import (
     until,
     value,
 )
-from tests.kvstore.nodes import connected
+from tests.kvstore.nodes import TOKEN, connected
 
 MEMORY = kvstore_pb2.STORE_TIER_MEMORY
 DISK = kvstore_pb2.STORE_TIER_DISK
@@ -52,6 +55,33 @@ async def test_what_nodes_store_and_remove_is_known_within_moments() -> None:
                 await client.remove(store, keys[7:])
             await until_held(asks, keys[7:])
             assert (await asks.nodes())["a"].num_objects == 7
+
+
+async def test_it_is_a_member_that_says_where_it_can_be_asked_quickly_and_what_it_counts() -> None:
+    port, metrics_port = free_port(), free_port()
+    with (
+        running_directory("--metrics-port", str(metrics_port), port=port),
+        running_store("a", port),
+    ):
+        registry = RemoteRegistry(f"127.0.0.1:{port}", TOKEN)
+        members = {member.role: member for member in await registry.members()}
+        await registry.close()
+        assert members["directory"].instance_id == "directory-0"
+        async with asking(port, members["directory"].facts["lean"]) as asks:
+            await asks.until_in_step("a")
+            keys = await put_chain((await asks.nodes())["a"], range(1, 4))
+            await until_held(asks, keys, "a")
+            assert await asks.prefixes(keys) == {"a": (3, 3)}
+        shown = await asyncio.to_thread(scraped, metrics_port)
+        assert "moonserve_directory_keys 3.0" in shown
+        assert "moonserve_directory_nodes_in_step 1.0" in shown
+        assert "moonserve_directory_gaps_total 0.0" in shown
+
+
+def scraped(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+        text: str = reply.read().decode()
+        return text
 
 
 @pytest.mark.slow  # a node that was killed is believed in until its lease has ended, and a little longer: 16 s
