@@ -14,9 +14,9 @@ the point at which reading ceases to be hidden. When computing everything is the
 read than to compute, so that point would gain less than `busy_s`, which the request waits in any case. Parts build on
 each other, hence "the leading ones".
 
-What is read costs the engine nothing, what is computed delays everyone behind, and both predictions are rough: computing
-must be better by a clear margin, and by more than the stalls of a busy machine. It does not know what other requests
-read at the same time, except that measured speeds have it in them.
+What is read costs the engine nothing, what is computed delays everyone behind, and both predictions are rough. So
+computing must win by a clear margin, and by more than the stalls of a busy machine. This module does not know what
+other requests read at the same time, except that measured speeds have it in them.
 """
 
 from __future__ import annotations
