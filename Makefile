@@ -1,6 +1,6 @@
 # moonserve: everything is one of these.
 #   make serve [MODEL=folder-or-hub-name] [ARGS="--prefill-workers 2"]
-#   make test | test-rdma | check | bench | bench-transfer | docs | proto | clean
+#   make test | test-rdma | check | bench | bench-transfer | bench-store | docs | proto | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +12,7 @@ ARGS ?=
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: serve test test-rdma check format bench bench-transfer docs proto proto-check clean
+.PHONY: serve test test-rdma check format bench bench-transfer bench-store docs proto proto-check clean
 
 serve: $(RUNTIME)
 	$(BIN)/moonserve serve $(MODEL) $(ARGS)
@@ -40,14 +40,25 @@ bench: $(DEV)
 # Other engines live in an environment of their own; without them their rows say so.
 PEERS := .venv-bench
 
+# Each line of a requirements.txt by itself, since one that this machine cannot have must not cost the others.
+define install-peers
+sed 's/ *#.*//; /^$$/d' $< | { all=true; while read -r peer; do \
+	$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -c constraints.txt "$$peer" || all=false; \
+done; $$all && touch $@; }
+endef
+
 bench-transfer: $(DEV) $(PEERS)/.installed
 	$(BIN)/python -m benchmarks.transfer $(ARGS)
 
 $(PEERS)/.installed: benchmarks/transfer/requirements.txt
 	$(PYTHON) -m venv $(PEERS)
-	-@sed 's/ *#.*//; /^$$/d' $< | { all=true; while read -r peer; do \
-		$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -c constraints.txt "$$peer" || all=false; \
-	done; $$all && touch $@; }
+	-@$(install-peers)
+
+bench-store: $(DEV) $(PEERS)/.installed $(PEERS)/.installed-stores
+	$(BIN)/python -m benchmarks.store $(ARGS)
+
+$(PEERS)/.installed-stores: benchmarks/store/requirements.txt | $(PEERS)/.installed
+	-@$(install-peers)
 
 docs: $(RUNTIME)
 	$(BIN)/python -m deploy.reference docs/configuration.md

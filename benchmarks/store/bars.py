@@ -105,6 +105,17 @@ def metadata_bars(points: Sequence[Mapping[str, Any]]) -> list[Bar]:
     return [at_most(claim, largest["resident_bytes"], METADATA_BYTES)]
 
 
+def disk_bars(disk: Mapping[str, Any]) -> list[Bar]:
+    return [
+        at_least(
+            f"SSD tier / fio, {row['operation']} {row['block_bytes'] >> 10} KiB, depth {row['depth']}",
+            row["ratio"],
+            disk["bar"],
+        )
+        for row in disk["rows"]
+    ]
+
+
 def restart_bars(restart: Mapping[str, Any]) -> list[Bar]:
     hits = restart["replay"]
     lost = hits["before"] - hits["after"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.store.values import patiently
@@ -48,7 +49,7 @@ def fill(store: KvStore, prompts: Sequence[Prompt]) -> None:
         missing = blocks[_num_leading(store, blocks) :]
         if missing:
             items = [(block, _value(block)) for block in missing]
-            patiently(lambda items=items: store.batch_put(items))  # type: ignore[misc]
+            patiently(partial(store.batch_put, items))
 
 
 def hit_rate(store: KvStore, prompts: Sequence[Prompt]) -> float:
