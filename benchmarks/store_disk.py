@@ -1,9 +1,8 @@
 """The SSD tier beside fio: the same disk, block size, depth and O_DIRECT, in turns.
 
-What the tier does is durable when it returns and verified when it is read; fio's writes are not even flushed in the rows
-that count, and beside them stand fio's with an fdatasync per `depth` blocks. Writes are measured twice in the tier's
-folder: both fio's file and the tier's segments have been written before, as they have in a node that runs for a while.
-`depth` is the number of blocks asked for at a time: in one call of the tier, or in several at once with --calls.
+What the tier writes is durable when it returns, and what it reads is verified. fio's writes are not even flushed in the
+first ratio, and flushed every `depth` blocks in the second. Both write over blocks of the disk that were written before,
+as in a node that has run for a while. `depth` is the number of blocks asked for at a time, in as many calls as --calls.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +205,7 @@ async def _rounds(disk: Disk, fio: Fio, rounds: int) -> list[dict[str, Any]]:
             speeds[load, "tier"].append(await disk.measure(load))
             speeds[load, "fio"].append(await asyncio.to_thread(fio.measure, load))
             if "write" in load.operation:
-                durable = await asyncio.to_thread(lambda one=load: fio.measure(one, durable=True))
+                durable = await asyncio.to_thread(partial(fio.measure, load, durable=True))
                 speeds[load, "durable"].append(durable)
         print(f"· round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     return [_row(load, speeds) for load in loads]

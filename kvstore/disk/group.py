@@ -3,7 +3,6 @@ but for the futures that answer."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from kvstore.disk.format import (
 )
 from kvstore.disk.log import Segment
 from kvstore.disk.object_io import Entry, ObjectEntry, TombstonesEntry
+from kvstore.disk.threads import Answer
 
 _LARGEST_RUN_BYTES = 4 * 2**20
 _SMALLEST_RUN_BYTES = 256 * 2**10
@@ -33,7 +33,7 @@ class Call:
 
     def __init__(self, num_items: int) -> None:
         self.places: list[Place | None] = [None] * num_items
-        self.future: asyncio.Future[list[Place | None]] = asyncio.get_running_loop().create_future()
+        self.answer: Answer[list[Place | None]] = Answer()
         self._left = num_items
         self._segments: list[Segment] = []
 
@@ -52,7 +52,7 @@ class Call:
         self.places[index] = place
         self._left -= 1
         if not self._left:
-            self.future.set_result(self.places)
+            self.answer.give(self.places)
 
 
 @dataclass(slots=True, eq=False)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -33,16 +31,11 @@ class Scratch:
         self._idle_bytes = 0
         self.num_borrowed = 0
 
-    @contextlib.contextmanager
-    def borrow(self, nbytes: int) -> Iterator[memoryview]:
+    def borrow(self, nbytes: int) -> Borrowed:
         """At least `nbytes`, with whatever was in them. No view of it may be left at the end."""
-        memory = self._take(max(_SMALLEST, 1 << (nbytes - 1).bit_length()))
-        try:
-            yield memoryview(memory)
-        finally:
-            self._give_back(memory)
+        return Borrowed(self, max(_SMALLEST, 1 << (nbytes - 1).bit_length()))
 
-    def _take(self, size: int) -> mmap.mmap:
+    def take(self, size: int) -> mmap.mmap:
         with self._lock:
             self.num_borrowed += 1
             if fitting := self._idle.get(size):
@@ -50,9 +43,26 @@ class Scratch:
                 return fitting.pop()
         return mmap.mmap(-1, size)
 
-    def _give_back(self, memory: mmap.mmap) -> None:
+    def give_back(self, memory: mmap.mmap) -> None:
         with self._lock:
             self.num_borrowed -= 1
             if self._idle_bytes + len(memory) <= _KEPT_BYTES:
                 self._idle_bytes += len(memory)
                 self._idle.setdefault(len(memory), []).append(memory)
+
+
+class Borrowed:
+    """Memory while its context lasts. A class, since a generator would cost as much as a read's bookkeeping."""
+
+    __slots__ = ("_memory", "_scratch", "_size")
+
+    def __init__(self, scratch: Scratch, size: int) -> None:
+        self._scratch = scratch
+        self._size = size
+
+    def __enter__(self) -> memoryview:
+        self._memory = self._scratch.take(self._size)
+        return memoryview(self._memory)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._scratch.give_back(self._memory)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from kvstore.disk.base import PAGE, DiskObject, DiskRead
+from kvstore.disk.base import PAGE, DiskRead
 from kvstore.disk.cipher import AesGcm
 from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
@@ -23,6 +23,7 @@ from kvstore.disk.format import (
     encode_tombstones,
     extent_pages,
     frame,
+    holds,
     page_of,
     sealed_with,
 )
@@ -127,15 +128,17 @@ class ObjectIo:
         """Puts the object into its memory, as far as it does not lie there yet, and verifies it."""
         about, memory = read.object, read.memory
         context = self._folder.context(segment, page_of(read.place))
-        header = decode_header(extent[:PAGE], context)
-        if header is None or header.record is None or not _same(header.record.object, about):
+        if not holds(extent[:PAGE], context, about):
             return False
         data = extent[PAGE : PAGE + about.length]
         if self._cipher is not None:
-            if not self.opened(context.nonce(), header, data, memory):
+            header = decode_header(extent[:PAGE], context)
+            if header is None or not self.opened(context.nonce(), header, data, memory):
                 return False
-        else:
-            begin = _whole_pages(about.length) if is_aligned(memory) else 0
+        elif not is_aligned(memory):
+            memory[:] = data
+        elif about.length % PAGE:
+            begin = _whole_pages(about.length)
             memory[begin:] = data[begin:]
         return xxh3_64_intdigest(memory) == about.checksum
 
@@ -173,12 +176,3 @@ def _fill(memory: memoryview, content: bytes | memoryview = b"") -> None:
     length = len(content)
     memory[:length] = content
     memory[length:] = bytes(len(memory) - length)
-
-
-def _same(found: DiskObject, wanted: DiskObject) -> bool:
-    return (found.key, found.generation, found.length, found.checksum) == (
-        wanted.key,
-        wanted.generation,
-        wanted.length,
-        wanted.checksum,
-    )

@@ -19,7 +19,6 @@ from kvstore.disk.group import Call, Item, object_items, runs, tombstone_items
 from kvstore.disk.health import Doing
 from kvstore.disk.object_io import EndEntry, ObjectIo
 from kvstore.disk.segments import Segments
-from kvstore.disk.threads import ended
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ class Writer:
         self._changed.set()
         if self._task is None:
             self._task = asyncio.create_task(self._drain())
-        return await ended(call.future)
+        return await call.answer.wait()
 
     def _abandon(self, writes: Sequence[DiskWrite], places: Sequence[Place | None]) -> None:
         """Nobody will hear where they are."""
@@ -111,7 +110,7 @@ class Writer:
         except Exception:
             logger.exception("writes to the SSD tier are refused: this is a bug")
             for item in (*self._group, *self._urgent, *self._waiting):
-                if not item.call.future.done():
+                if not item.call.answer.is_given:
                     self._refuse(item)
             self._urgent.clear()
             self._waiting.clear()
