@@ -33,7 +33,7 @@ def lock(path: Path) -> int:
     """Creates the folder if need be and takes its lock, until the file descriptor is closed. Raises ConfigError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path / _LOCK, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"SSD folder {path} cannot be used: {error.strerror}") from error
     try:

@@ -1,0 +1,205 @@
+"""Disks that are full, read-only, broken or gone: requests go on, the health says why, and recovery is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.disk import health
+from kvstore.disk.base import Health
+from kvstore.disk.files import FileCalls
+from kvstore.disk.tier import DiskOptions
+from tests.kvstore.disk.mounts import mounted, remount
+from tests.kvstore.disk.tiers import CAPACITY, SEGMENT, SMALL, opened, written
+
+
+class FailingCalls(FileCalls):
+    """Errors that no disk here can be made to give."""
+
+    def __init__(self) -> None:
+        self.write_error = self.read_error = self.sync_error = 0
+        self.bad_offset: int | None = None
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.write_error:
+            raise OSError(self.write_error, "made to fail")
+        return super().pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        nbytes = sum(len(buffer) for buffer in buffers)
+        hit = self.bad_offset is not None and offset <= self.bad_offset < offset + nbytes
+        if self.read_error or hit:
+            raise OSError(self.read_error or errno.EIO, "made to fail")
+        return super().preadv(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        if self.sync_error:
+            raise OSError(self.sync_error, "made to fail")
+        super().fdatasync(fd)
+
+
+def failing() -> tuple[FailingCalls, DiskOptions]:
+    calls = FailingCalls()
+    return calls, dataclasses.replace(SMALL, calls=calls)
+
+
+async def test_a_full_disk_refuses_and_stays_healthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "FULL_FOR_S", 0.0)
+    with mounted(tmp_path / "disk", 3 * SEGMENT) as disk:
+        async with opened(disk, capacity=CAPACITY) as stand:
+            number = 0
+            while (await stand.put([written(number)]))[0]:
+                number += 1
+            assert stand.tier.health is Health.GOOD
+            assert stand.tier.counters["errors_ENOSPC"] >= 1
+            for about in list(stand.owner.places):
+                assert await stand.get(about) is not None
+                stand.release(about)
+            await stand.settled()
+            assert await stand.put([written(1000)]) == [True]
+        async with opened(disk, capacity=CAPACITY) as stand:
+            assert await stand.get(written(1000).object) is not None
+
+
+async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path) -> None:
+    calls, options = failing()
+    async with opened(tmp_path, options) as stand:
+        await stand.put([written(1)])
+        calls.write_error = errno.EROFS
+        assert await stand.put([written(2)]) == [False]
+        assert stand.tier.health is Health.READ_ONLY
+        assert await stand.get(written(1).object) is not None
+        assert await stand.put([written(3)]) == [False]
+        ((seen, reason),) = stand.owner.health
+        assert seen is Health.READ_ONLY
+        assert "cannot be written to" in reason
+        calls.write_error = 0
+        await stand.tier.check()
+        assert stand.tier.health is Health.GOOD
+        assert await stand.put([written(2)]) == [True]
+
+
+async def test_a_file_system_remounted_read_only_is_found_by_the_next_segment(
+    tmp_path: Path,
+) -> None:
+    with mounted(tmp_path / "disk", 2 * CAPACITY) as disk:
+        async with opened(disk) as stand:
+            await stand.put([written(1)])
+            await stand.tier._segments.seal()
+            for file in list(stand.tier._segments.files.values()):
+                file.close()  # open for writing, it would keep the mount busy
+            stand.tier._segments.files.clear()
+            remount(disk, "ro")
+            assert await stand.put([written(2)]) == [False]
+            assert stand.tier.health is Health.READ_ONLY
+            await stand.tier.check()
+            assert stand.tier.health is Health.READ_ONLY
+            remount(disk, "rw")
+            await stand.tier.check()
+            assert stand.tier.health is Health.GOOD
+            assert await stand.put([written(2)]) == [True]
+
+
+@pytest.mark.parametrize("what", ["write_error", "sync_error"])
+async def test_a_failed_group_is_refused_and_never_comes_back(tmp_path: Path, what: str) -> None:
+    calls, options = failing()
+    async with opened(tmp_path, options) as stand:
+        assert await stand.put([written(1)]) == [True]
+        setattr(calls, what, errno.EIO)
+        assert await stand.put([written(2)]) == [False]
+        setattr(calls, what, 0)
+        await stand.tier.check()
+        assert await stand.put([written(3)]) == [True]
+    async with opened(tmp_path) as stand:
+        assert {about.key for about in stand.owner.places} == {
+            written(1).object.key,
+            written(3).object.key,
+        }
+
+
+async def test_forgetting_while_the_disk_fails_is_made_up_for(tmp_path: Path) -> None:
+    calls, options = failing()
+    async with opened(tmp_path, options) as stand:
+        await stand.put([written(1), written(2)])
+        calls.write_error = errno.EIO
+        await stand.forget(written(1).object)
+        calls.write_error = 0
+        await stand.tier.check()
+    async with opened(tmp_path) as stand:
+        assert set(stand.owner.places) == {written(2).object}
+
+
+async def test_one_bad_sector_costs_its_object_only(tmp_path: Path) -> None:
+    calls, options = failing()
+    async with opened(tmp_path, options) as stand:
+        writes = [written(number) for number in range(4)]
+        places = await stand.tier.write(writes)
+        stand.owner.places.update(
+            {w.object: p for w, p in zip(writes, places, strict=True) if p is not None}
+        )
+        assert places[1] is not None
+        calls.bad_offset = (places[1] & 0xFFFFFFFF) * 4096 + 5000
+        got = await asyncio.gather(*(stand.get(write.object) for write in writes))
+        assert [content is not None for content in got] == [True, False, True, True]
+        assert stand.tier.health is Health.GOOD
+        assert stand.tier.counters["errors_EIO"] >= 1
+        calls.bad_offset = None
+
+
+async def test_a_disk_that_cannot_be_read_at_all_fails_and_heals(tmp_path: Path) -> None:
+    calls, options = failing()
+    async with opened(tmp_path, options) as stand:
+        await stand.put([written(1)])
+        calls.read_error = errno.EIO
+        for _ in range(health.READ_ERRORS_IN_A_ROW):
+            assert await stand.get(written(1).object) is None
+        assert stand.tier.health is Health.FAILED
+        assert await stand.put([written(2)]) == [False]
+        await stand.tier.check()
+        assert stand.tier.health is Health.FAILED
+        calls.read_error = 0
+        await stand.tier.check()
+        assert stand.tier.health is Health.GOOD
+        assert await stand.get(written(1).object) is not None
+
+
+async def test_a_folder_that_vanishes_fails_the_tier_but_no_request(tmp_path: Path) -> None:
+    async with opened(tmp_path / "tier") as stand:
+        await stand.put([written(1)])
+        shutil.move(tmp_path / "tier", tmp_path / "elsewhere")
+        await stand.tier.check()
+        assert stand.tier.health is Health.FAILED
+        assert await stand.get(written(1).object) is None
+        assert await stand.put([written(2)]) == [False]
+        await stand.tier.forget([written(1).object])
+        assert (
+            "is gone" in stand.owner.health[-1][1] or "cannot be read" in stand.owner.health[-1][1]
+        )
+        shutil.move(tmp_path / "elsewhere", tmp_path / "tier")
+        await stand.tier.check()
+        assert stand.tier.health is Health.GOOD
+        assert await stand.get(written(1).object) is not None
+
+
+async def test_the_disk_is_looked_after_without_being_asked(tmp_path: Path) -> None:
+    ticks: asyncio.Queue[None] = asyncio.Queue()
+
+    async def sleep(seconds: float) -> None:
+        await ticks.get()
+
+    changed = asyncio.Event()
+    async with opened(tmp_path / "tier", dataclasses.replace(SMALL, sleep=sleep)) as stand:
+        stand.owner.health_changed = lambda health, reason: changed.set()  # type: ignore[method-assign]
+        stand.tier._health._changed = stand.owner.health_changed
+        shutil.move(tmp_path / "tier", tmp_path / "elsewhere")
+        ticks.put_nowait(None)
+        await changed.wait()
+        assert stand.tier.health is Health.FAILED
