@@ -38,7 +38,7 @@ async def follow(
                 async for message in _inventory(log, state, epoch, follower):
                     yield message
                 continue  # it may have taken so long that the log has gone on without it
-            events = _changes(log, epoch, follower)
+            events = changes(log, epoch, follower)
             yield events
             if follower.next_seq == log.next_seq:
                 await _wait(woken)
@@ -56,22 +56,22 @@ async def _inventory(
     for stored in state.objects():
         found.append(Event(stored.key, stored.parent, stored.tier))
         if len(found) == EVENTS_PER_MESSAGE:
-            yield _message(epoch, follower.next_seq, found, snapshot=first, more=True)
+            yield message_of(epoch, follower.next_seq, found, snapshot=first, more=True)
             first, found = False, []
             await asyncio.sleep(0)
-    yield _message(epoch, follower.next_seq, found, snapshot=first, more=False)
+    yield message_of(epoch, follower.next_seq, found, snapshot=first, more=False)
 
 
-def _changes(log: EventLog, epoch: int, follower: Follower) -> kvstore_pb2.StoreEvents:
+def changes(log: EventLog, epoch: int, follower: Follower) -> kvstore_pb2.StoreEvents:
     first_seq = follower.next_seq
     events = log.take(follower, EVENTS_PER_MESSAGE)
-    message = _message(epoch, first_seq, events, snapshot=False, more=False)
+    message = message_of(epoch, first_seq, events, snapshot=False, more=False)
     message.next_seq = follower.next_seq
     message.read_keys = pack_keys(log.take_reads(follower))
     return message
 
 
-def _message(
+def message_of(
     epoch: int, first_seq: int, events: Sequence[Event], *, snapshot: bool, more: bool
 ) -> kvstore_pb2.StoreEvents:
     """The last event of each key says what is so; a message lists what is there and what has gone apart."""

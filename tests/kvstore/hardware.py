@@ -1,0 +1,89 @@
+"""The memory and the disk of a node that is only simulated: which content lies where, in place of its bytes.
+
+A content is a number that stands for the bytes of one object; it serves as their checksum too. Whoever is given space
+overwrites what lay there, so that every stale offset or place shows as wrong content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvstore.allocator import ALIGNMENT, padded
+from kvstore.disk.base import DiskObject, Place
+
+NOTHING = 0
+
+
+class Memory:
+    """A segment: one content per unit of space."""
+
+    def __init__(self, num_units: int) -> None:
+        self._units = [NOTHING] * num_units
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._units) * ALIGNMENT
+
+    def write(self, offset: int, length: int, content: int) -> None:
+        units = self._range(offset, length)
+        self._units[units] = [content] * (units.stop - units.start)
+
+    def read(self, offset: int, length: int) -> int:
+        """What lies there; `NOTHING` where it is not one object."""
+        found = set(self._units[self._range(offset, length)])
+        return found.pop() if len(found) == 1 else NOTHING
+
+    def _range(self, offset: int, length: int) -> slice:
+        first = offset // ALIGNMENT
+        return slice(first, first + padded(length) // ALIGNMENT)
+
+
+@dataclass
+class Disk:
+    """`kvstore.stored.DiskSpace`, and what of it survives a restart."""
+
+    live_limit: int
+    kept: dict[Place, DiskObject] = field(default_factory=dict)
+    """What lies on the medium, released or not: a restart finds it."""
+    live: set[Place] = field(default_factory=set)
+    """Places that were given and not released."""
+    num_given: int = 0
+
+    def space(self, length: int) -> int:
+        return padded(length) + ALIGNMENT
+
+    def write(self, written: DiskObject) -> Place:
+        self.num_given += 1
+        place = Place(self.num_given)
+        self.kept[place] = written
+        self.live.add(place)
+        return place
+
+    def release(self, place: Place) -> None:
+        self.live.remove(place)
+
+    def forget(self, removed: Iterable[DiskObject]) -> None:
+        """These objects and earlier ones of their keys."""
+        last = {o.key: o.generation for o in removed}
+        for place, o in list(self.kept.items()):
+            if o.generation <= last.get(o.key, -1):
+                del self.kept[place]
+
+    def move(self, place: Place) -> Place:
+        """The tier makes a copy elsewhere; `moved` tells which one is to stay."""
+        return self.write(self.kept[place])
+
+    def moved(self, old: Place, new: Place, *, wanted: bool) -> None:
+        dropped = old if wanted else new
+        self.live.remove(dropped)
+        self.kept.pop(dropped, None)
+
+    def compact(self) -> None:
+        """Reclaims what was released."""
+        self.kept = {place: o for place, o in self.kept.items() if place in self.live}
+
+    def recover(self) -> list[tuple[DiskObject, Place]]:
+        """What a restart finds, each place taken until it is released."""
+        self.live = set(self.kept)
+        return [(o, place) for place, o in self.kept.items()]

@@ -1,0 +1,456 @@
+"""Two tiers in any interleaving of writers, readers, moves, losses and restarts, against what is true of the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvstore import eviction
+from kvstore.allocator import ALIGNMENT
+from kvstore.catalog import Catalog
+from kvstore.disk.base import DiskObject, Pin, Place
+from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
+from kvstore.moves import Load, Store
+from kvstore.native.library import key_index
+from kvstore.native.reader import MappedReader
+from kvstore.promises import Lease, Outcome, Wish
+from kvstore.state import StoreState
+from kvstore.stored import StoredObject, Tier, Watermarks
+from protocol.errors import StaleLease
+from protocol.keys import BlockKey
+from tests.kvstore.hardware import NOTHING, Disk, Memory
+
+NUM_CHAINS, DEPTH = 3, 4
+MEMORY_UNITS, DISK_UNITS, QUOTA_UNITS = 8, 14, 4
+TTL_S = 10.0
+chains = st.integers(0, NUM_CHAINS - 1)
+depths = st.integers(0, DEPTH - 1)
+sizes = st.sampled_from([0, ALIGNMENT, ALIGNMENT + 1, 3 * ALIGNMENT])
+pins = st.sampled_from([Pin.NONE, Pin.NONE, Pin.SOFT, Pin.HARD])
+often = st.sampled_from([True, True, True, False])
+tenants = st.sampled_from(["", "limited"])
+
+
+def key(chain: int, depth: int) -> BlockKey:
+    return BlockKey(bytes([chain + 1, depth]).ljust(16, b"\0"))
+
+
+ALL_KEYS = [key(chain, depth) for chain in range(NUM_CHAINS) for depth in range(DEPTH)]
+
+
+@dataclass
+class Law:
+    """What the node says is visible, and what may happen to it without a client's wish."""
+
+    tiers: dict[BlockKey, Tier] = field(default_factory=dict)
+    parents: dict[BlockKey, BlockKey | None] = field(default_factory=dict)
+    pins: dict[BlockKey, Pin] = field(default_factory=dict)
+    leased: set[BlockKey] = field(default_factory=set)
+    leaving: set[BlockKey] = field(default_factory=set)  # being written to leave memory
+    no_eviction: bool = False  # a client removes, or the disk loses
+
+    def added(self, block: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
+        assert block not in self.tiers
+        self.tiers[block], self.parents[block] = tier, parent
+
+    def moved(self, block: BlockKey, tier: Tier) -> None:
+        assert self.tiers[block] is not tier
+        self.tiers[block] = tier
+        if tier is Tier.DISK:
+            assert block not in self.leased, "left memory under a lease"
+            in_memory = {b for b in self._followers(block) if self.tiers[b] is Tier.MEMORY}
+            assert in_memory <= self.leaving, "left memory before its follower"
+
+    def removed(self, block: BlockKey) -> None:
+        del self.tiers[block]
+        if not self.no_eviction:
+            assert not self._followers(block), "evicted before its follower"
+            assert block not in self.leased, "evicted under a lease"
+            assert self.pins.get(block) is not Pin.HARD, "evicted though pinned"
+        del self.parents[block]
+        self.pins.pop(block, None)
+
+    def _followers(self, block: BlockKey) -> set[BlockKey]:
+        return {b for b in self.tiers if self.parents[b] == block}
+
+
+class TwoTiers(RuleBasedStateMachine):
+    policy_name: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.count = 0
+        self.next_generation = 1
+        self.disk = Disk(DISK_UNITS * ALIGNMENT)
+        self.removed_up_to: dict[BlockKey, int] = {}  # generations
+        self.start()
+
+    def start(self) -> None:
+        """A node without memory of another's life, but for what its disk holds."""
+        self.memory = Memory(MEMORY_UNITS)
+        self.law = Law()
+        self.index = key_index()
+        self.state = StoreState(
+            Catalog(
+                self.memory.nbytes,
+                index=self.index,
+                policies=lambda: eviction.make(self.policy_name),
+                announce=self.law,
+                watermarks=Watermarks(evict_above=0.5, evict_share=0.25),
+                quotas={"limited": QUOTA_UNITS * ALIGNMENT},
+                first_generation=self.next_generation,
+            )
+        )
+        self.state.use_disk(self.disk)
+        self.disk_is_lost = False
+        self.unknown = self.disk.recover()  # found by and by
+        self.truth: dict[BlockKey, tuple[int, int]] = {}  # visible: generation, content
+        self.writing: dict[str, dict[BlockKey, int]] = {}  # contents by reservation
+        self.stores: list[Store] = []
+        self.loads: list[Load] = []
+        self.checks: list[StoredObject] = []
+        self.waiting: dict[str, Lease] = {}  # for reads
+        self.leases: dict[str, tuple[float, tuple[StoredObject, ...]]] = {}
+
+    def new_number(self) -> int:
+        self.count += 1
+        return self.count
+
+    # Writers
+
+    @rule(chain=chains, first=depths, size=sizes, tenant=tenants, pin=pins, at_once=st.booleans())
+    def put(self, chain: int, first: int, size: int, tenant: str, pin: Pin, at_once: bool) -> None:
+        name = f"put-{self.new_number()}"
+        wishes = [
+            Wish(
+                key=key(chain, depth),
+                parent=key(chain, depth - 1) if depth else None,
+                length=size,
+                tenant=tenant,
+                pin=pin if depth == DEPTH - 1 else Pin.NONE,
+            )
+            for depth in range(first, DEPTH)
+        ]
+        before = self.state.usage().tenants["limited"]
+        reservation = self.state.reserve(name, wishes, None, self.now)
+        after = self.state.usage().tenants["limited"]
+        assert after <= max(before, QUOTA_UNITS * ALIGNMENT)
+        for wish, slot in zip(wishes, reservation.slots, strict=True):
+            assert (slot.outcome is Outcome.PRESENT) <= (wish.key in self.truth)
+        if not reservation.objects:
+            return
+        self.writing[name] = {}
+        for stored in reservation.objects.values():
+            assert stored.offset is not None
+            content = self.writing[name][stored.key] = self.new_number()
+            self.memory.write(stored.offset, stored.length, content)
+            self.next_generation = max(self.next_generation, stored.generation + 1)
+        if at_once:
+            self.finish(name, [])
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.writing)))
+        self.finish(name, [b for b in self.writing[name] if data.draw(st.integers(0, 3)) == 0])
+
+    def finish(self, name: str, corrupt: Sequence[BlockKey]) -> None:
+        contents = self.writing.pop(name)
+        assert self.state.commit(name, contents, self.now) is None
+        for item in self.state.landed(name)[1]:
+            assert self.memory.read(item.offset, item.length) == item.checksum
+        self.state.verified(name, corrupt, self.now)
+        for block in contents.keys() - set(corrupt):
+            found = self.state.find(block)
+            assert found is not None
+            self.truth[block] = (found.generation, contents[block])
+            self.law.pins[block] = found.pin
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.writing)))
+        del self.writing[name]
+        assert self.state.abort(name, self.now) is not None
+        self.state.closed(name, self.now)
+
+    # Readers
+
+    @rule(chain=chains, last=depths)
+    def lease(self, chain: int, last: int) -> None:
+        name = f"lease-{self.new_number()}"
+        keys = [key(chain, depth) for depth in range(last + 1)]
+        present = self.state.exists(keys)
+        lease = self.state.lease(name, keys, TTL_S, self.now)
+        assert len(lease.objects) <= [*present, False].index(False)
+        self.begin(lease.loads)
+        assert self.state.lease(name, keys, TTL_S, self.now).loads == () or not lease.objects
+        if lease.objects:
+            self.waiting[name] = lease
+            self.settle_if_ready(name)
+
+    def begin(self, loads: Sequence[Load]) -> None:
+        for load in loads:
+            assert load.object.place is not None
+            self.memory.write(load.offset, load.object.length, NOTHING)
+            self.loads.append(load)
+
+    def settle_if_ready(self, name: str) -> None:
+        lease = self.waiting[name]
+        if any(self.state.moves.is_loading(stored) for stored in lease.objects):
+            return
+        del self.waiting[name]
+        try:
+            settled = self.state.settle(name)
+        except StaleLease:  # settled to nothing when it was asked for again
+            return
+        if settled.objects:
+            self.leases[name] = (lease.expires_at, settled.objects)
+
+    @precondition(lambda self: self.leases or self.waiting)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted([*self.leases, *self.waiting])))
+        self.leases.pop(name, None)
+        self.waiting.pop(name, None)
+        self.protect()
+        self.state.release(name, self.now)
+
+    @rule(seconds=st.sampled_from([TTL_S / 2, TTL_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.leases = {n: lease for n, lease in self.leases.items() if lease[0] > self.now}
+        self.waiting = {n: one for n, one in self.waiting.items() if one.expires_at > self.now}
+        self.protect()
+        assert self.state.expire(self.now) == []
+
+    @rule(chain=chains)
+    def prefetch(self, chain: int) -> None:
+        self.begin(self.state.prefetch([key(chain, depth) for depth in range(DEPTH)]))
+
+    @rule(chain=chains)
+    def touch(self, chain: int) -> None:
+        self.state.touch([key(chain, depth) for depth in range(DEPTH)])
+
+    # Moves
+
+    @precondition(lambda self: not self.disk_is_lost)
+    @rule(limit=st.sampled_from([1, 2 * ALIGNMENT, 2**30]), at_once=st.booleans())
+    def demote(self, limit: int, at_once: bool) -> None:
+        begun = self.state.moves.demotions(limit)
+        self.stores += begun
+        self.law.leaving = {store.object.key for store in self.stores if store.demote}
+        for store in begun if at_once else ():
+            self.written(store, good=True)
+
+    @precondition(lambda self: not self.disk_is_lost)
+    @rule(chain=chains)
+    def copy(self, chain: int) -> None:
+        found = (self.state.find(key(chain, depth)) for depth in range(DEPTH))
+        self.stores += self.state.moves.copies(2**30, [stored for stored in found if stored])
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data(), good=often)
+    def write_ends(self, data: st.DataObject, good: bool) -> None:
+        self.written(data.draw(st.sampled_from(self.stores)), good=good)
+
+    def written(self, store: Store, *, good: bool) -> None:
+        self.stores.remove(store)
+        written = store.object.header()
+        assert store.object.offset is not None
+        content = self.memory.read(store.object.offset, written.length)
+        assert content == written.checksum, "it changed while it was being written"
+        place = self.disk.write(written) if good and not self.disk_is_lost else None
+        if written.generation <= self.removed_up_to.get(written.key, 0):
+            self.disk.forget([written])  # as the tier does, whose `forget` came first
+        self.state.moves.stored(store, place)
+        self.law.leaving.discard(written.key)
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data(), good=often)
+    def read_ends(self, data: st.DataObject, good: bool) -> None:
+        load = data.draw(st.sampled_from(self.loads))
+        self.loads.remove(load)
+        read = good and not self.disk_is_lost
+        if read:
+            self.memory.write(load.offset, load.object.length, load.object.checksum)
+        wanted = self.truth.get(load.object.key, (0, 0))[0] == load.object.generation
+        if wanted and not read:
+            del self.truth[load.object.key]
+        self.law.no_eviction = True
+        self.state.loaded(load, read)
+        self.law.no_eviction = False
+        for name in list(self.waiting):
+            self.settle_if_ready(name)
+
+    @precondition(lambda self: self.disk.live and not self.disk_is_lost)
+    @rule(data=st.data())
+    def relocate(self, data: st.DataObject) -> None:
+        unknown = {place for _, place in self.unknown}
+        old = data.draw(st.sampled_from(sorted(self.disk.live)))
+        if old in unknown or old not in self.disk.kept:
+            return
+        moved, new = self.disk.kept[old], self.disk.move(old)
+        wanted = self.state.moves.relocated(moved.key, moved.generation, new)
+        assert wanted == (self.truth.get(moved.key, (0, 0))[0] == moved.generation)
+        self.disk.moved(old, new, wanted=wanted)
+
+    @rule(chain=chains, depth=depths)
+    def check(self, chain: int, depth: int) -> None:
+        """Begins or ends one."""
+        stored = self.state.find(key(chain, depth))
+        if self.checks:
+            self.state.moves.checked(self.checks.pop())
+        elif stored is not None:
+            self.state.moves.check(stored)
+            self.checks.append(stored)
+
+    # Others
+
+    @rule(chain=chains, depth=depths, corrupt=st.booleans())
+    def remove(self, chain: int, depth: int, corrupt: bool) -> None:
+        self.removed(key(chain, depth), corrupt=corrupt)
+
+    @precondition(lambda self: self.loads or self.stores)
+    @rule(data=st.data())
+    def remove_what_moves(self, data: st.DataObject) -> None:
+        moving = [load.object.key for load in self.loads]
+        moving += [store.object.key for store in self.stores]
+        self.removed(data.draw(st.sampled_from(moving)), corrupt=False)
+
+    def removed(self, block: BlockKey, *, corrupt: bool) -> None:
+        self.law.no_eviction = True
+        removed = self.state.remove([block], corrupt=corrupt)
+        self.law.no_eviction = False
+        assert [o.key for o in removed] == [block] * (block in self.truth)
+        self.truth.pop(block, None)
+        for o in removed:
+            self.removed_up_to[block] = o.generation
+        self.disk.forget(removed)
+        self.protect()
+
+    @rule(chain=chains, depth=depths, pin=pins)
+    def pin(self, chain: int, depth: int, pin: Pin) -> None:
+        block = key(chain, depth)
+        assert self.state.pin([block], pin) == (block in self.truth)
+        if block in self.truth:
+            self.law.pins[block] = pin
+
+    @rule(kind=st.sampled_from(["compact", "compact", "compact", "lose the disk", "restart"]))
+    def something_rare(self, kind: str) -> None:
+        if kind == "compact":
+            self.disk.compact()
+        elif kind == "restart":  # a crash: writes under way are lost
+            self.start()
+        elif not self.disk_is_lost:
+            self.lose_the_disk()
+
+    def lose_the_disk(self) -> None:
+        self.law.no_eviction = True
+        self.state.forget_disk()
+        self.law.no_eviction = False
+        self.disk_is_lost = True
+        self.truth = {k: known for k, known in self.truth.items() if k in self.law.tiers}
+
+    @precondition(lambda self: self.unknown)
+    @rule(data=st.data())
+    def find_on_disk(self, data: st.DataObject) -> None:
+        found, place = self.unknown.pop(data.draw(st.integers(0, len(self.unknown) - 1)))
+        known = self.truth.get(found.key)
+        if known is not None and known[0] < found.generation:
+            self.law.no_eviction = True  # it is replaced
+        kept = self.state.restore(found, place)
+        self.law.no_eviction = False
+        if kept:
+            assert found.generation > self.removed_up_to.get(found.key, 0)
+            assert known is None or known[0] < found.generation
+            self.truth[found.key] = (found.generation, found.checksum)
+            self.law.pins[found.key] = found.pin
+            self.protect()
+        else:
+            self.give_back(found, place)
+
+    def give_back(self, found: DiskObject, place: Place) -> None:
+        assert found.key in self.truth or not self.fits(found) or self.is_being_written(found.key)
+        self.disk.release(place)
+
+    def fits(self, found: DiskObject) -> bool:
+        usage = self.state.usage()
+        arriving = sum(store.disk_bytes for store in self.stores)
+        room = usage.disk_limit - usage.disk_live - arriving
+        return not self.disk_is_lost and self.disk.space(found.length) <= room
+
+    def is_being_written(self, block: BlockKey) -> bool:
+        return any(block in contents for contents in self.writing.values())
+
+    def protect(self) -> None:
+        """What leases hold is protected while it is visible."""
+        self.law.leased = {
+            stored.key
+            for _, objects in self.leases.values()
+            for stored in objects
+            if self.truth.get(stored.key, (0, 0))[0] == stored.generation
+        }
+
+    # What always holds
+
+    @invariant()
+    def everything_is_accounted_for(self) -> None:
+        self.law.leaving = {store.object.key for store in self.stores if store.demote}
+        self.protect()
+        self.state.validate()
+        usage = self.state.usage()
+        assert usage.num_objects == len(self.law.tiers)
+        arriving = sum(store.disk_bytes for store in self.stores)
+        assert usage.disk_live == 0 or usage.disk_live + arriving <= usage.disk_limit
+
+    @invariant()
+    def readers_of_the_index_see_what_was_committed_or_nothing(self) -> None:
+        reader = MappedReader(self.index.memory, memoryview(b""))
+        self.truth = {k: known for k, known in self.truth.items() if k in self.law.tiers}
+        for block in ALL_KEYS:
+            entry = reader.find(block)
+            assert (entry is not None) == (block in self.truth)
+            if entry is None:
+                continue
+            assert (entry.generation, entry.checksum) == self.truth[block]
+            assert (entry.offset is None) == (self.law.tiers[block] is Tier.DISK)
+            if entry.offset is not None:
+                assert self.memory.read(entry.offset, entry.length) == entry.checksum
+
+    @invariant()
+    def leases_show_the_bytes_that_were_committed(self) -> None:
+        for _, objects in self.leases.values():
+            for stored in objects:
+                assert stored.offset is not None
+                assert self.memory.read(stored.offset, stored.length) == stored.checksum
+
+    @invariant()
+    def places_on_disk_are_those_of_visible_objects(self) -> None:
+        visible = {o.place: o for o in self.state.objects() if o.place is not None}
+        unknown = {place for _, place in self.unknown}
+        assert self.disk.live == visible.keys() | unknown
+        for place, stored in visible.items():
+            assert self.disk.kept[place].generation == stored.generation
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_two_tiers_keep_every_promise_under_every_policy(name: str) -> None:
+    machine = type("TwoTiersUnderPolicy", (TwoTiers,), {"policy_name": name})
+    num_examples = 100 if name == DEFAULT_POLICY else 15
+    run_state_machine_as_test(
+        machine,
+        settings=settings(max_examples=num_examples, stateful_step_count=60, deadline=None),
+    )
