@@ -2,7 +2,8 @@
 
 Keys are random, so nothing is near anything else in memory; chains are of 16 to 256 blocks, each on one to three nodes,
 held from its first block on. A lookup is one call of `Directory.match` with the leading blocks of a chain, all of them
-held. Figures are medians over rounds, each of all lookups.
+held. Figures are medians over rounds, each of all lookups. Resident memory is what the process grew by: of use for
+large directories only, since small ones fit into what the process had freed before.
 """
 
 from __future__ import annotations

@@ -101,8 +101,9 @@ class Follower:
             while True:
                 heard_before = self.last_heard
                 await self._listen_once()
-                retry_s = FIRST_RETRY_S if self.last_heard > heard_before else retry_s * 2
-                await asyncio.sleep(min(retry_s, LAST_RETRY_S))
+                was_heard = self.last_heard > heard_before
+                retry_s = FIRST_RETRY_S if was_heard else min(retry_s * 2, LAST_RETRY_S)
+                await asyncio.sleep(retry_s)
 
     async def _listen_once(self) -> None:
         try:

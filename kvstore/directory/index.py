@@ -26,7 +26,9 @@ from protocol.keys import KEY_BYTES, BlockKey, pack_keys
 _SWEEP_AT_LEAST = 1024  # fewer dead entries are not worth a pass over the index
 _WORD_BITS = 64
 _WORD_MASK = 2**_WORD_BITS - 1
-_SHORT = 8  # blocks; below it a loop beats numpy's calls
+_SHORT = (
+    96  # blocks; below it a loop beats numpy's calls (1.4 against 15 µs for 2, 7 against 12 for 64)
+)
 
 
 class Run(NamedTuple):
@@ -379,6 +381,8 @@ def _endings_by_loop(column: Sequence[int]) -> Iterator[tuple[int, int]]:
         if gone := matching & ~bits:
             yield index, gone
             matching &= bits
+            if not matching:
+                return
     yield len(column), matching
 
 

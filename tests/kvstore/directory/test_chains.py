@@ -221,29 +221,33 @@ TestTiersAndParents.settings = settings(max_examples=40, stateful_step_count=25,
 @given(
     st.dictionaries(st.integers(0, 90), st.lists(st.sampled_from("-dm"), min_size=20, max_size=20)),
     st.integers(0, 20),
+    st.sampled_from([1, 10]),
 )
 @settings(max_examples=100, deadline=None)
 def test_runs_of_short_and_long_chains_in_one_and_two_words_equal_the_naive_ones(
-    holdings: dict[int, list[str]], length: int
+    holdings: dict[int, list[str]], length: int, stretch: int
 ) -> None:
+    """`stretch` blocks in a row are held alike."""
     directory = Directory()
-    chain = [key(n) for n in range(20)]
+    chain = [key(n) for n in range(20 * stretch)]
     for number, tiers in holdings.items():
+        stretched = [tier for tier in tiers for _ in range(stretch)]
+        held = [(k, tier) for k, tier in zip(chain, stretched, strict=True) if tier != "-"]
         changes = Changes(
-            added=pack_keys([k for k, tier in zip(chain, tiers, strict=True) if tier != "-"]),
-            parents=bytes(16 * (20 - tiers.count("-"))),
-            in_memory=bytes(tier == "m" for tier in tiers if tier != "-"),
+            added=pack_keys([k for k, _ in held]),
+            parents=bytes(16 * len(held)),
+            in_memory=bytes(tier == "m" for _, tier in held),
         )
         assert directory.take(InstanceId(f"i{number}"), 1, changes, 1, 2, snapshot=False)
     expected = {
         InstanceId(f"i{number}"): (
-            leading(tiers[:length], "dm"),
-            leading(tiers[:length], "m"),
+            leading(tiers[:length], "dm") * stretch,
+            leading(tiers[:length], "m") * stretch,
         )
         for number, tiers in holdings.items()
     }
     wanted = {name: both for name, both in expected.items() if both[0]}
-    assert directory.match(pack_keys(chain[:length])) == wanted
+    assert directory.match(pack_keys(chain[: length * stretch])) == wanted
     directory.validate()
 
 
