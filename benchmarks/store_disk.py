@@ -1,7 +1,7 @@
 """The SSD tier beside fio: the same disk, block size, depth and O_DIRECT, in turns.
 
-What the tier writes is durable when it returns, and what it reads is verified. fio's writes are not even flushed in the
-first ratio, and flushed every `depth` blocks in the second. Both write over blocks of the disk that were written before,
+What the tier writes is durable when it returns, what it reads is verified. fio does not flush its writes in the first
+ratio, and does so every `depth` blocks in the second. Both write over blocks of the disk that were written before,
 as in a node that has run for a while. `depth` is the number of blocks asked for at a time, in as many calls as --calls.
 """
 
