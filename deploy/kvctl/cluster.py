@@ -7,10 +7,10 @@ answers of the others, never in their place. Does not know what the calls are fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from deploy.kvctl.output import Output
 from kvstore.client.cluster import DIRECTORY_ROLE, STORE_ROLE
@@ -30,6 +30,22 @@ KEYS_PER_CALL = 2_000
 Object = kvstore_pb2.StoreListReply.Object
 
 
+class Unreachable(PeerLost):
+    """Says who could not be reached, and `why`, in words for an operator."""
+
+    def __init__(self, title: str, error: MoonserveError) -> None:
+        self.why = reason(error)
+        super().__init__(f"{title}: {self.why}")
+
+
+class Peer(Protocol):
+    """Whoever is called."""
+
+    @property
+    def title(self) -> str:
+        """Who it is, for messages."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
     """A store node. Its stub's methods are named as in kvstore.proto."""
@@ -41,13 +57,29 @@ class Node:
     def name(self) -> str:
         return self.endpoint.instance_id
 
+    @property
+    def title(self) -> str:
+        return f"{self.name} at {self.endpoint.rpc_address}".removeprefix(" at ")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Directory:
+    """The cluster's directory."""
+
+    endpoint: Endpoint
+    stub: directory_pb2_grpc.DirectoryAsyncStub
+
+    @property
+    def title(self) -> str:
+        return f"the directory at {self.endpoint.rpc_address}"
+
 
 @dataclass(slots=True)
 class Answers(Generic[Reply]):
     """What several nodes said to one question, in the order of the nodes."""
 
     replies: list[tuple[Node, Reply]] = field(default_factory=list)
-    lost: list[tuple[Node, MoonserveError]] = field(default_factory=list)
+    lost: list[tuple[Node, PeerLost]] = field(default_factory=list)
 
 
 class Cluster:
@@ -78,7 +110,7 @@ class Cluster:
         """Those of the registry, or those given by address where there is none. Raises as `nodes`."""
         if self.registry is None:
             return await self.named(self._chosen)
-        members = [m for m in await self.registry.members() if m.role == STORE_ROLE]
+        members = [m for m in await self._members() if m.role == STORE_ROLE]
         if not members:
             raise NoWorker(
                 "the registry knows no store node; start one with moonserve store --join"
@@ -98,22 +130,29 @@ class Cluster:
     def node_of(self, member: Member) -> Node:
         return self._node(member.endpoint)
 
-    async def directory(self) -> directory_pb2_grpc.DirectoryAsyncStub | None:
+    async def directory(self) -> Directory | None:
         """None when the registry knows none, or there is no registry."""
-        if self.registry is None:
-            return None
-        for member in await self.registry.members():
+        for member in await self._members():
             if member.role == DIRECTORY_ROLE:
                 stub: directory_pb2_grpc.DirectoryAsyncStub = directory_pb2_grpc.DirectoryStub(
                     self._channels.to(member.endpoint.rpc_address)
                 )
-                return stub
+                return Directory(member.endpoint, stub)
         return None
 
     async def call(
-        self, method: Callable[..., Any], request: Any, *, timeout_s: float = CALL_TIMEOUT_S
+        self,
+        peer: Peer,
+        method: Callable[..., Any],
+        request: Any,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
     ) -> Any:
-        return await self._channels.call(method, request, timeout_s=timeout_s)
+        """Raises Unreachable, and what the peer raises."""
+        try:
+            return await self._channels.call(method, request, timeout_s=timeout_s)
+        except PeerLost as error:
+            raise Unreachable(peer.title, error) from error
 
     async def ask(
         self,
@@ -126,22 +165,37 @@ class Cluster:
         """`question` picks the method, as `lambda node: node.stub.Stats`. Raises what no other node can help with."""
 
         async def one(node: Node) -> Any:
-            return await self.call(question(node), request, timeout_s=timeout_s)
+            return await self.call(node, question(node), request, timeout_s=timeout_s)
 
         return await gathered(nodes, one)
 
-    async def stream(self, method: Callable[..., Any], request: Any) -> AsyncIterator[Any]:
-        """Ends with PeerLost when the peer does."""
-        async with aclosing(self._channels.stream(method, request)) as messages:  # type: ignore[type-var]
-            async for message in messages:
-                yield message
+    async def stream(
+        self, peer: Peer, method: Callable[..., Any], request: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Raises Unreachable when the peer goes away."""
+        try:
+            messages: AsyncGenerator[Any, None] = self._channels.stream(method, request)  # type: ignore[assignment]
+            async with aclosing(messages):
+                async for message in messages:
+                    yield message
+        except PeerLost as error:
+            raise Unreachable(peer.title, error) from error
 
-    async def objects(self, node: Node, key: bytes = b"") -> AsyncIterator[Object]:
+    async def objects(self, node: Node, key: bytes = b"") -> AsyncGenerator[Object, None]:
         """Those that a node holds; with a key, only that one."""
         request = kvstore_pb2.StoreListRequest(key=key)
-        async for reply in self.stream(node.stub.List, request):
-            for found in reply.objects:
-                yield found
+        async with aclosing(self.stream(node, node.stub.List, request)) as replies:
+            async for reply in replies:
+                for found in reply.objects:
+                    yield found
+
+    async def _members(self) -> list[Member]:
+        if self.registry is None:
+            return []
+        try:
+            return await self.registry.members()
+        except PeerLost as error:
+            raise Unreachable("the registry", error) from error
 
     async def _candidates(self, dialled: list[Node]) -> list[Node]:
         if self.registry is not None:
@@ -152,10 +206,7 @@ class Cluster:
 
     async def _dial(self, address: str) -> Node:
         node = self._node(_address_only(address))
-        try:
-            reply = await self.call(node.stub.Describe, kvstore_pb2.StoreDescribeRequest())
-        except PeerLost as error:
-            raise PeerLost(f"{address}: {reason(error)}") from error
+        reply = await self.call(node, node.stub.Describe, kvstore_pb2.StoreDescribeRequest())
         return self._node(replace(endpoint_from_wire(reply.endpoint), rpc_address=address))
 
     def _node(self, endpoint: Endpoint) -> Node:
@@ -181,13 +232,15 @@ async def gathered(nodes: Sequence[Node], ask: Callable[[Node], Any]) -> Answers
 
 def tell_lost(answers: Answers[Any], output: Output) -> None:
     """One line for each node that did not answer."""
-    for node, error in answers.lost:
-        output.problem(f"{node.name} at {node.endpoint.rpc_address}: {reason(error)}")
+    for _, error in answers.lost:
+        output.problem(error.message)
 
 
 def reason(error: MoonserveError) -> str:
     """What gRPC says of a lost peer is long, and repeats the address; what matters is one of few things."""
     text = error.message
+    if isinstance(error, Unreachable):
+        return text
     if "refused" in text:
         return "connection refused; is it running?"
     if text.startswith("deadline_exceeded"):

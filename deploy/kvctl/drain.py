@@ -12,9 +12,9 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 
-from deploy.kvctl import verb
+from deploy.kvctl import objects, verb
 from deploy.kvctl.batches import Batch, Resident, batches, in_order
-from deploy.kvctl.cluster import Cluster, Node, reason
+from deploy.kvctl.cluster import Cluster, Node, Unreachable, reason
 from deploy.kvctl.output import (
     EXIT_NOT_FOUND,
     EXIT_OK,
@@ -26,7 +26,7 @@ from deploy.kvctl.output import (
 )
 from deploy.kvctl.progress import Steps
 from deploy.kvctl.survey import Others, Survey, survey
-from protocol.errors import MoonserveError
+from protocol.errors import MoonserveError, Overloaded
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
 from protocol.wire import endpoint_to_wire
@@ -56,7 +56,7 @@ async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
     if cluster.registry is None and len(await cluster.all_nodes()) < 2:
         output.problem("where to? give --registry, or the other nodes as --node HOST:PORT")
         return EXIT_USAGE
-    drain = _Drain(cluster, leaving, await Others.of(cluster, leaving), output)
+    drain = _Drain(cluster, leaving, await Others.of(cluster, leaving, output), output)
     await _set_draining(cluster, leaving, True)
     try:
         return await drain.run()
@@ -73,7 +73,7 @@ async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
 
 async def _set_draining(cluster: Cluster, node: Node, draining: bool) -> None:
     request = kvstore_pb2.StoreSetDrainingRequest(draining=draining)
-    await cluster.call(node.stub.SetDraining, request)
+    await cluster.call(node, node.stub.SetDraining, request)
 
 
 class _Drain:
@@ -86,6 +86,7 @@ class _Drain:
         self._output = output
         self._slots = asyncio.Semaphore(COPIES_AT_ONCE)
         self._moved = self._moved_bytes = 0
+        self._is_waiting = False
         self._why: dict[BlockKey, str] = {}  # of what found no place
 
     async def run(self) -> int:
@@ -94,6 +95,7 @@ class _Drain:
         left_before: int | None = None
         while True:
             found = await survey(self._cluster, self._leaving, self._others)
+            await self._keep_pins(found.pinned)
             if found.alone:
                 if left_before is not None and len(found.alone) >= left_before:
                     return self._give_up(found)
@@ -101,6 +103,7 @@ class _Drain:
                 left_before = len(found.alone)
                 await self._pass(found)
             elif await self._has_writers():
+                self._say_waiting()
                 await asyncio.sleep(WRITERS_POLL_S)
             else:
                 return self._finish(time.monotonic() - started_at)
@@ -108,8 +111,13 @@ class _Drain:
     async def _has_writers(self) -> bool:
         """Writes that began before the drain may still become objects."""
         request = kvstore_pb2.StoreStatsRequest()
-        stats = await self._cluster.call(self._leaving.stub.Stats, request)
+        stats = await self._cluster.call(self._leaving, self._leaving.stub.Stats, request)
         return bool(stats.reserved_bytes)
+
+    def _say_waiting(self) -> None:
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._output.note("all is copied; waiting for writes that began before the drain")
 
     def _announce(self, found: Survey, *, is_first: bool) -> None:
         what = f"{count(len(found.alone), 'object')} ({size(found.num_bytes)})"
@@ -158,26 +166,43 @@ class _Drain:
         return left
 
     async def _copy(self, wanted: Sequence[Resident], target: Node) -> Sequence[Resident]:
-        """What is not on the target then. A batch that did not come whole is taken one by one."""
+        """What is not on the target then. A batch that did not come whole is taken one by one, so that what cannot be
+        copied does not keep the others back."""
+        try:
+            reply = await self._call_copy(wanted, target)
+        except (Unreachable, Overloaded) as error:
+            return self._refused(wanted, error.message)
+        except MoonserveError as error:
+            if len(wanted) == 1:
+                return self._refused(wanted, f"{target.name}: {reason(error)}")
+            return await self._copy_singly(wanted, target)
+        if reply.copied + reply.present == len(wanted):
+            await self._pin(wanted, target)
+            return ()
+        if len(wanted) > 1:
+            return await self._copy_singly(wanted, target)
+        return self._refused(wanted, f"{target.name}: {_shortfall(reply)}")
+
+    async def _copy_singly(self, wanted: Sequence[Resident], target: Node) -> Sequence[Resident]:
+        return [item for one in wanted for item in await self._copy([one], target)]
+
+    def _refused(self, wanted: Sequence[Resident], why: str) -> Sequence[Resident]:
+        self._why |= {item.key: why for item in wanted}
+        return wanted
+
+    async def _call_copy(
+        self, wanted: Sequence[Resident], target: Node
+    ) -> kvstore_pb2.StoreCopyReply:
         request = kvstore_pb2.StoreCopyRequest(
             source=endpoint_to_wire(self._leaving.endpoint),
             keys=[item.key for item in wanted],
             deadline_s=COPY_DEADLINE_S,
         )
         timeout_s = COPY_DEADLINE_S + CALL_MARGIN_S
-        try:
-            reply = await self._cluster.call(target.stub.Copy, request, timeout_s=timeout_s)
-            if reply.copied + reply.present == len(wanted):
-                await self._pin(wanted, target)
-                return ()
-        except MoonserveError as error:
-            self._why |= {item.key: f"{target.name}: {reason(error)}" for item in wanted}
-            return wanted
-        if len(wanted) > 1:
-            return [item for one in wanted for item in await self._copy([one], target)]
-        why = "no room" if reply.refused else "it could not be read"
-        self._why[wanted[0].key] = f"{target.name}: {why}"
-        return wanted
+        reply: kvstore_pb2.StoreCopyReply = await self._cluster.call(
+            target, target.stub.Copy, request, timeout_s=timeout_s
+        )
+        return reply
 
     async def _pin(self, copied: Sequence[Resident], target: Node) -> None:
         for pin in {item.pin for item in copied} - {kvstore_pb2.STORE_PIN_NONE}:
@@ -185,7 +210,16 @@ class _Drain:
             request = kvstore_pb2.StorePinRequest(
                 keys=keys, pin=kvstore_pb2.StorePin.ValueType(pin)
             )
-            await self._cluster.call(target.stub.Pin, request)
+            await self._cluster.call(target, target.stub.Pin, request)
+
+    async def _keep_pins(self, pinned: Sequence[Resident]) -> None:
+        """What is elsewhere already gets the pin there, unless a replica has it or a stronger one."""
+        for item in pinned:
+            nodes = list(self._others.nodes.values())
+            found = objects.present(await objects.replicas(self._cluster, nodes, item.key))
+            if all(replica.object.pin < item.pin for replica in found):
+                for replica in found:
+                    await self._pin([item], replica.node)
 
     def _finish(self, took_s: float) -> int:
         name = self._leaving.name
@@ -201,7 +235,7 @@ class _Drain:
         self._record(unplaced)
         shown = unplaced if self._output.long else unplaced[:LISTED]
         for item in shown:
-            why = self._why.get(item.key, "evicted again by what came after it")
+            why = self._why.get(item.key, "it was placed, but is gone there again")
             self._output.line(f"not placed: {item.key.hex()}  {size(item.length)}  {why}")
         if len(shown) < len(unplaced):
             self._output.line(f"… and {len(unplaced) - len(shown):,} more (--long lists all)")
@@ -220,6 +254,10 @@ class _Drain:
             copied_bytes=self._moved_bytes,
             unplaced=[item.key.hex() for item in unplaced],
         )
+
+
+def _shortfall(reply: kvstore_pb2.StoreCopyReply) -> str:
+    return "no room there" if reply.refused else "the draining node could not read it"
 
 
 class _Progress:

@@ -82,5 +82,5 @@ async def _remove(cluster: Cluster, node: Node, held: Sequence[BlockKey]) -> int
     removed = 0
     for piece in objects.pieces(held):
         request = kvstore_pb2.StoreRemoveRequest(keys=piece)
-        removed += (await cluster.call(node.stub.Remove, request)).removed
+        removed += (await cluster.call(node, node.stub.Remove, request)).removed
     return removed

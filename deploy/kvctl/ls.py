@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from deploy.kvctl import objects, verb
@@ -61,9 +61,9 @@ class _Listing:
         )
         self.is_full = False
 
-    async def show(self, node: Node, found: AsyncIterator[Object]) -> None:
+    async def show(self, node: Node, found: AsyncGenerator[Object, None]) -> None:
         try:
-            async with aclosing(found) as listed:  # type: ignore[type-var]  # it is a generator
+            async with aclosing(found) as listed:
                 async for item in listed:
                     if self._is_wanted(item):
                         if self._reached_limit():

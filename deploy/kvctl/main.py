@@ -9,7 +9,7 @@ from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpForm
 from collections.abc import Mapping, Sequence
 
 from deploy.kvctl import drain, drop, ls, nodes, pin, replicas, stat, verify, watch
-from deploy.kvctl.cluster import Cluster, reason, require_target
+from deploy.kvctl.cluster import Cluster, require_target
 from deploy.kvctl.output import (
     EXIT_INTERRUPTED,
     EXIT_NOT_FOUND,
@@ -60,7 +60,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
 
 
 async def _run(arguments: Namespace, output: Output, environ: Mapping[str, str]) -> int:
-    url = arguments.registry or environ.get(REGISTRY_ENV)
+    url = arguments.registry or environ.get(REGISTRY_ENV) or None
     require_target(url, arguments.nodes)
     token = environ.get(TOKEN_ENV, "")
     registry = connect(url, cluster_token=token) if url else None
@@ -109,7 +109,7 @@ def _explained(error: MoonserveError) -> str:
     if isinstance(error, Unauthenticated):
         return f"{error.message}; set {TOKEN_ENV} to the cluster's"
     if isinstance(error, PeerError):
-        return f"cannot be reached: {reason(error)}"
+        return error.message
     return str(error)
 
 

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from deploy.kvctl import verb
-from deploy.kvctl.cluster import Cluster, Node, reason, tell_lost
+from deploy.kvctl.cluster import Cluster, Node, tell_lost
 from deploy.kvctl.output import EXIT_OK, EXIT_UNREACHABLE, Output, Table, bar, duration, size
 from protocol.errors import MoonserveError
 from protocol.pb import directory_pb2, kvstore_pb2
 
 Stats = kvstore_pb2.StoreStatsReply
 COLUMNS = (
-    *("node", "address", "state", "memory", ">used", ">of", "disk", ">live", ">of"),
-    *(">objects", ">disk only", ">hits", ">evicted", ">corrupt", ">heard"),
+    *("node", "address", "state", "memory", "disk", ">objects", ">disk only"),
+    *(">hits", ">evicted", ">corrupt", ">heard"),
 )
 LONG_COLUMNS = ("epoch", "host", ">leased", ">reserved", ">metadata")
 
@@ -50,26 +50,22 @@ async def _heard(cluster: Cluster, output: Output) -> dict[str, float]:
         directory = await cluster.directory()
         if directory is None:
             return {}
-        reply = await cluster.call(directory.GetNodes, directory_pb2.GetNodesRequest())
+        reply = await cluster.call(
+            directory, directory.stub.GetNodes, directory_pb2.GetNodesRequest()
+        )
     except MoonserveError as error:
-        output.note(f"the directory cannot be asked: {reason(error)}")
+        output.note(f"not known when they were heard last: {error.message}")
         return {}
     return {view.endpoint.instance_id: view.last_heard_s for view in reply.nodes}
 
 
 def _cells(node: Node, stats: Stats, heard_s: float | None) -> tuple[str, ...]:
-    used = stats.capacity_bytes - stats.free_bytes
-    has_disk = stats.disk_limit_bytes > 0
     return (
         node.name,
         node.endpoint.rpc_address,
         _state(stats),
-        bar(used / stats.capacity_bytes if stats.capacity_bytes else 0.0),
-        size(used),
-        size(stats.capacity_bytes),
-        stats.disk_health,
-        size(stats.disk_live_bytes) if has_disk else "–",
-        size(stats.disk_limit_bytes) if has_disk else "–",
+        _memory(stats),
+        _disk(stats),
         f"{stats.num_objects:,}",
         f"{stats.num_on_disk:,}",
         _ratio_text(hit_ratio(stats.counters)),
@@ -77,6 +73,20 @@ def _cells(node: Node, stats: Stats, heard_s: float | None) -> tuple[str, ...]:
         f"{stats.counters.get('integrity_failures', 0):,}",
         _heard_text(heard_s),
     )
+
+
+def _memory(stats: Stats) -> str:
+    used = 1 - stats.free_bytes / stats.capacity_bytes if stats.capacity_bytes else 0.0
+    return f"{bar(used)} {used:4.0%} of {size(stats.capacity_bytes)}"
+
+
+def _disk(stats: Stats) -> str:
+    """Its health only where it is not good: it must be seen."""
+    if not stats.disk_limit_bytes:
+        return "none" if stats.disk_health in ("", "none") else stats.disk_health
+    health = "" if stats.disk_health == "good" else f" {stats.disk_health}"
+    used = stats.disk_live_bytes / stats.disk_limit_bytes
+    return f"{used:4.0%} of {size(stats.disk_limit_bytes)}{health}"
 
 
 def _lost_cells(node: Node, heard_s: float | None) -> tuple[str, ...]:
@@ -113,7 +123,7 @@ def _ratio_text(ratio: float | None) -> str:
 
 
 def _heard_text(heard_s: float | None) -> str:
-    return "–" if heard_s is None else f"{duration(heard_s)} ago"
+    return "–" if heard_s is None else duration(heard_s)
 
 
 def _as_json(
@@ -127,7 +137,7 @@ def _as_json(
         "last_heard_s": heard_s,
     }
     if stats is None:
-        return {**known, "lost": reason(error) if error else ""}
+        return {**known, "lost": error.message if error else ""}
     return {**known, **_stats_json(stats)}
 
 

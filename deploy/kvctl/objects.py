@@ -129,7 +129,7 @@ async def holders(
         for start in range(0, len(keys), KEYS_PER_CALL):
             piece = keys[start : start + KEYS_PER_CALL]
             request = kvstore_pb2.StoreExistsRequest(keys=piece)
-            reply = await cluster.call(node.stub.Exists, request)
+            reply = await cluster.call(node, node.stub.Exists, request)
             found += [key for key, there in zip(piece, reply.present, strict=True) if there]
         return found
 

@@ -121,7 +121,7 @@ def count(number: int, noun: str) -> str:
 def duration(seconds: float) -> str:
     """`0.3 s`, `2 min 5 s`, `3 h 20 min`."""
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{max(seconds, 0.1):.1f} s"
     if seconds < 3600:
         return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
     return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"

@@ -64,7 +64,7 @@ async def _pin(cluster: Cluster, node: Node, held: Sequence[BlockKey], pin: str)
     pinned = 0
     for piece in objects.pieces(held):
         request = kvstore_pb2.StorePinRequest(keys=piece, pin=_PINS[pin])
-        pinned += (await cluster.call(node.stub.Pin, request)).pinned
+        pinned += (await cluster.call(node, node.stub.Pin, request)).pinned
     return pinned
 
 

@@ -42,7 +42,8 @@ class Steps:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bars.stop()
+        if self._is_live:
+            self._bars.stop()
 
     def show(self, name: str, done: float, total: float, text: str) -> None:
         """`text` says in the task's own units how far it is."""

@@ -20,6 +20,7 @@ from deploy.kvctl.output import (
 from protocol.keys import BlockKey
 from protocol.pb import directory_pb2
 
+Change = directory_pb2.ChangeReplicaReply
 # The chain comes along, and each call copies for at most 30 s.
 CHANGE_TIMEOUT_S = 120.0
 
@@ -44,7 +45,8 @@ async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
         output.problem("N must be at least 1; `kvctl drop` removes an object")
         return EXIT_USAGE
     nodes = await cluster.nodes()
-    if wanted is not None and not await _change(cluster, key, wanted, output):
+    changed = await _change(cluster, key, wanted, output) if wanted is not None else None
+    if wanted is not None and changed is None:
         return EXIT_USAGE
     answers = await objects.replicas(cluster, nodes, key)
     found = objects.present(answers)
@@ -55,28 +57,32 @@ async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
     if not found:
         output.problem(keys.no_such_key(arguments.key))
     elif wanted is not None and len(found) != wanted:
-        output.problem(_why(wanted, len(found)))
+        output.problem(_why(wanted, len(found), changed))
     return EXIT_OK if found and wanted in (None, len(found)) else EXIT_NOT_FOUND
 
 
-async def _change(cluster: Cluster, key: BlockKey, wanted: int, output: Output) -> bool:
-    """False = there is nobody who could."""
+async def _change(cluster: Cluster, key: BlockKey, wanted: int, output: Output) -> Change | None:
+    """None = there is nobody who could."""
     directory = await cluster.directory()
     if directory is None:
         output.problem(
             "replicas are changed by the directory, and the registry knows none; start moonserve directory"
         )
-        return False
+        return None
     request = directory_pb2.ChangeReplicaRequest(keys=key, num_replicas=wanted)
-    reply = await cluster.call(directory.ChangeReplica, request, timeout_s=CHANGE_TIMEOUT_S)
+    reply: Change = await cluster.call(
+        directory, directory.stub.ChangeReplica, request, timeout_s=CHANGE_TIMEOUT_S
+    )
     if reply.created or reply.dropped:
         output.note(
             f"created {count(reply.created, 'replica')}, dropped {reply.dropped:,} (its chain's included)"
         )
-    return True
+    return reply
 
 
-def _why(wanted: int, there: int) -> str:
+def _why(wanted: int, there: int, changed: Change | None) -> str:
+    if changed is not None and changed.missing:
+        return "the directory has not heard of this object yet; run it again in a second"
     fewer = "no other node takes replicas now; see kvctl nodes"
     more = "a block that others follow keeps its replicas"
     return f"{wanted} wanted, {there} there: {fewer if there < wanted else more}"

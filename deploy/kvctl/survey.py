@@ -5,12 +5,13 @@ The directory is not asked: it may lag behind, and an object that it wrongly bel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deploy.kvctl import objects
 from deploy.kvctl.batches import Resident
-from deploy.kvctl.cluster import KEYS_PER_CALL, Cluster, Node, Object
+from deploy.kvctl.cluster import KEYS_PER_CALL, Cluster, Node, Object, tell_lost
+from deploy.kvctl.output import Output
 from kvstore.client.placement import Placement
 from protocol.errors import NoWorker, PeerLost
 from protocol.keys import BlockKey
@@ -30,11 +31,12 @@ class Others:
         )
 
     @classmethod
-    async def of(cls, cluster: Cluster, leaving: Node) -> Others:
+    async def of(cls, cluster: Cluster, leaving: Node, output: Output) -> Others:
         """Raises NoWorker when there is none."""
         nodes = [node for node in await cluster.all_nodes() if node.name != leaving.name]
         request = kvstore_pb2.StoreStatsRequest()
         answers = await cluster.ask(nodes, lambda node: node.stub.Stats, request)
+        tell_lost(answers, output)
         taking = [(node, reply) for node, reply in answers.replies if not reply.draining]
         if not taking:
             raise NoWorker(f"no other node takes what {leaving.name} holds; see kvctl nodes")
@@ -61,9 +63,11 @@ class Others:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """`alone`: what only the leaving node has. `parents_at`: where blocks are that lead to some of it."""
+    """`alone`: what only the leaving node has. `pinned`: what has a pin there, and replicas elsewhere. `parents_at`:
+    where blocks are that lead to some of `alone`."""
 
     alone: Mapping[BlockKey, Resident]
+    pinned: Sequence[Resident]
     parents_at: Mapping[BlockKey, str]
 
     @property
@@ -74,22 +78,23 @@ class Survey:
 async def survey(cluster: Cluster, leaving: Node, others: Others) -> Survey:
     """Raises PeerLost when the leaving node, or all others, cannot be reached."""
     alone: dict[BlockKey, Resident] = {}
+    pinned: list[Resident] = []
+    async for part in _parts(cluster, leaving):
+        held = await _first_holders(cluster, [item.key for item in part], others)
+        alone |= {item.key: item for item in part if item.key not in held}
+        pinned += [item for item in part if item.key in held and item.pin]
+    outside = {r.parent for r in alone.values() if r.parent is not None and r.parent not in alone}
+    return Survey(alone, pinned, await _first_holders(cluster, sorted(outside), others))
+
+
+async def _parts(cluster: Cluster, leaving: Node) -> AsyncIterator[list[Resident]]:
     part: list[Resident] = []
     async for found in cluster.objects(leaving):
         part.append(_resident(found))
         if len(part) == KEYS_PER_CALL:
-            alone |= await _without_replica(cluster, part, others)
+            yield part
             part = []
-    alone |= await _without_replica(cluster, part, others)
-    outside = {r.parent for r in alone.values() if r.parent is not None and r.parent not in alone}
-    return Survey(alone, await _first_holders(cluster, sorted(outside), others))
-
-
-async def _without_replica(
-    cluster: Cluster, part: Sequence[Resident], others: Others
-) -> dict[BlockKey, Resident]:
-    held = await _first_holders(cluster, [item.key for item in part], others)
-    return {item.key: item for item in part if item.key not in held}
+    yield part
 
 
 async def _first_holders(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from deploy.kvctl import verb
-from deploy.kvctl.cluster import Cluster, Node, gathered, tell_lost
+from deploy.kvctl import objects, verb
+from deploy.kvctl.cluster import Answers, Cluster, Node, gathered, tell_lost
 from deploy.kvctl.output import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE, Output, count
 from deploy.kvctl.progress import Steps
 from protocol.keys import BlockKey
@@ -23,15 +23,14 @@ async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
     with Steps(output) as steps:
         answers = await gathered(nodes, lambda node: passes[node].run(cluster, steps))
     # Also of a node that was lost on the way: what it found was dropped.
-    num_corrupt = sum(len(done.corrupt) for done in passes.values())
+    corrupt = [key for done in passes.values() for key in done.corrupt]
+    others = await objects.holders(cluster, await cluster.all_nodes(), corrupt)
     for done in passes.values():
-        done.tell(output)
+        done.tell(others, output)
     tell_lost(answers, output)
     if answers.lost:
         return EXIT_UNREACHABLE
-    if num_corrupt:
-        output.line("Corrupt objects were dropped; other replicas of them still serve.")
-    return EXIT_NOT_FOUND if num_corrupt else EXIT_OK
+    return EXIT_NOT_FOUND if corrupt else EXIT_OK
 
 
 class _Pass:
@@ -44,13 +43,14 @@ class _Pass:
 
     async def run(self, cluster: Cluster, steps: Steps) -> None:
         request = kvstore_pb2.StoreVerifyRequest()
-        async for found in cluster.stream(self._node.stub.Verify, request):
+        async for found in cluster.stream(self._node, self._node.stub.Verify, request):
             self._checked, self._total = found.checked, found.total
             self.corrupt += [BlockKey(key) for key in found.corrupt]
             text = f"{found.checked:,} of {count(found.total, 'object')}"
             steps.show(self._node.name, found.checked, found.total, text)
 
-    def tell(self, output: Output) -> None:
+    def tell(self, others: Answers[list[BlockKey]], output: Output) -> None:
+        """`others`: who still has what was corrupt here."""
         name = self._node.name
         output.record(
             node=name,
@@ -59,7 +59,9 @@ class _Pass:
             corrupt=[key.hex() for key in self.corrupt],
         )
         for key in self.corrupt:
-            output.line(f"{name}: corrupt {key.hex()}")
+            left = ", ".join(node.name for node, held in others.replies if key in held)
+            fate = f"still on {left}" if left else "it was the only replica"
+            output.line(f"{name}: corrupt {key.hex()}, dropped; {fate}")
         of = f" of {self._total:,}" if self._checked < self._total else ""
         what = f"{len(self.corrupt):,} corrupt" if self.corrupt else "all good"
         output.line(f"{name}: {count(self._checked, 'object')}{of} checked, {what}")

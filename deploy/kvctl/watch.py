@@ -18,10 +18,9 @@ from rich.table import Table
 
 from deploy.kvctl import verb
 from deploy.kvctl.changes import Change, Counts, Objects
-from deploy.kvctl.cluster import Cluster, Node, reason
+from deploy.kvctl.cluster import Cluster, Node, Unreachable
 from deploy.kvctl.output import EXIT_OK, Output
 from kvstore.client.cluster import STORE_ROLE
-from protocol.errors import PeerError
 from protocol.pb import kvstore_pb2
 from protocol.process import running
 from protocol.registry.base import Member
@@ -124,16 +123,17 @@ class _Watch:
         while True:
             try:
                 await self._hear(watched)
-            except PeerError as error:
+            except Unreachable as error:
                 if watched.state != "lost":
-                    self._say(watched.node, f"lost: {reason(error)}")
+                    self._say(watched.node, f"lost: {error.why}")
                 watched.state = "lost"
             await asyncio.sleep(RETRY_S)
 
     async def _hear(self, watched: _Watched) -> None:
         """Until the node is lost."""
         request = kvstore_pb2.StoreSubscribeRequest()
-        async for message in self._cluster.stream(watched.node.stub.Subscribe, request):
+        stream = self._cluster.stream(watched.node, watched.node.stub.Subscribe, request)
+        async for message in stream:
             for change in watched.objects.apply(message):
                 watched.fresh.note(change)
                 self._print(watched.node, change)

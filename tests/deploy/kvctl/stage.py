@@ -1,0 +1,145 @@
+"""A cluster for kvctl's tests: a directory, store nodes that join it, objects in them, and the command itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from deploy.kvctl.main import main
+from kvstore.client import PutObject, plain_key
+from protocol.checksum import checksum
+from protocol.keys import BlockKey
+from tests.kvstore.directory.cluster import asking, free_port, running_directory, until
+from tests.kvstore.nodes import TOKEN, Node, connected, running_node
+
+SEGMENT_BYTES = 8 * 2**20
+ENVIRON = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}
+
+
+@dataclass(slots=True)
+class Stage:
+    """The processes of one test."""
+
+    registry: str
+    port: int
+    nodes: dict[str, Node] = field(default_factory=dict)
+
+    def address(self, name: str) -> str:
+        return self.nodes[name].rpc_address
+
+    def until_indexed(self, keys: Sequence[BlockKey]) -> None:
+        """The directory knows who holds them."""
+
+        async def body() -> None:
+            async with asking(self.port) as questions:
+
+                async def indexed() -> bool:
+                    return all(await questions.holders(keys))
+
+                await questions.until_in_step(*self.nodes)
+                await until(indexed)
+
+        asyncio.run(body())
+
+
+@contextlib.contextmanager
+def stage(names: Sequence[str], *flags: str) -> Iterator[Stage]:
+    """`flags` go to every node."""
+    port = free_port()
+    with ExitStack() as stack:
+        stack.enter_context(running_directory(port=port))
+        made = Stage(f"127.0.0.1:{port}", port)
+        for name in names:
+            made.nodes[name] = stack.enter_context(
+                running_node(
+                    *("--dram", str(SEGMENT_BYTES), "--join", made.registry),
+                    *flags,
+                    instance_id=name,
+                )
+            )
+        yield made
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one command printed, and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines]
+
+
+class Kvctl:
+    """Runs the command in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], registry: str = "") -> None:
+        self._capsys = capsys
+        self._registry = registry
+
+    def __call__(self, *arguments: str, environ: Mapping[str, str] = ENVIRON) -> Said:
+        registry = ["--registry", self._registry] if self._registry else []
+        self._capsys.readouterr()
+        code = main([*registry, *arguments], environ)
+        printed = self._capsys.readouterr()
+        return Said(code, printed.out, printed.err)
+
+    def json(self, *arguments: str) -> list[dict[str, Any]]:
+        """The records of a command that is to succeed."""
+        said = self("--json", *arguments)
+        assert said.code == 0, said.err
+        return said.records
+
+
+def put(node: Node, values: Mapping[str, bytes]) -> None:
+    async def body() -> None:
+        async with connected(node.rpc_address) as (client, _, endpoint):
+            for key, value in values.items():
+                await client.put_bytes(endpoint, key.encode(), value)
+
+    asyncio.run(body())
+
+
+def get(node: Node, key: str) -> bytes | None:
+    """The value, compared with its checksum."""
+
+    async def body() -> bytes | None:
+        async with connected(node.rpc_address) as (client, _, endpoint):
+            return await client.get(endpoint, key.encode())
+
+    return asyncio.run(body())
+
+
+def chain_keys(name: str, length: int) -> list[BlockKey]:
+    return [plain_key(f"{name}/{number}".encode()) for number in range(length)]
+
+
+def put_chain(node: Node, keys: Sequence[BlockKey], num_bytes: int = 4096) -> None:
+    async def body() -> None:
+        async with connected(node.rpc_address) as (client, transfer, endpoint):
+            local = transfer.allocate(num_bytes)
+            local.buffer[:] = bytes(num_bytes)
+            digest = checksum([local.buffer])
+            parents = [None, *keys]
+            wishes = [
+                PutObject(key=key, parent=parent, checksum=digest, pieces=[(0, num_bytes)])
+                for key, parent in zip(keys, parents, strict=False)
+            ]
+            result = await client.put(endpoint, wishes, local)
+            assert result.stored == len(keys)
+
+    asyncio.run(body())

@@ -1,0 +1,178 @@
+"""drain: whatever only one node holds is on another then, byte for byte, or it is said what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from deploy.kvctl.output import EXIT_INTERRUPTED
+from kvstore.client.placement import home
+from protocol.errors import Overloaded
+from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from protocol.rpc import Channels
+from tests.deploy.kvctl.stage import (
+    ENVIRON,
+    SEGMENT_BYTES,
+    Kvctl,
+    Stage,
+    chain_keys,
+    get,
+    put,
+    put_chain,
+    stage,
+)
+from tests.kvstore.nodes import ROOT, TOKEN, running_node
+
+VALUES = {f"value-{number}": os.urandom(10_000 + number) for number in range(100)}
+
+
+def test_a_drained_node_can_be_stopped_without_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    with stage(["store-0", "store-1", "store-2"]) as made:
+        put(made.nodes["store-0"], VALUES)
+        kvctl = Kvctl(capsys, made.registry)
+        said = kvctl("drain", "store-0")
+        assert said.code == 0, said.err
+        assert "store-0 holds nothing alone any more: it can be stopped" in said.lines
+        made.nodes["store-0"].stop()
+        weights = dict.fromkeys(("store-1", "store-2"), float(SEGMENT_BYTES))
+        held = {r["key"]: r["node"] for r in kvctl.json("ls", "--limit", "0")}
+        assert all(home(bytes.fromhex(k), weights) == node for k, node in held.items())  # type: ignore[arg-type]
+        found = {
+            key: get(made.nodes["store-1"], key) or get(made.nodes["store-2"], key)
+            for key in VALUES
+        }
+    assert found == VALUES
+
+
+def test_draining_refuses_writes_until_it_is_undone(capsys: pytest.CaptureFixture[str]) -> None:
+    with stage(["store-0", "store-1"]) as made:
+        kvctl = Kvctl(capsys, made.registry)
+        put(made.nodes["store-0"], {"before": b"value"})
+        assert kvctl("drain", "store-0").code == 0
+        assert kvctl.json("nodes")[0]["state"] == "draining"
+        with pytest.raises(Overloaded):
+            put(made.nodes["store-0"], {"during": b"value"})
+        again = kvctl("drain", "store-0")
+        assert again.code == 0
+        assert "copied" not in again.out
+        assert kvctl("drain", "store-0", "--undo").out == "store-0 accepts objects again\n"
+        put(made.nodes["store-0"], {"after": b"value"})
+        assert kvctl.json("nodes")[0]["state"] == "ok"
+
+
+def test_a_chain_goes_where_its_beginning_is_and_keeps_its_pins(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys = chain_keys("drained", 150)
+    with stage(["store-0", "store-1", "store-2"]) as made:
+        put_chain(made.nodes["store-0"], keys)
+        put_chain(made.nodes["store-2"], keys[:10])
+        kvctl = Kvctl(capsys, made.registry)
+        for kind, key in (("--hard", keys[3]), ("--soft", keys[100])):
+            assert kvctl("pin", key.hex(), kind, "--node", "store-0").code == 0
+        assert kvctl("drain", "store-0").code == 0
+        found = {r["key"]: r for r in kvctl.json("ls", "--node", "store-2", "--limit", "0")}
+        assert set(found) == {key.hex() for key in keys}
+        assert found[keys[3].hex()]["pin"] == "hard"
+        assert found[keys[100].hex()]["pin"] == "soft"
+        parents = [found[key.hex()]["parent"] for key in keys]
+        assert parents == [None, *(key.hex() for key in keys[:-1])]
+
+
+def test_what_found_no_place_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with stage(["store-0"]) as made:
+        small = running_node(*("--dram", "1MiB", "--join", made.registry), instance_id="store-1")
+        with small:
+            put(made.nodes["store-0"], {"large": bytes(3 * 2**20), "small": b"value"})
+            kvctl = Kvctl(capsys, made.registry)
+            said = kvctl("drain", "store-0")
+            assert said.code == 1
+            assert "not placed:" in said.out
+            assert "1 object (3.0 MiB) found no place" in said.err
+            assert "still draining" in said.err
+            [record] = kvctl("--json", "drain", "store-0").records
+            assert not record["can_be_stopped"]
+            assert len(record["unplaced"]) == 1
+
+
+def test_a_full_cluster_ends_a_drain_instead_of_chasing_its_own_evictions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with stage(["store-0"]) as made:
+        small = running_node(*("--dram", "1MiB", "--join", made.registry), instance_id="store-1")
+        with small:
+            put(made.nodes["store-0"], {f"cold-{n}": bytes(100_000) for n in range(40)})
+            said = Kvctl(capsys, made.registry)("drain", "store-0")
+    assert said.code == 1
+    assert "they will evict what is cold there" in said.err
+
+
+def test_there_must_be_another_node(capsys: pytest.CaptureFixture[str]) -> None:
+    with stage(["store-0"]) as made:
+        kvctl = Kvctl(capsys, made.registry)
+        said = kvctl("drain", "store-0")
+        assert said.code == 1
+        assert "no other node takes what store-0 holds" in said.err
+        assert kvctl.json("nodes")[0]["state"] == "ok"
+
+
+def test_an_interrupted_drain_says_what_it_leaves_and_can_go_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A writer that has not finished holds the drain up until the signal has come."""
+    with stage(["store-0", "store-1"]) as made:
+        put(made.nodes["store-0"], VALUES)
+        kvctl = Kvctl(capsys, made.registry)
+        with _unfinished_write(made.address("store-0")):
+            command = _start_drain(made, "store-0")
+            assert command.stderr is not None
+            assert any("waiting for writes" in line for line in command.stderr)
+            command.send_signal(signal.SIGINT)
+            _, said = command.communicate(timeout=20)
+            assert command.returncode == EXIT_INTERRUPTED
+            assert "interrupted: store-0 is still draining" in said
+            assert kvctl.json("nodes")[0]["state"] == "draining"
+        assert kvctl("drain", "store-0").code == 0
+        assert {key: get(made.nodes["store-1"], key) for key in VALUES} == VALUES
+
+
+@contextlib.contextmanager
+def _unfinished_write(address: str) -> Iterator[None]:
+    _ask(
+        address,
+        "Reserve",
+        kvstore_pb2.StoreReserveRequest(
+            reservation_id="unfinished", ttl_s=60.0, wishes=[{"key": b"k" * 16, "length": 1}]
+        ),
+    )
+    try:
+        yield
+    finally:
+        _ask(address, "Abort", kvstore_pb2.StoreAbortRequest(reservation_id="unfinished"))
+
+
+def _ask(address: str, method: str, request: Any) -> None:
+    async def body() -> None:
+        channels = Channels(TOKEN)
+        try:
+            stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
+            await channels.call(getattr(stub, method), request, timeout_s=5.0)
+        finally:
+            await channels.close()
+
+    asyncio.run(body())
+
+
+def _start_drain(made: Stage, name: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "deploy", "kvctl", "--registry", made.registry, "drain", name]
+    return subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **ENVIRON}, stderr=subprocess.PIPE, text=True
+    )
