@@ -99,10 +99,9 @@ class AtNode:
             self.used(node, ())
             return near.exist(keys)
 
-        def far(far: Far) -> list[bool | Fate]:
-            return [
-                True if isinstance(each, Found) else Fate.ASK for each in far.look(keys, deadline)
-            ]
+        def far(_: Far) -> list[bool | Fate]:
+            # A call is surer than a READ of the index and, over TCP, takes a fifth of the time.
+            return [Fate.ASK] * len(keys)
 
         fates = node.reading(lambda way: _by(way, near, far), deadline)
         if places := _to_ask(fates):

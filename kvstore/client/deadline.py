@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from kvstore.promises import MAX_TTL_S
@@ -11,6 +12,7 @@ from transfer.patience import Patience
 PATIENCE = Patience()
 # A right lasts a little longer than the deadline of its user, so that the node never ends it first.
 TTL_MARGIN_S = 5.0
+ROUNDED_S = 4.0
 FAIR_S = 0.25
 """A node on a busy machine answers within it; one that does not is not believed to be alive."""
 
@@ -44,6 +46,11 @@ class Deadline:
         if left_s <= 0:
             raise DeadlineExceeded("the deadline passed before the operation was complete")
         return left_s
+
+    def call_s(self) -> float:
+        """`left_s` for a call: long ones rounded up, since another time limit costs a socket two system calls."""
+        left_s = self.left_s()
+        return left_s if left_s < ROUNDED_S else float(math.ceil(left_s))
 
     def half(self) -> Deadline:
         """Of what is left, for an attempt that leaves time for others. What it allows, this one allows."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from kvstore.client.fate import Fate
 from kvstore.native.base import Entry
-from kvstore.native.layout import SLOT
+from kvstore.native.layout import SLOT, entry_of, is_sealed
 from kvstore.native.reader import Miss, scan
-from protocol.keys import KEY_BYTES, BlockKey
+from protocol.keys import BlockKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +23,23 @@ class Found:
     slot: bytes
 
 
-def look(run: bytes | memoryview, key: BlockKey) -> Found | Fate:
+def look(run: bytes, key: BlockKey) -> Found | Fate:
     """From the slots that begin at the key's home. ABSENT is a hint, unless nothing changed meanwhile."""
-    answer = scan(run, key)
-    if isinstance(answer, Entry):
-        return Found(answer, _slot_of(run, key))
-    return Fate.ABSENT if answer is Miss.ABSENT else Fate.ASK
+    slot = _slot_of(run, key)
+    if slot is None:
+        return Fate.ABSENT if scan(run, key) is Miss.ABSENT else Fate.ASK
+    # Whatever lies before it in the run: a whole entry under this key was there when it was read.
+    fields = SLOT.unpack(slot)
+    return Found(entry_of(fields), slot) if fields[2] and is_sealed(fields) else Fate.ASK
 
 
-def unchanged(found: Found, run: bytes | memoryview, key: BlockKey) -> bool:
+def unchanged(found: Found, run: bytes, key: BlockKey) -> bool:
     """Whether a later look at the same place sees the same entry."""
-    answer = scan(run, key)
-    return isinstance(answer, Entry) and _slot_of(run, key) == found.slot
+    return _slot_of(run, key) == found.slot
 
 
-def _slot_of(run: bytes | memoryview, key: BlockKey) -> bytes:
-    """`key` is there."""
-    starts = range(0, len(run), SLOT.size)
-    at = next(start for start in starts if run[start : start + KEY_BYTES] == key)
-    return bytes(run[at : at + SLOT.size])
+def _slot_of(run: bytes, key: BlockKey) -> bytes | None:
+    at = run.find(key)
+    while at % SLOT.size and at >= 0:  # by chance across two fields
+        at = run.find(key, at + 1)
+    return run[at : at + SLOT.size] if at >= 0 else None

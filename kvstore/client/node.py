@@ -132,7 +132,7 @@ class StoreNode:
         attached = self.attached(deadline)
         self.in_flight += 1
         try:
-            return method(attached.stub)(request, timeout=deadline.left_s())
+            return method(attached.stub)(request, timeout=deadline.call_s())
         finally:
             self.in_flight -= 1
 
