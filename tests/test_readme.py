@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tests.kvstore.directory.cluster import TOKEN, free_port, running_directory, running_store
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
@@ -16,3 +18,12 @@ def test_the_transfer_engine_alone_takes_ten_lines_that_run() -> None:
     [code] = [snippet for snippet in snippets() if "TransferEngine" in snippet]
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
     exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_store_alone_takes_ten_lines_that_run() -> None:
+    [code] = [snippet for snippet in snippets() if "kvstore.client" in snippet]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    port = free_port()
+    with running_directory(port=port), running_store("store-0", port):
+        code = code.replace("127.0.0.1:7000", f"127.0.0.1:{port}").replace('"secret"', repr(TOKEN))
+        exec(compile(code, "README.md", "exec"), {})
