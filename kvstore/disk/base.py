@@ -114,14 +114,18 @@ class DiskTier(Protocol):
         """The object there is no longer wanted. It may come back after a restart: `forget` prevents that."""
 
     async def forget(self, objects: Sequence[DiskObject]) -> None:
-        """Durably: these objects, and earlier ones of the same keys, are not found by `recover` any more."""
+        """Durably: these objects, and earlier ones of the same keys, are not found by `recover` any more.
+
+        Their places are released as others are. When the disk fails, it is made up for once it is well again.
+        """
 
     async def close(self) -> None:
         """Waits for what is under way."""
 
 
 Moved = Callable[[DiskObject, Place, Place], bool]
-"""Called in the event loop when the tier has moved an object (object, from, to): whether anybody still wants it."""
+"""Called in the event loop when the tier has moved an object (object, from, to): whether anybody still wants it there.
+What was released or forgotten meanwhile is not wanted; then it is not found by `recover` either."""
 
 HealthChanged = Callable[[Health, str], None]
 """Called in the event loop with the new health and a sentence that says why."""

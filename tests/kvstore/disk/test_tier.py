@@ -248,3 +248,30 @@ async def test_memory_on_page_borders_is_written_and_read_without_a_copy(tmp_pat
         read = DiskRead(object=write.object, place=place, memory=into)
         assert await stand.tier.read([read]) == [True]
         assert into == write.memory
+
+
+async def test_recovery_gives_pieces_and_says_how_far_it_is(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        assert all(await stand.put([written(number) for number in range(20)]))
+    owner = Owner()
+    shares: list[float] = []
+    tier = await SsdTier.open(tmp_path, 8 * SEGMENT, SMALL, owner.moved, owner.health_changed)
+    pieces = [piece async for piece in tier.recover(shares.append)]
+    await tier.close()
+    assert len(pieces) > 1
+    assert sum(map(len, pieces)) == 20
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+async def test_recovery_may_be_given_up(tmp_path: Path) -> None:
+    async with opened(tmp_path) as stand:
+        assert all(await stand.put([written(number) for number in range(20)]))
+    owner = Owner()
+    tier = await SsdTier.open(tmp_path, 8 * SEGMENT, SMALL, owner.moved, owner.health_changed)
+    recovery = tier.recover(lambda share: None)
+    await anext(recovery)
+    await recovery.aclose()  # type: ignore[attr-defined]
+    await tier.close()
+    async with opened(tmp_path) as stand:
+        assert len(stand.owner.places) == 20
