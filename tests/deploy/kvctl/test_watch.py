@@ -1,0 +1,96 @@
+"""watch: every event of every node until Ctrl-C; nodes that come, go and are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from kvstore.client import plain_key
+from tests.deploy.kvctl.stage import ENVIRON, SEGMENT_BYTES, Stage, get, put, stage
+from tests.kvstore.nodes import ROOT, running_node
+
+
+class Watch:
+    """A `kvctl watch` process; waiting for its next line is the only synchronisation."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def until(self, **wanted: object) -> dict[str, Any]:
+        """The next record with these fields."""
+        for record in self._records():
+            if all(record.get(name) == value for name, value in wanted.items()):
+                return record
+        raise AssertionError(f"it ended without {wanted}")
+
+    def until_event(self, node: str, beginning: str) -> dict[str, Any]:
+        for record in self._records():
+            if record["node"] == node and record["event"].startswith(beginning):
+                return record
+        raise AssertionError(f"it ended without {beginning!r} of {node}")
+
+    def interrupt(self) -> int:
+        self._process.send_signal(signal.SIGINT)
+        return self._process.wait(timeout=20)
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        assert self._process.stdout is not None
+        return map(json.loads, iter(self._process.stdout.readline, ""))
+
+
+@contextlib.contextmanager
+def watching(made: Stage, *flags: str) -> Iterator[Watch]:
+    command = [sys.executable, "-m", "deploy", "kvctl", "--registry", made.registry, "--json"]
+    process = subprocess.Popen(
+        [*command, "watch", *flags],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRON},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Watch(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_each_event_is_shown_with_its_key_until_ctrl_c(pair: Stage) -> None:
+    key = plain_key(b"watched").hex()
+    with watching(pair, "--keys") as watch:
+        watch.until_event("store-1", "watched")
+        put(pair.nodes["store-1"], {"watched": b"value"})
+        added = watch.until(event="added", key=key)
+        assert (added["node"], added["tier"]) == ("store-1", "memory")
+        get(pair.nodes["store-1"], "watched")
+        watch.until(event="read", key=key)
+        assert watch.interrupt() == 0
+
+
+def test_events_are_counted_by_the_second(pair: Stage) -> None:
+    with watching(pair) as watch:
+        watch.until_event("store-0", "watched")
+        put(pair.nodes["store-0"], {"counted-by-watch": b"value"})
+        counts = watch.until(event="counts", node="store-0")
+        assert counts["added"] == 1
+        assert watch.interrupt() == 0
+
+
+def test_nodes_that_join_are_picked_up_and_lost_ones_are_shown() -> None:
+    with stage(["store-0"]) as made, watching(made, "--keys") as watch:
+        watch.until_event("store-0", "watched")
+        late = running_node(
+            *("--dram", str(SEGMENT_BYTES), "--join", made.registry), instance_id="store-late"
+        )
+        with late as node:
+            watch.until_event("store-late", "watched")
+            put(node, {"late": b"value"})
+            watch.until(event="added", node="store-late")
+            node.kill()
+            watch.until_event("store-late", "lost")
