@@ -22,10 +22,10 @@ from tests.prefill_worker.cluster import (
     LIMIT_S,
     TOKEN,
     Cluster,
-    Gate,
     ReportedLifecycle,
     cluster,
 )
+from tests.prefill_worker.gates import Gate
 from tests.random_models import make_model
 
 

@@ -1,0 +1,97 @@
+"""Where a test holds, slows down or moves a prefill worker: its engine, its stores, its landings, its clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.batch import Sampled, Slice
+from engine.runtime import EngineThread
+from kvstore.block_client import BlockClient
+from kvstore.objects import ReadLease
+from prefill_worker.actions import CommitHandoff
+from prefill_worker.landing_client import LandingClient
+from protocol.keys import BlockKey
+from protocol.request import Endpoint
+from protocol.rpc import Channels
+from transfer import TransferEngine
+
+
+class Gate:
+    """Open unless closed; `reached` is set while somebody waits at it."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self.reached = asyncio.Event()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def pass_through(self) -> None:
+        self.reached.set()
+        await self._open.wait()
+
+
+class GatedEngine:
+    """An engine whose steps a test can hold."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self.thread = thread
+        self.gate = Gate()
+        self.num_tokens = 0
+
+    async def execute(
+        self, slices: Sequence[Slice], on_layer: Callable[[int], None] | None = None
+    ) -> list[Sampled | None]:
+        await self.gate.pass_through()
+        self.num_tokens += sum(piece.num_tokens for piece in slices)
+        return await self.thread.execute(slices, on_layer)
+
+
+class GatedStores(BlockClient):
+    """A store client whose reads a test can hold or slow down."""
+
+    def __init__(self, channels: Channels, transfer: TransferEngine) -> None:
+        super().__init__(channels, transfer)
+        self.gate = Gate()
+        self.delay_s = 0.0
+
+    async def lease(
+        self,
+        store: Endpoint,
+        keys: Sequence[BlockKey],
+        *,
+        ttl_s: float = 10.0,
+        timeout_s: float = 2.0,
+    ) -> ReadLease:
+        await self.gate.pass_through()
+        await asyncio.sleep(self.delay_s)
+        return await super().lease(store, keys, ttl_s=ttl_s, timeout_s=timeout_s)
+
+
+class GatedLandings(LandingClient):
+    """A landing client whose commits a test can hold."""
+
+    def __init__(self, channels: Channels, *, fingerprint: str, ttl_s: float) -> None:
+        super().__init__(channels, fingerprint=fingerprint, ttl_s=ttl_s)
+        self.gate = Gate()
+
+    async def commit(self, action: CommitHandoff) -> tuple[int, ...]:
+        await self.gate.pass_through()
+        return await super().commit(action)
+
+
+@dataclass
+class ShiftedClock:
+    """The worker's clock, which a test can put forward."""
+
+    ahead_s: float = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
