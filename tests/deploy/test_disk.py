@@ -32,7 +32,7 @@ def tokens_and_cached(answer: dict[str, Any]) -> tuple[str, int]:
 @pytest.mark.e2e
 def test_the_prefixes_of_a_stopped_cluster_are_there_after_its_next_start(tmp_path: Path) -> None:
     make_model("llama", tmp_path / "model")
-    flags = ("--dtype", "float32", "--dram", "64MiB", "--kv-cache-memory", "32MiB")
+    flags: tuple[str, ...] = ("--dtype", "float32", "--dram", "64MiB", "--kv-cache-memory", "32MiB")
     flags += ("--ssd", f"{tmp_path / 'disk'}:256MiB", "--num-threads", "1")
     with running_cluster(tmp_path / "model", tmp_path / "first", *flags) as cluster:
         text, cached = tokens_and_cached(cluster.complete(PROMPT, temperature=0, max_tokens=8))
