@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 from kvstore.client.backstage import Backstage
@@ -21,6 +22,8 @@ from transfer import TransferEngine, TransferOptions
 TOKEN_VARIABLE = "MOONSERVE_CLUSTER_TOKEN"
 NODE_SCHEME = "node"
 CONNECT_TIMEOUT_S = 5.0
+_NUM_THREADS = 16
+"""Nodes asked at once, over all callers; a further one waits for a thread."""
 
 
 def connect(
@@ -72,6 +75,7 @@ def _means(token: str, options: TransferOptions) -> Means:
         channels=Channels(token),
         cluster_token=token,
         maps="shm" in options.transports,
+        threads=ThreadPoolExecutor(_NUM_THREADS, "kvstore nodes"),
     )
 
 

@@ -8,10 +8,11 @@ A node that did not answer rests until it does; meanwhile nobody waits for it. K
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -59,9 +60,24 @@ class Means:
     cluster_token: str
     maps: bool
     """The engine can map memory of this host."""
+    threads: concurrent.futures.ThreadPoolExecutor
+    """For calls to several nodes at once."""
+
+    def together(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """What all of them give: the first in this thread, the others beside it.
+
+        None of them runs any more when it returns or raises what the first that failed has raised.
+        """
+        others = [self.threads.submit(call) for call in calls[1:]]
+        try:
+            first = [call() for call in calls[:1]]
+        finally:
+            concurrent.futures.wait(others)
+        return [*first, *(other.result() for other in others)]
 
     def close(self) -> None:
         """Nobody uses them any more. Idempotent."""
+        self.threads.shutdown()
         with contextlib.suppress(PeerLost, DeadlineExceeded):  # closed already
             self.backstage.ask(self.channels.close(), _CLOSE_S)
         self.backstage.close()
@@ -94,7 +110,7 @@ class StoreNode:
         self.capacity = capacity
         """In bytes, as far as it is known; only its ratio to the others' counts."""
         self.in_flight = 0
-        """Calls and reads of this client, roughly: a hint for choosing between replicas."""
+        """Calls and reads of this client: replicas on the nodes with fewer of them are preferred."""
         self.resting = False
         self._here = here and means.maps
         self._means = means
@@ -130,23 +146,23 @@ class StoreNode:
     ) -> T:
         """A call in the caller's thread. Raises what the node raises, PeerLost, DeadlineExceeded."""
         attached = self.attached(deadline)
-        self.in_flight += 1
+        self._load(1)
         try:
             return method(attached.stub)(request, timeout=deadline.call_s())
         finally:
-            self.in_flight -= 1
+            self._load(-1)
 
     def reading(self, work: Callable[[Attachment], T], deadline: Deadline) -> T:
         """What `work` gives, over a newer index when the one it looked at has moved. Raises as `attached`."""
         for _ in range(_ATTEMPTS):
             attached = self.attached(deadline)
-            self.in_flight += 1
+            self._load(1)
             try:
                 return work(attached)
             except Retired:
                 self._changed(attached, partial(self._attach_again, attached), deadline)
             finally:
-                self.in_flight -= 1
+                self._load(-1)
         raise self._lost_error("its index moves all the time")
 
     def lost(self, error: MoonserveError) -> None:
@@ -172,6 +188,10 @@ class StoreNode:
             raise self._lost_error("is not attached")
         stub = self._async_stub(attached.lean_address)
         return await self._means.channels.call(method(stub), request, timeout_s=timeout_s)
+
+    def _load(self, change: int) -> None:
+        with self._lock:
+            self.in_flight += change
 
     def _async_stub(self, address: str) -> Any:
         return kvstore_pb2_grpc.KvStoreStub(self._means.channels.to(address))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore.client.at_node import AtNode
 from kvstore.client.cluster import Cluster
@@ -79,9 +80,17 @@ class Puts:
         waiting = {place: nodes[:_MAX_NODES] for place, nodes in enumerate(ranked)}
         errors: dict[int, MoonserveError] = {}
         while waiting:
-            for node, places in _grouped(waiting, errors).items():
-                attempt = deadline.half() if any(waiting[p] for p in places) else deadline
-                for place in self._try(node, places, items, local, terms, attempt, errors):
+            groups = _grouped(waiting, errors)
+            tries = []
+            for node, places in groups.items():
+                attempt = deadline.half() if any(waiting[place] for place in places) else deadline
+                some = {place: items[place] for place in places}
+                tries.append(partial(self._try, node, some, local, terms, attempt))
+            for node, failed in zip(groups, self._means.together(tries), strict=True):
+                errors.update(failed)
+                for place in groups[node]:
+                    if place in failed:
+                        continue
                     del waiting[place]
                     if node is not ranked[place][0]:
                         self._hints.note(items[place].block.key, node.node_id)
@@ -89,27 +98,20 @@ class Puts:
     def _try(
         self,
         node: StoreNode,
-        places: Sequence[int],
-        items: Sequence[Item],
+        items: Mapping[int, Item],
         local: Segment,
         terms: Terms,
         deadline: Deadline,
-        errors: dict[int, MoonserveError],
-    ) -> list[int]:
-        """The places of what is stored at this node now; why the others are not is noted in `errors`."""
+    ) -> Mapping[int, MoonserveError]:
+        """By place, why what is not stored at this node now is not."""
         try:
-            full = self._put_at(node, [items[place] for place in places], local, terms, deadline)
+            full = self._put_at(node, list(items.values()), local, terms, deadline)
         except (Overloaded, PeerLost, DeadlineExceeded, StaleLease) as error:
             if isinstance(error, PeerLost | DeadlineExceeded) and deadline.fair():
                 node.lost(error)
-            errors.update(dict.fromkeys(places, error))
-            return []
-        for place in places:
-            if items[place] in full:
-                errors[place] = Overloaded(
-                    "the store is full of objects in use", retry_after_s=_FULL_RETRY_S
-                )
-        return [place for place in places if items[place] not in full]
+            return dict.fromkeys(items, error)
+        refused = Overloaded("the store is full of objects in use", retry_after_s=_FULL_RETRY_S)
+        return {place: refused for place, item in items.items() if item in full}
 
     def _put_at(
         self,

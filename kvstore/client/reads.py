@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvstore.client.at_node import AtNode, pick
@@ -153,8 +154,12 @@ class Reads:
         results: list[T | None],
     ) -> None:
         while groups := search.groups():
-            for node, places in groups.items():
-                fates = self._ask(search, node, places, at, deadline)
+            asked = [
+                partial(self._ask, search, node, places, at, deadline)
+                for node, places in groups.items()
+            ]
+            answers = self._means.together(asked)
+            for (node, places), fates in zip(groups.items(), answers, strict=True):
                 for place, fate in zip(places, fates, strict=True):
                     if fate is Fate.CORRUPT:
                         self._report_corrupt(node, blocks[place].key)
