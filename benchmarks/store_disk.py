@@ -2,7 +2,7 @@
 
 What the tier writes is durable when it returns, what it reads is verified. fio does not flush its writes in the first
 ratio, and does so every `depth` blocks in the second. Both write over blocks of the disk that were written before,
-as in a node that has run for a while. `depth` is the number of blocks asked for at a time, in as many calls as --calls.
+as in a node that has run for a while. `depth` is the number of blocks under way, shared by --calls callers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,36 +69,54 @@ class Disk:
         return len(reads) * load.block_bytes / took
 
     async def _write(self, load: Load) -> tuple[float, list[DiskRead]]:
-        memories = self._memories(load, 0)
-        checksums = [xxh3_64_intdigest(memory) for memory in memories]
-        into = self._memories(load, len(self._memory) // 2)
-        reads: list[DiskRead] = []
+        shares = self._shares(load)
         begin = time.perf_counter()
-        while len(reads) * load.block_bytes < self._total_bytes:
+        reads = await asyncio.gather(
+            *(self._write_share(load, share, self._total_bytes // len(shares)) for share in shares)
+        )
+        return time.perf_counter() - begin, [each for share in reads for each in share]
+
+    async def _write_share(self, load: Load, slots: slice, nbytes: int) -> list[DiskRead]:
+        memories = self._memories(load, 0)[slots]
+        into = self._memories(load, len(self._memory) // 2)[slots]
+        checksums = [xxh3_64_intdigest(memory) for memory in memories]
+        reads: list[DiskRead] = []
+        while len(reads) * load.block_bytes < nbytes:
             writes = [
                 DiskWrite(object=self._about(memory, checksum), memory=memory)
                 for memory, checksum in zip(memories, checksums, strict=True)
             ]
-            places = await self._in_calls(writes, self._tier.write)
+            places = await self._tier.write(writes)
             reads += [
                 DiskRead(object=write.object, place=_certain(place), memory=each)
                 for write, place, each in zip(writes, places, into, strict=True)
             ]
-        return time.perf_counter() - begin, reads
+        return reads
 
     async def _read(self, load: Load, reads: Sequence[DiskRead]) -> float:
+        """Whoever is ready takes the next blocks, as many as are its part of the depth."""
+        shares = self._shares(load)
+        size = len(range(load.depth)[shares[0]])
+        batches = iter([reads[begin : begin + size] for begin in range(0, len(reads), size)])
         begin = time.perf_counter()
-        for first in range(0, len(reads), load.depth):
-            good = await self._in_calls(reads[first : first + load.depth], self._tier.read)
-            assert all(good), "a block was not read"
+        await asyncio.gather(*(self._read_share(load, share, batches) for share in shares))
         return time.perf_counter() - begin
 
-    async def _in_calls(self, items: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:
-        size = -(-len(items) // self._calls)
-        parts = [items[begin : begin + size] for begin in range(0, len(items), size)]
-        if len(parts) == 1:
-            return list(await call(parts[0]))
-        return [each for part in await asyncio.gather(*map(call, parts)) for each in part]
+    async def _read_share(
+        self, load: Load, slots: slice, batches: Iterator[Sequence[DiskRead]]
+    ) -> None:
+        """Into memory of its own."""
+        memories = self._memories(load, len(self._memory) // 2)[slots]
+        for batch in batches:
+            into = [
+                replace(read, memory=memory) for read, memory in zip(batch, memories, strict=False)
+            ]
+            assert all(await self._tier.read(into)), "a block was not read"
+
+    def _shares(self, load: Load) -> list[slice]:
+        """The depth, divided among callers that do not wait for each other."""
+        size = -(-load.depth // self._calls)
+        return [slice(begin, begin + size) for begin in range(0, load.depth, size)]
 
     def _memories(self, load: Load, begin: int) -> list[memoryview]:
         size = load.block_bytes
@@ -175,7 +193,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--bytes", type=int, default=256 * 2**20, help="moved per measurement")
     parser.add_argument("--folder", type=Path, default=Path("out"), help="on the disk to measure")
     parser.add_argument("--threads", type=int, default=DiskOptions().num_threads)
-    parser.add_argument("--calls", type=int, default=1, help="that share the depth")
+    parser.add_argument("--calls", type=int, default=4, help="callers that share the depth")
     parser.add_argument("--json", type=Path, default=Path("out/store-disk.json"))
     return parser.parse_args()
 
