@@ -1,0 +1,96 @@
+"""Readers beside writers that replace, remove and evict what they read."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.client import KvStore
+from protocol.errors import InvalidRequest
+from tests.kvstore.client.pools import BOTH, DRAM, TCP, store_of
+from tests.kvstore.nodes import running_node
+
+NUM_KEYS = 60
+BLOCK = 200_000  # all of them are more than the node holds
+NUM_ROUNDS = 400
+
+
+def value_of(byte: int) -> bytes:
+    """Torn reads show, as all bytes are the same."""
+    return bytes([byte]) * BLOCK
+
+
+def write(store: KvStore, seed: int) -> None:
+    choice = random.Random(seed)
+    for _ in range(NUM_ROUNDS):
+        name = b"%d" % choice.randrange(NUM_KEYS)
+        if choice.random() < 0.4:
+            store.remove(name)
+        else:
+            try:
+                store.put(name, value_of(choice.randrange(256)))
+            except InvalidRequest:  # another value is there
+                continue
+
+
+def read(store: KvStore, seed: int, done: threading.Event) -> int:
+    """How often something was there."""
+    choice = random.Random(seed)
+    segment = store.allocate(BLOCK)
+    hits = 0
+    while not done.is_set():
+        name = b"%d" % choice.randrange(NUM_KEYS)
+        verify = choice.random() < 0.5
+        if choice.random() < 0.5:
+            value = store.get(name, verify=verify)
+        else:
+            length = store.get_into(name, segment, verify=verify)
+            value = None if length is None else bytes(segment.buffer[:length])
+        if value is not None:
+            hits += 1
+            assert value == value[:1] * BLOCK
+        part = store.get_range(name, 1000, 5000)
+        assert part is None or part == part[:1] * 5000
+    return hits
+
+
+@pytest.mark.parametrize("transports", [BOTH, TCP], ids=["shm", "tcp"])
+def test_nobody_reads_torn_or_foreign_bytes(transports: tuple[str, ...]) -> None:
+    with running_node("--dram", str(DRAM)) as node:
+        url = f"node://{node.rpc_address}"
+        done = threading.Event()
+        hits: list[int] = []
+        failures: list[BaseException] = []
+
+        def guarded(body: Callable[[], object]) -> None:
+            try:
+                body()
+            except BaseException as error:  # told by the main thread
+                failures.append(error)
+
+        with store_of(url, transports) as reading, store_of(url) as writing:
+            readers = [
+                threading.Thread(
+                    target=guarded, args=[lambda n=n: hits.append(read(reading, n, done))]
+                )
+                for n in range(3)
+            ]
+            writers = [
+                threading.Thread(target=guarded, args=[lambda n=n: write(writing, n)])
+                for n in range(2)
+            ]
+            for thread in [*readers, *writers]:
+                thread.start()
+            for thread in writers:
+                thread.join()
+            done.set()
+            for thread in readers:
+                thread.join()
+            stats = reading.stats()
+        assert not failures
+        assert all(hits)
+        assert stats.client["corrupt_replicas"] == 0
+        assert stats.total.leased_bytes == stats.total.reserved_bytes == 0
