@@ -40,6 +40,7 @@ class EventLog:
 
     def __init__(self) -> None:
         self.next_seq = 1
+        self.closed = False
         self._kept: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self._followers: list[Follower] = []
 
@@ -53,6 +54,12 @@ class EventLog:
         self._followers.remove(follower)
         if not self._followers:
             self._kept.clear()
+
+    def close(self) -> None:
+        """Nothing more will be told."""
+        self.closed = True
+        for follower in self._followers:
+            follower.wake()
 
     def missed(self, follower: Follower) -> bool:
         """Whether events that it has not seen are no longer known: it needs an inventory."""

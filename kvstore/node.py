@@ -117,6 +117,7 @@ class StoreNode:
                 lifecycle.ready(rpc=address, transfer=self._endpoint.transfer_address)
                 await lifecycle.until_stopped(*watched)
         finally:
+            self._service.end_streams()
             await server.stop(STOP_GRACE_S)
             await self._service.close()
 

@@ -285,6 +285,10 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
             self._changed()
             yield found
 
+    def end_streams(self) -> None:
+        """Followers are told that it is over, so that the server need not cut them off."""
+        self._events.close()
+
     async def close(self) -> None:
         """Waits for what is under way; call it once no more calls come in."""
         await asyncio.gather(*self._tasks, return_exceptions=True)  # their callers were told

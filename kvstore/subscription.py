@@ -27,12 +27,12 @@ _TIERS = {
 async def follow(
     log: EventLog, state: StoreState, epoch: int, request: kvstore_pb2.StoreSubscribeRequest
 ) -> AsyncIterator[kvstore_pb2.StoreEvents]:
-    """The messages for one caller, until it goes away."""
+    """The messages for one caller, until it goes away or the log is closed."""
     follower = log.follow(request.next_seq if request.epoch == epoch else 0)
     woken = asyncio.Event()
     follower.wake = woken.set
     try:
-        while True:
+        while not log.closed:
             woken.clear()
             if log.missed(follower):
                 async for message in _inventory(log, state, epoch, follower):
