@@ -1,5 +1,4 @@
 """Carries plans out: nodes are asked to copy from each other, or to remove; what became of it goes back to the planner.
-A node that says it drains is emptied of what nobody else has.
 
 Rules: so many copies at once and no more; every call has a deadline; a failure is counted, and the planner tries
 elsewhere. A node that dies on either side leaves nothing behind: the one that copies gives up its own reservation.
@@ -28,10 +27,6 @@ COPY_DEADLINE_S = 30.0
 """For `planner.KEYS_PER_STEP` objects; as long as an abandoned reservation lives."""
 CALL_MARGIN_S = 2.0
 REMOVE_TIMEOUT_S = 5.0
-DRAIN_KEYS = 4096
-"""Planned at once for a node that drains; the rest when these have gone."""
-DRAIN_AGAIN_S = 5.0
-"""Looking through the whole index for what only one node has takes a while."""
 
 
 class Replicator:
@@ -53,32 +48,17 @@ class Replicator:
         self._endpoint = endpoint
         self._clock = clock
         self._slots = asyncio.Semaphore(copies_at_once)
-        self._drained: set[InstanceId] = set()  # those that a task looks after
 
     async def run(self) -> None:
-        """Follows heat, and empties nodes that drain, until cancelled."""
+        """Follows heat until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
-                nodes = self._views()
-                plan = self._planner.plan(nodes, self._clock())
+                plan = self._planner.plan(self._views(), self._clock())
                 for copy in plan.copies:
                     group.create_task(self._copy(copy))
                 for drop in plan.drops:
                     group.create_task(self._drop(drop))
-                draining = {name for name, node in nodes.items() if node.draining}
-                for name in draining - self._drained:
-                    self._drained.add(name)
-                    group.create_task(self._drain(name))
                 await asyncio.sleep(PLAN_EVERY_S)
-
-    async def _drain(self, node: InstanceId) -> None:
-        """Finds another home for what only this node has, as far as there is one now."""
-        while copies := self._planner.plan_drain(
-            node, self._views(), self._clock(), DRAIN_KEYS
-        ).copies:
-            await asyncio.gather(*map(self._copy, copies))
-        await asyncio.sleep(DRAIN_AGAIN_S)
-        self._drained.discard(node)
 
     async def change(self, keys: Sequence[BlockKey], num_replicas: int) -> tuple[int, int, int]:
         """How many replicas were created and dropped, and how many of the blocks nobody holds."""

@@ -9,8 +9,6 @@ import pytest
 
 from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
-from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
-from protocol.rpc import Channels
 from tests.kvstore.directory.cluster import (
     Questions,
     asking,
@@ -22,7 +20,7 @@ from tests.kvstore.directory.cluster import (
     until,
     value,
 )
-from tests.kvstore.nodes import TOKEN, connected
+from tests.kvstore.nodes import connected
 
 WANTED = b"".join(map(value, range(1, 9)))
 
@@ -82,32 +80,6 @@ async def test_asked_for_replicas_are_made_with_what_leads_to_them_and_taken_awa
             await until_replicas(asks, keys, 1)
             with pytest.raises(InvalidRequest):
                 await asks.change(keys, 0)
-
-
-@pytest.mark.slow  # four processes start
-async def test_a_node_that_drains_hands_on_what_only_it_has() -> None:
-    port = free_port()
-    with contextlib.ExitStack() as processes:
-        processes.enter_context(running_directory(port=port))
-        for name in ("a", "b", "c"):
-            processes.enter_context(running_store(name, port))
-        async with asking(port) as asks:
-            await asks.until_in_step("a", "b", "c")
-            nodes = await asks.nodes()
-            keys = await put_chain(nodes["a"], range(1, 9))
-            await put_chain(nodes["b"], range(1, 5))
-            await until_replicas(asks, keys[:4], 2)
-            await drain(nodes["a"].endpoint.rpc_address)
-            assert await until_replicas(asks, keys, 2) == {"a", "b"}
-            assert await read_chain(nodes["b"], keys) == WANTED
-
-
-async def drain(rpc_address: str) -> None:
-    channels = Channels(TOKEN)
-    stub = kvstore_pb2_grpc.KvStoreStub(channels.to(rpc_address))
-    request = kvstore_pb2.StoreSetDrainingRequest(draining=True)
-    await channels.call(stub.SetDraining, request, timeout_s=5.0)
-    await channels.close()
 
 
 @pytest.mark.slow  # processes start, and one dies while it copies; its lease ends after half a minute
