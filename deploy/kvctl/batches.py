@@ -1,6 +1,7 @@
 """In which order, and to where, the objects of a node that is drained go. Pure.
 
-Rules: parents before children; a chain goes where the blocks before it are, else to its home as clients compute it
+Rules: what is in memory goes first, since reading the rest from disk may evict it there; then parents before children,
+which is how memory keeps them, too; a chain goes where the blocks before it are, else to its home as clients compute it
 (`kvstore.client.placement`), so that they find it at once; calls are bounded in objects and bytes.
 """
 
@@ -18,12 +19,13 @@ MAX_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """An object that only the leaving node has. `pin` is a StorePin."""
+    """An object of the leaving node. `pin` is a StorePin."""
 
     key: BlockKey
     parent: BlockKey | None
     length: int
     pin: int = 0
+    in_memory: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,23 @@ class Batch:
     @property
     def num_bytes(self) -> int:
         return sum(item.length for item in self.objects)
+
+
+def waves(objects: Mapping[BlockKey, Resident]) -> Iterator[dict[BlockKey, Resident]]:
+    """What is to be copied before what."""
+    for in_memory in (True, False):
+        wave = {key: item for key, item in objects.items() if item.in_memory is in_memory}
+        if wave:
+            yield wave
+
+
+def first_of_chain(objects: Mapping[BlockKey, Resident], item: Resident) -> Resident:
+    """The first of `objects` that leads to `item`."""
+    seen: set[BlockKey] = set()
+    while item.parent is not None and item.parent in objects and item.key not in seen:
+        seen.add(item.key)
+        item = objects[item.parent]
+    return item
 
 
 def in_order(objects: Mapping[BlockKey, Resident]) -> Iterator[list[Resident]]:

@@ -13,7 +13,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 
 from deploy.kvctl import objects, verb
-from deploy.kvctl.batches import Batch, Resident, batches, in_order
+from deploy.kvctl.batches import Batch, Resident, batches, first_of_chain, in_order, waves
 from deploy.kvctl.cluster import Cluster, Node, Unreachable, reason
 from deploy.kvctl.output import (
     EXIT_NOT_FOUND,
@@ -86,6 +86,8 @@ class _Drain:
         self._output = output
         self._slots = asyncio.Semaphore(COPIES_AT_ONCE)
         self._moved = self._moved_bytes = 0
+        self._gone = 0  # evicted or removed on the leaving node before they were copied
+        self._unplaced: set[BlockKey] = set()  # in the last pass
         self._is_waiting = False
         self._why: dict[BlockKey, str] = {}  # of what found no place
 
@@ -95,6 +97,7 @@ class _Drain:
         left_before: int | None = None
         while True:
             found = await survey(self._cluster, self._leaving, self._others)
+            self._gone += len(self._unplaced - found.alone.keys())
             await self._keep_pins(found.pinned)
             if found.alone:
                 if left_before is not None and len(found.alone) >= left_before:
@@ -105,6 +108,7 @@ class _Drain:
             elif await self._has_writers():
                 self._say_waiting()
                 await asyncio.sleep(WRITERS_POLL_S)
+                left_before = None  # what they finish is new
             else:
                 return self._finish(time.monotonic() - started_at)
 
@@ -133,14 +137,17 @@ class _Drain:
 
     async def _pass(self, found: Survey) -> None:
         self._why = {}
-        planned = batches(in_order(found.alone), lambda first: self._target_of(first, found))
+        self._unplaced = set(found.alone)
         with Steps(self._output) as steps:
             progress = _Progress(steps, self._leaving.name, found)
-            async with asyncio.TaskGroup() as group:
-                for of_one in planned.values():
-                    group.create_task(self._in_turn(of_one, progress))
+            for wave in waves(found.alone):
+                planned = batches(in_order(wave), lambda item: self._target_of(item, found))
+                async with asyncio.TaskGroup() as group:
+                    for of_one in planned.values():
+                        group.create_task(self._in_turn(of_one, progress))
 
-    def _target_of(self, first: Resident, found: Survey) -> str:
+    def _target_of(self, item: Resident, found: Survey) -> str:
+        first = first_of_chain(found.alone, item)
         if first.parent is None:
             return self._others.home(first.key)
         return found.parents_at.get(first.parent) or self._others.home(first.parent)
@@ -152,6 +159,7 @@ class _Drain:
                 left = await self._place(batch)
             gone = {item.key for item in left}
             placed = [item for item in batch.objects if item.key not in gone]
+            self._unplaced.difference_update(item.key for item in placed)
             self._moved += len(placed)
             self._moved_bytes += sum(item.length for item in placed)
             progress.add(batch)
@@ -227,6 +235,10 @@ class _Drain:
         if self._moved:
             what = f"{count(self._moved, 'object')} ({size(self._moved_bytes)})"
             self._output.line(f"copied {what} in {duration(took_s)}")
+        if self._gone:
+            self._output.line(
+                f"{count(self._gone, 'object')} left {name} meanwhile, evicted or removed"
+            )
         self._output.line(f"{name} holds nothing alone any more: it can be stopped")
         return EXIT_OK
 
@@ -252,6 +264,7 @@ class _Drain:
             can_be_stopped=not unplaced,
             copied=self._moved,
             copied_bytes=self._moved_bytes,
+            gone=self._gone,
             unplaced=[item.key.hex() for item in unplaced],
         )
 

@@ -109,4 +109,6 @@ async def _first_holders(
 
 
 def _resident(found: Object) -> Resident:
-    return Resident(BlockKey(found.key), objects.parent_of(found), found.length, found.pin)
+    return Resident(
+        BlockKey(found.key), objects.parent_of(found), found.length, found.pin, found.in_memory
+    )

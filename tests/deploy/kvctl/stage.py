@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,10 +116,16 @@ def put(node: Node, values: Mapping[str, bytes]) -> None:
 
 def get(node: Node, key: str) -> bytes | None:
     """The value, compared with its checksum."""
+    return get_all(node, [key]).get(key)
 
-    async def body() -> bytes | None:
+
+def get_all(node: Node, keys: Iterable[str]) -> dict[str, bytes]:
+    """Those of the values that the node has, compared with their checksums."""
+
+    async def body() -> dict[str, bytes]:
         async with connected(node.rpc_address) as (client, _, endpoint):
-            return await client.get(endpoint, key.encode())
+            found = {key: await client.get(endpoint, key.encode()) for key in keys}
+        return {key: value for key, value in found.items() if value is not None}
 
     return asyncio.run(body())
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.kvctl.batches import MAX_BYTES, MAX_KEYS, Resident, batches, in_order
+from deploy.kvctl.batches import (
+    MAX_BYTES,
+    MAX_KEYS,
+    Resident,
+    batches,
+    first_of_chain,
+    in_order,
+    waves,
+)
 from kvstore.client import plain_key
 from protocol.keys import BlockKey
 
@@ -57,3 +65,14 @@ def test_a_tree_goes_to_one_node() -> None:
 
     batches(in_order(chain), target_of)
     assert [first.key for first in asked] == [key(0)]
+
+
+def test_what_is_in_memory_goes_before_what_must_be_read_there() -> None:
+    chain = {
+        key(n): Resident(key(n), key(n - 1) if n else None, 1, in_memory=n % 2 == 0)
+        for n in range(6)
+    }
+    first, second = waves(chain)
+    assert list(first) == [key(0), key(2), key(4)]
+    assert list(second) == [key(1), key(3), key(5)]
+    assert {first_of_chain(chain, item).key for item in chain.values()} == {key(0)}

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from tests.deploy.kvctl.stage import (
     Kvctl,
     Stage,
     chain_keys,
-    get,
+    get_all,
     put,
     put_chain,
     stage,
@@ -45,10 +46,7 @@ def test_a_drained_node_can_be_stopped_without_loss(capsys: pytest.CaptureFixtur
         weights = dict.fromkeys(("store-1", "store-2"), float(SEGMENT_BYTES))
         held = {r["key"]: r["node"] for r in kvctl.json("ls", "--limit", "0")}
         assert all(home(bytes.fromhex(k), weights) == node for k, node in held.items())  # type: ignore[arg-type]
-        found = {
-            key: get(made.nodes["store-1"], key) or get(made.nodes["store-2"], key)
-            for key in VALUES
-        }
+        found = get_all(made.nodes["store-1"], VALUES) | get_all(made.nodes["store-2"], VALUES)
     assert found == VALUES
 
 
@@ -115,6 +113,30 @@ def test_a_full_cluster_ends_a_drain_instead_of_chasing_its_own_evictions(
     assert "they will evict what is cold there" in said.err
 
 
+def test_what_is_only_on_disk_is_drained_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Three times what memory holds; write-through, so that nothing is evicted before it is on disk."""
+    values = {f"cold-{n}": os.urandom(8) * 25_000 for n in range(120)}
+    ssd = ("--ssd", f"{tmp_path}:512MiB", "--ssd-write-through")
+    with stage([]) as made:
+        flags = ("--dram", str(SEGMENT_BYTES), "--join", made.registry)
+        big = ("--dram", "64MiB", "--join", made.registry)
+        with (
+            running_node(*flags, *ssd, instance_id="store-0") as leaving,
+            running_node(*big, instance_id="store-1") as other,
+        ):
+            put(leaving, values)
+            kvctl = Kvctl(capsys, made.registry)
+            held = {record["key"] for record in kvctl.json("ls", "--limit", "0")}
+            assert kvctl.json("ls", "--disk-only", "--limit", "0")
+            [record] = kvctl.json("drain", "store-0")
+            assert (record["copied"], record["gone"]) == (len(held), 0)
+            found = get_all(other, values)
+    assert len(found) == len(held)
+    assert found.items() <= values.items()
+
+
 def test_there_must_be_another_node(capsys: pytest.CaptureFixture[str]) -> None:
     with stage(["store-0"]) as made:
         kvctl = Kvctl(capsys, made.registry)
@@ -141,7 +163,7 @@ def test_an_interrupted_drain_says_what_it_leaves_and_can_go_on(
             assert "interrupted: store-0 is still draining" in said
             assert kvctl.json("nodes")[0]["state"] == "draining"
         assert kvctl("drain", "store-0").code == 0
-        assert {key: get(made.nodes["store-1"], key) for key in VALUES} == VALUES
+        assert get_all(made.nodes["store-1"], VALUES) == VALUES
 
 
 @contextlib.contextmanager
