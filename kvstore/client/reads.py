@@ -136,14 +136,32 @@ class Reads:
 
     def search(self, blocks: Sequence[Block], at: At[T], deadline: Deadline) -> list[T | None]:
         """What `at` gives for each at the first node where that is no `Fate`. Raises as `values`."""
+        view = self._cluster.view
+        if len(view.nodes) == 1:
+            return self._ask_only(view.nodes[0], blocks, at, deadline)
         results: list[T | None] = [None] * len(blocks)
-        search = Search(blocks, self._cluster.view, self._hints)
+        search = Search(blocks, view, self._hints)
         self._ask_all(search, blocks, at, deadline, results)
         if search.unasked:
             self._look_further(search, blocks, deadline)
             self._ask_all(search, blocks, at, deadline, results)
         search.raise_lost()
         return results
+
+    def _ask_only(
+        self, node: StoreNode, blocks: Sequence[Block], at: At[T], deadline: Deadline
+    ) -> list[T | None]:
+        """Where there is nothing to search."""
+        try:
+            fates = at(node, range(len(blocks)), deadline)
+        except (PeerLost, DeadlineExceeded) as error:
+            if deadline.fair():
+                node.lost(error)
+            raise
+        for block, fate in zip(blocks, fates, strict=True):
+            if fate is Fate.CORRUPT:
+                self._report_corrupt(node, block.key)
+        return [None if isinstance(fate, Fate) else fate for fate in fates]
 
     def _ask_all(
         self,

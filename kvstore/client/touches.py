@@ -7,7 +7,6 @@ never wait for it, and what is too much is dropped.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Sequence
 
@@ -19,8 +18,8 @@ from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
 
 GATHER_S = 0.1
-_MESSAGE_KEYS = 256
-"""So many are sent at once, without waiting for more."""
+"""Waking the sender costs a reader up to a turn of the interpreter (milliseconds), so it is done this rarely however
+many keys there are."""
 _MAX_KEYS = 8192
 """Per node and message; a reader that is faster is not slowed down by the reports."""
 _TIMEOUT_S = 2.0
@@ -34,7 +33,6 @@ class Touches:
         self._lock = threading.Lock()
         self._pending: dict[StoreNode, list[BlockKey]] = {}
         self._due = asyncio.Event()
-        self._hurry = asyncio.Event()
         self._backstage = backstage
         self._sending = backstage.begin(self._send_all())
 
@@ -44,13 +42,9 @@ class Touches:
             first = not self._pending
             pending = self._pending.setdefault(node, [])
             room = _MAX_KEYS - len(pending)
-            before = len(pending)
             pending += keys[:room]
-            hurry = before < _MESSAGE_KEYS <= len(pending)
         if first:
             self._backstage.wake(self._due)
-        if hurry:
-            self._backstage.wake(self._hurry)
         if len(keys) > room:
             self._counters.count(Event.UNREPORTED, len(keys) - room)
 
@@ -61,10 +55,8 @@ class Touches:
     async def _send_all(self) -> None:
         while True:
             await self._due.wait()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), GATHER_S)
+            await asyncio.sleep(GATHER_S)
             self._due.clear()
-            self._hurry.clear()
             await self._send_pending()
 
     async def _send_pending(self) -> None:
