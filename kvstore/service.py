@@ -237,7 +237,11 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
     async def Prefetch(
         self, request: kvstore_pb2.StorePrefetchRequest, context: Context
     ) -> kvstore_pb2.StorePrefetchReply:
-        loads = self._state.prefetch(wire.keys_from_wire(request.keys))
+        keys = wire.keys_from_wire(request.keys)
+        needed = self._state.bytes_to_load(keys)
+        if self._state.short_of(needed):
+            await self.mover.make_room(needed, ROOM_WAIT_S)
+        loads = self._state.prefetch(keys)
         self.mover.load(loads)
         self._changed()
         return kvstore_pb2.StorePrefetchReply(num_loading=len(loads))

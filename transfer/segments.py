@@ -74,7 +74,7 @@ class SegmentTable:
     def allocate(self, nbytes: int, location: str, *, readable: bool, name: str = "") -> Segment:
         if nbytes <= 0:
             raise InvalidRequest(f"a segment of {nbytes} bytes", param="nbytes")
-        memory = OwnedMemory(nbytes)
+        memory = OwnedMemory(nbytes, name)
         return self._add(memory.view, location, readable, name, memory)
 
     def register(

@@ -137,9 +137,9 @@ def keys_of(cluster: Cluster) -> list[BlockKey]:
 
 
 def flip_byte(pid: int, offset: int) -> None:
-    """In the one segment that the process has allocated for itself."""
+    """In the store node's segment of objects."""
     maps = Path(f"/proc/{pid}/maps").read_text()
-    (start,) = re.findall(r"^([0-9a-f]+)-\S+ rw-s .*/memfd:moonserve", maps, re.MULTILINE)
+    (start,) = re.findall(r"^([0-9a-f]+)-\S+ rw-s .*/memfd:moonserve:objects", maps, re.MULTILINE)
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         memory.seek(int(start, 16) + offset)
         byte = memory.read(1)[0]

@@ -48,7 +48,9 @@ class Node:
     def flip_byte(self, offset: int, segment_bytes: int) -> None:
         """Damages one byte of the node's segment behind its back."""
         maps = Path(f"/proc/{self.process.pid}/maps").read_text()
-        for match in re.finditer(r"^([0-9a-f]+)-([0-9a-f]+) rw.*memfd:", maps, re.MULTILINE):
+        for match in re.finditer(
+            r"^([0-9a-f]+)-([0-9a-f]+) rw.*memfd:moonserve:objects", maps, re.MULTILINE
+        ):
             start, end = (int(text, 16) for text in match.groups())
             if end - start >= segment_bytes:
                 break

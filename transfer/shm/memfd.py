@@ -38,10 +38,12 @@ def _marker(nbytes: int) -> int:
 class OwnedMemory:
     """A sealed memfd and the only writable mapping of it, with every page already present."""
 
-    def __init__(self, nbytes: int) -> None:
-        """Raises ConfigError when this process or this host cannot have that much more."""
+    def __init__(self, nbytes: int, name: str = "") -> None:
+        """`name` shows in the process's maps. Raises ConfigError when this process or this host cannot have that much
+        more."""
         try:
-            self.fd = os.memfd_create("moonserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            label = f"moonserve:{name[:64]}" if name else "moonserve"
+            self.fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             # With the object, not with the registration: a thread may be passing it to a peer.
             weakref.finalize(self, os.close, self.fd)
             os.ftruncate(self.fd, _marker(nbytes) + _PAGE)
