@@ -1,0 +1,162 @@
+"""SIGKILL of a node while it stores, serves, demotes, copies or compacts: what was on its disk is found again."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.client import KvStore, plain_key
+from tests.kvstore.client.pools import BOTH, TCP, until
+from tests.kvstore.directory.cluster import free_port, running_directory
+from tests.kvstore.faults.pool import Pool, running_pool
+from tests.kvstore.faults.values import BLAMELESS, Load, name_of, put_many, value_of
+
+LARGE = 6 * 2**20
+ROUNDS = 2
+both_ways = pytest.mark.parametrize("transports", [BOTH, TCP], ids=["shm", "tcp"])
+
+
+@both_ways
+def test_a_node_killed_during_a_put_keeps_nothing_half_written(
+    tmp_path: Path, transports: tuple[str, ...]
+) -> None:
+    rng = random.Random(1)
+    flags = ("--dram", "16MiB", "--ssd-write-through")
+    with running_pool(tmp_path, 1, *flags, ssd="128MiB") as pool:
+        names = []
+        for number in range(ROUNDS):
+            with pool.store(transports) as store:
+                put_many(store, f"attaches {number}", 1, 10)
+                names.append(name_of("large", number, LARGE))
+                with killed_after(pool, rng.uniform(0.0, 0.03)), contextlib.suppress(*BLAMELESS):
+                    store.put(names[-1], value_of(names[-1]), timeout_s=5.0)
+            pool.restart("store-0")
+        with pool.store(transports) as store:
+            stored = put_many(store, "afterwards", 5, 100_000)
+        pool.audit(names, held=stored)
+
+
+@contextlib.contextmanager
+def killed_after(pool: Pool, after_s: float, node_id: str = "store-0"):  # type: ignore[no-untyped-def]
+    """The node dies so long after the block was entered."""
+    killer = threading.Timer(after_s, pool.kill, [node_id])
+    killer.start()
+    try:
+        yield
+    finally:
+        killer.join()
+
+
+@both_ways
+def test_a_node_killed_during_gets_from_memory_and_disk_never_gives_wrong_bytes(
+    tmp_path: Path, transports: tuple[str, ...]
+) -> None:
+    flags = ("--dram", "8MiB", "--ssd-write-through")
+    with running_pool(tmp_path, 1, *flags, ssd="128MiB") as pool:
+        with pool.store(transports) as store:
+            names = put_many(store, "read", 40, 500_000)
+            until_on_disk(pool, "store-0", names)
+            with killed_after(pool, 0.2):
+                read_until_lost(store, names)
+        pool.restart("store-0")
+        pool.audit([], held=names)
+
+
+def read_until_lost(store: KvStore, names: list[bytes]) -> None:
+    with contextlib.suppress(*BLAMELESS):
+        while True:
+            for name in names:
+                # Mapped memory outlives its node; what was only on its disk does not.
+                assert store.get(name, timeout_s=5.0) == value_of(name)
+
+
+def until_on_disk(pool: Pool, node_id: str, names: list[bytes]) -> None:
+    wanted = {plain_key(name) for name in names}
+    until(lambda: wanted <= {o.key for o in pool.objects(node_id) if o.on_disk})
+
+
+def test_a_node_killed_during_demotions_finds_again_what_was_on_its_disk(tmp_path: Path) -> None:
+    with running_pool(tmp_path, 1, "--dram", "8MiB", ssd="64MiB") as pool:
+        with pool.store() as store, Load(store, "demoted", nbytes=500_000, kept=60) as load:
+            for _ in range(ROUNDS):
+                load.go_on(60)
+                pool.until_stats("store-0", lambda stats: stats.num_on_disk)
+                held = kill_under(pool, load)
+                load.go_on(5)
+                audit_under(pool, load, held)
+        pool.audit(load.uncertain, gone=load.removed)
+
+
+def kill_under(pool: Pool, load: Load, node_id: str = "store-0") -> set[bytes]:
+    """Kills and restarts a node; gives what was on its disk, of which some may be removed meanwhile."""
+    names = {plain_key(name): name for name in [*load.stored, *load.uncertain]}
+    on_disk = {names[o.key] for o in pool.objects(node_id) if o.on_disk and o.key in names}
+    pool.kill(node_id)
+    pool.restart(node_id)
+    return on_disk
+
+
+def audit_under(pool: Pool, load: Load, on_disk: set[bytes]) -> None:
+    """All of it is there, but what the load removes."""
+    with pool.store() as store:
+        missing = {name for name in on_disk if store.get(name) is None}
+    lost = missing - load.removed - load.uncertain
+    assert len(lost) <= 1, f"{len(lost)} of {len(on_disk)} are lost"  # one may be on its way out
+
+
+def test_a_node_killed_during_compaction_loses_nothing_and_brings_nothing_back(
+    tmp_path: Path,
+) -> None:
+    flags = ("--dram", "4MiB", "--ssd-write-through")
+    with running_pool(tmp_path, 1, *flags, ssd="16MiB") as pool:
+        with pool.store() as store, Load(store, "churn", nbytes=400_000, kept=20) as load:
+            for more_segments in (12, 6):
+                first = last_segment(pool)
+                until(lambda: last_segment(pool) >= first + more_segments, 60.0)  # noqa: B023
+                held = kill_under(pool, load)
+                load.go_on(5)
+                audit_under(pool, load, held)
+        pool.audit(load.uncertain, gone=load.removed)
+
+
+def last_segment(pool: Pool) -> int:
+    """Its number: with 8 segments of space, a number above 8 tells that one has been emptied."""
+    names = [path.stem for path in pool.disks["store-0"].glob("segment-*.kv")]
+    return max((int(name.partition("-")[2]) for name in names), default=0)
+
+
+@pytest.mark.parametrize("victim", ["store-0", "store-1"])
+def test_a_node_killed_during_replication_leaves_whole_replicas_and_nothing_reserved(
+    tmp_path: Path, victim: str
+) -> None:
+    port = free_port()
+    flags = ("--dram", "64MiB", "--ssd-write-through")
+    with (
+        running_directory(port=port),
+        running_pool(tmp_path, 2, *flags, ssd="256MiB", registry=f"127.0.0.1:{port}") as pool,
+    ):
+        with pool.store() as store, pool.alone("store-0") as source:
+            names = put_many(source, "copied", 60, 500_000)
+            until_on_disk(pool, "store-0", names)
+            with killed_after(pool, 0.15, victim), contextlib.suppress(*BLAMELESS):
+                store.change_replica(names, 2, timeout_s=5.0)
+        pool.restart(victim)
+        pool.audit([], held=names)
+        with pool.store() as store:
+            until(lambda: are_at(pool, "store-1", names) or not replicate(store, names), 60.0)
+        pool.kill("store-0")
+        with pool.alone("store-1") as store:
+            assert all(store.get(name) == value_of(name) for name in names)
+
+
+def replicate(store: KvStore, names: list[bytes]) -> object:
+    """A copy that fails is told to nobody but the directory's metrics: whoever wants it asks again."""
+    return store.change_replica(names, 2, timeout_s=20.0)
+
+
+def are_at(pool: Pool, node_id: str, names: list[bytes]) -> bool:
+    return {plain_key(name) for name in names} <= {o.key for o in pool.objects(node_id)}

@@ -1,0 +1,97 @@
+"""Without its directory and without its registry the pool stores and serves; afterwards they agree again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import PeerLost
+from protocol.keys import BlockKey
+from tests.kvstore.client.pools import until
+from tests.kvstore.directory.cluster import asking, free_port, running_directory
+from tests.kvstore.faults.pool import Pool, running_pool
+from tests.kvstore.faults.values import Load, put_many, value_of
+from tests.redis_server import RedisServer
+
+OUTAGES_S = [
+    3.0,
+    # More than the members' leases of 10 s.
+    pytest.param(20.0, marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.mark.parametrize("outage_s", OUTAGES_S)
+def test_redis_may_be_killed_and_come_back_empty(
+    tmp_path: Path, redis: RedisServer, outage_s: float
+) -> None:
+    with running_pool(tmp_path, 3, "--dram", "256MiB", registry=redis.url) as pool:
+        with pool.store() as store, Load(store, "redis") as load:
+            load.go_on(20)
+            redis.kill()
+            load.go_on_for(outage_s, at_least_every_s=2.0)
+            redis.start()
+            load.go_on_for(2.0, at_least_every_s=2.0)
+        assert not load.errors
+        assert not load.missed
+        pool.audit([], held=load.stored)
+
+
+def test_a_killed_directory_is_not_missed_and_agrees_with_the_nodes_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    port = free_port()
+    with running_pool(tmp_path, 3, "--dram", "256MiB", registry=f"127.0.0.1:{port}") as pool:
+        with running_directory(port=port) as directory:
+            store = pool.store()
+            with pool.alone("store-1") as alone:
+                away = put_many(alone, "away from home", 20, 1000)
+            pool.backstage.ask(in_step(port, pool), 30.0)
+            directory.kill()
+            directory.wait()
+        with store:
+            assert all(store.get(name) == value_of(name) for name in away)
+            with Load(store, "directory") as load:
+                load.go_on(30)
+                with running_directory(port=port):
+                    load.go_on(30)
+                    pool.backstage.ask(in_step(port, pool), 30.0)
+            assert not load.errors
+            assert not load.missed
+        with running_directory(port=port):
+            pool.backstage.ask(in_step(port, pool), 30.0)
+            until(lambda: agree(pool, port))
+            pool.audit(away, held=load.stored)
+
+
+async def in_step(port: int, pool: Pool) -> None:
+    """Returns once the directory knows all that the nodes hold."""
+    async with asking(port) as asks:
+        while True:
+            with contextlib.suppress(PeerLost):  # gRPC dials a port that refused it a second later
+                await asks.until_in_step(*pool.running)
+                return
+            await asyncio.sleep(0.1)
+
+
+def agree(pool: Pool, port: int) -> bool:
+    """Whether the directory names for each object exactly the nodes that list it."""
+    listed: dict[BlockKey, set[str]] = {}
+    for node_id in pool.running:
+        for stored in pool.objects(node_id):
+            listed.setdefault(BlockKey(stored.key), set()).add(node_id)
+
+    async def located() -> list[set[str]]:
+        async with asking(port) as asks:
+            return [set(tiers) for tiers in await asks.holders(list(listed))]
+
+    return pool.backstage.ask(located(), 30.0) == list(listed.values())

@@ -1,0 +1,158 @@
+"""Values that follow from their names, so that every byte that comes back can be judged, and a load that judges.
+
+Names are never used twice: what has been removed must not come back, whatever happened since.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+
+from kvstore.client import KvStore
+from protocol.errors import DeadlineExceeded, MoonserveError, Overloaded, PeerLost, StaleLease
+from tests.kvstore.client.pools import until
+
+BLAMELESS = (PeerLost, DeadlineExceeded, Overloaded, StaleLease)
+"""What a caller may be told while something is broken. Anything else is a fault of ours."""
+
+SLOW_MACHINE_S = 10.0
+"""May pass on a busy machine beyond any deadline."""
+
+
+def name_of(seed: str, number: int, nbytes: int) -> bytes:
+    return f"{seed}/{number}/{nbytes}".encode()
+
+
+def value_of(name: bytes) -> bytes:
+    nbytes = int(name.rpartition(b"/")[2])
+    return random.Random(name).randbytes(nbytes)
+
+
+def put_many(store: KvStore, seed: str, count: int, nbytes: int) -> list[bytes]:
+    """All of them are stored when it returns."""
+    names = [name_of(seed, number, nbytes) for number in range(count)]
+    for name in names:
+        store.put(name, value_of(name))
+    return names
+
+
+class Load:
+    """Puts, reads, verifies and removes from a thread of its own while the block lasts; nothing wrong may come back.
+
+    It keeps about `kept` objects of at most `nbytes` each, and reads only what it has stored and not removed.
+    """
+
+    def __init__(
+        self,
+        store: KvStore,
+        seed: str,
+        *,
+        nbytes: int = 60_000,
+        kept: int = 10_000,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self.stored: list[bytes] = []
+        self.removed: set[bytes] = set()
+        self.uncertain: set[bytes] = set()
+        """Neither is known: the call that was to store or to remove them failed."""
+        self.wrong: list[bytes] = []
+        self.missed = 0
+        self.done: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self._store = store
+        self._seed = seed
+        self._rng = random.Random(seed)
+        self._nbytes = nbytes
+        self._kept = kept
+        self._timeout_s = timeout_s
+        self._number = 0
+        self._ending = threading.Event()
+        self._broken: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"load {seed}")
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ending.set()
+        self._thread.join(60.0)
+        assert not self._thread.is_alive(), "a call has no end"
+        if kind is None:
+            self.check()
+
+    def check(self) -> None:
+        if self._broken is not None:
+            raise AssertionError("a call failed as none may") from self._broken
+        assert not self.wrong, f"wrong bytes for {self.wrong}"
+
+    def go_on(self, count: int = 20, *, what: str = "put", timeout_s: float = 30.0) -> None:
+        """Returns once so many more calls have succeeded."""
+        wanted = self.done[what] + count
+        until(lambda: self.done[what] >= wanted or self._broken, timeout_s)
+        self.check()
+
+    def go_on_for(self, duration_s: float, *, at_least_every_s: float) -> None:
+        """Returns after so long; all the while calls succeed, a put and a get within each `at_least_every_s`."""
+        ends_at = time.monotonic() + duration_s
+        while time.monotonic() < ends_at:
+            for what in ("put", "get"):
+                self.go_on(1, what=what, timeout_s=at_least_every_s + SLOW_MACHINE_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._ending.is_set():
+                self._step()
+        except BaseException as error:
+            self._broken = error
+
+    def _step(self) -> None:
+        if len(self.stored) > self._kept:
+            self._attempt("remove", self._remove)
+        self._attempt("put", self._put)
+        self._attempt("get", self._get)
+
+    def _attempt(self, what: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BLAMELESS as error:
+            self.errors[type(error).__name__] += 1
+        else:
+            self.done[what] += 1
+
+    def _put(self) -> None:
+        self._number += 1
+        name = name_of(self._seed, self._number, self._rng.randrange(self._nbytes))
+        try:
+            self._store.put(name, value_of(name), timeout_s=self._timeout_s)
+        except MoonserveError:
+            self.uncertain.add(name)
+            raise
+        self.stored.append(name)
+
+    def _get(self) -> None:
+        if not self.stored:
+            return
+        name = self._rng.choice(self.stored)
+        value = self._store.get(name, timeout_s=self._timeout_s)
+        self.missed += value is None
+        if value not in (None, value_of(name)):
+            self.wrong.append(name)
+
+    def _remove(self) -> None:
+        name = self.stored.pop(self._rng.randrange(len(self.stored) // 2 + 1))
+        try:
+            self._store.remove(name, timeout_s=self._timeout_s)
+        except MoonserveError:
+            self.uncertain.add(name)
+            raise
+        self.removed.add(name)
