@@ -53,35 +53,46 @@ class Mover:
         self._write_through = write_through
         self._fresh: deque[BlockKey] = deque()  # to be copied to disk
         self._unwanted: set[BlockKey] = set()  # removed before they were found on disk
+        self._all_found = asyncio.Event()
+        self._all_found.set()
         self._writing_bytes = 0
         self._loading: dict[int, asyncio.Future[None]] = {}  # by generation
         self._tasks: set[asyncio.Task[None]] = set()
         self._moved = asyncio.Event()  # replaced at each end
 
     async def recover(self, disk: DiskTier, progress: Callable[[float], None]) -> None:
-        """Takes in what the disk holds, while the node serves already."""
+        """Takes in what the disk holds, while the node serves already. Nothing is written to it meanwhile."""
 
         def tell(share: float) -> None:
             self.recovered = min(share, 0.999)
             progress(share)
 
         self.recovered = 0.0
-        found = 0
-        async for batch in disk.recover(tell):
-            found += len(batch)
-            await self._take_in(disk, batch)
-            await asyncio.sleep(0)
-        self.recovered = 1.0
-        self._unwanted.clear()
+        self._all_found.clear()
+        unwanted: list[DiskObject] = []
+        num_found = 0
+        try:
+            async for batch in disk.recover(tell):
+                num_found += len(batch)
+                unwanted += self._take_in(disk, batch)
+                await asyncio.sleep(0)
+            await disk.forget(unwanted)
+            self.recovered = 1.0
+        finally:
+            self._unwanted.clear()
+            self._all_found.set()
         self._changed()
-        log.info("%d objects found on disk, %d of them kept", found, self._state.num_objects)
+        log.info("%d objects found on disk; %d are here now", num_found, self._state.num_objects)
 
-    async def _take_in(self, disk: DiskTier, batch: Sequence[tuple[DiskObject, Place]]) -> None:
+    def _take_in(
+        self, disk: DiskTier, batch: Sequence[tuple[DiskObject, Place]]
+    ) -> list[DiskObject]:
+        """Those that were removed before they were found."""
         unwanted = [found for found, _ in batch if found.key in self._unwanted]
-        await disk.forget(unwanted)
         for found, place in batch:
             if found.key in self._unwanted or not self._state.restore(found, place):
                 disk.release(place)
+        return unwanted
 
     def relocated(self, moved: DiskObject, _from: Place, to: Place) -> bool:
         """`kvstore.disk.base.Moved`."""
@@ -98,7 +109,8 @@ class Mover:
     @property
     def usable(self) -> bool:
         """Whether objects can be written to disk."""
-        return self.disk is not None and self.disk.health is Health.GOOD
+        healthy = self.disk is not None and self.disk.health is Health.GOOD
+        return healthy and self.recovered == 1
 
     def disk_state(self) -> tuple[Health, DiskUsage, Mapping[str, int]] | None:
         """For metrics; None = there is no disk."""
@@ -163,7 +175,9 @@ class Mover:
     async def forget(self, objects: Sequence[DiskObject], absent: Iterable[BlockKey]) -> None:
         """Removed objects, and keys that were not there: neither comes back after a restart."""
         if self.recovered < 1:
-            self._unwanted.update(absent)
+            # Also of what was there: an earlier generation of it may be in the batch that is being taken in.
+            self._unwanted.update((*absent, *(removed.key for removed in objects)))
+            await self._all_found.wait()
         if self.usable and objects:
             assert self.disk is not None
             await self.disk.forget(objects)
