@@ -43,7 +43,7 @@ class Peer(Protocol):
 
     @property
     def title(self) -> str:
-        """Who it is, for messages."""
+        """Who it is, in messages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +91,7 @@ class Cluster:
         self.registry = registry
         self._chosen = chosen
         self._channels = Channels(cluster_token)
+        self._reached: set[Node] = set()
 
     @property
     def is_limited(self) -> bool:
@@ -170,16 +171,23 @@ class Cluster:
         return await gathered(nodes, one)
 
     async def stream(
-        self, peer: Peer, method: Callable[..., Any], request: Any
+        self, node: Node, method: Callable[..., Any], request: Any
     ) -> AsyncGenerator[Any, None]:
-        """Raises Unreachable when the peer goes away."""
+        """Raises Unreachable when the node is or goes away (a silent one is noticed by keepalive)."""
+        await self._reach(node)
         try:
             messages: AsyncGenerator[Any, None] = self._channels.stream(method, request)  # type: ignore[assignment]
             async with aclosing(messages):
                 async for message in messages:
                     yield message
         except PeerLost as error:
-            raise Unreachable(peer.title, error) from error
+            raise Unreachable(node.title, error) from error
+
+    async def _reach(self, node: Node) -> None:
+        """Before the first stream, since gRPC itself waits 20 s for a process that is stopped."""
+        if node not in self._reached:
+            await self.call(node, node.stub.Describe, kvstore_pb2.StoreDescribeRequest())
+            self._reached.add(node)
 
     async def objects(self, node: Node, key: bytes = b"") -> AsyncGenerator[Object, None]:
         """Those that a node holds; with a key, only that one."""
@@ -243,8 +251,10 @@ def reason(error: MoonserveError) -> str:
         return text
     if "refused" in text:
         return "connection refused; is it running?"
-    if text.startswith("deadline_exceeded"):
+    if text.startswith("deadline_exceeded") or "timed out" in text or "ping timeout" in text:
         return "no answer in time"
+    if "Socket closed" in text or "reset by peer" in text:
+        return "the connection broke; has it ended?"
     if text.startswith("unimplemented"):
         return "answers, but is no store node (or one of another version)"
     return text.splitlines()[0]

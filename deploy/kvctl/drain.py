@@ -126,7 +126,7 @@ class _Drain:
     def _announce(self, found: Survey, *, is_first: bool) -> None:
         what = f"{count(len(found.alone), 'object')} ({size(found.num_bytes)})"
         if not is_first:
-            self._output.note(f"again: {what} left")
+            self._output.note(f"still, or again, only there: {what}")
             return
         self._output.note(f"{self._leaving.name} is draining; only there: {what}")
         room = self._others.room

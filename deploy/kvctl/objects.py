@@ -88,10 +88,12 @@ async def ancestors(
 
 async def chain_of(cluster: Cluster, nodes: Sequence[Node], key: BlockKey) -> list[BlockKey]:
     """The key, if it is anywhere, and its resident ancestors; head first."""
-    found = present(await replicas(cluster, nodes, key))
+    answers = await replicas(cluster, nodes, key)
+    found = present(answers)
     if not found:
         return []
-    above = [k async for k, there in ancestors(cluster, nodes, found) if there]
+    answering = [node for node, _ in answers.replies]
+    above = [k async for k, there in ancestors(cluster, answering, found) if there]
     return [*reversed(above), key]
 
 

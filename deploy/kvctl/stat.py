@@ -35,7 +35,7 @@ async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
     found = objects.present(answers)
     tell_lost(answers, output)
     if found:
-        above = await _above(cluster, nodes, found)
+        above = await _above(cluster, [node for node, _ in answers.replies], found)
         _show(key, found, above, output)
     elif not answers.lost:
         output.problem(keys.no_such_key(arguments.key))

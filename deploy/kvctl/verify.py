@@ -25,8 +25,9 @@ async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
     # Also of a node that was lost on the way: what it found was dropped.
     corrupt = [key for done in passes.values() for key in done.corrupt]
     others = await objects.holders(cluster, await cluster.all_nodes(), corrupt)
-    for done in passes.values():
-        done.tell(others, output)
+    lost = {node for node, _ in answers.lost}
+    for node, done in passes.items():
+        done.tell(others, output, is_lost=node in lost)
     tell_lost(answers, output)
     if answers.lost:
         return EXIT_UNREACHABLE
@@ -49,7 +50,7 @@ class _Pass:
             text = f"{found.checked:,} of {count(found.total, 'object')}"
             steps.show(self._node.name, found.checked, found.total, text)
 
-    def tell(self, others: Answers[list[BlockKey]], output: Output) -> None:
+    def tell(self, others: Answers[list[BlockKey]], output: Output, *, is_lost: bool) -> None:
         """`others`: who still has what was corrupt here."""
         name = self._node.name
         output.record(
@@ -62,6 +63,7 @@ class _Pass:
             left = ", ".join(node.name for node, held in others.replies if key in held)
             fate = f"still on {left}" if left else "it was the only replica"
             output.line(f"{name}: corrupt {key.hex()}, dropped; {fate}")
-        of = f" of {self._total:,}" if self._checked < self._total else ""
         what = f"{len(self.corrupt):,} corrupt" if self.corrupt else "all good"
-        output.line(f"{name}: {count(self._checked, 'object')}{of} checked, {what}")
+        until = " before it was lost" if is_lost else ""
+        if self._checked or not is_lost:
+            output.line(f"{name}: {count(self._checked, 'object')} checked{until}, {what}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from deploy.kvctl.cluster import reason
 from protocol.errors import PeerLost
-from tests.deploy.kvctl.stage import ENVIRON, Kvctl, Stage, put, stage
+from tests.deploy.kvctl.stage import ENVIRON, Kvctl, Stage, chain_keys, put, put_chain, stage
 from tests.kvstore.directory.cluster import free_port
 from tests.kvstore.nodes import running_node
 from tests.redis_server import RedisServer
@@ -85,6 +87,22 @@ def test_a_lost_node_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]
         assert "may still hold" in kvctl("drop", "here").err
 
 
+def test_a_stopped_node_costs_seconds_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with stage(["store-0", "store-1"]) as made:
+        keys = chain_keys("stopped", 5)
+        put_chain(made.nodes["store-0"], keys)
+        stopped = made.nodes["store-1"].process
+        stopped.send_signal(signal.SIGSTOP)
+        try:
+            said = Kvctl(capsys, made.registry)("stat", keys[-1].hex())
+        finally:
+            stopped.send_signal(signal.SIGCONT)
+    assert said.code == 3
+    assert "store-1" in said.err
+    assert "no answer in time" in said.err
+    assert "4 blocks above" in said.out
+
+
 def test_a_cluster_without_store_nodes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with stage([]) as made:
         said = Kvctl(capsys, made.registry)("nodes")
@@ -113,6 +131,8 @@ def test_every_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("unavailable: Connection refused (111)", "is it running"),
         ("deadline_exceeded: Deadline Exceeded", "no answer in time"),
+        ("unavailable: last error: connection attempt timed out", "no answer in time"),
+        ("unavailable: Socket closed", "has it ended"),
         ("unimplemented: Method not found!", "no store node"),
         ("first line\nsecond line", "first line"),
     ],
