@@ -280,6 +280,8 @@ class StoreNode:
             channel.close()
         if attached is not None:
             self._means.engine.forget(attached.endpoint.transfer_address)
+            with contextlib.suppress(PeerLost):  # the client is closed
+                self._means.backstage.begin(self._means.channels.forget(attached.lean_address))
 
     async def _revive(self) -> None:
         """Asks now and then, and ends the rest with the first answer."""
