@@ -256,7 +256,7 @@ class SimulatedNode:
         for found in removed:
             self._removed_up_to[found.key] = found.generation
         if self._unknown:
-            self._unwanted |= set(keys) - {found.key for found in removed}
+            self._unwanted.update(keys)
         self.disk.forget(removed)
         reply(len(removed))
 
