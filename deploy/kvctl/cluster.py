@@ -256,7 +256,7 @@ def reason(error: MoonserveError) -> str:
     if "Socket closed" in text or "reset by peer" in text:
         return "the connection broke; has it ended?"
     if text.startswith("unimplemented"):
-        return "answers, but is no store node (or one of another version)"
+        return "answers, but does not know this call: another kind of process, or another version"
     return text.splitlines()[0]
 
 

@@ -74,6 +74,7 @@ class _Watch:
         self._output = output
         self._with_keys = with_keys
         self._watched: dict[str, _Watched] = {}
+        self._members: set[str] = set()  # as the registry said last
         self._is_live = output.is_terminal and not output.as_json and not with_keys
 
     async def follow(self, first: Sequence[Node]) -> None:
@@ -101,11 +102,12 @@ class _Watch:
         """Follows exactly these from now on; one that has come back elsewhere is another."""
         now = {member.instance_id: self._cluster.node_of(member) for member in members}
         for name, watched in list(self._watched.items()):
-            if name not in now:
+            if name not in now and name in self._members:  # one that was dialled may be no member
                 self._say(watched.node, "left")
                 self._end(watched)
-            elif now[name].endpoint.rpc_address != watched.node.endpoint.rpc_address:
+            elif name in now and _is_elsewhere(now[name], watched.node):
                 self._end(watched)
+        self._members = set(now)
         for name, node in now.items():
             if name not in self._watched:
                 self._begin(node)
@@ -176,6 +178,10 @@ class _Watch:
         self._output.record(time=_iso(), node=node.name, event="counts", **numbers)
         texts = [f"{name} {number:,}" for name, number in numbers.items() if number]
         self._output.line(f"{_clock()}  {node.name:12}  {', '.join(texts)}")
+
+
+def _is_elsewhere(now: Node, before: Node) -> bool:
+    return now.endpoint.rpc_address != before.endpoint.rpc_address
 
 
 def table(watched: Sequence[_Watched]) -> Table:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.deploy.kvctl.stage import Kvctl, Stage, stage
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _no_cluster_of_the_operator() -> Iterator[None]:
+    """The processes under test read the environment, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("MOONSERVE_REGISTRY")]:
+            patch.delenv(name)
+        yield
 
 
 @pytest.fixture(scope="package")

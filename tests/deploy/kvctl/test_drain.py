@@ -32,6 +32,8 @@ from tests.deploy.kvctl.stage import (
 )
 from tests.kvstore.nodes import ROOT, TOKEN, running_node
 
+pytestmark = pytest.mark.slow  # each test starts three or four processes of its own
+
 VALUES = {f"value-{number}": os.urandom(10_000 + number) for number in range(100)}
 
 

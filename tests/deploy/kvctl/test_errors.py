@@ -69,7 +69,7 @@ def test_a_node_that_nobody_knows_is_named_with_those_that_are(kvctl: Kvctl) -> 
 def test_a_process_that_is_no_store_node_is_recognised(pair: Stage, kvctl: Kvctl) -> None:
     said = kvctl("ls", "--node", pair.registry)
     assert said.code == 3
-    assert "no store node" in said.err
+    assert "another kind of process" in said.err
 
 
 def test_a_lost_node_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +133,7 @@ def test_every_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         ("deadline_exceeded: Deadline Exceeded", "no answer in time"),
         ("unavailable: last error: connection attempt timed out", "no answer in time"),
         ("unavailable: Socket closed", "has it ended"),
-        ("unimplemented: Method not found!", "no store node"),
+        ("unimplemented: Method not found!", "another kind of process"),
         ("first line\nsecond line", "first line"),
     ],
 )
