@@ -178,6 +178,19 @@ def test_a_lease_that_is_asked_for_twice_reads_the_disk_once() -> None:
     assert (again.loads, [stored.offset for stored in again.objects]) == ((), [load.offset])
 
 
+def test_a_lease_on_a_removed_object_never_shows_the_one_that_came_after_it() -> None:
+    node = Tiered.make()
+    node.put(chain(1))
+    node.sink(1)
+    _, [load] = node.lease(1)
+    waiting, _ = node.lease(1)
+    node.state.remove(keys(1), corrupt=False)
+    node.put(chain(1))
+    node.state.loaded(load, True)
+    assert node.state.settle(waiting).objects == ()
+    assert node.in_memory() == [1]
+
+
 def test_two_leases_on_one_object_share_its_read() -> None:
     node = Tiered.make()
     node.put(chain(1))
@@ -453,3 +466,17 @@ def test_an_object_being_checked_stays_where_it_is() -> None:
     node.state.moves.checked(found)
     assert node.put(chain(2)) == [Outcome.GRANTED]
     assert node.tiers() == {1: Tier.DISK, 2: Tier.MEMORY}
+
+
+def test_an_object_being_checked_while_it_is_written_stays_in_memory() -> None:
+    node = Tiered.make(watermarks=Watermarks(evict_above=0.0, evict_share=0.0))
+    node.put(chain(1))
+    stores = node.demotions()
+    found = node.state.find(key(1))
+    assert found is not None
+    node.state.moves.check(found)
+    node.written(stores)
+    assert node.in_memory() == [1]
+    node.state.moves.checked(found)
+    assert node.demotions() == []
+    assert node.on_disk_only() == [1]
