@@ -128,8 +128,8 @@ def restart_bars(restart: Mapping[str, Any]) -> list[Bar]:
 
 
 def hit_ratio_bars(points: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """How far LRU is from the published figures; by how much the best policy beats it."""
-    ratios = {(p["policy"], p["capacity_tokens"]): p["block_hit_ratio"] for p in points}
+    """How far LRU is from the published figures; by how much the best policy beats it. Shares of prompt tokens."""
+    ratios = {(p["policy"], p["capacity_tokens"]): p["token_hit_ratio"] for p in points}
     bars = []
     for capacity, published in LRU_HIT_RATIOS.items():
         policy, room = ("unlimited", "unlimited") if capacity is None else ("lru", f"{capacity:,}")

@@ -29,8 +29,6 @@ class Contestant:
     environment: dict[str, str] = field(default_factory=dict)
     in_peers_environment: bool = False
     ops: Sequence[str] = (*OPS, "exists")
-    pausable: bool = True
-    """False: its processes forget each other when they are stopped for seconds; they use next to nothing when idle."""
 
     def can(self, load: Load) -> bool:
         return load.op in self.ops
@@ -55,7 +53,6 @@ def _mooncake(name: str, path: str, **environment: str) -> Contestant:
         options={"path": path, "segment_bytes": servers.SEGMENT_BYTES},
         environment={"MC_LOG_LEVEL": "ERROR", "MC_STORE_MEMCPY": "1", **environment},
         in_peers_environment=True,
-        pausable=False,
     )
 
 

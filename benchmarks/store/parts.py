@@ -23,6 +23,7 @@ from benchmarks.transfer.pair import ContestantError, Placement
 from protocol.errors import MoonserveError
 
 OTHER_TIMEOUT_S = 1_200.0
+QUICK_DISK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +75,9 @@ def _speed(options: Options) -> Part:
 
 
 def _disk(options: Options) -> Part:
-    arguments = ["--rounds", str(options.rounds), "--folder", str(options.folder)]
-    table, figures = _other("benchmarks.store_disk", *arguments)
+    quick = ["--rounds", "1", "--bytes", str(QUICK_DISK_BYTES)]
+    rounds = quick if options.quick else ["--rounds", str(options.rounds)]
+    table, figures = _other("benchmarks.store_disk", *rounds, "--folder", str(options.folder))
     title = "The SSD tier beside fio"
     return Part(title=title, figures=figures, table=table, bars=disk_bars(figures))
 

@@ -1,7 +1,8 @@
-"""Processes of one contestant: start, wait until ready, pause, end.
+"""Processes of one contestant: start, wait until ready, end.
 
-Its rules: every process is ended by its id and never outlives the driver; every wait has a limit; a group is stopped
-(SIGSTOP) while it is not its turn, so that nobody's idle threads cost the others anything.
+Its rules: every process is ended by its id and never outlives the driver; every wait has a limit. Nobody is stopped
+between turns: stores' processes know each other by heartbeats, and all that are measured are idle when not asked (less
+than 1 % of a core).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,8 @@ class Child:
 class Group:
     """Processes with a common folder for their logs."""
 
-    def __init__(
-        self,
-        folder: Path,
-        environment: Mapping[str, str] | None = None,
-        *,
-        pausable: bool = True,
-    ) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
-        self._pausable = pausable
         folder.mkdir(parents=True, exist_ok=True)
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         self._children: list[Child] = []
@@ -97,22 +91,10 @@ class Group:
         self._children.append(Child(process, log))
         return self._children[-1]
 
-    def pause(self) -> None:
-        if self._pausable:
-            self._signal(signal.SIGSTOP)
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        self._signal(signal.SIGCONT)
-        try:
-            yield
-        finally:
-            self.pause()
-
     def close(self) -> None:
         """In order where they let themselves be ended so."""
-        self._signal(signal.SIGCONT)
-        self._signal(signal.SIGTERM)
+        for child in self._children:
+            child.process.terminate()
         give_up_at = time.monotonic() + STOP_S
         for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -123,10 +105,6 @@ class Group:
         for child in self._children:
             child.kill()
         self._children = []
-
-    def _signal(self, number: signal.Signals) -> None:
-        for child in self._children:
-            child.process.send_signal(number)  # who has ended is left alone
 
 
 def start_reporting(

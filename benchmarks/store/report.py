@@ -13,30 +13,37 @@ VERDICTS = {None: "", True: "met", False: "**missed**"}
 
 
 def speed_report(speed: Mapping[str, Any]) -> str:
-    """GB/s and values/s, put / get."""
     sizes: list[str] = speed["sizes"]
-    rows = [_speed_row(name, result, sizes) for name, result in speed["results"].items()]
-    values = [_values_row(name, result, sizes) for name, result in speed["results"].items()]
-    headers = ["GB/s, put / get", *sizes, "exists p50 / p99 µs"]
-    lines = [table(headers, rows), "", table(["values/s, put / get", *sizes, "exists/s"], values)]
-    lines += ["", f"Placement: {speed['placement']}; medians of {speed['rounds']} rounds."]
+    tables = [
+        _speed_table(speed["results"], sizes, figure, unit, form)
+        for figure, unit, form in (
+            ("gb_s", "GB/s", ".2f"),
+            ("values_s", "values/s", ",.0f"),
+            ("p50_us", "p50 of a call, µs", ",.0f"),
+            ("p99_us", "p99 of a call, µs", ",.0f"),
+        )
+    ]
+    lines = [f"Placement: {speed['placement']}; medians of {speed['rounds']} rounds."]
     lines += [f"Other processes used {speed['others_cores']:.2f} cores meanwhile."]
     for name, result in speed["results"].items():
         absent = {"in the end": result["absent"]} if result["absent"] else {}
         lines += [f"- {name}, {at}: {why}" for at, why in (result["errors"] | absent).items()]
-    return "\n".join(lines)
+    return "\n\n".join([*tables, "\n".join(lines)])
 
 
-def _speed_row(name: str, result: Mapping[str, Any], sizes: Sequence[str]) -> list[str]:
-    exists = result["exists"]
-    latency = f"{exists['p50_us']:.0f} / {exists['p99_us']:.0f}" if exists else "–"
-    return [name, *(_both(result["cells"][size], "gb_s", ".2f") for size in sizes), latency]
-
-
-def _values_row(name: str, result: Mapping[str, Any], sizes: Sequence[str]) -> list[str]:
-    exists = result["exists"]
-    rate = f"{exists['values_s']:,.0f}" if exists else "–"
-    return [name, *(_both(result["cells"][size], "values_s", ",.0f") for size in sizes), rate]
+def _speed_table(
+    results: Mapping[str, Any], sizes: Sequence[str], figure: str, unit: str, form: str
+) -> str:
+    """A row per store, a column per size and one for `exists`, which moves no bytes."""
+    rows = []
+    for name, result in results.items():
+        cells = [_both(result["cells"][size], figure, form) for size in sizes]
+        exists = result["exists"]
+        if figure != "gb_s":
+            cells.append(format(exists[figure], form) if exists else "–")
+        rows.append([name, *cells])
+    last = [] if figure == "gb_s" else ["exists"]
+    return table([f"{unit}, put / get", *sizes, *last], rows)
 
 
 def _both(cell: Mapping[str, Any], figure: str, form: str) -> str:

@@ -57,37 +57,38 @@ class Result:
 
 
 class Running:
-    """A store's servers and its client, connected and paused. Raises ContestantError from every method."""
+    """A store's servers and its client, connected. Raises ContestantError from every method."""
 
     def __init__(self, contestant: Contestant, folder: Path, placement: Placement) -> None:
-        self._group = Group(folder, contestant.environment, pausable=contestant.pausable)
+        self._group = Group(folder, contestant.environment)
+        self._connection, theirs = socket.socketpair()
+        self._control = Control(self._connection)
         try:
             cores = placement.cores("target")
             facts = contestant.servers(self._group, cores, contestant.options)
-            self._child, self._control = _client(contestant, self._group, facts, placement)
+            self._child = _client(contestant, self._group, facts, placement, theirs)
             self._answer(START_S)
         except BaseException:
-            self._group.kill()
+            self.kill()
             raise
-        self._group.pause()
+        finally:
+            theirs.close()
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
-        with self._group.turn():
-            return self._ask(do, ANSWER_S, **arguments)
+        with contextlib.suppress(OSError):  # who has died does not answer either
+            self._control.send({"do": do, **arguments})
+        return self._answer(ANSWER_S)
 
     def close(self) -> None:
         """In peace, so that what the processes made ends with them."""
-        with contextlib.suppress(ContestantError), self._group.turn():
-            self._ask("close", ANSWER_S)
+        with contextlib.suppress(ContestantError):
+            self.call("close")
         self._group.close()
+        self._connection.close()
 
     def kill(self) -> None:
         self._group.kill()
-
-    def _ask(self, do: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        with contextlib.suppress(OSError):  # who has died does not answer either
-            self._control.send({"do": do, **arguments})
-        return self._answer(timeout_s)
+        self._connection.close()
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         try:
@@ -102,16 +103,17 @@ class Running:
 
 
 def _client(
-    contestant: Contestant, group: Group, facts: dict[str, Any], placement: Placement
-) -> tuple[Child, Control]:
+    contestant: Contestant,
+    group: Group,
+    facts: dict[str, Any],
+    placement: Placement,
+    control: socket.socket,
+) -> Child:
     interpreter = PEERS / "python" if contestant.in_peers_environment else Path(sys.executable)
-    ours, theirs = socket.socketpair()
-    arguments = [contestant.client, json.dumps(facts), json.dumps(contestant.options)]
-    with theirs:
-        fd = theirs.fileno()
-        command = python("benchmarks.store.side", *arguments, str(fd), interpreter=interpreter)
-        cores = placement.cores("initiator")
-        return group.start("client", command, cores=cores, pass_fds=[fd]), Control(ours)
+    told = [json.dumps(facts), json.dumps(contestant.options), str(control.fileno())]
+    command = python("benchmarks.store.side", contestant.client, *told, interpreter=interpreter)
+    cores = placement.cores("initiator")
+    return group.start("client", command, cores=cores, pass_fds=[control.fileno()])
 
 
 class Seat:
