@@ -5,6 +5,7 @@ Generations begin with it, and so grow over restarts whatever the clock does.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from protocol.errors import ConfigError
 FILE_NAME = "incarnation"
 OBJECTS_BITS = 40
 """Generations per start: a trillion objects. What is left of 64 bits counts the starts."""
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def first_generation(folder: Path | None) -> int:
@@ -36,12 +38,32 @@ def _next_incarnation(folder: Path) -> int:
 
 
 def _write(path: Path, incarnation: int) -> None:
-    fresh = path.with_suffix(".new")
-    with fresh.open("w") as file:
+    try:
+        _replace(path, incarnation)
+    except OSError as error:
+        if error.errno not in _FULL or not path.exists():
+            raise
+        _overwrite(path, incarnation)
+
+
+def _overwrite(path: Path, incarnation: int) -> None:
+    """On a full disk: a few bytes of a block that the file has already, which disks write whole or not at all."""
+    with path.open("r+") as file:
         file.write(str(incarnation))
         file.flush()
         os.fsync(file.fileno())
-    fresh.replace(path)
+
+
+def _replace(path: Path, incarnation: int) -> None:
+    fresh = path.with_suffix(".new")
+    try:
+        with fresh.open("w") as file:
+            file.write(str(incarnation))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -47,6 +47,9 @@ class Mover:
     ) -> None:
         self.disk: DiskTier | None = None
         self.recovered = 1.0  # share of the disk whose objects are known
+        self.health = Health.GOOD
+        """Of the disk, as far as this node still uses it: one that gets well again is not taken back before the next
+        start, since what is on it has been forgotten here."""
         self._state = state
         self._memory = memory
         self._changed = changed
@@ -101,7 +104,9 @@ class Mover:
     def health_changed(self, health: Health, reason: str) -> None:
         """`kvstore.disk.base.HealthChanged`: a disk that is not good counts as gone, until the next start."""
         if health is Health.GOOD:
+            log.info("the disk is well again; it is used from the next start on")
             return
+        self.health = health
         log.error("the disk is %s: %s; serving from memory only", health, reason)
         self._state.forget_disk()
         self._changed()
@@ -109,13 +114,12 @@ class Mover:
     @property
     def usable(self) -> bool:
         """Whether objects can be written to disk."""
-        healthy = self.disk is not None and self.disk.health is Health.GOOD
-        return healthy and self.recovered == 1
+        return self.disk is not None and self.health is Health.GOOD and self.recovered == 1
 
     def disk_state(self) -> tuple[Health, DiskUsage, Mapping[str, int]] | None:
         """For metrics; None = there is no disk."""
         disk = self.disk
-        return None if disk is None else (disk.health, disk.usage(), dict(disk.counters))
+        return None if disk is None else (self.health, disk.usage(), dict(disk.counters))
 
     def pump(self) -> None:
         """Begins the writes that are due: what is coldest when memory runs full, then copies of what is new."""

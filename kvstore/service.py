@@ -205,7 +205,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         reply.metadata_bytes = self._state.metadata_bytes
         reply.draining = self.draining
         reply.recovered = self.mover.recovered
-        reply.disk_health = self.mover.disk.health if self.mover.disk else "none"
+        reply.disk_health = self.mover.health if self.mover.disk else "none"
         return reply
 
     async def Describe(
