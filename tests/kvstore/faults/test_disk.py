@@ -1,0 +1,170 @@
+"""Disks that are full, read-only, gone or damaged under a running node, and between two of its lives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvstore.client import plain_key
+from tests.kvstore.client.pools import BOTH, TCP, until
+from tests.kvstore.disk.mounts import mounted
+from tests.kvstore.faults import disks
+from tests.kvstore.faults.pool import Pool, running_pool
+from tests.kvstore.faults.values import Load, put_many, value_of
+
+SMALL = ("--dram", "8MiB")
+both_ways = pytest.mark.parametrize("transports", [BOTH, TCP], ids=["shm", "tcp"])
+
+
+def test_a_full_disk_refuses_nobody_and_a_node_starts_on_it(tmp_path: Path) -> None:
+    """Segments of 8 MiB on 20 MiB: the second one that fails to be made finds the disk full."""
+    with (
+        mounted(tmp_path / "store-0", 20 * 2**20) as disk,
+        running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool,
+    ):
+        with pool.store() as store, Load(store, "full", nbytes=500_000) as load:
+            load.go_on(100)
+            filler = disks.fill_up(disk)
+            load.go_on(30)
+        assert not load.errors
+        assert pool.stats("store-0").disk_health == "good"
+        assert pool.stats("store-0").num_on_disk
+        on_disk = names_on_disk(pool, load.stored)
+        pool.restart("store-0")
+        with pool.store() as store:
+            put_many(store, "after", 5, 100_000)
+        pool.audit(load.stored, held=on_disk)
+        filler.unlink()
+
+
+def names_on_disk(pool: Pool, names: list[bytes]) -> list[bytes]:
+    on_disk = {o.key for o in pool.objects("store-0") if o.on_disk}
+    return [name for name in names if plain_key(name) in on_disk]
+
+
+def test_a_disk_that_turns_read_only_costs_what_was_on_it_and_no_request(tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "store-0", 128 * 2**20) as disk,
+        running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool,
+    ):
+        with pool.store() as store, Load(store, "read-only", nbytes=500_000) as load:
+            load.go_on(60)
+            with disks.read_only(disk):
+                pool.until_stats("store-0", lambda stats: stats.disk_health == "read-only")
+                load.go_on(30)
+            assert not load.errors
+        assert pool.stats("store-0").num_on_disk == 0
+        pool.restart("store-0")
+        assert pool.stats("store-0").disk_health == "good"
+        assert pool.audit(load.stored, gone=load.removed)
+
+
+@pytest.mark.slow  # the tier looks every 10 s whether its disk is well again
+def test_a_disk_that_heals_is_left_alone_until_the_next_start(tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "store-0", 128 * 2**20) as disk,
+        running_pool(tmp_path, 1, *SMALL, "--ssd-write-through", ssd="64MiB") as pool,
+    ):
+        with pool.store() as store, Load(store, "heals", nbytes=500_000) as load:
+            load.go_on(60)
+            with disks.read_only(disk):
+                pool.until_stats("store-0", lambda stats: stats.disk_health == "read-only")
+                in_memory = [name for name in load.stored[-4:] if store.get(name) is not None]
+                removed = [name for name in in_memory if store.remove(name)]
+            before = (disk / "folder.json").stat().st_mtime_ns
+            until(lambda: (disk / "folder.json").stat().st_mtime_ns != before)
+            load.go_on(30)
+            assert not load.errors
+        assert pool.stats("store-0").disk_health == "read-only"
+        pool.stop("store-0")
+        pool.restart("store-0")
+        assert pool.stats("store-0").disk_health == "good"
+        pool.audit(load.stored, gone=removed)
+
+
+def test_a_disk_that_vanishes_costs_what_was_on_it_and_no_request(tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "store-0", 128 * 2**20) as disk,
+        running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool,
+    ):
+        with pool.store() as store, Load(store, "vanished", nbytes=500_000) as load:
+            load.go_on(60)
+            disks.take_away(disk)
+            pool.until_stats("store-0", lambda stats: stats.disk_health == "failed")
+            load.go_on(30)
+            assert not load.errors
+        assert pool.stats("store-0").num_on_disk == 0
+        pool.audit(load.stored)
+
+
+def test_a_truncated_segment_costs_no_more_than_what_was_cut_off(tmp_path: Path) -> None:
+    with running_pool(tmp_path, 1, "--dram", "32MiB", ssd="64MiB") as pool:
+        with pool.store() as store:
+            names = put_many(store, "cut", 40, 300_000)
+        pool.stop("store-0")
+        first, second, *_ = disks.segments(pool.disks["store-0"])
+        os.truncate(first, first.stat().st_size // 2 + 1000)
+        pool.restart("store-0")
+        found = pool.audit(names)
+        assert len(names) // 3 < len(found) < len(names)
+        with pool.store() as store:
+            again = put_many(store, "again", 40, 300_000)
+        pool.restart("store-0")
+        pool.audit([*names, *again], held=found)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_bits_that_flip_while_a_node_is_down_cost_objects_and_give_no_wrong_bytes(
+    tmp_path: Path, seed: int
+) -> None:
+    with running_pool(tmp_path, 1, "--dram", "32MiB", ssd="64MiB") as pool:
+        with pool.store() as store:
+            names = put_many(store, "rot", 400, 30_000)
+        pool.stop("store-0")
+        for number, path in enumerate(disks.segments(pool.disks["store-0"])):
+            disks.flip_bits(path, 20, seed + 100 * number)
+        pool.restart("store-0")
+        pool.verify("store-0")
+        found = pool.audit(names)
+        pool.restart("store-0")
+        assert pool.audit(names) == found
+
+
+@both_ways
+def test_a_bit_that_flips_on_the_disk_of_a_running_node_is_a_miss_or_another_replica(
+    tmp_path: Path, transports: tuple[str, ...]
+) -> None:
+    with running_pool(tmp_path, 2, *SMALL, ssd="64MiB") as pool:
+        names = [put_at(pool, node_id) for node_id in ("store-0", "store-1")][0]
+        rotten = only_on_disk(pool, "store-0", names)[:10]
+        for name in rotten:
+            rot(pool, "store-0", name)
+        read, verified = rotten[:5], rotten[5:]
+        with pool.store(transports) as store, pool.alone("store-0") as alone:
+            assert [alone.get(name) for name in read] == [None] * len(read)
+            assert set(pool.verify("store-0")) == {plain_key(name) for name in verified}
+            assert all(store.get(name) == value_of(name) for name in names)
+        counters = pool.stats("store-0").counters
+        assert counters["disk_reads_failed"] == len(read)
+        assert counters["integrity_failures"] == len(verified)
+        pool.audit([], held=names)
+
+
+def put_at(pool: Pool, node_id: str) -> list[bytes]:
+    """Three times as much as its memory holds."""
+    with pool.alone(node_id) as store:
+        return put_many(store, "running", 80, 300_000)
+
+
+def only_on_disk(pool: Pool, node_id: str, names: list[bytes]) -> list[bytes]:
+    until(lambda: pool.stats(node_id).leased_bytes == 0)
+    there = {o.key for o in pool.objects(node_id) if o.on_disk and not o.in_memory}
+    return [name for name in names if plain_key(name) in there]
+
+
+def rot(pool: Pool, node_id: str, name: bytes) -> None:
+    value = value_of(name)
+    path, offset = disks.find_in(disks.segments(pool.disks[node_id]), value)
+    disks.flip(path, offset + len(value) // 2)
