@@ -123,6 +123,7 @@ def restart_bars(restart: Mapping[str, Any]) -> list[Bar]:
         bar("restart: first hit", restart["first_hit_s"], "s", None),
         bar("restart: full index", restart["full_index_s"], "s", None),
         at_most("restart: hit rate before − after", lost, SAME_HIT_RATE),
+        at_most("restart: values lost", restart["num_before"] - restart["num_found"], 0),
         at_most("restart: values with wrong bytes", restart["num_wrong"], 0),
     ]
 

@@ -59,7 +59,7 @@ def restart_report(restart: Mapping[str, Any]) -> str:
         ["start to serving, s", f"{restart['serving_s']:.2f}"],
         ["start to the first hit, s", f"{restart['first_hit_s']:.2f}"],
         ["start to the full index, s", f"{restart['full_index_s']:.2f}"],
-        ["values found / read again / wrong", _found(restart)],
+        ["values put / there before / found / read again / wrong", _found(restart)],
         [f"hit rate of {hits['trace']} before", f"{hits['before']:.4f}"],
         ["… as soon as it served", f"{hits['at_once']:.4f}"],
         ["… after the full index", f"{hits['after']:.4f}"],
@@ -68,8 +68,8 @@ def restart_report(restart: Mapping[str, Any]) -> str:
 
 
 def _found(restart: Mapping[str, Any]) -> str:
-    found, of = restart["num_found"], restart["num_values"]
-    return f"{found:,} of {of:,} / {restart['num_read']:,} / {restart['num_wrong']}"
+    names = ("num_values", "num_before", "num_found", "num_read", "num_wrong")
+    return " / ".join(f"{restart[name]:,}" for name in names)
 
 
 def blocks_report(points: Sequence[Mapping[str, Any]]) -> str:

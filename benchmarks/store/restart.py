@@ -58,7 +58,7 @@ def measure(
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-store-") as place:
         node = Node(Path(place), gib)
         try:
-            put_gb_s, before = _filled(node, num_values, prompts)
+            put_gb_s, num_before, before = _filled(node, num_values, prompts)
             stop_s = node.stop()
             back = _come_back(node, num_values, prompts)
         finally:
@@ -67,6 +67,7 @@ def measure(
     part = {
         "gib": gib,
         "num_values": num_values,
+        "num_before": num_before,
         "put_gb_s": put_gb_s,
         "stop_s": stop_s,
         "replay": hits | {"after": back.pop("after")},
@@ -102,8 +103,9 @@ class Node:
         self._group.close()
 
 
-def _filled(node: Node, num_values: int, prompts: Sequence[Prompt]) -> tuple[float, float]:
-    """GB/s of putting, and the trace's hit rate then."""
+def _filled(node: Node, num_values: int, prompts: Sequence[Prompt]) -> tuple[float, int, float]:
+    """GB/s of putting; of all values those that are there then, since a store may drop what is cold; the trace's hit
+    rate then."""
     with node.start() as store:
         replay.fill(store, prompts)
         source = Values(store, VALUE_BYTES)
@@ -113,7 +115,8 @@ def _filled(node: Node, num_values: int, prompts: Sequence[Prompt]) -> tuple[flo
             _progress("put", number, num_values)
         spent = time.monotonic() - begin
         source.close()
-        return num_values * VALUE_BYTES / spent / 1e9, replay.hit_rate(store, prompts)
+        gb_s = num_values * VALUE_BYTES / spent / 1e9
+        return gb_s, _num_found(store, num_values), replay.hit_rate(store, prompts)
 
 
 def _come_back(node: Node, num_values: int, prompts: Sequence[Prompt]) -> Part:

@@ -80,11 +80,20 @@ def test_metadata_is_judged_at_the_largest_store_that_could_be_measured() -> Non
 
 
 @pytest.mark.parametrize(
-    ("after", "wrong", "met"), [(0.5, 0, True), (0.4, 0, False), (0.5, 1, False)]
+    ("after", "found", "wrong", "met"),
+    [(0.5, 9, 0, True), (0.4, 9, 0, False), (0.5, 8, 0, False), (0.5, 9, 1, False)],
 )
-def test_a_restart_loses_nothing_and_alters_nothing(after: float, wrong: int, met: bool) -> None:
-    replay = {"before": 0.5, "after": after}
-    part = {"replay": replay, "first_hit_s": 1.0, "full_index_s": 2.0, "num_wrong": wrong}
+def test_a_restart_loses_nothing_and_alters_nothing(
+    after: float, found: int, wrong: int, met: bool
+) -> None:
+    part = {
+        "replay": {"before": 0.5, "after": after},
+        "first_hit_s": 1.0,
+        "full_index_s": 2.0,
+        "num_before": 9,
+        "num_found": found,
+        "num_wrong": wrong,
+    }
     assert all(bar["met"] is not False for bar in restart_bars(part)) is met
 
 

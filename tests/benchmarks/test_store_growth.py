@@ -84,7 +84,7 @@ def test_without_a_trace_the_hit_ratios_say_so(tmp_path: Path) -> None:
 def test_a_restarted_node_has_all_values_and_the_same_hit_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart, "DRAM_BYTES", 8 << 20)
+    monkeypatch.setattr(restart, "DRAM_BYTES", 64 << 20)
     part, bars = restart.measure(tmp_path, 0.03, ("made up", replay.synthetic(60)))
     assert part["num_found"] == part["num_values"] == part["num_read"] == 30
     assert part["num_wrong"] == 0
