@@ -75,6 +75,10 @@ class Catalog:
         """The object that readers see under `key`."""
         return self._visible.find(key)
 
+    def entry(self, key: BlockKey) -> Entry | None:
+        """What readers must know of it: less than `find` gives, for less."""
+        return self._visible.entry(key)
+
     def present(self, keys: Sequence[BlockKey]) -> list[bool]:
         return self._visible.present(keys)
 

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # Verifying runs at memory speed: more threads than this only take it from each other.
 NUM_THREADS = 2
+# A thread to verify this much would take longer to wake than the checksum does.
+VERIFY_HERE_BYTES = 2**20
 # A writer waits this long for the disk to take what is cold, before cold objects are dropped for it.
 ROOM_WAIT_S = 0.5
 DRAINING_RETRY_S = 5.0
@@ -132,7 +134,11 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
             corrupt = self._state.commit(reservation_id, checksums, self._clock())
             if corrupt is not None:
                 return kvstore_pb2.StoreCommitReply(corrupt=corrupt)
-            task = self._hold(self._finish_commit(reservation_id))
+            window_id, landed = self._state.landed(reservation_id)
+            if self._can_verify_here(window_id, landed):
+                corrupt = self._verified(reservation_id, landed, self._corrupt(landed))
+                return kvstore_pb2.StoreCommitReply(corrupt=corrupt)
+            task = self._hold(self._verify(reservation_id, window_id, landed))
             self._commits[reservation_id] = task
         # The caller may go away; what it committed is committed.
         return kvstore_pb2.StoreCommitReply(corrupt=await asyncio.shield(task))
@@ -185,6 +191,12 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
     ) -> kvstore_pb2.StoreExistsReply:
         present = self._state.exists(wire.keys_from_wire(request.keys))
         return kvstore_pb2.StoreExistsReply(present=present)
+
+    async def Find(
+        self, request: kvstore_pb2.StoreFindRequest, context: Context
+    ) -> kvstore_pb2.StoreFindReply:
+        keys = wire.keys_from_wire(request.keys)
+        return wire.entries_to_wire(self._state.entry(key) for key in keys)
 
     async def Remove(
         self, request: kvstore_pb2.StoreRemoveRequest, context: Context
@@ -314,13 +326,20 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self._changed()
         return reservation
 
-    async def _finish_commit(self, reservation_id: str) -> tuple[BlockKey, ...]:
-        window_id, landed = self._state.landed(reservation_id)
+    async def _verify(
+        self, reservation_id: str, window_id: int | None, landed: Sequence[Landed]
+    ) -> tuple[BlockKey, ...]:
         try:
             corrupt = await self._in_thread(lambda: self._close_and_verify(window_id, landed))
-            self._state.verified(reservation_id, corrupt, self._clock())
+            return self._verified(reservation_id, landed, corrupt)
         finally:
             del self._commits[reservation_id]
+
+    def _verified(
+        self, reservation_id: str, landed: Sequence[Landed], corrupt: tuple[BlockKey, ...]
+    ) -> tuple[BlockKey, ...]:
+        """Nobody can write to the objects any more, and their bytes were compared."""
+        self._state.verified(reservation_id, corrupt, self._clock())
         self.mover.wants_copy(item.key for item in landed)
         if corrupt:
             log.error("%d of %d objects arrived corrupt; dropped", len(corrupt), len(landed))
@@ -333,6 +352,15 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         """The keys whose bytes do not match; nobody can write them any more."""
         if window_id is not None:
             self._transfer.close_window(window_id)
+        return self._corrupt(landed)
+
+    def _can_verify_here(self, window_id: int | None, landed: Sequence[Landed]) -> bool:
+        """Whether little was written, and the window is closed now because nobody is writing."""
+        if sum(item.length for item in landed) > VERIFY_HERE_BYTES:
+            return False
+        return window_id is None or self._transfer.close_window_if_idle(window_id)
+
+    def _corrupt(self, landed: Sequence[Landed]) -> tuple[BlockKey, ...]:
         memory = self._segment.buffer
         return tuple(
             item.key

@@ -17,6 +17,7 @@ from kvstore.allocator import padded
 from kvstore.catalog import Catalog
 from kvstore.disk.base import DiskObject, Pin, Place
 from kvstore.moves import Load, Moves
+from kvstore.native.base import Entry
 from kvstore.promises import (
     MAX_TTL_S,
     Landed,
@@ -315,6 +316,10 @@ class StoreState:
         self.counters["objects_lost_with_disk"] += before - len(self._catalog)
 
     # Looking around
+
+    def entry(self, key: BlockKey) -> Entry | None:
+        """What readers must know of a visible object."""
+        return self._catalog.entry(key)
 
     def find(self, key: BlockKey) -> StoredObject | None:
         return self._catalog.find(key)

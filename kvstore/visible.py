@@ -32,6 +32,9 @@ class Visible:
             if entry is not None and entry.record == record:
                 yield self._stored(key, entry)
 
+    def entry(self, key: BlockKey) -> Entry | None:
+        return self._index.find(key)
+
     def find(self, key: BlockKey) -> StoredObject | None:
         entry = self._index.find(key)
         return None if entry is None else self._stored(key, entry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from kvstore.disk.base import Pin
+from kvstore.native.base import NO_RECORD, Entry
 from kvstore.promises import Lease, Outcome, Reservation, Slot, Wish
 from kvstore.state import StoreState
 from kvstore.stored import StoredObject, Usage
@@ -27,6 +28,8 @@ _PINS = {
     Pin.HARD: kvstore_pb2.STORE_PIN_HARD,
 }
 _PINS_BACK = {value: pin for pin, value in _PINS.items()}
+NOT_IN_MEMORY = 2**64 - 1
+_ABSENT = Entry(NO_RECORD, 0, 0, 0, None)
 _OUTCOMES_BACK = {value: outcome for outcome, value in _OUTCOMES.items()}
 
 
@@ -86,6 +89,28 @@ def lease_to_wire(lease: Lease, segment_id: int) -> kvstore_pb2.StoreLeaseReply:
         for stored in lease.objects
     ]
     return kvstore_pb2.StoreLeaseReply(objects=objects, segment_id=segment_id)
+
+
+def entries_to_wire(entries: Iterable[Entry | None]) -> kvstore_pb2.StoreFindReply:
+    reply = kvstore_pb2.StoreFindReply()
+    for entry in entries:
+        known = entry or _ABSENT
+        reply.generations.append(known.generation)
+        reply.offsets.append(NOT_IN_MEMORY if known.offset is None else known.offset)
+        reply.lengths.append(known.length)
+        reply.checksums.append(known.checksum)
+    return reply
+
+
+def entries_from_wire(reply: kvstore_pb2.StoreFindReply) -> list[Entry | None]:
+    """Raises ValueError unless there is one of each per key."""
+    columns = (reply.generations, reply.checksums, reply.lengths, reply.offsets)
+    return [
+        Entry(NO_RECORD, generation, checksum, length, None if offset == NOT_IN_MEMORY else offset)
+        if generation
+        else None
+        for generation, checksum, length, offset in zip(*columns, strict=True)
+    ]
 
 
 def usage_to_wire(

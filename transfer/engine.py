@@ -237,6 +237,13 @@ class TransferEngine:
         if segment is not None:
             self._hosted.segments.release([segment])
 
+    def close_window_if_idle(self, window_id: int) -> bool:
+        """As `close_window`, but never waits: False = a write is under way, or it was closed before."""
+        segment = self._hosted.windows.close_if_idle(window_id)
+        if segment is not None:
+            self._hosted.segments.release([segment])
+        return segment is not None
+
     def submit(self, transfers: Sequence[AnyTransfer], *, deadline_s: float) -> Batch:
         """Returns at once; the batch ends within `deadline_s` (and a scheduling delay).
 

@@ -94,6 +94,11 @@ class Window:
         with self._changed:
             self._changed.wait_for(self._is_idle)
 
+    def close_if_idle(self) -> bool:
+        with self._changed:
+            self._closed |= self._is_idle()
+            return self._closed
+
     def _is_idle(self) -> bool:
         return not self._num_stores and not self._holds
 
@@ -158,6 +163,13 @@ class WindowTable:
             return None
         window.close()
         return window.segment
+
+    def close_if_idle(self, window_id: int) -> Segment | None:
+        """As `close`, without waiting: None also when it is in use, and then it stays open."""
+        window = self._windows.get(window_id)
+        if window is None or not window.close_if_idle():
+            return None
+        return self.close(window_id)
 
     def close_all(self) -> None:
         for window_id in list(self._windows):

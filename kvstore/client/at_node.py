@@ -14,7 +14,6 @@ from kvstore.client.counters import Counters, Event
 from kvstore.client.deadline import Deadline
 from kvstore.client.far import Far
 from kvstore.client.fate import Fate
-from kvstore.client.index_run import Found
 from kvstore.client.leased import each_run, read_into, read_part, take_lease
 from kvstore.client.near import Near
 from kvstore.client.node import Attachment, Means, StoreNode
@@ -46,7 +45,7 @@ class AtNode:
             return near.values(keys, verify=verify)
 
         def far(far: Far) -> list[bytes | Fate]:
-            return self._far_values(far, keys, deadline, verify=verify)
+            return self._far_values(far, keys, deadline)
 
         def leased(places: Sequence[int]) -> list[bytes | Fate]:
             return self._leased_values(node, pick(keys, places), deadline, verify=verify)
@@ -62,11 +61,10 @@ class AtNode:
             return near.into(keys, spots, verify=verify)
 
         def far(far: Far) -> list[int | Fate]:
-            places, found = _found(far.look(keys, deadline))
-            fates: list[int | Fate] = [Fate.ASK] * len(keys)
-            there = spots.at(places)
-            read = far.into(pick(keys, places), found, there, verify=verify, deadline=deadline)
-            _put(fates, places, read)
+            looks = far.look(keys, deadline)
+            places, found = _found(looks)
+            fates: list[int | Fate] = [Fate.ABSENT] * len(keys)
+            _put(fates, places, far.into(found, spots.at(places), deadline))
             return fates
 
         def leased(places: Sequence[int]) -> list[int | Fate]:
@@ -83,8 +81,8 @@ class AtNode:
         def near(near: Near) -> list[bytes | Fate]:
             return [near.part(key, offset, length)]
 
-        def far(far: Far) -> list[bytes | Fate]:
-            return [far.part(key, offset, length, deadline)]
+        def far(_: Far) -> list[bytes | Fate]:
+            return [Fate.ASK]  # a part cannot be verified, so a lease has to keep it in its place
 
         def leased(_: Sequence[int]) -> list[bytes | Fate]:
             return [self._leased_part(node, key, offset, length, deadline)]
@@ -100,7 +98,6 @@ class AtNode:
             return near.exist(keys)
 
         def far(_: Far) -> list[bool | Fate]:
-            # A call is surer than a READ of the index and, over TCP, takes a fifth of the time.
             return [Fate.ASK] * len(keys)
 
         fates = node.reading(lambda way: _by(way, near, far), deadline)
@@ -117,8 +114,7 @@ class AtNode:
             return [near.find(key) for key in keys]
 
         def far(far: Far) -> list[Entry | Fate]:
-            looks = far.look(keys, deadline)
-            return [each.entry if isinstance(each, Found) else Fate.ASK for each in looks]
+            return far.look(keys, deadline)
 
         fates = node.reading(lambda way: _by(way, near, far), deadline)
         places = _to_ask(fates)
@@ -147,17 +143,14 @@ class AtNode:
             self._counters.count(Event.LEASED_READ, len(places))
         return fates
 
-    def _far_values(
-        self, far: Far, keys: Keys, deadline: Deadline, *, verify: bool
-    ) -> list[bytes | Fate]:
+    def _far_values(self, far: Far, keys: Keys, deadline: Deadline) -> list[bytes | Fate]:
         places, found = _found(far.look(keys, deadline))
-        keys_found = pick(keys, places)
 
         def read(part: slice, spots: Spots) -> list[int | Fate]:
-            return far.into(keys_found[part], found[part], spots, verify=verify, deadline=deadline)
+            return far.into(found[part], spots, deadline)
 
-        fates: list[bytes | Fate] = [Fate.ASK] * len(keys)
-        _put(fates, places, self._through_scratch([f.entry.length for f in found], read))
+        fates: list[bytes | Fate] = [Fate.ABSENT] * len(keys)
+        _put(fates, places, self._through_scratch([entry.length for entry in found], read))
         return fates
 
     def _leased_values(
@@ -238,10 +231,10 @@ def _by(
     return far(way.far)
 
 
-def _found(looks: Sequence[Found | Fate]) -> tuple[list[int], list[Found]]:
-    """The places of those that the index tells of, and what it tells."""
-    places = [place for place, look in enumerate(looks) if isinstance(look, Found)]
-    return places, [look for look in looks if isinstance(look, Found)]
+def _found(looks: Sequence[Entry | Fate]) -> tuple[list[int], list[Entry]]:
+    """The places of those that are there, and where they lie."""
+    places = [place for place, look in enumerate(looks) if isinstance(look, Entry)]
+    return places, [look for look in looks if isinstance(look, Entry)]
 
 
 def _to_ask(fates: Sequence[object]) -> list[int]:

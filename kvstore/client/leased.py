@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-import xxhash
-
 from kvstore.client.deadline import Deadline
-from kvstore.client.far import read
+from kvstore.client.far import matches, read
 from kvstore.client.fate import Fate, too_small
 from kvstore.client.near import require_within
 from kvstore.client.node import StoreNode
@@ -133,7 +131,7 @@ def read_into(
     read(engine, lease.data, spots.segment, runs, deadline)
     lease.require_valid()
     return [
-        entry.length if not verify or _matches(entry, spots, place) else Fate.CORRUPT
+        entry.length if not verify or matches(entry, spots, place) else Fate.CORRUPT
         for place, entry in enumerate(entries)
     ]
 
@@ -151,7 +149,3 @@ def read_part(
     require_within(entry, offset, length)
     read(engine, lease.data, local, [((entry.offset or 0) + offset, 0, length)], deadline)
     lease.require_valid()
-
-
-def _matches(entry: Entry, spots: Spots, place: int) -> bool:
-    return xxhash.xxh3_64_intdigest(spots.memory(place, entry.length)) == entry.checksum

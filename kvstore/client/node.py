@@ -24,8 +24,11 @@ from kvstore.client.deadline import Deadline
 from kvstore.client.far import Far
 from kvstore.client.near import Near
 from kvstore.client.scratch import Scratch
+from kvstore.native.base import Entry
 from kvstore.native.layout import Retired
+from kvstore.wire import entries_from_wire
 from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, PeerLost
+from protocol.keys import BlockKey
 from protocol.lean.sync_channel import SyncChannel
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.process import host_identity
@@ -239,7 +242,7 @@ class StoreNode:
                 means.engine.map(data, 0, sizes[data.segment_id], deadline_s=deadline.left_s()),
             )
         except InvalidRequest:  # it cannot be mapped here
-            far = Far(means.engine, means.scratch, index, sizes[index_id], data, deadline)
+            far = Far(means.engine, partial(_find, attachment.stub), data)
             return replace(attachment, near=None, far=far)
         return replace(attachment, near=near, far=None)
 
@@ -297,3 +300,8 @@ class StoreNode:
 
     def _lost_error(self, why: str) -> PeerLost:
         return PeerLost(f"store node {self.node_id} {why}", peer=self.node_id)
+
+
+def _find(stub: Stub, keys: Sequence[BlockKey], deadline: Deadline) -> Sequence[Entry | None]:
+    request = kvstore_pb2.StoreFindRequest(keys=keys)
+    return entries_from_wire(stub.Find(request, timeout=deadline.call_s()))

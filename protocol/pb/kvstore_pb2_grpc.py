@@ -69,6 +69,11 @@ class KvStoreStub:
                 request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreExistsRequest.SerializeToString,
                 response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreExistsReply.FromString,
                 _registered_method=True)
+        self.Find = channel.unary_unary(
+                '/moonserve.KvStore/Find',
+                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreFindRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreFindReply.FromString,
+                _registered_method=True)
         self.Remove = channel.unary_unary(
                 '/moonserve.KvStore/Remove',
                 request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemoveRequest.SerializeToString,
@@ -170,6 +175,13 @@ class KvStoreServicer:
 
     def Exists(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Find(self, request, context):
+        """Where objects lie now, without a right to them: for readers who verify what they have read.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -286,6 +298,11 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.Exists,
                     request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreExistsRequest.FromString,
                     response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreExistsReply.SerializeToString,
+            ),
+            'Find': grpc.unary_unary_rpc_method_handler(
+                    servicer.Find,
+                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreFindRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreFindReply.SerializeToString,
             ),
             'Remove': grpc.unary_unary_rpc_method_handler(
                     servicer.Remove,
@@ -532,6 +549,33 @@ class KvStore:
             '/moonserve.KvStore/Exists',
             protocol_dot_pb_dot_kvstore__pb2.StoreExistsRequest.SerializeToString,
             protocol_dot_pb_dot_kvstore__pb2.StoreExistsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Find(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.KvStore/Find',
+            protocol_dot_pb_dot_kvstore__pb2.StoreFindRequest.SerializeToString,
+            protocol_dot_pb_dot_kvstore__pb2.StoreFindReply.FromString,
             options,
             channel_credentials,
             insecure,

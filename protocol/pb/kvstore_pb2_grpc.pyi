@@ -41,6 +41,8 @@ class KvStoreStub:
     Renew: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreRenewRequest, _kvstore_pb2.StoreRenewReply]
     Release: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreReleaseRequest, _kvstore_pb2.StoreReleaseReply]
     Exists: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreExistsRequest, _kvstore_pb2.StoreExistsReply]
+    Find: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreFindRequest, _kvstore_pb2.StoreFindReply]
+    """Where objects lie now, without a right to them: for readers who verify what they have read."""
     Remove: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreRemoveRequest, _kvstore_pb2.StoreRemoveReply]
     """Removes objects, now or when their last lease ends; `corrupt` counts an integrity failure."""
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreStatsRequest, _kvstore_pb2.StoreStatsReply]
@@ -75,6 +77,8 @@ class KvStoreAsyncStub(KvStoreStub):
     Renew: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreRenewRequest, _kvstore_pb2.StoreRenewReply]  # type: ignore[assignment]
     Release: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreReleaseRequest, _kvstore_pb2.StoreReleaseReply]  # type: ignore[assignment]
     Exists: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreExistsRequest, _kvstore_pb2.StoreExistsReply]  # type: ignore[assignment]
+    Find: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreFindRequest, _kvstore_pb2.StoreFindReply]  # type: ignore[assignment]
+    """Where objects lie now, without a right to them: for readers who verify what they have read."""
     Remove: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreRemoveRequest, _kvstore_pb2.StoreRemoveReply]  # type: ignore[assignment]
     """Removes objects, now or when their last lease ends; `corrupt` counts an integrity failure."""
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreStatsRequest, _kvstore_pb2.StoreStatsReply]  # type: ignore[assignment]
@@ -148,6 +152,14 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.StoreExistsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.StoreExistsReply, _abc.Awaitable[_kvstore_pb2.StoreExistsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Find(
+        self,
+        request: _kvstore_pb2.StoreFindRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.StoreFindReply, _abc.Awaitable[_kvstore_pb2.StoreFindReply]]:
+        """Where objects lie now, without a right to them: for readers who verify what they have read."""
 
     @_abc_1.abstractmethod
     def Remove(
