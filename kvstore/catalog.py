@@ -75,6 +75,10 @@ class Catalog:
         """The object that readers see under `key`."""
         return self._visible.find(key)
 
+    @property
+    def latest_generation(self) -> int:
+        return self._next_generation - 1
+
     def entry(self, key: BlockKey) -> Entry | None:
         """What readers must know of it: less than `find` gives, for less."""
         return self._visible.entry(key)

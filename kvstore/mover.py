@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 # Enough to keep several threads writing; more would hold back memory that readers want.
 PIECE_BYTES = 8 * 2**20
 MAX_WRITING_BYTES = 64 * 2**20
+# A disk that has no room finds some by compaction, or when objects are evicted, or not at all.
+REFUSED_REST_S = 0.2
 
 
 class Mover:
@@ -59,6 +61,7 @@ class Mover:
         self._all_found = asyncio.Event()
         self._all_found.set()
         self._writing_bytes = 0
+        self._resting: asyncio.TimerHandle | None = None  # set while the disk is left alone
         self._loading: dict[int, asyncio.Future[None]] = {}  # by generation
         self._tasks: set[asyncio.Task[None]] = set()
         self._moved = asyncio.Event()  # replaced at each end
@@ -123,7 +126,7 @@ class Mover:
 
     def pump(self) -> None:
         """Begins the writes that are due: what is coldest when memory runs full, then copies of what is new."""
-        if not self.usable:
+        if not self.usable or self._resting is not None:
             return
         while (budget := MAX_WRITING_BYTES - self._writing_bytes) > 0:
             stores = self._state.moves.demotions(min(budget, PIECE_BYTES)) or self._copies()
@@ -176,18 +179,22 @@ class Mover:
         while self._state.short_of(nbytes) and (left_s := ends_at - loop.time()) > 0:
             await self._wait(left_s)
 
-    async def forget(self, objects: Sequence[DiskObject], absent: Iterable[BlockKey]) -> None:
-        """Removed objects, and keys that were not there: neither comes back after a restart."""
+    async def forget(self, keys: Sequence[BlockKey], generation: int) -> None:
+        """Nothing that these keys had up to this generation comes back after a restart.
+
+        Also of keys that are absent here: what was evicted from the disk lies there until its segment is reclaimed.
+        """
         if self.recovered < 1:
-            # Also of what was there: an earlier generation of it may be in the batch that is being taken in.
-            self._unwanted.update((*absent, *(removed.key for removed in objects)))
+            self._unwanted.update(keys)
             await self._all_found.wait()
-        if self.usable and objects:
+        if self.usable and keys:
             assert self.disk is not None
-            await self.disk.forget(objects)
+            await self.disk.forget([_forgotten(key, generation) for key in keys])
 
     async def close(self) -> None:
         """Waits for what is under way."""
+        if self._resting is not None:
+            self._resting.cancel()
         await asyncio.gather(*self._tasks)
         if self.disk is not None:
             await self.disk.close()
@@ -216,9 +223,20 @@ class Mover:
             self._writing_bytes -= sum(store.object.length for store in stores)
         for store, place in zip(stores, places, strict=True):
             self._state.moves.stored(store, place)
-        if None not in places:  # a disk that refuses is asked again when something else changes
-            self.pump()
+        if None in places:
+            self._rest()
+        self.pump()
         self._ended()
+
+    def _rest(self) -> None:
+        """The disk took not all: it is not asked again at once, which would be asking all the time."""
+        if self._resting is None:
+            loop = asyncio.get_running_loop()
+            self._resting = loop.call_later(REFUSED_REST_S, self._rested)
+
+    def _rested(self) -> None:
+        self._resting = None
+        self.pump()
 
     async def _read(self, loads: Sequence[Load]) -> None:
         assert self.disk is not None
@@ -256,3 +274,7 @@ class Mover:
         task = asyncio.create_task(body)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _forgotten(key: BlockKey, generation: int) -> DiskObject:
+    return DiskObject(key=key, parent=None, length=0, checksum=0, generation=generation)

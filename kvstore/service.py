@@ -206,8 +206,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         if request.corrupt and removed:
             log.error("a reader found %d of %d objects corrupt; dropped", len(removed), len(keys))
         self._changed()
-        there = {stored.key for stored in removed}
-        await self.mover.forget(removed, (key for key in keys if key not in there))
+        await self.mover.forget(keys, self._state.latest_generation)
         return kvstore_pb2.StoreRemoveReply(removed=len(removed))
 
     async def Stats(

@@ -334,6 +334,11 @@ class StoreState:
         return rows.holds[stored.record], rows.followers[stored.record]
 
     @property
+    def latest_generation(self) -> int:
+        """No object has a later one yet."""
+        return self._catalog.latest_generation
+
+    @property
     def num_objects(self) -> int:
         return len(self._catalog)
 

@@ -55,8 +55,8 @@ class Verifier:
 
     async def _drop(self, corrupt: list[BlockKey]) -> None:
         if corrupt:
-            removed = self._state.remove(corrupt, corrupt=True)
-            await self._mover.forget(removed, ())
+            self._state.remove(corrupt, corrupt=True)
+            await self._mover.forget(corrupt, self._state.latest_generation)
 
     async def _is_good(self, key: BlockKey) -> bool:
         """True also when it has left meanwhile."""

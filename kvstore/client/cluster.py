@@ -19,6 +19,7 @@ from protocol.keys import BlockKey
 from protocol.process import host_identity
 from protocol.registry.base import Member, Registry
 from protocol.registry.known import KnownMembers
+from protocol.registry.seat import LIFE_FACT
 from protocol.timer import Timer
 
 STORE_ROLE = "store"
@@ -62,8 +63,8 @@ class Cluster:
         self._means = means
         self._host = host_identity()
         self._members = KnownMembers()
-        self._nodes: dict[tuple[str, int, str], StoreNode] = {}
-        """By id, epoch and address: another incarnation is another node."""
+        self._nodes: dict[tuple[str, str, str], StoreNode] = {}
+        """By `_incarnation`: another one is another node."""
 
     def know(self, address: str) -> None:
         """One node, without a registry."""
@@ -126,5 +127,8 @@ def nearest(nodes: Iterable[StoreNode]) -> Iterator[StoreNode]:
     yield from sorted(nodes, key=lambda node: (node.resting, not node.is_near, node.in_flight))
 
 
-def _incarnation(member: Member) -> tuple[str, int, str]:
-    return member.instance_id, member.endpoint.epoch, member.endpoint.rpc_address
+def _incarnation(member: Member) -> tuple[str, str, str]:
+    """A process that joins again, since the registry had forgotten it, has a later epoch and is the same one: calls to
+    it that are under way go on."""
+    life = member.facts.get(LIFE_FACT, str(member.endpoint.epoch))
+    return member.instance_id, life, member.endpoint.rpc_address

@@ -1,0 +1,128 @@
+"""What a node's disk is asked to do, over a real disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from kvstore.disk.tier import DiskOptions, SsdTier
+from kvstore.mover import Mover
+from kvstore.promises import Wish
+from kvstore.state import StoreState
+from kvstore.stored import Watermarks
+from protocol.checksum import checksum
+from protocol.keys import BlockKey
+from tests.kvstore.states import Heard, make_state
+
+SIZE = 8192
+MEMORY = 64 * SIZE
+DISK = 4 * 2**20
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey((number + 1).to_bytes(16, "little"))
+
+
+def value(number: int) -> bytes:
+    return number.to_bytes(4, "little") * (SIZE // 4)
+
+
+class Node:
+    """A pure node, its memory, and a mover between that and a folder."""
+
+    def __init__(self) -> None:
+        marks = Watermarks(evict_above=0.5, evict_share=0.25)
+        self.state: StoreState = make_state(MEMORY, Heard(), watermarks=marks)
+        self.memory = memoryview(bytearray(MEMORY))
+        self.mover = Mover(self.state, self.memory, lambda: None)
+
+    def put(self, number: int) -> None:
+        wish = Wish(key=key(number), parent=None, length=SIZE)
+        reservation = self.state.reserve(f"r{number}", [wish], 30.0, 0.0)
+        offset = reservation.slots[0].offset
+        self.memory[offset : offset + SIZE] = value(number)
+        self.state.commit(f"r{number}", {key(number): checksum([value(number)])}, 0.0)
+        self.state.verified(f"r{number}", [], 0.0)
+
+    def present(self, numbers: range) -> list[int]:
+        return [
+            n
+            for n, there in zip(numbers, self.state.exists([*map(key, numbers)]), strict=True)
+            if there
+        ]
+
+
+def ignore(*_: object) -> None:
+    """Neither health nor progress matters here."""
+
+
+@asynccontextmanager
+async def node_on(folder: Path) -> AsyncIterator[Node]:
+    node = Node()
+    disk = await SsdTier.open(folder, DISK, DiskOptions(), node.mover.relocated, ignore)
+    node.mover.disk = disk
+    node.state.use_disk(disk)
+    await node.mover.recover(disk, ignore)
+    try:
+        yield node
+        node.state.validate()
+    finally:
+        await node.mover.close()
+
+
+async def test_what_is_cold_goes_to_disk_and_all_of_it_is_found_again(tmp_path: Path) -> None:
+    async with node_on(tmp_path) as node:
+        for number in range(60):
+            node.put(number)
+        await node.mover.make_room(MEMORY // 2, 10.0)
+        assert node.state.usage().num_on_disk >= 28
+        assert await node.mover.flush(10.0) == 0
+    async with node_on(tmp_path) as again:
+        assert again.present(range(60)) == [*range(60)]
+        lease = again.state.lease("l", [key(7)], 10.0, 0.0)
+        again.mover.load(lease.loads)
+        await again.mover.loaded(lease)
+        [stored] = again.state.settle("l").objects
+        assert stored.offset is not None
+        assert again.memory[stored.offset : stored.offset + SIZE] == value(7)
+        again.state.release("l", 0.0)
+
+
+async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before(
+    tmp_path: Path,
+) -> None:
+    async with node_on(tmp_path) as node:
+        for number in range(10):
+            node.put(number)
+        await node.mover.flush(10.0)
+        evicted = node.state.find(key(3))
+        assert evicted is not None
+        assert evicted.place is not None
+        node.state.remove([key(3)], corrupt=False)  # as an eviction does: the disk is told nothing
+        removed = [key(3), key(4)]
+        node.state.remove(removed, corrupt=False)
+        await node.mover.forget(removed, node.state.latest_generation)
+    async with node_on(tmp_path) as again:
+        assert again.present(range(10)) == [0, 1, 2, 5, 6, 7, 8, 9]
+
+
+async def test_an_object_that_is_removed_before_it_is_found_is_not_taken_in(tmp_path: Path) -> None:
+    async with node_on(tmp_path) as node:
+        node.put(1)
+        node.put(2)
+        await node.mover.flush(10.0)
+        later = node.state.latest_generation + 1
+    early = Node()
+    disk = await SsdTier.open(tmp_path, DISK, DiskOptions(), early.mover.relocated, ignore)
+    early.mover.disk = disk
+    early.state.use_disk(disk)
+    recovering = asyncio.create_task(early.mover.recover(disk, ignore))
+    await asyncio.sleep(0)  # it has begun
+    await early.mover.forget([key(1)], later)
+    await recovering
+    assert early.present(range(3)) == [2]
+    await early.mover.close()
+    async with node_on(tmp_path) as again:
+        assert again.present(range(3)) == [2]
