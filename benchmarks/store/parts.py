@@ -10,6 +10,8 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,6 @@ from benchmarks.store.bars import Bar, disk_bars, hit_ratio_bars, metadata_bars
 from benchmarks.store.contestants import Contestant
 from benchmarks.store.report import blocks_report, nodes_report, restart_report, speed_report
 from benchmarks.transfer.pair import ContestantError, Placement
-from protocol.errors import MoonserveError
 
 OTHER_TIMEOUT_S = 1_200.0
 QUICK_DISK_BYTES = 64 << 20
@@ -54,12 +55,15 @@ class Part:
 
 def run(name: str, options: Options) -> Part:
     """Whatever goes wrong in it is what it says."""
-    print(f"· {name}", file=sys.stderr, flush=True)
+    begin = time.monotonic()
     try:
         return PARTS[name](options)
-    except (ContestantError, MoonserveError, OSError, subprocess.SubprocessError) as error:
+    except Exception as error:  # a part must not cost the others their figures
+        traceback.print_exc()
         why = f"{type(error).__name__}: {error}"
         return Part(title=name, figures={"failed": why}, table=f"Failed: {why}")
+    finally:
+        print(f"· {name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
 def _speed(options: Options) -> Part:
