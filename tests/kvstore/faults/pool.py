@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.allocator import padded
-from kvstore.client import KvStore
+from kvstore.client import KvStore, plain_key
 from kvstore.client.backstage import Backstage
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
@@ -206,6 +206,11 @@ class Pool:
         value = store.get(name)
         assert value in (None, value_of(name)), f"wrong bytes for {name!r}"
         return value is not None
+
+
+def until_on_disk(pool: Pool, node_id: str, names: Iterable[bytes]) -> None:
+    wanted = {plain_key(name) for name in names}
+    until(lambda: wanted <= {o.key for o in pool.objects(node_id) if o.on_disk}, SETTLE_S)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from kvstore.client import plain_key
 from tests.kvstore.client.pools import BOTH, TCP, until
 from tests.kvstore.disk.mounts import mounted
 from tests.kvstore.faults import disks
-from tests.kvstore.faults.pool import Pool, running_pool
-from tests.kvstore.faults.values import Load, put_many, value_of
+from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
+from tests.kvstore.faults.values import FOR_EVER, Load, put_many, value_of
 
 SMALL = ("--dram", "8MiB")
 both_ways = pytest.mark.parametrize("transports", [BOTH, TCP], ids=["shm", "tcp"])
@@ -24,7 +24,7 @@ def test_a_full_disk_refuses_nobody_and_a_node_starts_on_it(tmp_path: Path) -> N
         mounted(tmp_path / "store-0", 20 * 2**20) as disk,
         running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool,
     ):
-        with pool.store() as store, Load(store, "full", nbytes=500_000) as load:
+        with pool.store() as store, Load(store, "full", nbytes=500_000, kept=FOR_EVER) as load:
             load.go_on(100)
             filler = disks.fill_up(disk)
             load.go_on(30)
@@ -49,7 +49,7 @@ def test_a_disk_that_turns_read_only_costs_what_was_on_it_and_no_request(tmp_pat
         mounted(tmp_path / "store-0", 128 * 2**20) as disk,
         running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool,
     ):
-        with pool.store() as store, Load(store, "read-only", nbytes=500_000) as load:
+        with pool.store() as store, Load(store, "read-only", nbytes=500_000, kept=FOR_EVER) as load:
             load.go_on(60)
             with disks.read_only(disk):
                 pool.until_stats("store-0", lambda stats: stats.disk_health == "read-only")
@@ -63,16 +63,17 @@ def test_a_disk_that_turns_read_only_costs_what_was_on_it_and_no_request(tmp_pat
 
 @pytest.mark.slow  # the tier looks every 10 s whether its disk is well again
 def test_a_disk_that_heals_is_left_alone_until_the_next_start(tmp_path: Path) -> None:
+    flags = ("--dram", "64MiB", "--ssd-write-through")
     with (
         mounted(tmp_path / "store-0", 128 * 2**20) as disk,
-        running_pool(tmp_path, 1, *SMALL, "--ssd-write-through", ssd="64MiB") as pool,
+        running_pool(tmp_path, 1, *flags, ssd="64MiB") as pool,
     ):
-        with pool.store() as store, Load(store, "heals", nbytes=500_000) as load:
-            load.go_on(60)
+        with pool.store() as store, Load(store, "heals", nbytes=500_000, kept=FOR_EVER) as load:
+            removed = put_many(store, "removed", 5, 300_000)
+            until_on_disk(pool, "store-0", removed)
             with disks.read_only(disk):
                 pool.until_stats("store-0", lambda stats: stats.disk_health == "read-only")
-                in_memory = [name for name in load.stored[-4:] if store.get(name) is not None]
-                removed = [name for name in in_memory if store.remove(name)]
+                assert all(store.remove(name) for name in removed)
             before = (disk / "folder.json").stat().st_mtime_ns
             until(lambda: (disk / "folder.json").stat().st_mtime_ns != before)
             load.go_on(30)
@@ -89,7 +90,7 @@ def test_a_disk_that_vanishes_costs_what_was_on_it_and_no_request(tmp_path: Path
         mounted(tmp_path / "store-0", 128 * 2**20) as disk,
         running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool,
     ):
-        with pool.store() as store, Load(store, "vanished", nbytes=500_000) as load:
+        with pool.store() as store, Load(store, "vanished", nbytes=500_000, kept=FOR_EVER) as load:
             load.go_on(60)
             disks.take_away(disk)
             pool.until_stats("store-0", lambda stats: stats.disk_health == "failed")

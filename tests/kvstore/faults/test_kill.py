@@ -12,7 +12,7 @@ import pytest
 from kvstore.client import KvStore, plain_key
 from tests.kvstore.client.pools import BOTH, TCP, until
 from tests.kvstore.directory.cluster import free_port, running_directory
-from tests.kvstore.faults.pool import Pool, running_pool
+from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
 from tests.kvstore.faults.values import BLAMELESS, Load, name_of, put_many, value_of
 
 LARGE = 6 * 2**20
@@ -72,11 +72,6 @@ def read_until_lost(store: KvStore, names: list[bytes]) -> None:
             for name in names:
                 # Mapped memory outlives its node; what was only on its disk does not.
                 assert store.get(name, timeout_s=5.0) == value_of(name)
-
-
-def until_on_disk(pool: Pool, node_id: str, names: list[bytes]) -> None:
-    wanted = {plain_key(name) for name in names}
-    until(lambda: wanted <= {o.key for o in pool.objects(node_id) if o.on_disk})
 
 
 def test_a_node_killed_during_demotions_finds_again_what_was_on_its_disk(tmp_path: Path) -> None:
@@ -147,16 +142,15 @@ def test_a_node_killed_during_replication_leaves_whole_replicas_and_nothing_rese
         pool.restart(victim)
         pool.audit([], held=names)
         with pool.store() as store:
-            until(lambda: are_at(pool, "store-1", names) or not replicate(store, names), 60.0)
+            until(lambda: is_replicated(pool, store, names), 60.0)
         pool.kill("store-0")
         with pool.alone("store-1") as store:
             assert all(store.get(name) == value_of(name) for name in names)
 
 
-def replicate(store: KvStore, names: list[bytes]) -> object:
-    """A copy that fails is told to nobody but the directory's metrics: whoever wants it asks again."""
-    return store.change_replica(names, 2, timeout_s=20.0)
-
-
-def are_at(pool: Pool, node_id: str, names: list[bytes]) -> bool:
-    return {plain_key(name) for name in names} <= {o.key for o in pool.objects(node_id)}
+def is_replicated(pool: Pool, store: KvStore, names: list[bytes]) -> bool:
+    """If not, it is asked for: a copy that fails is told to nobody but the directory's metrics."""
+    if {plain_key(name) for name in names} <= {o.key for o in pool.objects("store-1")}:
+        return True
+    store.change_replica(names, 2, timeout_s=20.0)
+    return False

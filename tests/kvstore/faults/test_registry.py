@@ -43,7 +43,7 @@ def test_redis_may_be_killed_and_come_back_empty(
             load.go_on_for(2.0, at_least_every_s=2.0)
         assert not load.errors
         assert not load.missed
-        pool.audit([], held=load.stored)
+        pool.audit([], held=load.stored, gone=load.removed)
 
 
 def test_a_killed_directory_is_not_missed_and_agrees_with_the_nodes_when_it_is_back(
@@ -70,7 +70,7 @@ def test_a_killed_directory_is_not_missed_and_agrees_with_the_nodes_when_it_is_b
         with running_directory(port=port):
             pool.backstage.ask(in_step(port, pool), 30.0)
             until(lambda: agree(pool, port))
-            pool.audit(away, held=load.stored)
+            pool.audit(away, held=load.stored, gone=load.removed)
 
 
 async def in_step(port: int, pool: Pool) -> None:

@@ -19,6 +19,8 @@ from tests.kvstore.client.pools import until
 BLAMELESS = (PeerLost, DeadlineExceeded, Overloaded, StaleLease)
 """What a caller may be told while something is broken. Anything else is a fault of ours."""
 
+FOR_EVER = 10**9
+"""Objects that a load keeps: it removes none."""
 SLOW_MACHINE_S = 10.0
 """May pass on a busy machine beyond any deadline."""
 
@@ -52,7 +54,7 @@ class Load:
         seed: str,
         *,
         nbytes: int = 60_000,
-        kept: int = 10_000,
+        kept: int = 300,
         timeout_s: float = 5.0,
     ) -> None:
         self.stored: list[bytes] = []

@@ -1,0 +1,54 @@
+"""Two nodes that claim one id: the second one gives up with a reason, and takes it over once the first is dead."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from protocol.registry.base import TTL_S
+from tests.kvstore.client.pools import until
+from tests.kvstore.faults.pool import SETTLE_S, running_pool
+from tests.kvstore.faults.values import Load
+
+
+@pytest.mark.slow  # a lease of 10 s has to end, twice
+def test_the_second_owner_of_an_id_ends_with_a_reason_and_takes_over_a_dead_ones_place(
+    tmp_path: Path,
+) -> None:
+    with running_pool(tmp_path, 1, "--dram", "64MiB") as pool:
+        first = pool.running["store-0"]
+        with pool.store() as store, Load(store, "first") as load:
+            load.go_on(10)
+            second = pool.begin("store-0")
+            started_at = time.monotonic()
+            second.ready()
+            assert second.process.wait(TTL_S + SETTLE_S) == 1
+            assert time.monotonic() - started_at < TTL_S + SETTLE_S
+            said = second.output.read_text()
+            assert "store-0 belongs to another process, which keeps renewing it" in said
+            assert first.rpc_address in said
+            load.go_on(10)
+            assert not load.errors
+            assert not load.missed
+        pool.audit([], held=load.stored, gone=load.removed)
+        pool.kill("store-0")
+        pool.start("store-0")
+        with pool.store() as store, Load(store, "second") as load:
+            load.go_on(10)
+        pool.audit([], held=load.stored, gone=load.removed)
+
+
+def test_a_folder_belongs_to_one_running_node(tmp_path: Path) -> None:
+    with running_pool(tmp_path, 1, "--dram", "8MiB", ssd="64MiB") as pool:
+        pool.disks["store-1"] = pool.disks["store-0"]
+        with pytest.raises(ChildProcessError, match="in use"):
+            pool.begin("store-1").ready()
+        with pytest.raises(ChildProcessError, match="in use"):
+            pool.begin("store-0").ready()
+        with pool.store() as store, Load(store, "alone") as load:
+            load.go_on(10)
+        pool.restart("store-0")
+        until(lambda: pool.stats("store-0").recovered == 1)
+        pool.audit(load.stored)
