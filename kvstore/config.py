@@ -43,6 +43,11 @@ class StoreConfig(ProcessConfig, TransferConfig):
         help="registry of the cluster: redis://…, redis+sentinel://… or host:port of a directory",
         masked=True,  # it may hold a password
     )
+    transfer_checksums: bool = option(
+        False,
+        help="checksum every slice on its way, besides the objects' own, which are always verified;"
+        " one end's wish is enough",
+    )
     # Mooncake's defaults: eviction starts at 90 % and frees 5 %.
     evict_above: float = option(0.90, help="evict when more than this share of the memory is used")
     evict_share: float = option(0.05, help="share of the memory that is then freed")

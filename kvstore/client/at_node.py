@@ -186,8 +186,8 @@ class AtNode:
         with closing(take_lease(node, [key], deadline)) as lease:
             if not lease.entries:
                 return Fate.ABSENT
-            with self._means.scratch.borrow(length or 1) as local:
-                read_part(self._means.engine, lease, local, offset, length, deadline)
+            with self._means.guarded.borrow(length or 1) as (engine, local):
+                read_part(engine, lease, local, offset, length, deadline)
                 return bytes(local.buffer[:length])
 
     def _through_scratch(self, lengths: Sequence[int], read: ReadInto) -> list[bytes | Fate]:

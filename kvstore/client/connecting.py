@@ -6,10 +6,12 @@ import ipaddress
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 from kvstore.client.backstage import Backstage
 from kvstore.client.cluster import Cluster
+from kvstore.client.guarded import Guarded
 from kvstore.client.node import Means
 from kvstore.client.scratch import Scratch
 from kvstore.client.store import KvStore
@@ -59,18 +61,25 @@ def connect(
 def default_options(url: str) -> TransferOptions:
     """Transfers leave by the address that leads to the registry.
 
-    Slices need no checksums of their own: whole objects are verified by whoever reads or commits them. Nodes ask for
-    them anyway unless told otherwise, and one end's wish is enough.
+    Slices need no checksums of their own: whole objects are verified by whoever reads or commits them. Parts of objects
+    travel with them (`Guarded`).
     """
     return TransferOptions(host=_way_to(_host_of(url)), checksums=False)
 
 
 def _means(token: str, options: TransferOptions) -> Means:
-    engine = TransferEngine(cluster_token=token, options=options, name=f"client-{os.getpid()}")
-    engine.start()
+    name = f"client-{os.getpid()}"
+
+    def start(options: TransferOptions) -> TransferEngine:
+        engine = TransferEngine(cluster_token=token, options=options, name=name)
+        engine.start()
+        return engine
+
+    engine = start(options)
     return Means(
         engine=engine,
         scratch=Scratch(engine),
+        guarded=Guarded(lambda: start(replace(options, checksums=True))),
         backstage=Backstage(),
         channels=Channels(token),
         cluster_token=token,

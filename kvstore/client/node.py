@@ -22,6 +22,7 @@ import grpc
 from kvstore.client.backstage import Backstage
 from kvstore.client.deadline import Deadline
 from kvstore.client.far import Far
+from kvstore.client.guarded import Guarded
 from kvstore.client.near import Near
 from kvstore.client.scratch import Scratch
 from kvstore.native.base import Entry
@@ -63,6 +64,8 @@ class Means:
     cluster_token: str
     maps: bool
     """The engine can map memory of this host."""
+    guarded: Guarded
+    """For what nobody verifies as a whole."""
     threads: concurrent.futures.ThreadPoolExecutor
     """For calls to several nodes at once."""
 
@@ -85,6 +88,7 @@ class Means:
             self.backstage.ask(self.channels.close(), _CLOSE_S)
         self.backstage.close()
         self.scratch.close()
+        self.guarded.close()
         self.engine.close()
 
 
