@@ -263,6 +263,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         if self.draining:
             raise Overloaded("this store node is being drained", retry_after_s=DRAINING_RETRY_S)
         reply = await copy_here(self._client, self._state, self._segment, request, self._clock)
+        self.mover.wants_copy(wire.keys_from_wire(request.keys))
         self._changed()
         return reply
 
