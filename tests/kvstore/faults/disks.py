@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import random
 import subprocess
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
+
+import pytest
 
 from kvstore.disk.base import PAGE
 
@@ -43,18 +45,18 @@ def find_in(paths: list[Path], content: bytes) -> tuple[Path, int]:
 
 
 def fill_up(folder: Path) -> Path:
-    """Somebody else takes all that is left of the file system."""
+    """Somebody else takes all that is left of the file system, to the last byte."""
     path = folder / "of-somebody-else"
-    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(64 * 1024))
-    with path.open("ab", buffering=0) as file:
-        try:
-            while True:
-                file.write(b"\0")
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
+    with path.open("wb", buffering=0) as file:
+        for nbytes in (64 * 1024, 1):
+            with pytest.raises(OSError, match="No space left"):
+                _fill(file, nbytes)
     return path
+
+
+def _fill(file: FileIO, nbytes: int) -> None:
+    while True:
+        file.write(bytes(nbytes))
 
 
 @contextlib.contextmanager
