@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 # Verifying runs at memory speed: more threads than this only take it from each other.
 NUM_THREADS = 2
 # A thread to verify this much would take longer to wake than the checksum does.
-VERIFY_HERE_BYTES = 2**20
+VERIFY_HERE_BYTES = 4 * 2**20
 # A writer waits this long for the disk to take what is cold, before cold objects are dropped for it.
 ROOM_WAIT_S = 0.5
 DRAINING_RETRY_S = 5.0

@@ -43,7 +43,7 @@ from transfer.wire.served import ServedConnections
 
 AT_ONCE_BYTES = 256 << 10
 """`run` carries a single READ up to this size in the caller's thread: waking another costs more."""
-_RUN_HERE_BYTES = 1 << 20
+_RUN_HERE_BYTES = 4 << 20
 """`run` carries batches up to this size in the caller's thread; larger ones would hold up others."""
 _UNUSED_PEER_S = 300.0
 
