@@ -45,7 +45,7 @@ class BlockLog:
     def __init__(self, inventory: Inventory | None = None) -> None:
         """`inventory` is for owners of very many blocks, who can list them and tell only of real changes."""
         self.on_change: Callable[[], None] = lambda: None
-        self._present: dict[BlockKey, BlockKey] = {}  # key → parent, in order of arrival; unused with an inventory
+        self._present: dict[BlockKey, BlockKey] = {}  # key → parent, unless there is an inventory
         self._inventory = inventory
         self._pending: list[tuple[BlockKey, BlockKey | None]] = []  # parent None = removed
         self._next_seq = 1  # number of the first pending event
