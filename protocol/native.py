@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from protocol.machine import processor
+from protocol.machine import cache_folder, processor
 
 _TIMEOUT_S = 120.0
 
@@ -24,15 +24,25 @@ class CompilerError(Exception):
     """No compiler, or it refused."""
 
 
-def load_library(source: Path, flags: Sequence[str], cache_folder: Path | None) -> ctypes.CDLL:
-    """The library made from `source`, compiled into `cache_folder` unless it is there already.
+def shared_cache() -> Path | None:
+    """Where this user keeps compiled libraries; None where nothing can be kept."""
+    try:
+        folder = cache_folder(os.environ, Path.home()) / "native"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home, or not writable
+        return None
+    return folder
+
+
+def load_library(source: Path, flags: Sequence[str], folder: Path | None) -> ctypes.CDLL:
+    """The library made from `source`, compiled into `folder` unless it is there already.
 
     None compiles for this process alone. Raises CompilerError.
     """
-    if cache_folder is not None:
-        return _load_cached(source, flags, cache_folder)
-    with tempfile.TemporaryDirectory() as folder:  # once loaded, the file is no longer needed
-        return _load_cached(source, flags, Path(folder))
+    if folder is not None:
+        return _load_cached(source, flags, folder)
+    with tempfile.TemporaryDirectory() as own:  # once loaded, the file is no longer needed
+        return _load_cached(source, flags, Path(own))
 
 
 def _load_cached(source: Path, flags: Sequence[str], folder: Path) -> ctypes.CDLL:

@@ -11,11 +11,9 @@ from kvstore.client.aio import AsyncKvStore, AsyncStoreLease, connect_async
 from kvstore.client.connecting import connect
 from kvstore.client.keys import Block, Key, chain, plain_key
 from kvstore.client.pool import NodeStats, NodeView, PoolStats
-from kvstore.client.single import StoreClient
 from kvstore.client.store import KvStore, ReplicaChange
 from kvstore.client.store_lease import StoreLease
 from kvstore.disk.base import Pin
-from kvstore.objects import LeasedObject, Pieces, PutObject, PutResult, ReadLease
 
 __all__ = [
     "AsyncKvStore",
@@ -23,17 +21,11 @@ __all__ = [
     "Block",
     "Key",
     "KvStore",
-    "LeasedObject",
     "NodeStats",
     "NodeView",
-    "Pieces",
     "Pin",
     "PoolStats",
-    "PutObject",
-    "PutResult",
-    "ReadLease",
     "ReplicaChange",
-    "StoreClient",
     "StoreLease",
     "chain",
     "connect",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-from pathlib import Path
 
 from kvstore.native.base import KeyMap, PublishedIndex, RankHeap
 from kvstore.native.compiled import NativeKeyIndex, NativeKeyMap
@@ -13,8 +11,7 @@ from kvstore.native.compiled_heap import NativeRankHeap
 from kvstore.native.memory import Allocate, Retire, anonymous, dropped
 from kvstore.native.prototypes import HeapLibrary, MetadataLibrary
 from kvstore.native.twin import PythonKeyIndex, PythonKeyMap, PythonRankHeap
-from protocol.machine import cache_folder
-from protocol.native import CompilerError
+from protocol.native import CompilerError, shared_cache
 
 _log = logging.getLogger(__name__)
 
@@ -44,17 +41,8 @@ def compiled() -> tuple[MetadataLibrary, HeapLibrary] | None:
     The first call on a machine takes as long as the compiler does; a node makes it when it starts.
     """
     try:
-        folder = _cache_folder()
+        folder = shared_cache()
         return MetadataLibrary(folder), HeapLibrary(folder)
     except CompilerError as error:
         _log.warning("compiled metadata is not available, using Python: %s", error)
         return None
-
-
-def _cache_folder() -> Path | None:
-    try:
-        folder = cache_folder(os.environ, Path.home()) / "native"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or not writable
-        return None
-    return folder

@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.native.base import NO_RECORD
-from kvstore.native.library import _cache_folder
 from kvstore.native.prototypes import FLAGS
 from protocol.keys import KEY_BYTES, iter_keys
-from protocol.native import CompilerError, load_library
+from protocol.native import CompilerError, load_library, shared_cache
 from transfer.native.base import address_of
 
 log = logging.getLogger(__name__)
@@ -210,7 +209,7 @@ def _check_rows(column: Column, rows: Rows) -> None:
 def _library() -> SlotLibrary | None:
     """As `library.compiled`, whose folder it shares."""
     try:
-        return SlotLibrary(_cache_folder())
+        return SlotLibrary(shared_cache())
     except CompilerError as error:
         log.warning("the compiled index of rows is not available, using Python: %s", error)
         return None

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvstore.allocator import ALIGNMENT
-from kvstore.client import PutObject, StoreClient
+from kvstore.objects import PutObject
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
 from protocol.request import Endpoint
 from protocol.rpc import Channels
+from tests.kvstore.plain_client import StoreClient
 from transfer import FaultPlan, Segment, TransferEngine, TransferOptions
 
 T = TypeVar("T")

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.client import PutObject, ReadLease, plain_key
+from kvstore.client import plain_key
+from kvstore.objects import PutObject, ReadLease
 from protocol.checksum import checksum
 from protocol.errors import (
     IntegrityError,
@@ -113,7 +114,7 @@ async def test_a_value_that_may_take_long_is_read_under_a_lease_that_lasts(
         assert await client.get(store, b"large") == value
         assert not renewed
         crawling = Patience(base_s=10.0, slowest_bytes_s=1.0)
-        monkeypatch.setattr("kvstore.client.single.PATIENCE", crawling)
+        monkeypatch.setattr("tests.kvstore.plain_client.PATIENCE", crawling)
         assert await client.get(store, b"large") == value
         assert [round(ttl_s) for ttl_s in renewed] == [115]
 

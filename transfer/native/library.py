@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 from pathlib import Path
 
 import numpy as np
 
-from protocol.machine import cache_folder
-from protocol.native import CompilerError, load_library
+from protocol.native import CompilerError, load_library, shared_cache
 from transfer.base import Rows
 from transfer.native.base import DataPlane, End, Flow, FlowState, IoVectors, address_of
 from transfer.native.twin import PythonDataPlane
@@ -30,19 +28,10 @@ def data_plane() -> DataPlane:
     The first call on a machine takes as long as the compiler does; an engine makes it when it starts.
     """
     try:
-        return NativeDataPlane(_cache_folder())
+        return NativeDataPlane(shared_cache())
     except CompilerError as error:
         _log.warning("the compiled data plane is not available, using Python: %s", error)
         return PythonDataPlane()
-
-
-def _cache_folder() -> Path | None:
-    try:
-        folder = cache_folder(os.environ, Path.home()) / "native"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or not writable
-        return None
-    return folder
 
 
 class NativeDataPlane:

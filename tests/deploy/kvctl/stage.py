@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from deploy.kvctl.main import main
-from kvstore.client import PutObject, plain_key
+from kvstore.client import plain_key
+from kvstore.objects import PutObject
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
 from tests.kvstore.directory.cluster import asking, free_port, running_directory, until

@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
-from kvstore.client import PutObject
+from kvstore.objects import PutObject
 from protocol.checksum import checksum
 from protocol.keys import BlockKey, pack_keys
 from protocol.pb import directory_pb2, directory_pb2_grpc

@@ -1,4 +1,4 @@
-"""Plain keys and values of one node, given by its endpoint, over gRPC and leases: what the tests of a node use.
+"""Plain keys and values of one node, given by its endpoint, over gRPC and leases.
 
 A plain key is any bytes up to 64 KiB and is stored under its digest; a value is any bytes that fit into the node's
 segment, the empty ones included. Missing, empty, unreachable and full are four different answers.
@@ -10,11 +10,11 @@ from kvstore.block_client import PATIENCE, BlockClient, left, now, right_s
 from kvstore.client.keys import plain_key
 from kvstore.objects import PutObject, ReadLease
 from kvstore.promises import Outcome
-from kvstore.scratch import Scratch
 from protocol.checksum import checksum
 from protocol.errors import DeadlineExceeded, IntegrityError, InvalidRequest, Overloaded
 from protocol.request import Endpoint
 from protocol.rpc import Channels
+from tests.kvstore.scratch import Scratch
 from transfer import TransferEngine
 
 # Leaves time to say so when another writer has not finished.
