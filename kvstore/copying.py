@@ -61,7 +61,7 @@ class _Copying:
         self, lease: ReadLease, deadline_s: float, reply: kvstore_pb2.StoreCopyReply
     ) -> int:
         wishes = [_wish(stored) for stored in lease.objects]
-        reservation = self._state.reserve(new_id("copy"), wishes, None, self._clock())
+        reservation = self._state.writers.reserve(new_id("copy"), wishes, None, self._clock())
         outcomes = [slot.outcome for slot in reservation.slots]
         reply.refused = outcomes.count(Outcome.FULL)
         reply.present = outcomes.count(Outcome.PRESENT) + outcomes.count(Outcome.IN_PROGRESS)
@@ -100,11 +100,11 @@ class _Copying:
         """What was verified while it was read becomes visible, the rest is given up."""
         state, reservation_id, now = self._state, reservation.reservation_id, self._clock()
         if checksums:
-            state.commit(reservation_id, checksums, now)
-            state.verified(reservation_id, (), now)
+            state.writers.commit(reservation_id, checksums, now)
+            state.writers.verified(reservation_id, (), now)
         else:
-            state.abort(reservation_id, now)
-            state.closed(reservation_id, now)
+            state.writers.abort(reservation_id, now)
+            state.writers.closed(reservation_id, now)
 
 
 def _wish(stored: LeasedObject) -> Wish:

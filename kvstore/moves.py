@@ -7,7 +7,7 @@ that nothing else happens to it but its removal, which makes the move's result w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.catalog import Catalog
@@ -98,9 +98,13 @@ class Moves:
         if demote and place is not None and wanted:
             self._leave_if_unneeded(stored)
 
-    def used(self, objects: Iterable[StoredObject]) -> None:
-        """Visible objects were asked for: one that is being written to leave memory is not cold, and stays."""
-        for stored in objects if self._stores else ():
+    def used(self, chain: Sequence[StoredObject]) -> None:
+        """Visible objects were asked for, in the order of their chain, whose head is to outlive its tail.
+
+        One that is being written to leave memory is not cold, and stays.
+        """
+        self._catalog.used(reversed(chain))
+        for stored in chain if self._stores else ():
             store = self._stores.get(stored.generation)
             if store is not None and store.demote:
                 self._keep(store)

@@ -13,6 +13,7 @@ from enum import StrEnum
 from kvstore.disk.base import Pin
 from kvstore.moves import Load
 from kvstore.stored import StoredObject
+from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
 
 MAX_TTL_S = 600.0
@@ -122,3 +123,11 @@ class Lease:
     objects: tuple[StoredObject, ...]
     expires_at: float
     loads: tuple[Load, ...] = ()  # that the shell is to begin; not those already under way
+
+
+def check_ttl(ttl_s: float) -> None:
+    """Raises InvalidRequest for a time that no right may last."""
+    if not 0 < ttl_s <= MAX_TTL_S:
+        raise InvalidRequest(
+            f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, not {ttl_s}", param="ttl_s"
+        )

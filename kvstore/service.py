@@ -131,10 +131,10 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         task = self._commits.get(reservation_id)
         if task is None:
             checksums = wire.checksums_from_wire(request)
-            corrupt = self._state.commit(reservation_id, checksums, self._clock())
+            corrupt = self._state.writers.commit(reservation_id, checksums, self._clock())
             if corrupt is not None:
                 return kvstore_pb2.StoreCommitReply(corrupt=corrupt)
-            window_id, landed = self._state.landed(reservation_id)
+            window_id, landed = self._state.writers.landed(reservation_id)
             if self._can_verify_here(window_id, landed):
                 corrupt = self._verified(reservation_id, landed, self._corrupt(landed))
                 return kvstore_pb2.StoreCommitReply(corrupt=corrupt)
@@ -146,7 +146,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
     async def Abort(
         self, request: kvstore_pb2.StoreAbortRequest, context: Context
     ) -> kvstore_pb2.StoreAbortReply:
-        reservation = self._state.abort(request.reservation_id, self._clock())
+        reservation = self._state.writers.abort(request.reservation_id, self._clock())
         if reservation is not None:
             await asyncio.shield(self._hold(self._reclaim(reservation)))
         return kvstore_pb2.StoreAbortReply()
@@ -155,11 +155,11 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.StoreLeaseRequest, context: Context
     ) -> kvstore_pb2.StoreLeaseReply:
         keys = wire.keys_from_wire(request.keys)
-        needed = self._state.bytes_to_load(keys)
+        needed = self._state.readers.bytes_to_load(keys)
         if needed and self._state.short_of(needed):
             await self.mover.make_room(needed, ROOM_WAIT_S)
         ttl_s = request.ttl_s or self._config.lease_ttl_s
-        lease = self._state.lease(request.lease_id, keys, ttl_s, self._clock())
+        lease = self._state.readers.lease(request.lease_id, keys, ttl_s, self._clock())
         if needed:
             lease = await self._brought_to_memory(lease)
         self._events.read(stored.key for stored in lease.objects)
@@ -170,19 +170,19 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self.mover.load(lease.loads)
         self._changed()
         await self.mover.loaded(lease)
-        return self._state.settle(lease.lease_id) if lease.objects else lease
+        return self._state.readers.settle(lease.lease_id) if lease.objects else lease
 
     async def Renew(
         self, request: kvstore_pb2.StoreRenewRequest, context: Context
     ) -> kvstore_pb2.StoreRenewReply:
         ttl_s = request.ttl_s or self._config.lease_ttl_s
-        self._state.renew(request.lease_id, ttl_s, self._clock())
+        self._state.readers.renew(request.lease_id, ttl_s, self._clock())
         return kvstore_pb2.StoreRenewReply()
 
     async def Release(
         self, request: kvstore_pb2.StoreReleaseRequest, context: Context
     ) -> kvstore_pb2.StoreReleaseReply:
-        self._state.release(request.lease_id, self._clock())
+        self._state.readers.release(request.lease_id, self._clock())
         self._changed()
         return kvstore_pb2.StoreReleaseReply()
 
@@ -249,10 +249,10 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.StorePrefetchRequest, context: Context
     ) -> kvstore_pb2.StorePrefetchReply:
         keys = wire.keys_from_wire(request.keys)
-        needed = self._state.bytes_to_load(keys)
+        needed = self._state.readers.bytes_to_load(keys)
         if self._state.short_of(needed):
             await self.mover.make_room(needed, ROOM_WAIT_S)
-        loads = self._state.prefetch(keys)
+        loads = self._state.readers.prefetch(keys)
         self.mover.load(loads)
         self._changed()
         return kvstore_pb2.StorePrefetchReply(num_loading=len(loads))
@@ -320,7 +320,9 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
     def _reserve(self, request: kvstore_pb2.StoreReserveRequest) -> Reservation:
         wishes = wire.wishes_from_wire(request)
         ttl_s = request.ttl_s or self._config.reservation_ttl_s
-        reservation = self._state.reserve(request.reservation_id, wishes, ttl_s, self._clock())
+        reservation = self._state.writers.reserve(
+            request.reservation_id, wishes, ttl_s, self._clock()
+        )
         if reservation.window_id is None and reservation.ranges:
             reservation.window_id = self._transfer.open_window(self._segment, reservation.ranges)
         self._changed()
@@ -339,7 +341,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self, reservation_id: str, landed: Sequence[Landed], corrupt: tuple[BlockKey, ...]
     ) -> tuple[BlockKey, ...]:
         """Nobody can write to the objects any more, and their bytes were compared."""
-        self._state.verified(reservation_id, corrupt, self._clock())
+        self._state.writers.verified(reservation_id, corrupt, self._clock())
         self.mover.wants_copy(item.key for item in landed)
         if corrupt:
             log.error("%d of %d objects arrived corrupt; dropped", len(corrupt), len(landed))
@@ -373,7 +375,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         window_id = reservation.window_id
         if window_id is not None:
             await self._in_thread(lambda: self._transfer.close_window(window_id))
-        self._state.closed(reservation.reservation_id, self._clock())
+        self._state.writers.closed(reservation.reservation_id, self._clock())
         self._end_of_writer()
 
     def _end_of_writer(self) -> None:

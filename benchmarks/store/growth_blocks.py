@@ -135,9 +135,9 @@ def _put(state: StoreState, name: str, keys: Chain, now: float) -> None:
         Wish(key=key, parent=parent, length=LENGTH)
         for key, parent in zip(keys, parents, strict=True)
     ]
-    state.reserve(name, wishes, 30.0, now)
-    state.commit(name, dict.fromkeys(keys, 1), now)
-    state.verified(name, (), now)
+    state.writers.reserve(name, wishes, 30.0, now)
+    state.writers.commit(name, dict.fromkeys(keys, 1), now)
+    state.writers.verified(name, (), now)
 
 
 def _lease_us(state: StoreState, chains: Sequence[Chain], now: float) -> float:
@@ -145,8 +145,8 @@ def _lease_us(state: StoreState, chains: Sequence[Chain], now: float) -> float:
 
     def once(keys: Chain) -> None:
         name = next(names)
-        state.lease(name, keys, 10.0, now)
-        state.release(name, now)
+        state.readers.lease(name, keys, 10.0, now)
+        state.readers.release(name, now)
 
     return 1e6 / _rate(once, chains)
 

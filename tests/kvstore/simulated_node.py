@@ -150,7 +150,7 @@ class SimulatedNode:
     # Calls
 
     def reserve(self, name: str, wishes: Sequence[Wish], reply: Reply) -> None:
-        reservation = self.state.reserve(name, wishes, RESERVATION_TTL_S, self._now)
+        reservation = self.state.writers.reserve(name, wishes, RESERVATION_TTL_S, self._now)
         if reservation.objects:
             self._windows[name] = reservation
         reply(dict(reservation.objects))
@@ -169,7 +169,7 @@ class SimulatedNode:
         if name in self._commits:
             self._commits[name].append(reply)
             return
-        corrupt = self.state.commit(name, checksums, self._now)
+        corrupt = self.state.writers.commit(name, checksums, self._now)
         if corrupt is not None:
             reply(corrupt)
             return
@@ -178,22 +178,22 @@ class SimulatedNode:
 
     def _finish(self, name: str) -> None:
         del self._windows[name]
-        landed = self.state.landed(name)[1]
+        landed = self.state.writers.landed(name)[1]
         good = {o.checksum for o in landed if self._content(o.offset, o.length) == o.checksum}
         corrupt = [item.key for item in landed if item.checksum not in good]
         self.committed |= good
-        self.state.verified(name, corrupt, self._now)
+        self.state.writers.verified(name, corrupt, self._now)
         for reply in self._commits.pop(name):
             reply(tuple(corrupt))
         self.pump()
 
     def abort(self, name: str, reply: Reply) -> None:
-        self._reclaim(self.state.abort(name, self._now))
+        self._reclaim(self.state.writers.abort(name, self._now))
         reply(None)
 
     def reserve_copy(self, name: str, wishes: Sequence[Wish]) -> dict[BlockKey, StoredObject]:
         """As `kvstore.copying` does, within this process."""
-        reservation = self.state.reserve(name, wishes, None, self._now)
+        reservation = self.state.writers.reserve(name, wishes, None, self._now)
         if reservation.objects:
             self._windows[name] = reservation
         return reservation.objects
@@ -203,12 +203,12 @@ class SimulatedNode:
         if self._windows.pop(name, None) is None:
             return
         if good:
-            self.state.commit(name, good, self._now)
+            self.state.writers.commit(name, good, self._now)
             self.committed |= set(good.values())
-            self.state.verified(name, (), self._now)
+            self.state.writers.verified(name, (), self._now)
         else:
-            self.state.abort(name, self._now)
-            self.state.closed(name, self._now)
+            self.state.writers.abort(name, self._now)
+            self.state.writers.closed(name, self._now)
         self.pump()
 
     def _reclaim(self, reservation: Reservation | None) -> None:
@@ -218,12 +218,12 @@ class SimulatedNode:
 
         def close() -> None:
             self._windows.pop(name, None)
-            self.state.closed(name, self._now)
+            self.state.writers.closed(name, self._now)
 
         self.later(self._world.rng.uniform(0, 0.1), close)
 
     def lease(self, name: str, keys: Sequence[BlockKey], ttl_s: float, reply: Reply) -> None:
-        lease = self.state.lease(name, keys, ttl_s, self._now)
+        lease = self.state.readers.lease(name, keys, ttl_s, self._now)
         self._begin(lease.loads)
         self._waiting.append((lease, reply))
         self._answer_leases()
@@ -236,18 +236,18 @@ class SimulatedNode:
                 self._waiting.append((lease, reply))
                 continue
             try:
-                objects = self.state.settle(lease.lease_id).objects if lease.objects else ()
+                objects = self.state.readers.settle(lease.lease_id).objects if lease.objects else ()
             except StaleLease as error:
                 reply(error)
             else:
                 reply((self.life, objects))
 
     def renew(self, name: str, ttl_s: float, reply: Reply) -> None:
-        self.state.renew(name, ttl_s, self._now)
+        self.state.readers.renew(name, ttl_s, self._now)
         reply(None)
 
     def release(self, name: str, reply: Reply) -> None:
-        self.state.release(name, self._now)
+        self.state.readers.release(name, self._now)
         reply(None)
         self.pump()
 
@@ -268,7 +268,7 @@ class SimulatedNode:
         reply(None)
 
     def prefetch(self, keys: Sequence[BlockKey], reply: Reply) -> None:
-        self._begin(self.state.prefetch(keys))
+        self._begin(self.state.readers.prefetch(keys))
         reply(None)
 
     def look(self, view: tuple[memoryview, Any], key: BlockKey) -> Fields | None:

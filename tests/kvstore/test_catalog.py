@@ -112,7 +112,7 @@ def test_a_block_written_again_is_followed_by_the_blocks_that_stayed() -> None:
 def test_a_parent_is_not_evicted_for_a_block_that_is_being_written() -> None:
     node = Tiered.make(memory=2, disk=0)
     node.put(chain(1))
-    node.state.reserve("r", chain(1, 2)[1:], 30.0, 0.0)
+    node.state.writers.reserve("r", chain(1, 2)[1:], 30.0, 0.0)
     assert node.put(chain(3)) == [Outcome.FULL]
     assert node.in_memory() == [1]
 
@@ -122,7 +122,7 @@ def test_an_object_that_would_follow_itself_is_refused() -> None:
     [wish] = chain(1)
     wishes = [type(wish)(key=wish.key, parent=wish.key, length=1)]
     with pytest.raises(InvalidRequest, match="own parent"):
-        node.state.reserve("r", wishes, 30.0, 0.0)
+        node.state.writers.reserve("r", wishes, 30.0, 0.0)
     assert node.tiers() == {}
 
 
@@ -135,7 +135,7 @@ def test_space_of_a_key_that_is_hidden_twice_comes_back_twice() -> None:
         node.state.remove(keys(1), corrupt=False)
     assert node.state.usage().leased == 2 * ALIGNMENT
     for lease_id, free in zip(leases, (2, 3), strict=True):
-        node.state.release(lease_id, 0.0)
+        node.state.readers.release(lease_id, 0.0)
         assert node.state.usage().free == free * ALIGNMENT
         node.state.validate()
 
@@ -146,7 +146,7 @@ def test_a_removed_object_that_was_only_on_disk_frees_no_memory() -> None:
     node.sink(1)
     lease_id, [load] = node.lease(1)
     node.state.loaded(load, False)
-    node.state.release(lease_id, 0.0)
+    node.state.readers.release(lease_id, 0.0)
     assert node.state.usage().free == 4 * ALIGNMENT
     assert node.tiers() == {}
 

@@ -111,9 +111,9 @@ async def messages(
     """The first messages to a follower of a node with so many objects."""
     state = make_state(4 * 256 * max(num_objects, 1), log)
     wishes = chain(*range(1, num_objects + 1))
-    state.reserve("r", wishes, 30.0, 0.0)
-    state.commit("r", {wish.key: 7 for wish in wishes}, 0.0)
-    state.verified("r", [], 0.0)
+    state.writers.reserve("r", wishes, 30.0, 0.0)
+    state.writers.commit("r", {wish.key: 7 for wish in wishes}, 0.0)
+    state.writers.verified("r", [], 0.0)
     request = kvstore_pb2.StoreSubscribeRequest(epoch=EPOCH, next_seq=next_seq)
     received: list[kvstore_pb2.StoreEvents] = []
     subscription = follow(log, state, EPOCH, request)

@@ -40,11 +40,11 @@ class Node:
 
     def put(self, number: int) -> None:
         wish = Wish(key=key(number), parent=None, length=SIZE)
-        reservation = self.state.reserve(f"r{number}", [wish], 30.0, 0.0)
+        reservation = self.state.writers.reserve(f"r{number}", [wish], 30.0, 0.0)
         offset = reservation.slots[0].offset
         self.memory[offset : offset + SIZE] = value(number)
-        self.state.commit(f"r{number}", {key(number): checksum([value(number)])}, 0.0)
-        self.state.verified(f"r{number}", [], 0.0)
+        self.state.writers.commit(f"r{number}", {key(number): checksum([value(number)])}, 0.0)
+        self.state.writers.verified(f"r{number}", [], 0.0)
 
     def present(self, numbers: range) -> list[int]:
         return [
@@ -81,13 +81,13 @@ async def test_what_is_cold_goes_to_disk_and_all_of_it_is_found_again(tmp_path: 
         assert await node.mover.flush(10.0) == 0
     async with node_on(tmp_path) as again:
         assert again.present(range(60)) == [*range(60)]
-        lease = again.state.lease("l", [key(7)], 10.0, 0.0)
+        lease = again.state.readers.lease("l", [key(7)], 10.0, 0.0)
         again.mover.load(lease.loads)
         await again.mover.loaded(lease)
-        [stored] = again.state.settle("l").objects
+        [stored] = again.state.readers.settle("l").objects
         assert stored.offset is not None
         assert again.memory[stored.offset : stored.offset + SIZE] == value(7)
-        again.state.release("l", 0.0)
+        again.state.readers.release("l", 0.0)
 
 
 async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before(

@@ -33,10 +33,10 @@ def test_one_reservation_gets_no_more_than_the_quota() -> None:
 
 def test_what_is_being_written_counts_and_counts_no_more_when_it_was_given_up() -> None:
     node = Tiered.make(memory=8, quotas={"alice": 2})
-    node.state.reserve("r", chain(1, 2, tenant="alice"), 30.0, 0.0)
+    node.state.writers.reserve("r", chain(1, 2, tenant="alice"), 30.0, 0.0)
     assert node.put(chain(3, tenant="alice")) == [FULL]
-    node.state.abort("r", 1.0)
-    node.state.closed("r", 1.0)
+    node.state.writers.abort("r", 1.0)
+    node.state.writers.closed("r", 1.0)
     assert node.put(chain(3, 4, tenant="alice")) == [GRANTED, GRANTED]
     assert node.in_memory() == [3, 4]
 

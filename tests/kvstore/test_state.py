@@ -36,45 +36,45 @@ def make(units: int = 4, watermarks: Watermarks = NO_TRIM) -> tuple[StoreState, 
 def store(state: StoreState, wishes: list[Wish], now: float = 0.0, name: str = "") -> list[Outcome]:
     """Reserves and commits `wishes`; their checksums are their keys' numbers."""
     reservation_id = name or f"put-{[wish.key for wish in wishes]}-{now}"
-    reservation = state.reserve(reservation_id, wishes, TTL_S, now)
+    reservation = state.writers.reserve(reservation_id, wishes, TTL_S, now)
     if reservation.objects:
         checksums = {k: int.from_bytes(k, "little") for k in reservation.objects}
-        assert state.commit(reservation_id, checksums, now) is None
-        state.verified(reservation_id, [], now)
+        assert state.writers.commit(reservation_id, checksums, now) is None
+        state.writers.verified(reservation_id, [], now)
     return [slot.outcome for slot in reservation.slots]
 
 
 def test_an_object_is_visible_only_after_its_commit_was_verified() -> None:
     state, heard = make()
-    state.reserve("r", chain(1, 2), TTL_S, 0.0)
+    state.writers.reserve("r", chain(1, 2), TTL_S, 0.0)
     assert state.exists([key(1), key(2)]) == [False, False]
-    assert state.commit("r", {key(1): 11, key(2): 22}, 1.0) is None
+    assert state.writers.commit("r", {key(1): 11, key(2): 22}, 1.0) is None
     assert state.exists([key(1)]) == [False]
-    assert [item.checksum for item in state.landed("r")[1]] == [11, 22]
-    state.verified("r", [], 1.0)
+    assert [item.checksum for item in state.writers.landed("r")[1]] == [11, 22]
+    state.writers.verified("r", [], 1.0)
     assert heard.present == {key(1): None, key(2): key(1)}
-    lease = state.lease("l", [key(1), key(2), key(3)], 10.0, 1.0)
+    lease = state.readers.lease("l", [key(1), key(2), key(3)], 10.0, 1.0)
     assert [stored.checksum for stored in lease.objects] == [11, 22]
     state.validate()
 
 
 def test_a_corrupt_object_is_dropped_counted_and_its_space_freed() -> None:
     state, heard = make()
-    state.reserve("r", chain(1, 2), TTL_S, 0.0)
-    state.commit("r", {key(1): 1, key(2): 2}, 0.0)
-    state.verified("r", [key(2)], 0.0)
+    state.writers.reserve("r", chain(1, 2), TTL_S, 0.0)
+    state.writers.commit("r", {key(1): 1, key(2): 2}, 0.0)
+    state.writers.verified("r", [key(2)], 0.0)
     assert list(heard.present) == [key(1)]
     assert state.counters["integrity_failures"] == 1
     assert state.usage().held == ALIGNMENT
-    assert state.commit("r", {key(1): 1, key(2): 2}, 1.0) == (key(2),)
+    assert state.writers.commit("r", {key(1): 1, key(2): 2}, 1.0) == (key(2),)
     state.validate()
 
 
 def test_keys_left_out_of_the_commit_are_dropped() -> None:
     state, heard = make()
-    state.reserve("r", chain(1, 2), TTL_S, 0.0)
-    state.commit("r", {key(1): 1}, 0.0)
-    state.verified("r", [], 0.0)
+    state.writers.reserve("r", chain(1, 2), TTL_S, 0.0)
+    state.writers.commit("r", {key(1): 1}, 0.0)
+    state.writers.verified("r", [], 0.0)
     assert list(heard.present) == [key(1)]
     assert state.usage().reserved == 0
     state.validate()
@@ -82,18 +82,18 @@ def test_keys_left_out_of_the_commit_are_dropped() -> None:
 
 def test_reserving_again_with_the_same_id_gives_the_same_slots() -> None:
     state, _ = make()
-    first = state.reserve("r", chain(1, 2), TTL_S, 0.0)
-    assert state.reserve("r", chain(1, 2), TTL_S, 5.0) is first
+    first = state.writers.reserve("r", chain(1, 2), TTL_S, 0.0)
+    assert state.writers.reserve("r", chain(1, 2), TTL_S, 5.0) is first
     with pytest.raises(StaleLease):
-        state.reserve("r", chain(3), TTL_S, 5.0)
+        state.writers.reserve("r", chain(3), TTL_S, 5.0)
     state.validate()
 
 
 def test_what_is_present_or_being_written_is_not_granted_twice() -> None:
     state, _ = make()
     store(state, chain(1))
-    state.reserve("other", chain(2), TTL_S, 0.0)
-    slots = state.reserve("r", [*chain(1, 2, 3), *chain(3)], TTL_S, 0.0).slots
+    state.writers.reserve("other", chain(2), TTL_S, 0.0)
+    slots = state.writers.reserve("r", [*chain(1, 2, 3), *chain(3)], TTL_S, 0.0).slots
     assert [slot.outcome for slot in slots] == [
         Outcome.PRESENT,
         Outcome.IN_PROGRESS,
@@ -107,7 +107,7 @@ def test_an_object_larger_than_the_segment_is_refused_and_changes_nothing() -> N
     state, _ = make(units=4)
     store(state, chain(1))
     with pytest.raises(InvalidRequest, match="does not fit"):
-        state.reserve("r", chain(2, length=4 * ALIGNMENT + 1), TTL_S, 0.0)
+        state.writers.reserve("r", chain(2, length=4 * ALIGNMENT + 1), TTL_S, 0.0)
     assert state.exists([key(1)]) == [True]
     state.validate()
 
@@ -116,32 +116,32 @@ def test_an_object_larger_than_the_segment_is_refused_and_changes_nothing() -> N
 def test_an_absurd_ttl_is_refused(ttl_s: float) -> None:
     state, _ = make()
     with pytest.raises(InvalidRequest):
-        state.reserve("r", chain(1), ttl_s, 0.0)
+        state.writers.reserve("r", chain(1), ttl_s, 0.0)
     with pytest.raises(InvalidRequest):
-        state.lease("l", [key(1)], ttl_s, 0.0)
+        state.readers.lease("l", [key(1)], ttl_s, 0.0)
     state.validate()
 
 
 def test_a_commit_at_or_after_expiry_is_refused_even_before_the_timer_fired() -> None:
     state, _ = make()
-    state.reserve("r", chain(1), TTL_S, 0.0)
+    state.writers.reserve("r", chain(1), TTL_S, 0.0)
     with pytest.raises(StaleLease):
-        state.commit("r", {key(1): 1}, TTL_S)
+        state.writers.commit("r", {key(1): 1}, TTL_S)
     assert [r.reservation_id for r in state.expire(TTL_S)] == ["r"]
     with pytest.raises(StaleLease):
-        state.commit("r", {key(1): 1}, TTL_S)
+        state.writers.commit("r", {key(1): 1}, TTL_S)
     state.validate()
 
 
 def test_expired_space_is_reclaimed_only_once_its_window_is_closed() -> None:
     state, _ = make(units=1)
-    state.reserve("r", chain(1), TTL_S, 0.0)
+    state.writers.reserve("r", chain(1), TTL_S, 0.0)
     assert state.next_deadline() == TTL_S
     assert state.expire(TTL_S - 0.1) == []
     [reservation] = state.expire(TTL_S)
     assert reservation.phase is Phase.CLOSING
     assert store(state, chain(2), TTL_S) == [Outcome.FULL]
-    state.closed("r", TTL_S)
+    state.writers.closed("r", TTL_S)
     assert store(state, chain(2), TTL_S + 1) == [Outcome.GRANTED]
     assert state.counters["reservations_expired"] == 1
     state.validate()
@@ -149,27 +149,27 @@ def test_expired_space_is_reclaimed_only_once_its_window_is_closed() -> None:
 
 def test_a_commit_of_foreign_keys_is_refused_and_the_reservation_lives_on() -> None:
     state, _ = make()
-    state.reserve("r", chain(1), TTL_S, 0.0)
+    state.writers.reserve("r", chain(1), TTL_S, 0.0)
     with pytest.raises(StaleLease):
-        state.commit("r", {key(1): 1, key(9): 9}, 0.0)
-    assert state.commit("r", {key(1): 1}, 0.0) is None
-    state.verified("r", [], 0.0)
+        state.writers.commit("r", {key(1): 1, key(9): 9}, 0.0)
+    assert state.writers.commit("r", {key(1): 1}, 0.0) is None
+    state.writers.verified("r", [], 0.0)
     state.validate()
 
 
 def test_an_abort_that_overtakes_its_reserve_wins() -> None:
     state, _ = make()
-    assert state.abort("r", 0.0) is None
+    assert state.writers.abort("r", 0.0) is None
     with pytest.raises(StaleLease):
-        state.reserve("r", chain(1), TTL_S, 0.1)
+        state.writers.reserve("r", chain(1), TTL_S, 0.1)
     state.validate()
 
 
 def test_an_abort_never_undoes_a_commit() -> None:
     state, heard = make()
     store(state, chain(1), name="r")
-    assert state.abort("r", 1.0) is None
-    assert state.commit("r", {key(1): 1}, 2.0) == ()
+    assert state.writers.abort("r", 1.0) is None
+    assert state.writers.commit("r", {key(1): 1}, 2.0) == ()
     assert list(heard.present) == [key(1)]
     state.validate()
 
@@ -177,10 +177,10 @@ def test_an_abort_never_undoes_a_commit() -> None:
 def test_the_end_of_an_id_is_remembered_for_a_while_only() -> None:
     state, _ = make()
     for number in range(100):
-        state.abort(f"r{number}", float(number))
-    assert state.reserve("r0", chain(1), TTL_S, 100.0).objects
+        state.writers.abort(f"r{number}", float(number))
+    assert state.writers.reserve("r0", chain(1), TTL_S, 100.0).objects
     with pytest.raises(StaleLease):
-        state.reserve("r99", chain(2), TTL_S, 100.0)
+        state.writers.reserve("r99", chain(2), TTL_S, 100.0)
     state.validate()
 
 
@@ -188,25 +188,28 @@ def test_a_lease_covers_the_longest_leading_run() -> None:
     state, _ = make()
     store(state, chain(1, 2))
     store(state, chain(4))
-    lease = state.lease("l", [key(1), key(2), key(3), key(4)], 10.0, 0.0)
+    lease = state.readers.lease("l", [key(1), key(2), key(3), key(4)], 10.0, 0.0)
     assert [stored.key for stored in lease.objects] == [key(1), key(2)]
     assert state.usage().leased == 2 * ALIGNMENT
-    assert state.lease("l", [key(1)], 10.0, 1.0) is lease
+    assert state.readers.lease("l", [key(1)], 10.0, 1.0) is lease
     state.validate()
 
 
 def test_an_expired_lease_is_refused_and_never_revived() -> None:
     state, _ = make()
     store(state, chain(1))
-    state.lease("l", [key(1)], 10.0, 0.0)
-    state.renew("l", 10.0, 9.0)
+    state.readers.lease("l", [key(1)], 10.0, 0.0)
+    state.readers.renew("l", 10.0, 9.0)
     assert state.next_deadline() == 19.0
     with pytest.raises(StaleLease):
-        state.renew("l", 10.0, 19.0)
+        state.readers.renew("l", 10.0, 19.0)
     assert state.usage().leased == ALIGNMENT
     state.expire(19.0)
     assert state.usage().leased == 0
-    for attempt in (lambda: state.renew("l", 1.0, 20.0), lambda: state.lease("l", [], 1.0, 20.0)):
+    for attempt in (
+        lambda: state.readers.renew("l", 1.0, 20.0),
+        lambda: state.readers.lease("l", [], 1.0, 20.0),
+    ):
         with pytest.raises(StaleLease):
             attempt()
     assert state.counters["leases_expired"] == 1
@@ -216,9 +219,9 @@ def test_an_expired_lease_is_refused_and_never_revived() -> None:
 def test_a_release_that_overtakes_its_lease_wins() -> None:
     state, _ = make()
     store(state, chain(1))
-    state.release("l", 0.0)
+    state.readers.release("l", 0.0)
     with pytest.raises(StaleLease):
-        state.lease("l", [key(1)], 10.0, 0.1)
+        state.readers.lease("l", [key(1)], 10.0, 0.1)
     state.validate()
 
 
@@ -226,17 +229,17 @@ def test_a_removed_object_is_out_of_sight_at_once_and_its_space_waits_for_the_la
     state, heard = make(units=2)
     store(state, chain(1))
     for name in ("a", "b"):
-        state.lease(name, [key(1)], 10.0, 0.0)
+        state.readers.lease(name, [key(1)], 10.0, 0.0)
     assert len(state.remove([key(1), key(1), key(7)], corrupt=True)) == 1
     assert state.counters["integrity_failures"] == 1
     assert heard.present == {}
-    assert not state.lease("c", [key(1)], 10.0, 0.0).objects
+    assert not state.readers.lease("c", [key(1)], 10.0, 0.0).objects
     assert store(state, chain(1), 1.0) == [Outcome.GRANTED]
     assert store(state, chain(5), 1.0, name="full") == [Outcome.GRANTED]  # evicts the new copy
     assert state.usage().leased == ALIGNMENT
-    state.release("a", 2.0)
+    state.readers.release("a", 2.0)
     assert state.usage().leased == ALIGNMENT
-    state.release("b", 2.0)
+    state.readers.release("b", 2.0)
     assert state.usage().free == ALIGNMENT
     state.validate()
 
@@ -245,8 +248,8 @@ def test_the_leaf_goes_first_even_when_its_parent_is_older() -> None:
     state, heard = make(units=4)
     store(state, chain(1, 2, 3))
     store(state, chain(4))
-    state.lease("l", [key(1), key(2), key(3)], 10.0, 0.0)  # now 4 is the oldest
-    state.release("l", 0.0)
+    state.readers.lease("l", [key(1), key(2), key(3)], 10.0, 0.0)  # now 4 is the oldest
+    state.readers.release("l", 0.0)
     store(state, chain(5))
     assert list(heard.present) == [key(1), key(2), key(3), key(5)]
     store(state, chain(6))
@@ -277,10 +280,10 @@ def test_leased_objects_are_not_evicted() -> None:
     state, heard = make(units=2)
     store(state, chain(1))
     store(state, chain(2))
-    state.lease("l", [key(1)], 10.0, 0.0)
+    state.readers.lease("l", [key(1)], 10.0, 0.0)
     store(state, chain(3))
     assert list(heard.present) == [key(1), key(3)]
-    state.lease("m", [key(3)], 10.0, 0.0)
+    state.readers.lease("m", [key(3)], 10.0, 0.0)
     assert store(state, chain(4)) == [Outcome.FULL]
     state.validate()
 
@@ -289,7 +292,7 @@ def test_a_wish_that_eviction_cannot_help_evicts_nothing() -> None:
     state, heard = make(units=4)
     store(state, chain(1))
     store(state, chain(2))
-    state.lease("l", [key(1)], 10.0, 0.0)
+    state.readers.lease("l", [key(1)], 10.0, 0.0)
     assert store(state, chain(3, length=4 * ALIGNMENT)) == [Outcome.FULL]
     assert list(heard.present) == [key(1), key(2)]
     state.validate()

@@ -83,12 +83,14 @@ class StoreRights(RuleBasedStateMachine):
             Wish(key=key(chain, d), parent=key(chain, d - 1) if d else None, length=size)
             for d in range(first, DEPTH)
         ]
-        reservation = self.state.reserve(reservation_id, wishes, TTL_S, self.now)
+        reservation = self.state.writers.reserve(reservation_id, wishes, TTL_S, self.now)
         for wish, slot in zip(wishes, reservation.slots, strict=True):
             assert (slot.outcome is Outcome.GRANTED) == (wish.key in reservation.objects)
         if reservation.objects:
             self.open[reservation_id] = (self.now + TTL_S, list(reservation.objects))
-            assert self.state.reserve(reservation_id, wishes, TTL_S, self.now) is reservation
+            assert (
+                self.state.writers.reserve(reservation_id, wishes, TTL_S, self.now) is reservation
+            )
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -97,7 +99,10 @@ class StoreRights(RuleBasedStateMachine):
         expires_at, granted = self.open[reservation_id]
         chosen = data.draw(st.lists(st.sampled_from(granted), unique=True))
         try:
-            assert self.state.commit(reservation_id, dict.fromkeys(chosen, 7), self.now) is None
+            assert (
+                self.state.writers.commit(reservation_id, dict.fromkeys(chosen, 7), self.now)
+                is None
+            )
         except StaleLease:
             assert expires_at <= self.now
             return
@@ -111,18 +116,18 @@ class StoreRights(RuleBasedStateMachine):
         reservation_id = data.draw(st.sampled_from(sorted(self.committing)))
         chosen = self.committing.pop(reservation_id)
         corrupt = [block for block in chosen if data.draw(st.booleans())]
-        self.state.verified(reservation_id, corrupt, self.now)
+        self.state.writers.verified(reservation_id, corrupt, self.now)
         present = self.state.exists(chosen)
         assert present == [block not in corrupt for block in chosen]
-        assert self.state.commit(reservation_id, {}, self.now) == tuple(corrupt)
+        assert self.state.writers.commit(reservation_id, {}, self.now) == tuple(corrupt)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         reservation_id = data.draw(st.sampled_from(sorted(self.open)))
         del self.open[reservation_id]
-        assert self.state.abort(reservation_id, self.now) is not None
-        assert self.state.abort(reservation_id, self.now) is None
+        assert self.state.writers.abort(reservation_id, self.now) is not None
+        assert self.state.writers.abort(reservation_id, self.now) is None
         self.closing.add(reservation_id)
 
     @precondition(lambda self: self.closing)
@@ -130,14 +135,14 @@ class StoreRights(RuleBasedStateMachine):
     def closed(self, data: st.DataObject) -> None:
         reservation_id = data.draw(st.sampled_from(sorted(self.closing)))
         self.closing.discard(reservation_id)
-        self.state.closed(reservation_id, self.now)
+        self.state.writers.closed(reservation_id, self.now)
 
     @rule(chain=chains)
     def lease(self, chain: int) -> None:
         lease_id = self._new_id()
         keys = [key(chain, depth) for depth in range(DEPTH)]
         present = self.state.exists(keys)
-        granted = self.state.lease(lease_id, keys, TTL_S, self.now)
+        granted = self.state.readers.lease(lease_id, keys, TTL_S, self.now)
         assert len(granted.objects) == ([*present, False].index(False))
         if granted.objects:
             places = [(o.key, o.offset, o.generation) for o in granted.objects]
@@ -150,7 +155,7 @@ class StoreRights(RuleBasedStateMachine):
         lease_id = data.draw(st.sampled_from(sorted(self.leases)))
         expires_at, places = self.leases[lease_id]
         try:
-            self.state.renew(lease_id, TTL_S, self.now)
+            self.state.readers.renew(lease_id, TTL_S, self.now)
         except StaleLease:
             assert expires_at <= self.now
         else:
@@ -163,8 +168,8 @@ class StoreRights(RuleBasedStateMachine):
         lease_id = data.draw(st.sampled_from(sorted(self.leases)))
         del self.leases[lease_id]
         self._protect()
-        self.state.release(lease_id, self.now)
-        self.state.release(lease_id, self.now)
+        self.state.readers.release(lease_id, self.now)
+        self.state.readers.release(lease_id, self.now)
 
     @rule(chain=chains, depth=st.integers(0, DEPTH - 1), corrupt=st.booleans())
     def remove(self, chain: int, depth: int, corrupt: bool) -> None:

@@ -122,7 +122,7 @@ class TwoTiers(RuleBasedStateMachine):
             for depth in range(first, DEPTH)
         ]
         before = self.state.usage().tenants["limited"]
-        reservation = self.state.reserve(name, wishes, None, self.now)
+        reservation = self.state.writers.reserve(name, wishes, None, self.now)
         after = self.state.usage().tenants["limited"]
         assert after <= max(before, QUOTA_UNITS * ALIGNMENT)
         for wish, slot in zip(wishes, reservation.slots, strict=True):
@@ -146,10 +146,10 @@ class TwoTiers(RuleBasedStateMachine):
 
     def finish(self, name: str, corrupt: Sequence[BlockKey]) -> None:
         contents = self.writing.pop(name)
-        assert self.state.commit(name, contents, self.now) is None
-        for item in self.state.landed(name)[1]:
+        assert self.state.writers.commit(name, contents, self.now) is None
+        for item in self.state.writers.landed(name)[1]:
             assert self.memory.read(item.offset, item.length) == item.checksum
-        self.state.verified(name, corrupt, self.now)
+        self.state.writers.verified(name, corrupt, self.now)
         for block in contents.keys() - set(corrupt):
             found = self.state.find(block)
             assert found is not None
@@ -161,8 +161,8 @@ class TwoTiers(RuleBasedStateMachine):
     def give_up(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.writing)))
         del self.writing[name]
-        assert self.state.abort(name, self.now) is not None
-        self.state.closed(name, self.now)
+        assert self.state.writers.abort(name, self.now) is not None
+        self.state.writers.closed(name, self.now)
 
     # Readers
 
@@ -171,10 +171,12 @@ class TwoTiers(RuleBasedStateMachine):
         name = f"lease-{self.new_number()}"
         keys = [key(chain, depth) for depth in range(last + 1)]
         present = self.state.exists(keys)
-        lease = self.state.lease(name, keys, TTL_S, self.now)
+        lease = self.state.readers.lease(name, keys, TTL_S, self.now)
         assert len(lease.objects) <= [*present, False].index(False)
         self.begin(lease.loads)
-        assert self.state.lease(name, keys, TTL_S, self.now).loads == () or not lease.objects
+        assert (
+            self.state.readers.lease(name, keys, TTL_S, self.now).loads == () or not lease.objects
+        )
         if lease.objects:
             self.waiting[name] = lease
             self.settle_if_ready(name)
@@ -191,7 +193,7 @@ class TwoTiers(RuleBasedStateMachine):
             return
         del self.waiting[name]
         try:
-            settled = self.state.settle(name)
+            settled = self.state.readers.settle(name)
         except StaleLease:  # settled to nothing when it was asked for again
             return
         if settled.objects:
@@ -204,7 +206,7 @@ class TwoTiers(RuleBasedStateMachine):
         self.leases.pop(name, None)
         self.waiting.pop(name, None)
         self.protect()
-        self.state.release(name, self.now)
+        self.state.readers.release(name, self.now)
 
     @rule(seconds=st.sampled_from([TTL_S / 2, TTL_S]))
     def time_passes(self, seconds: float) -> None:
@@ -216,7 +218,7 @@ class TwoTiers(RuleBasedStateMachine):
 
     @rule(chain=chains)
     def prefetch(self, chain: int) -> None:
-        self.begin(self.state.prefetch([key(chain, depth) for depth in range(DEPTH)]))
+        self.begin(self.state.readers.prefetch([key(chain, depth) for depth in range(DEPTH)]))
 
     @rule(chain=chains)
     def touch(self, chain: int) -> None:

@@ -76,7 +76,7 @@ def test_a_demoted_object_is_read_after_it_was_brought_to_memory() -> None:
     assert node.state.usage().reserved == 2 * ALIGNMENT
     for load in loads:
         node.state.loaded(load, True)
-    lease = node.state.settle(lease_id)
+    lease = node.state.readers.settle(lease_id)
     assert [stored.offset for stored in lease.objects] == [load.offset for load in loads]
     assert [stored.checksum for stored in lease.objects] == [1, 2]
     assert node.in_memory() == [1, 2]
@@ -87,7 +87,7 @@ def test_an_object_leased_while_it_is_written_stays_in_memory() -> None:
     node.put(chain(91))
     stores = node.demotions()
     lease_id, _ = node.lease(1)
-    node.state.release(lease_id, 0.0)
+    node.state.readers.release(lease_id, 0.0)
     node.use(2)
     node.written(stores)
     assert node.on_disk_only() == [3, 4, 5, 6]
@@ -118,7 +118,7 @@ def test_a_block_whose_follower_came_while_it_was_written_stays_in_memory() -> N
     node = Tiered.make(4, watermarks=Watermarks(evict_above=0.0, evict_share=0.0))
     node.put(chain(1))
     stores = node.demotions()
-    node.state.reserve("r", chain(1, 2)[1:], 10.0, 0.0)
+    node.state.writers.reserve("r", chain(1, 2)[1:], 10.0, 0.0)
     node.written(stores)
     assert node.in_memory() == [1]
 
@@ -150,7 +150,7 @@ def test_an_object_removed_while_it_is_read_is_a_miss_and_frees_its_memory() -> 
     lease_id, [load] = node.lease(1)
     node.state.remove(keys(1), corrupt=False)
     node.state.loaded(load, True)
-    assert node.state.settle(lease_id).objects == ()
+    assert node.state.readers.settle(lease_id).objects == ()
     assert node.state.usage().free == 4 * ALIGNMENT
     assert node.disk.places == {}
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_read_is_lost_and_the_lease_keeps_what_comes_before() -> 
     lease_id, loads = node.lease(1, 2, 3)
     for load, good in zip(loads, (True, False, True), strict=True):
         node.state.loaded(load, good)
-    assert [stored.key for stored in node.state.settle(lease_id).objects] == keys(1)
+    assert [stored.key for stored in node.state.readers.settle(lease_id).objects] == keys(1)
     assert node.in_memory() == [1, 3]
     assert node.state.counters["disk_reads_failed"] == 1
 
@@ -172,9 +172,9 @@ def test_a_lease_that_is_asked_for_twice_reads_the_disk_once() -> None:
     node.put(chain(1))
     node.sink(1)
     lease_id, [load] = node.lease(1)
-    assert node.state.lease(lease_id, keys(1), 30.0, 0.0).loads == ()
+    assert node.state.readers.lease(lease_id, keys(1), 30.0, 0.0).loads == ()
     node.state.loaded(load, True)
-    again = node.state.lease(lease_id, keys(1), 30.0, 0.0)
+    again = node.state.readers.lease(lease_id, keys(1), 30.0, 0.0)
     assert (again.loads, [stored.offset for stored in again.objects]) == ((), [load.offset])
 
 
@@ -187,7 +187,7 @@ def test_a_lease_on_a_removed_object_never_shows_the_one_that_came_after_it() ->
     node.state.remove(keys(1), corrupt=False)
     node.put(chain(1))
     node.state.loaded(load, True)
-    assert node.state.settle(waiting).objects == ()
+    assert node.state.readers.settle(waiting).objects == ()
     assert node.in_memory() == [1]
 
 
@@ -199,10 +199,10 @@ def test_two_leases_on_one_object_share_its_read() -> None:
     second, loads = node.lease(1)
     assert loads == ()
     node.state.loaded(load, True)
-    assert [o.offset for o in node.state.settle(second).objects] == [load.offset]
-    node.state.release(second, 0.0)
+    assert [o.offset for o in node.state.readers.settle(second).objects] == [load.offset]
+    node.state.readers.release(second, 0.0)
     assert node.state.usage().leased == ALIGNMENT
-    assert [o.offset for o in node.state.settle(first).objects] == [load.offset]
+    assert [o.offset for o in node.state.readers.settle(first).objects] == [load.offset]
 
 
 def test_a_lease_that_ended_while_its_objects_were_read_is_refused() -> None:
@@ -213,7 +213,7 @@ def test_a_lease_that_ended_while_its_objects_were_read_is_refused() -> None:
     node.state.expire(100.0)
     node.state.loaded(load, True)
     with pytest.raises(StaleLease):
-        node.state.settle(lease_id)
+        node.state.readers.settle(lease_id)
     assert node.in_memory() == [1]
 
 
@@ -234,9 +234,9 @@ def test_prefetch_loads_the_leading_run_as_far_as_there_is_room() -> None:
     for number in (1, 2, 3):
         node.put(chain(number))
         node.sink(number)
-    loads = node.state.prefetch(keys(1, 2, 3))
+    loads = node.state.readers.prefetch(keys(1, 2, 3))
     assert [load.object.key for load in loads] == keys(1, 2)
-    assert node.state.prefetch(keys(1, 2)) == [], "they are on their way"
+    assert node.state.readers.prefetch(keys(1, 2)) == [], "they are on their way"
     for load in loads:
         node.state.loaded(load, True)
     assert node.in_memory() == [1, 2]
@@ -367,7 +367,7 @@ def test_losing_the_disk_ends_moves_under_way_without_loss_of_memory() -> None:
     for store in stores:
         node.state.moves.stored(store, Place(7))
     node.state.loaded(load, False)
-    assert node.state.settle(lease_id).objects == ()
+    assert node.state.readers.settle(lease_id).objects == ()
     assert node.in_memory() == [2, 3]
     assert node.state.usage().free == 2 * ALIGNMENT
 
@@ -417,7 +417,7 @@ def test_an_object_written_since_the_restart_outlives_the_one_found_later() -> N
 
 def test_what_is_found_while_its_key_is_being_written_is_not_wanted() -> None:
     node = Tiered.make()
-    node.state.reserve("r", chain(1), 30.0, 0.0)
+    node.state.writers.reserve("r", chain(1), 30.0, 0.0)
     assert not node.recover(1, 500)
     assert node.tiers() == {}
 

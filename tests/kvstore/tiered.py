@@ -77,11 +77,11 @@ class Tiered:
     def put(self, wishes: Sequence[Wish]) -> list[Outcome]:
         """Checksums are the keys' numbers."""
         name = self.new_id()
-        reservation = self.state.reserve(name, wishes, TTL_S, 0.0)
+        reservation = self.state.writers.reserve(name, wishes, TTL_S, 0.0)
         if reservation.objects:
             sums = {block: int.from_bytes(block, "little") for block in reservation.objects}
-            self.state.commit(name, sums, 0.0)
-            self.state.verified(name, [], 0.0)
+            self.state.writers.commit(name, sums, 0.0)
+            self.state.writers.verified(name, [], 0.0)
         return [slot.outcome for slot in reservation.slots]
 
     def use(self, *numbers: int) -> None:
@@ -131,7 +131,7 @@ class Tiered:
 
     def lease(self, *numbers: int) -> tuple[str, tuple[Load, ...]]:
         name = self.new_id()
-        return name, self.state.lease(name, keys(*numbers), TTL_S, 0.0).loads
+        return name, self.state.readers.lease(name, keys(*numbers), TTL_S, 0.0).loads
 
     def tiers(self) -> dict[int, Tier]:
         """Of the visible objects."""

@@ -1,0 +1,161 @@
+"""Rights of readers: leases, under which objects stay where they are. Pure.
+
+A lease on objects that are only on disk brings them to memory first: it holds them at once and is *settled* when the
+reads have ended. Granted idempotently by id, like the rights of writers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.catalog import Catalog
+from kvstore.moves import Load, Moves
+from kvstore.promises import Lease, check_ttl
+from kvstore.rights import Deadlines, Ended
+from kvstore.stored import StoredObject
+from protocol.errors import StaleLease
+from protocol.keys import BlockKey
+
+
+class ReadRights:
+    """The leases of one node."""
+
+    def __init__(self, catalog: Catalog, moves: Moves) -> None:
+        self._catalog = catalog
+        self._moves = moves
+        self._counters = catalog.counters
+        self._live: dict[str, Lease] = {}
+        self._ended: Ended[None] = Ended()
+        self._deadlines = Deadlines(self._expiry)
+
+    def lease(self, lease_id: str, keys: Sequence[BlockKey], ttl_s: float, now: float) -> Lease:
+        """A lease on the longest run of leading keys that are visible; with none of them there is nothing to release.
+
+        Asking again gives the same. Raises StaleLease when the id has ended, InvalidRequest.
+        """
+        known = self._live.get(lease_id)
+        if known is not None and known.expires_at > now:
+            return self._again(known)
+        if known is not None or lease_id in self._ended:
+            raise StaleLease("this lease has ended", lease_id=lease_id)
+        check_ttl(ttl_s)
+        lease = Lease(lease_id, self._leading_run(keys), now + ttl_s)
+        for stored in lease.objects:
+            self._catalog.hold(stored)
+        self._begin_loads(lease)
+        self._counters["lease_hits"] += len(lease.objects)
+        self._counters["lease_misses"] += len(keys) - len(lease.objects)
+        self._moves.used(lease.objects)
+        if lease.objects:
+            self._live[lease_id] = lease
+            self._deadlines.note(lease_id, lease.expires_at)
+        return lease
+
+    def _again(self, lease: Lease) -> Lease:
+        """The same answer to a call that came twice; its reads have begun."""
+        lease.loads = ()
+        if any(self._moves.is_loading(stored) for stored in lease.objects):
+            return lease
+        return self.settle(lease.lease_id)
+
+    def _begin_loads(self, lease: Lease) -> None:
+        """Cuts the lease at the first object for which there is no memory."""
+        loads: list[Load] = []
+        for count, stored in enumerate(lease.objects):
+            if stored.offset is not None:
+                continue
+            begun = self._moves.is_loading(stored)
+            load = self._moves.load(stored)
+            if load is None:
+                self._cut(lease, count)
+                break
+            if not begun:
+                loads.append(load)
+        lease.loads = tuple(loads)
+
+    def settle(self, lease_id: str) -> Lease:
+        """The reads that this lease waited for have ended: it keeps the leading run of what is in memory now.
+
+        Raises StaleLease when it has ended meanwhile.
+        """
+        lease = self._live.get(lease_id)
+        if lease is None:
+            raise StaleLease("this lease has ended", lease_id=lease_id)
+        current: list[StoredObject] = []
+        for stored in lease.objects:
+            fresh = stored if stored.offset is not None else self._catalog.find(stored.key)
+            if fresh is None or fresh.offset is None or fresh.generation != stored.generation:
+                break
+            current.append(fresh)
+        self._cut(lease, len(current))
+        lease.objects = tuple(current)
+        if not current:
+            del self._live[lease_id]
+        return lease
+
+    def _cut(self, lease: Lease, count: int) -> None:
+        for stored in lease.objects[count:]:
+            self._catalog.let_go(stored)
+        lease.objects = lease.objects[:count]
+
+    def prefetch(self, keys: Sequence[BlockKey]) -> list[Load]:
+        """Begins to bring the leading run of these keys to memory, as far as there is room."""
+        loads: list[Load] = []
+        for stored in self._leading_run(keys):
+            if stored.offset is None and not self._moves.is_loading(stored):
+                load = self._moves.load(stored)
+                if load is None:
+                    break
+                loads.append(load)
+        return loads
+
+    def bytes_to_load(self, keys: Sequence[BlockKey]) -> int:
+        """Memory that the leading run of these keys needs beyond what it has."""
+        return sum(o.space for o in self._leading_run(keys) if o.offset is None)
+
+    def renew(self, lease_id: str, ttl_s: float, now: float) -> None:
+        """Lets a lease last `ttl_s` from now. Raises StaleLease when it has ended, InvalidRequest."""
+        check_ttl(ttl_s)
+        lease = self._live.get(lease_id)
+        if lease is None or lease.expires_at <= now:
+            raise StaleLease("this lease has ended", lease_id=lease_id)
+        lease.expires_at = now + ttl_s
+        self._deadlines.note(lease_id, lease.expires_at)
+
+    def release(self, lease_id: str, now: float) -> None:
+        """Ends a lease; no-op when it has ended."""
+        lease = self._live.pop(lease_id, None)
+        if lease is not None:
+            for stored in lease.objects:
+                self._catalog.let_go(stored)
+        self._ended.remember(lease_id, now)
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines.next()
+
+    def expire(self, now: float) -> None:
+        """Ends what is over at `now`."""
+        for lease_id in self._deadlines.due(now):
+            self.release(lease_id, now)
+            self._counters["leases_expired"] += 1
+
+    def held(self) -> list[StoredObject]:
+        """The objects under a lease, one entry for each."""
+        return [stored for lease in self._live.values() for stored in lease.objects]
+
+    def validate(self) -> None:
+        """Raises AssertionError unless each will end."""
+        assert all(lease_id in self._deadlines for lease_id in self._live)
+
+    def _leading_run(self, keys: Sequence[BlockKey]) -> tuple[StoredObject, ...]:
+        run: list[StoredObject] = []
+        for key in keys:
+            stored = self._catalog.find(key)
+            if stored is None:
+                break
+            run.append(stored)
+        return tuple(run)
+
+    def _expiry(self, lease_id: str) -> float | None:
+        lease = self._live.get(lease_id)
+        return None if lease is None else lease.expires_at

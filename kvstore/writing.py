@@ -1,0 +1,194 @@
+"""Rights of writers: space that is theirs until they commit, give up or are too late. Pure.
+
+An object becomes visible after its bytes were verified behind the closed window, so nobody can change them afterwards.
+Every right is granted idempotently by its id, and an id that has ended is remembered for a while: a call that was
+overtaken by its own cancellation is refused instead of granted to nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from kvstore.catalog import Catalog
+from kvstore.moves import Moves
+from kvstore.promises import Landed, Outcome, Phase, Reservation, Slot, Step, Wish, check_ttl
+from kvstore.rights import Deadlines, Ended
+from kvstore.stored import StoredObject
+from protocol.errors import InvalidRequest, StaleLease
+from protocol.keys import BlockKey
+
+
+class WriteRights:
+    """The reservations of one node."""
+
+    def __init__(self, catalog: Catalog, moves: Moves) -> None:
+        self._catalog = catalog
+        self._moves = moves
+        self._counters = catalog.counters
+        self._live: dict[str, Reservation] = {}
+        self._ended: Ended[tuple[BlockKey, ...]] = Ended()  # the corrupt keys
+        self._deadlines = Deadlines(self._expiry)
+
+    def reserve(
+        self, reservation_id: str, wishes: Sequence[Wish], ttl_s: float | None, now: float
+    ) -> Reservation:
+        """Space for the wishes that nobody fulfils yet. The shell opens its window; asking again gives the same.
+
+        `ttl_s` None: the writer is this process, which ends it in any case.
+
+        Raises InvalidRequest (a length that can never fit), StaleLease (the id has ended).
+        """
+        known = self._live.get(reservation_id)
+        if known is not None and known.phase is Phase.OPEN and known.wishes == tuple(wishes):
+            return known
+        if known is not None or reservation_id in self._ended:
+            raise StaleLease("this reservation has ended", reservation_id=reservation_id)
+        if ttl_s is not None:
+            check_ttl(ttl_s)
+        for wish in wishes:
+            self._check(wish)
+        expires_at = math.inf if ttl_s is None else now + ttl_s
+        reservation = self._grant(reservation_id, wishes, expires_at)
+        if reservation.objects:
+            self._live[reservation_id] = reservation
+            if ttl_s is not None:
+                self._deadlines.note(reservation_id, expires_at)
+        if self._catalog.disk is None:
+            self._catalog.room.trim()
+        return reservation
+
+    def commit(
+        self, reservation_id: str, checksums: Mapping[BlockKey, int], now: float
+    ) -> tuple[BlockKey, ...] | None:
+        """Starts a commit of the keys in `checksums`; the reservation's other keys are dropped.
+
+        None = the shell now closes the window, verifies `landed` and says `verified`. Otherwise the corrupt keys of
+        the commit that has already happened. Raises StaleLease.
+        """
+        result = self._ended.result(reservation_id)
+        if result is not None:
+            return result
+        reservation = self._live.get(reservation_id)
+        if reservation is None or reservation.phase is not Phase.OPEN:
+            raise StaleLease("this reservation has ended", reservation_id=reservation_id)
+        if reservation.expires_at <= now:
+            raise StaleLease("this reservation has expired", reservation_id=reservation_id)
+        strangers = checksums.keys() - reservation.objects.keys()
+        if strangers:
+            raise StaleLease(
+                f"{len(strangers)} keys are not part of this reservation",
+                reservation_id=reservation_id,
+            )
+        reservation.advance(Step.COMMIT)
+        reservation.checksums = dict(checksums)
+        return None
+
+    def landed(self, reservation_id: str) -> tuple[int | None, list[Landed]]:
+        """The window that a commit under way has to close, and what it has to verify then."""
+        reservation = self._live[reservation_id]
+        return reservation.window_id, [
+            Landed(key=key, offset=stored.offset, length=stored.length, checksum=checksum)
+            for key, checksum in reservation.checksums.items()
+            if (stored := reservation.objects[key]).offset is not None
+        ]
+
+    def verified(self, reservation_id: str, corrupt: Collection[BlockKey], now: float) -> None:
+        """The window is closed and the bytes were compared: objects become visible, except the corrupt ones."""
+        reservation = self._live[reservation_id]
+        reservation.advance(Step.VERIFIED)
+        for key, stored in reservation.objects.items():
+            if key in reservation.checksums and key not in corrupt:
+                self._catalog.publish(stored, reservation.checksums[key])
+                self._counters["objects_stored"] += 1
+            else:
+                self._catalog.discard(stored)
+        self._counters["integrity_failures"] += len(corrupt)
+        del self._live[reservation_id]
+        self._ended.remember(reservation_id, now, tuple(corrupt))
+
+    def abort(self, reservation_id: str, now: float) -> Reservation | None:
+        """The writer gives up. The shell closes the window of what is returned and says `closed`."""
+        reservation = self._live.get(reservation_id)
+        if reservation is None:
+            self._ended.remember(reservation_id, now)
+            return None
+        if reservation.phase is not Phase.OPEN:
+            return None
+        reservation.advance(Step.GIVE_UP)
+        return reservation
+
+    def closed(self, reservation_id: str, now: float) -> None:
+        """The window of a reservation that was given up is closed: its space is free."""
+        reservation = self._live[reservation_id]
+        reservation.advance(Step.CLOSED)
+        for stored in reservation.objects.values():
+            self._catalog.discard(stored)
+        del self._live[reservation_id]
+        self._ended.remember(reservation_id, now)
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines.next()
+
+    def expire(self, now: float) -> list[Reservation]:
+        """Ends what is over at `now`. The shell closes the windows of what is returned and says `closed` for each."""
+        given_up: list[Reservation] = []
+        for reservation_id in self._deadlines.due(now):
+            reservation = self._live[reservation_id]
+            reservation.advance(Step.GIVE_UP)
+            given_up.append(reservation)
+            self._counters["reservations_expired"] += 1
+        return given_up
+
+    def reserved(self) -> list[StoredObject]:
+        """The objects that are being written."""
+        return [stored for held in self._live.values() for stored in held.objects.values()]
+
+    def validate(self) -> None:
+        """Raises AssertionError unless each that is open will end."""
+        for reservation in self._live.values():
+            timed = reservation.reservation_id in self._deadlines
+            endless = reservation.expires_at == math.inf
+            assert timed or endless or reservation.phase is not Phase.OPEN
+
+    def _check(self, wish: Wish) -> None:
+        self._catalog.check_size(wish.length)
+        if wish.parent == wish.key:  # it could never be evicted
+            raise InvalidRequest("an object cannot be its own parent", param="parent")
+
+    def _grant(self, reservation_id: str, wishes: Sequence[Wish], expires_at: float) -> Reservation:
+        objects: dict[BlockKey, StoredObject] = {}
+        refused: set[BlockKey] = set()
+        slots = tuple(self._fulfil(wish, objects, refused) for wish in wishes)
+        return Reservation(reservation_id, tuple(wishes), slots, objects, expires_at)
+
+    def _fulfil(
+        self, wish: Wish, objects: dict[BlockKey, StoredObject], refused: set[BlockKey]
+    ) -> Slot:
+        """Decides one wish; adds to `objects` what it grants, to `refused` what has no space."""
+        visible = self._catalog.find(wish.key)
+        if visible is not None:
+            self._moves.used([visible])
+            return Slot(outcome=Outcome.PRESENT)
+        if self._catalog.is_reserved(wish.key):
+            return Slot(outcome=Outcome.IN_PROGRESS)
+        # A block whose parent found no space could never be reached: it would only take another's.
+        headless = wish.parent in refused
+        stored = None
+        if not headless:
+            stored = self._catalog.reserve(
+                wish.key, wish.parent, wish.length, tenant=wish.tenant, pin=wish.pin
+            )
+        if stored is None:
+            refused.add(wish.key)
+            self._counters["wishes_refused"] += 1
+            return Slot(outcome=Outcome.FULL)
+        objects[wish.key] = stored
+        assert stored.offset is not None
+        return Slot(outcome=Outcome.GRANTED, offset=stored.offset)
+
+    def _expiry(self, reservation_id: str) -> float | None:
+        reservation = self._live.get(reservation_id)
+        if reservation is None or reservation.phase is not Phase.OPEN:
+            return None
+        return reservation.expires_at
