@@ -204,7 +204,7 @@ class Pool:
     @staticmethod
     def _is_right(store: KvStore, name: bytes) -> bool:
         value = store.get(name)
-        assert value in (None, value_of(name)), f"wrong bytes for {name!r}"
+        assert value is None or value == value_of(name), f"wrong bytes for {name!r}"
         return value is not None
 
 

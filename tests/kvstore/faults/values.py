@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from kvstore.client import KvStore
-from protocol.errors import DeadlineExceeded, MoonserveError, Overloaded, PeerLost, StaleLease
+from protocol.errors import DeadlineExceeded, Overloaded, PeerLost, StaleLease
 from tests.kvstore.client.pools import until
 
 BLAMELESS = (PeerLost, DeadlineExceeded, Overloaded, StaleLease)
@@ -60,7 +60,7 @@ class Load:
         self.stored: list[bytes] = []
         self.removed: set[bytes] = set()
         self.uncertain: set[bytes] = set()
-        """Neither is known: the call that was to store or to remove them failed."""
+        """The call that is to store or to remove them is under way, or has failed."""
         self.wrong: list[bytes] = []
         self.missed = 0
         self.done: Counter[str] = Counter()
@@ -72,6 +72,7 @@ class Load:
         self._kept = kept
         self._timeout_s = timeout_s
         self._number = 0
+        self._unfinished: bytes | None = None
         self._ending = threading.Event()
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"load {seed}")
@@ -132,29 +133,32 @@ class Load:
             self.done[what] += 1
 
     def _put(self) -> None:
-        self._number += 1
-        name = name_of(self._seed, self._number, self._rng.randrange(self._nbytes))
-        try:
-            self._store.put(name, value_of(name), timeout_s=self._timeout_s)
-        except MoonserveError:
-            self.uncertain.add(name)
-            raise
+        """One that failed is tried again: it may have been stored all the same."""
+        name = self._unfinished or self._fresh()
+        self._unfinished = name
+        self.uncertain.add(name)
+        self._store.put(name, value_of(name), timeout_s=self._timeout_s)
+        self._unfinished = None
+        self.uncertain.discard(name)
         self.stored.append(name)
+
+    def _fresh(self) -> bytes:
+        self._number += 1
+        return name_of(self._seed, self._number, self._rng.randrange(self._nbytes))
 
     def _get(self) -> None:
         if not self.stored:
             return
         name = self._rng.choice(self.stored)
         value = self._store.get(name, timeout_s=self._timeout_s)
-        self.missed += value is None
-        if value not in (None, value_of(name)):
+        if value is None:
+            self.missed += 1
+        elif value != value_of(name):
             self.wrong.append(name)
 
     def _remove(self) -> None:
         name = self.stored.pop(self._rng.randrange(len(self.stored) // 2 + 1))
-        try:
-            self._store.remove(name, timeout_s=self._timeout_s)
-        except MoonserveError:
-            self.uncertain.add(name)
-            raise
+        self.uncertain.add(name)
+        self._store.remove(name, timeout_s=self._timeout_s)
         self.removed.add(name)
+        self.uncertain.discard(name)
