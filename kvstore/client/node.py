@@ -270,13 +270,20 @@ class StoreNode:
                 return self._attached
             if self.resting or self._forgotten:
                 raise self._lost_error("rests, since it did not answer")
-            attached = attach(deadline)
+            attached = self._settled(attach, deadline)
             with self._lock:
                 self._channels.add(attached.channel)
                 self._attached = attached
             return attached
         finally:
             self._attaching.release()
+
+    def _settled(self, attach: Callable[[Deadline], Attachment], deadline: Deadline) -> Attachment:
+        """What `attach` gives; the index may have moved between being told of and being looked at."""
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(Retired):
+                return attach(deadline)
+        raise self._lost_error("its index moves all the time")
 
     def _detach(self) -> None:
         """What is mapped stays so for those who are reading it."""

@@ -341,3 +341,14 @@ async def test_a_cancelled_lease_is_given_back(node: Node) -> None:
         with pytest.raises(asyncio.CancelledError):
             await entering
         assert (await store.stats()).total.leased_bytes == 0
+
+
+def test_a_client_that_connects_while_the_index_grows_finds_everything() -> None:
+    """An index that has moved between being described and being mapped is looked for again."""
+    with running_node("--dram", str(DRAM)) as node:
+        url = f"node://{node.rpc_address}"
+        with store_of(url) as writer:
+            for first in range(0, 6000, 200):
+                writer.batch_put((b"%d" % n, b"") for n in range(first, first + 200))
+                with store_of(url) as reader:
+                    assert reader.get(b"%d" % first) == b""
