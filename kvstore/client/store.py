@@ -262,7 +262,8 @@ class KvStore:
     def remove(self, key: Key, *, timeout_s: float | None = None) -> bool:
         """Removes all replicas and says whether there was one. Readers under a lease may finish.
 
-        Raises PeerLost when a node that may have one did not answer; the others have removed theirs then.
+        Raises PeerLost when a node that may have one did not answer; the others have removed theirs then. A node that
+        the registry has given up is not asked: should it come back, so does its replica.
         """
         return self.batch_remove([key], timeout_s=timeout_s) > 0
 
