@@ -1,5 +1,4 @@
-"""A bit that flips in a node's memory. Readers who find it are in tests/kvstore/client/test_faults.py; here it is looked
-for."""
+"""A bit that flips in a node's memory, and is looked for. Readers who find one are in tests/kvstore/client."""
 
 from __future__ import annotations
 
