@@ -6,6 +6,7 @@ parameter for chains. Knows neither nodes nor values.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -14,6 +15,10 @@ from protocol.errors import InvalidRequest
 from protocol.keys import KEY_BYTES, BlockKey
 
 MAX_PLAIN_KEY_BYTES = 64 * 1024
+SHORT_KEY_BYTES = 128
+KEPT_KEYS = 16_384
+"""Short keys whose digests are remembered: a few MiB. Hashing is most of what finding a key on this host costs."""
+_EMPTY = hashlib.blake2b(digest_size=KEY_BYTES, person=b"moonserve-plain")
 
 
 class Block(NamedTuple):
@@ -42,7 +47,9 @@ def plain_key(key: bytes) -> BlockKey:
         raise InvalidRequest(
             f"a key has at most {MAX_PLAIN_KEY_BYTES} bytes, not {len(key)}", param="key"
         )
-    return BlockKey(hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"moonserve-plain").digest())
+    digest = _EMPTY.copy()  # half the price of a new one
+    digest.update(key)
+    return BlockKey(digest.digest())
 
 
 def block_of(key: Key) -> Block:
@@ -52,8 +59,17 @@ def block_of(key: Key) -> Block:
     # Exact types first: this is a good part of what a small get costs.
     if type(key) is not bytes and not isinstance(key, bytes | bytearray | memoryview):
         raise InvalidRequest(f"a key is bytes or a Block, not {type(key).__name__}", param="key")
+    if type(key) is bytes and len(key) <= SHORT_KEY_BYTES:
+        return _short(key)
+    return _plain(key)
+
+
+def _plain(key: bytes) -> Block:
     digest = plain_key(key)
     return Block(digest, digest)
+
+
+_short = functools.lru_cache(KEPT_KEYS)(_plain)
 
 
 def blocks_of(keys: Sequence[Key]) -> list[Block]:
