@@ -1,8 +1,8 @@
-"""A store node's process: gRPC in, state asked, memory opened and closed to writers, checksums verified.
+"""A store node's process: calls in, state asked, memory opened and closed to writers, checksums verified.
 
-The only part that awaits and reads the clock. Each call is decided by the state without awaiting; closing a window and
-comparing checksums run in threads, so that the loop stays responsive while gigabytes are verified. It never touches
-an object's bytes except to compare them.
+The only part that awaits and reads the clock. Each call is decided by the state without awaiting; what takes long, such
+as verifying gigabytes, runs in threads, so that the loop stays responsive. It never touches an object's bytes except to
+compare them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvstore.config import StoreConfig
 from kvstore.copying import copy_here
 from kvstore.event_log import EventLog
 from kvstore.index_segment import IndexSegments
+from kvstore.landings import Landings
 from kvstore.mover import Mover
 from kvstore.promises import Landed, Reservation
 from kvstore.state import StoreState
 from kvstore.stored import Usage
 from kvstore.verification import Verifier, batched
-from protocol.checksum import checksum
 from protocol.errors import Overloaded
 from protocol.keys import BlockKey
 from protocol.pb import conductor_pb2, kvstore_pb2, kvstore_pb2_grpc
@@ -41,8 +41,6 @@ log = logging.getLogger(__name__)
 
 # Verifying runs at memory speed: more threads than this only take it from each other.
 NUM_THREADS = 2
-# A thread to verify this much would take longer to wake than the checksum does.
-VERIFY_HERE_BYTES = 4 * 2**20
 # A writer waits this long for the disk to take what is cold, before cold objects are dropped for it.
 ROOM_WAIT_S = 0.5
 DRAINING_RETRY_S = 5.0
@@ -84,6 +82,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         )
         self.lean_address = self.lean_unix_address = ""  # known once the process listens
         self.draining = False
+        self._landings = Landings(transfer, segment)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvstore")
         self._commits: dict[str, asyncio.Task[tuple[BlockKey, ...]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -135,8 +134,8 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
             if corrupt is not None:
                 return kvstore_pb2.StoreCommitReply(corrupt=corrupt)
             window_id, landed = self._state.writers.landed(reservation_id)
-            if self._can_verify_here(window_id, landed):
-                corrupt = self._verified(reservation_id, landed, self._corrupt(landed))
+            if self._landings.can_be_verified_here(window_id, landed):
+                corrupt = self._verified(reservation_id, landed, self._landings.corrupt(landed))
                 return kvstore_pb2.StoreCommitReply(corrupt=corrupt)
             task = self._hold(self._verify(reservation_id, window_id, landed))
             self._commits[reservation_id] = task
@@ -332,7 +331,9 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self, reservation_id: str, window_id: int | None, landed: Sequence[Landed]
     ) -> tuple[BlockKey, ...]:
         try:
-            corrupt = await self._in_thread(lambda: self._close_and_verify(window_id, landed))
+            corrupt = await self._in_thread(
+                lambda: self._landings.close_and_verify(window_id, landed)
+            )
             return self._verified(reservation_id, landed, corrupt)
         finally:
             del self._commits[reservation_id]
@@ -347,28 +348,6 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
             log.error("%d of %d objects arrived corrupt; dropped", len(corrupt), len(landed))
         self._end_of_writer()
         return corrupt
-
-    def _close_and_verify(
-        self, window_id: int | None, landed: Sequence[Landed]
-    ) -> tuple[BlockKey, ...]:
-        """The keys whose bytes do not match; nobody can write them any more."""
-        if window_id is not None:
-            self._transfer.close_window(window_id)
-        return self._corrupt(landed)
-
-    def _can_verify_here(self, window_id: int | None, landed: Sequence[Landed]) -> bool:
-        """Whether little was written, and the window is closed now because nobody is writing."""
-        if sum(item.length for item in landed) > VERIFY_HERE_BYTES:
-            return False
-        return window_id is None or self._transfer.close_window_if_idle(window_id)
-
-    def _corrupt(self, landed: Sequence[Landed]) -> tuple[BlockKey, ...]:
-        memory = self._segment.buffer
-        return tuple(
-            item.key
-            for item in landed
-            if checksum([memory[item.offset : item.offset + item.length]]) != item.checksum
-        )
 
     async def _reclaim(self, reservation: Reservation) -> None:
         """Frees the space of a reservation that was given up, once nobody can write to it."""
