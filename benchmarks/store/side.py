@@ -60,7 +60,7 @@ def main() -> None:
         control.send({})
     except EOFError:
         return
-    except Exception as error:
+    except Exception as error:  # told to the process that measures
         _fail(control, error)
 
 
@@ -69,7 +69,7 @@ def _obey(control: Control, side: Side) -> None:
     while (message := control.receive())["do"] != "close":
         try:
             control.send(side.do(**message))
-        except Exception as error:
+        except Exception as error:  # as above
             _fail(control, error)
 
 

@@ -52,7 +52,7 @@ def connect(
         else:
             _follow(cluster, means, url, token, timeout_s)
         return KvStore(cluster, means)
-    except BaseException:
+    except BaseException:  # interrupted too: nobody else could close them
         cluster.close()
         means.close()
         raise

@@ -58,7 +58,7 @@ class StoreLease:
             self.views = tuple(reads.search(blocks, at, deadline))
             if self._leases:
                 self._renewing = self._means.backstage.begin(self._renew())
-        except BaseException:
+        except BaseException:  # interrupted too: what was leased is given back
             self.close()
             raise
         return self

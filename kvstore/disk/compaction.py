@@ -88,7 +88,7 @@ class Compactor:
             while (segment := self._next()) is not None:
                 await self._compact(segment)
                 self._writer.room_changed()
-        except Exception:
+        except Exception:  # a held task: raised, it would only be seen at the stop
             logger.exception("the SSD tier reclaims no more space: this is a bug")
             self._closed = True
         finally:

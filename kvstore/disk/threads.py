@@ -89,7 +89,7 @@ class _Batch(Generic[T]):
             self._outcomes[index] = self._jobs[index]()
         except OSError as error:
             self._outcomes[index] = error
-        except BaseException as error:
+        except BaseException as error:  # raised where the batch is waited for
             self._bug = error
         with self._lock:
             self._left -= 1

@@ -107,7 +107,7 @@ class Writer:
                 await self._gather()
                 if self._group:
                     await self._commit(self._group)
-        except Exception:
+        except Exception:  # whoever waits for a write must be told
             logger.exception("writes to the SSD tier are refused: this is a bug")
             for item in (*self._group, *self._urgent, *self._waiting):
                 if not item.call.answer.is_given:
