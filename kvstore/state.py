@@ -45,7 +45,7 @@ class StoreState:
     def remove(self, keys: Sequence[BlockKey], *, corrupt: bool) -> list[DiskObject]:
         """Takes objects out of sight at once, their space when their last hold ends; gives those that were there.
 
-        The shell has the disk forget them, so that they do not come back after a restart.
+        The shell has the disk forget the keys, so that nothing of theirs comes back after a restart.
         """
         wanted = dict.fromkeys(keys)
         found = [stored for key in wanted if (stored := self._catalog.find(key)) is not None]

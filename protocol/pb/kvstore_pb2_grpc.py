@@ -200,7 +200,7 @@ class KvStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """Where readers of this host, and one-sided readers, find the index and the bytes.
+        """Where readers find the bytes, and those of this host the index.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

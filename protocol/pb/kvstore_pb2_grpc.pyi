@@ -47,7 +47,7 @@ class KvStoreStub:
     """Removes objects, now or when their last lease ends; `corrupt` counts an integrity failure."""
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreStatsRequest, _kvstore_pb2.StoreStatsReply]
     Describe: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreDescribeRequest, _kvstore_pb2.StoreDescribeReply]
-    """Where readers of this host, and one-sided readers, find the index and the bytes."""
+    """Where readers find the bytes, and those of this host the index."""
     Touch: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreTouchRequest, _kvstore_pb2.StoreTouchReply]
     """Objects that were read without a lease: counts as their use."""
     Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StorePinRequest, _kvstore_pb2.StorePinReply]
@@ -83,7 +83,7 @@ class KvStoreAsyncStub(KvStoreStub):
     """Removes objects, now or when their last lease ends; `corrupt` counts an integrity failure."""
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreStatsRequest, _kvstore_pb2.StoreStatsReply]  # type: ignore[assignment]
     Describe: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreDescribeRequest, _kvstore_pb2.StoreDescribeReply]  # type: ignore[assignment]
-    """Where readers of this host, and one-sided readers, find the index and the bytes."""
+    """Where readers find the bytes, and those of this host the index."""
     Touch: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreTouchRequest, _kvstore_pb2.StoreTouchReply]  # type: ignore[assignment]
     """Objects that were read without a lease: counts as their use."""
     Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StorePinRequest, _kvstore_pb2.StorePinReply]  # type: ignore[assignment]
@@ -182,7 +182,7 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.StoreDescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.StoreDescribeReply, _abc.Awaitable[_kvstore_pb2.StoreDescribeReply]]:
-        """Where readers of this host, and one-sided readers, find the index and the bytes."""
+        """Where readers find the bytes, and those of this host the index."""
 
     @_abc_1.abstractmethod
     def Touch(
