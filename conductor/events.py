@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from conductor.cost import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeProfile, PrefillProfile
 from conductor.decision import Decision
 from protocol.errors import MoonserveError
 from protocol.ids import InstanceId, RequestId, Role
 from protocol.keys import BlockKey
 from protocol.layout import KvLayout
+from protocol.profile import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeProfile, PrefillProfile
 from protocol.request import Endpoint, Placement
 
 

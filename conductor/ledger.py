@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from conductor.cost import PrefillProfile
 from conductor.events import Load
 from protocol.ids import RequestId
+from protocol.profile import PrefillProfile
 
 # Gateway hop, submission and the worker's own bookkeeping, with room for a busy machine.
 SETTLE_S = 0.5

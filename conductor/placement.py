@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conductor.cost import DEFAULT_BYTES_PER_S, LOCAL_BYTES_PER_S
+from conductor.cost.transfer import DEFAULT_BYTES_PER_S, LOCAL_BYTES_PER_S
 from conductor.decision import Decision, DecodeCandidate, PrefillCandidate, Rejection
 from conductor.events import Place
 from conductor.members import Instance, Members

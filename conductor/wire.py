@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from conductor.cost import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeProfile, PrefillProfile
 from conductor.events import (
     BlockChanges,
     Deregister,
@@ -21,6 +20,7 @@ from protocol.errors import InvalidRequest
 from protocol.ids import InstanceId, RequestId, Role
 from protocol.keys import BlockKey, unpack_keys
 from protocol.pb import conductor_pb2
+from protocol.profile import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeProfile, PrefillProfile
 from protocol.wire import (
     endpoint_from_wire,
     endpoint_to_wire,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.block_pool import BlockPool
 from prefill_worker.actions import Action, Fail, PutItem, ReleaseLanding, WithdrawReservation
 from prefill_worker.events import Submitted
-from prefill_worker.load_or_compute import PrefillProfile, PrefixLoads
+from prefill_worker.load_or_compute import PrefixLoads
 from prefill_worker.prefetch import Prefetches
 from prefill_worker.puts import WriteBehind
 from prefill_worker.queue import RequestQueue
@@ -22,6 +22,7 @@ from prefill_worker.tombstones import Tombstones
 from protocol.errors import InvalidRequest, MoonserveError, PeerError
 from protocol.ids import RequestId
 from protocol.keys import NO_PARENT, BlockKey
+from protocol.profile import PrefillProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,29 +27,13 @@ from itertools import accumulate
 
 from prefill_worker.events import PartRead
 from prefill_worker.store_speed import Speed, StoreSpeeds
+from protocol.profile import PrefillProfile
 from protocol.request import Endpoint
 
 # To compute although it could be read, the predicted total must be at most this share of the other one.
 COMPUTE_IF_BELOW = 0.8
 # … and at least so much less. Nobody notices it in a first token, and reads of a few kilobytes vary by as much.
 COMPUTE_IF_GAINS_S = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillProfile:
-    """t(n, p) = c0 + c1·(n−p) + c2·(n²−p²), as the engine measured itself (conductor.proto)."""
-
-    c0: float
-    c1: float
-    c2: float
-
-    def seconds(self, num_tokens: int, num_cached: int) -> float:
-        """To compute a prompt of which `num_cached` leading tokens are there."""
-        return (
-            self.c0
-            + self.c1 * (num_tokens - num_cached)
-            + self.c2 * (num_tokens * num_tokens - num_cached * num_cached)
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

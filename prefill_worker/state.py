@@ -23,13 +23,14 @@ from prefill_worker import events as ev
 from prefill_worker.actions import Action
 from prefill_worker.handoffs import Handoffs, out_of_time
 from prefill_worker.ledger import Ledger, Limits
-from prefill_worker.load_or_compute import PrefillProfile, PrefixLoads
+from prefill_worker.load_or_compute import PrefixLoads
 from prefill_worker.preparation import Preparation
 from prefill_worker.sequence import ENDED, PREPARED, Phase, Sequence
 from prefill_worker.steps import Steps
 from protocol.errors import Cancelled, InvalidRequest, MoonserveError
 from protocol.ids import LeaseId, RequestId
 from protocol.keys import BlockKey
+from protocol.profile import PrefillProfile
 from protocol.request import Endpoint
 
 

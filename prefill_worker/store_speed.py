@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from protocol.request import Endpoint
 
-# The conductor's own assumptions (conductor.cost): one copy through shared memory, one TCP stream.
+# The conductor's own assumptions (conductor.cost.transfer): one copy through shared memory, one TCP stream.
 LOCAL_BYTES_PER_S = 5e9
 REMOTE_BYTES_PER_S = 1e9
 # A lease and a batch: two exchanges between Python processes, either side of a millisecond.

@@ -17,7 +17,6 @@ from kvstore.block_client import BlockClient
 from prefill_worker.config import PrefillConfig
 from prefill_worker.landing import KvMemory
 from prefill_worker.landing_client import LandingClient
-from prefill_worker.load_or_compute import PrefillProfile
 from prefill_worker.metrics import PrefixLoadCollector
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import WorkerServicer
@@ -28,6 +27,7 @@ from protocol.membership import BlockLog, Seat, member, own_endpoint
 from protocol.metrics import exposed
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle, running
+from protocol.profile import PrefillProfile
 from protocol.rpc import Channels, RpcServer
 from transfer import Segment, TransferEngine
 from transfer.metrics import TransferCollector

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from conductor.cost import PrefillProfile
 from conductor.decision import PrefillCandidate
+from protocol.profile import PrefillProfile
 
 
 class Prompt(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from conductor.cost import DecodeProfile, PrefillProfile
 from conductor.events import (
     Action,
     BlockChanges,
@@ -25,6 +24,7 @@ from conductor.state import ConductorState, Limits
 from protocol.ids import InstanceId, RequestId, Role
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.layout import KvLayout
+from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Endpoint, Placement
 
 # 10 tokens per block and 1 MB per block of 10 tokens: 1 ms over the default network.

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pytest
 
-from conductor.cost import PrefillProfile
 from conductor.decision import Decision
 from conductor.events import Phase
 from conductor.policies import make_policy
 from conductor.policies.base import Offer, Prompt
 from protocol.errors import ConfigError
 from protocol.ids import RequestId
+from protocol.profile import PrefillProfile
 from protocol.request import Placement
 from tests.conductor.cluster import Cluster, chain, pair
 

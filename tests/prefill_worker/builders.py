@@ -8,10 +8,10 @@ from engine.batch import Sampled
 from prefill_worker import actions as act
 from prefill_worker import events as ev
 from prefill_worker.ledger import Limits
-from prefill_worker.load_or_compute import PrefillProfile
 from prefill_worker.state import PrefillState
 from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.keys import block_keys, root_key
+from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
 
 BLOCK_SIZE = 4

@@ -21,13 +21,13 @@ from engine.generate import generate
 from engine.runtime import EngineThread
 from prefill_worker.landing import KvMemory
 from prefill_worker.ledger import Limits
-from prefill_worker.load_or_compute import PrefillProfile
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import WorkerServicer
 from prefill_worker.state import PrefillState
 from protocol.layout import KvLayout
 from protocol.pb import common_pb2, worker_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle, host_identity
+from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
 from protocol.rpc import Channels, RpcServer
 from protocol.wire import submission_to_wire

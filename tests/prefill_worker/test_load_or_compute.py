@@ -9,12 +9,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from prefill_worker import actions as act
 from prefill_worker import events as ev
-from prefill_worker.load_or_compute import PrefillProfile, PrefixLoads, choose
+from prefill_worker.load_or_compute import PrefixLoads, choose
 from prefill_worker.metrics import PrefixLoadCollector
 from prefill_worker.state import PrefillState
 from prefill_worker.store_speed import FORGET_AFTER_S
 from protocol.errors import PeerLost
 from protocol.ids import RequestId
+from protocol.profile import PrefillProfile
 from protocol.request import Endpoint
 from tests.prefill_worker.builders import (
     BLOCK_BYTES,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prefill_worker.load_or_compute import PrefillProfile
 from prefill_worker.store_speed import FORGET_AFTER_S
+from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, PrefixSource
 from tests.prefill_worker.cluster import BLOCK_SIZE, LIMIT_S, Cluster, cluster
 from tests.prefill_worker.processes import process_of

@@ -1,8 +1,9 @@
-"""How long things take: the cost model behind every prediction. Pure arithmetic.
+"""How long a worker's own steps take: two small formulae with measured coefficients. Pure arithmetic.
 
-Prefill and decode times come from the profiles that workers measure of themselves and register. The defaults describe
-a small model on one CPU core and only matter until a worker has measured: about 1,000 prompt tokens per second, 20 ms
-for a decode step of one sequence. What this module does not know: queues, instances, policies.
+Workers measure and register them; the conductor predicts from them, a prefill worker weighs reading against computing
+with them, the simulator runs on them. The defaults describe a small model on one CPU core and only matter until a
+worker has measured: about 1,000 prompt tokens per second, 20 ms for a decode step of one sequence. What this module
+does not know: queues, transfers, instances, policies.
 """
 
 from __future__ import annotations
@@ -11,11 +12,6 @@ import math
 from dataclasses import dataclass
 
 from protocol.errors import InvalidRequest
-
-# Between hosts, until an instance has measured its own: what one TCP stream between two Python processes carries.
-DEFAULT_BYTES_PER_S = 1e9
-# Within a host, through shared memory: one copy. Half of what a core copies into prefaulted pages.
-LOCAL_BYTES_PER_S = 5e9
 
 
 def _require_usable(*coefficients: float) -> None:

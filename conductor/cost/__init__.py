@@ -1,0 +1,1 @@
+"""The cost models behind every prediction: one small file each."""
