@@ -265,20 +265,24 @@ class ChangeReplicaReply(_message.Message):
     CREATED_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     created: _builtins.int
     dropped: _builtins.int
     missing: _builtins.int
     """nobody holds them"""
+    failed: _builtins.int
+    """replicas that were to be created and were not"""
     def __init__(
         self,
         *,
         created: _builtins.int = ...,
         dropped: _builtins.int = ...,
         missing: _builtins.int = ...,
+        failed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "dropped", b"dropped", "missing", b"missing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "dropped", b"dropped", "failed", b"failed", "missing", b"missing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -312,6 +312,7 @@ class StoreLeaseReply(_message.Message):
         GENERATION_FIELD_NUMBER: _builtins.int
         PARENT_FIELD_NUMBER: _builtins.int
         TENANT_FIELD_NUMBER: _builtins.int
+        PIN_FIELD_NUMBER: _builtins.int
         offset: _builtins.int
         length: _builtins.int
         checksum: _builtins.int
@@ -319,6 +320,7 @@ class StoreLeaseReply(_message.Message):
         parent: _builtins.bytes
         """empty = the chain starts here"""
         tenant: _builtins.str
+        pin: Global___StorePin.ValueType
         def __init__(
             self,
             *,
@@ -328,10 +330,11 @@ class StoreLeaseReply(_message.Message):
             generation: _builtins.int = ...,
             parent: _builtins.bytes = ...,
             tenant: _builtins.str = ...,
+            pin: Global___StorePin.ValueType = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "length", b"length", "offset", b"offset", "parent", b"parent", "tenant", b"tenant"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "length", b"length", "offset", b"offset", "parent", b"parent", "pin", b"pin", "tenant", b"tenant"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -531,7 +534,15 @@ class StoreRemoveRequest(_message.Message):
 
     KEYS_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
+    REMOVAL_ID_FIELD_NUMBER: _builtins.int
+    KEEP_PINNED_FIELD_NUMBER: _builtins.int
     corrupt: _builtins.bool
+    removal_id: _builtins.int
+    """Of a removal of all replicas, the same at every node: it is remembered, and told to nodes that were away. 0 = only
+    this node's replicas are meant.
+    """
+    keep_pinned: _builtins.bool
+    """those with a pin stay"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -539,10 +550,12 @@ class StoreRemoveRequest(_message.Message):
         *,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
         corrupt: _builtins.bool = ...,
+        removal_id: _builtins.int = ...,
+        keep_pinned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "keep_pinned", b"keep_pinned", "keys", b"keys", "removal_id", b"removal_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -566,6 +579,82 @@ class StoreRemoveReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoreRemoveReply: _TypeAlias = StoreRemoveReply  # noqa: Y015
+
+@_typing.final
+class StoreRemovalsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIFE_FIELD_NUMBER: _builtins.int
+    NEXT_SEQ_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    life: _builtins.int
+    """of the node that is asked, as it said last"""
+    next_seq: _builtins.int
+    """of that life: the first one not heard yet; another life begins anew"""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """only the last removal of each of these, and nothing else"""
+
+    def __init__(
+        self,
+        *,
+        life: _builtins.int = ...,
+        next_seq: _builtins.int = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "life", b"life", "next_seq", b"next_seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreRemovalsRequest: _TypeAlias = StoreRemovalsRequest  # noqa: Y015
+
+@_typing.final
+class StoreRemovalsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIFE_FIELD_NUMBER: _builtins.int
+    NEXT_SEQ_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    COVERED_S_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    AGES_S_FIELD_NUMBER: _builtins.int
+    life: _builtins.int
+    next_seq: _builtins.int
+    more: _builtins.bool
+    """ask again at once"""
+    covered_s: _builtins.float
+    """no removal of the last so many seconds has been forgotten"""
+    keys: _builtins.bytes
+    """16 bytes each"""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each; 0 where no removal of a key that was asked for is known"""
+
+    @_builtins.property
+    def ages_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """of each, since it was executed"""
+
+    def __init__(
+        self,
+        *,
+        life: _builtins.int = ...,
+        next_seq: _builtins.int = ...,
+        more: _builtins.bool = ...,
+        covered_s: _builtins.float = ...,
+        keys: _builtins.bytes = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        ages_s: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages_s", b"ages_s", "covered_s", b"covered_s", "ids", b"ids", "keys", b"keys", "life", b"life", "more", b"more", "next_seq", b"next_seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreRemovalsReply: _TypeAlias = StoreRemovalsReply  # noqa: Y015
 
 @_typing.final
 class StoreStatsRequest(_message.Message):
@@ -830,6 +919,48 @@ class StorePinReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StorePinReply: _TypeAlias = StorePinReply  # noqa: Y015
+
+@_typing.final
+class StoreGetPinsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreGetPinsRequest: _TypeAlias = StoreGetPinsRequest  # noqa: Y015
+
+@_typing.final
+class StoreGetPinsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedScalarFieldContainer[Global___StorePin.ValueType]:
+        """of each; none also where it is absent"""
+
+    def __init__(
+        self,
+        *,
+        pins: _abc.Iterable[Global___StorePin.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreGetPinsReply: _TypeAlias = StoreGetPinsReply  # noqa: Y015
 
 @_typing.final
 class StorePrefetchRequest(_message.Message):

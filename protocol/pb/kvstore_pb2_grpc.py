@@ -79,6 +79,11 @@ class KvStoreStub:
                 request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemoveRequest.SerializeToString,
                 response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemoveReply.FromString,
                 _registered_method=True)
+        self.Removals = channel.unary_unary(
+                '/moonserve.KvStore/Removals',
+                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsReply.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/moonserve.KvStore/Stats',
                 request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreStatsRequest.SerializeToString,
@@ -98,6 +103,11 @@ class KvStoreStub:
                 '/moonserve.KvStore/Pin',
                 request_serializer=protocol_dot_pb_dot_kvstore__pb2.StorePinRequest.SerializeToString,
                 response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StorePinReply.FromString,
+                _registered_method=True)
+        self.GetPins = channel.unary_unary(
+                '/moonserve.KvStore/GetPins',
+                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsReply.FromString,
                 _registered_method=True)
         self.Prefetch = channel.unary_unary(
                 '/moonserve.KvStore/Prefetch',
@@ -193,6 +203,13 @@ class KvStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Removals(self, request, context):
+        """What was removed everywhere, as this node did it or has heard of it: for nodes that were away meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -214,6 +231,12 @@ class KvStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPins(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -309,6 +332,11 @@ def add_KvStoreServicer_to_server(servicer, server):
                     request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemoveRequest.FromString,
                     response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemoveReply.SerializeToString,
             ),
+            'Removals': grpc.unary_unary_rpc_method_handler(
+                    servicer.Removals,
+                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsReply.SerializeToString,
+            ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
                     request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreStatsRequest.FromString,
@@ -328,6 +356,11 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.Pin,
                     request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StorePinRequest.FromString,
                     response_serializer=protocol_dot_pb_dot_kvstore__pb2.StorePinReply.SerializeToString,
+            ),
+            'GetPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPins,
+                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsReply.SerializeToString,
             ),
             'Prefetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefetch,
@@ -614,6 +647,33 @@ class KvStore:
             _registered_method=True)
 
     @staticmethod
+    def Removals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.KvStore/Removals',
+            protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsRequest.SerializeToString,
+            protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Stats(request,
             target,
             options=(),
@@ -711,6 +771,33 @@ class KvStore:
             '/moonserve.KvStore/Pin',
             protocol_dot_pb_dot_kvstore__pb2.StorePinRequest.SerializeToString,
             protocol_dot_pb_dot_kvstore__pb2.StorePinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.KvStore/GetPins',
+            protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsRequest.SerializeToString,
+            protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,12 +45,15 @@ class KvStoreStub:
     """Where objects lie now, without a right to them: for readers who verify what they have read."""
     Remove: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreRemoveRequest, _kvstore_pb2.StoreRemoveReply]
     """Removes objects, now or when their last lease ends; `corrupt` counts an integrity failure."""
+    Removals: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreRemovalsRequest, _kvstore_pb2.StoreRemovalsReply]
+    """What was removed everywhere, as this node did it or has heard of it: for nodes that were away meanwhile."""
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreStatsRequest, _kvstore_pb2.StoreStatsReply]
     Describe: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreDescribeRequest, _kvstore_pb2.StoreDescribeReply]
     """Where readers find the bytes, and those of this host the index."""
     Touch: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreTouchRequest, _kvstore_pb2.StoreTouchReply]
     """Objects that were read without a lease: counts as their use."""
     Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StorePinRequest, _kvstore_pb2.StorePinReply]
+    GetPins: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreGetPinsRequest, _kvstore_pb2.StoreGetPinsReply]
     Prefetch: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StorePrefetchRequest, _kvstore_pb2.StorePrefetchReply]
     """Brings the leading run of these keys from disk to memory; answers without waiting for it."""
     Copy: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StoreCopyRequest, _kvstore_pb2.StoreCopyReply]
@@ -81,12 +84,15 @@ class KvStoreAsyncStub(KvStoreStub):
     """Where objects lie now, without a right to them: for readers who verify what they have read."""
     Remove: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreRemoveRequest, _kvstore_pb2.StoreRemoveReply]  # type: ignore[assignment]
     """Removes objects, now or when their last lease ends; `corrupt` counts an integrity failure."""
+    Removals: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreRemovalsRequest, _kvstore_pb2.StoreRemovalsReply]  # type: ignore[assignment]
+    """What was removed everywhere, as this node did it or has heard of it: for nodes that were away meanwhile."""
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreStatsRequest, _kvstore_pb2.StoreStatsReply]  # type: ignore[assignment]
     Describe: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreDescribeRequest, _kvstore_pb2.StoreDescribeReply]  # type: ignore[assignment]
     """Where readers find the bytes, and those of this host the index."""
     Touch: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreTouchRequest, _kvstore_pb2.StoreTouchReply]  # type: ignore[assignment]
     """Objects that were read without a lease: counts as their use."""
     Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StorePinRequest, _kvstore_pb2.StorePinReply]  # type: ignore[assignment]
+    GetPins: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreGetPinsRequest, _kvstore_pb2.StoreGetPinsReply]  # type: ignore[assignment]
     Prefetch: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StorePrefetchRequest, _kvstore_pb2.StorePrefetchReply]  # type: ignore[assignment]
     """Brings the leading run of these keys from disk to memory; answers without waiting for it."""
     Copy: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StoreCopyRequest, _kvstore_pb2.StoreCopyReply]  # type: ignore[assignment]
@@ -170,6 +176,14 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         """Removes objects, now or when their last lease ends; `corrupt` counts an integrity failure."""
 
     @_abc_1.abstractmethod
+    def Removals(
+        self,
+        request: _kvstore_pb2.StoreRemovalsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.StoreRemovalsReply, _abc.Awaitable[_kvstore_pb2.StoreRemovalsReply]]:
+        """What was removed everywhere, as this node did it or has heard of it: for nodes that were away meanwhile."""
+
+    @_abc_1.abstractmethod
     def Stats(
         self,
         request: _kvstore_pb2.StoreStatsRequest,
@@ -198,6 +212,13 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.StorePinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.StorePinReply, _abc.Awaitable[_kvstore_pb2.StorePinReply]]: ...
+
+    @_abc_1.abstractmethod
+    def GetPins(
+        self,
+        request: _kvstore_pb2.StoreGetPinsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.StoreGetPinsReply, _abc.Awaitable[_kvstore_pb2.StoreGetPinsReply]]: ...
 
     @_abc_1.abstractmethod
     def Prefetch(
