@@ -20,10 +20,11 @@ from kvstore.disk.base import Pin, Place
 from kvstore.eviction import EvictionPolicy
 from kvstore.followers import Followers
 from kvstore.hidden import Hidden, Remains
-from kvstore.native.base import MAX_OBJECT_BYTES, Entry, KeyIndex, Record
+from kvstore.native.base import MAX_OBJECT_BYTES, NO_RECORD, Entry, KeyIndex, Record
 from kvstore.records import NO_PLACE, Records
 from kvstore.room import Room
 from kvstore.shares import Shares
+from kvstore.spare_copies import SpareCopies
 from kvstore.stored import Announcements, DiskSpace, StoredObject, Usage, Watermarks
 from kvstore.visible import Visible
 from protocol.errors import InvalidRequest
@@ -59,11 +60,13 @@ class Catalog:
         self._followers = Followers(self.rows, index)
         self._visible = Visible(self.rows, index, self._shares)
         self._candidates = Candidates(self.rows, index, self._shares)
+        self._copies = SpareCopies(self.rows)
         self.room = Room(self, self._candidates, self._shares, watermarks)
         self._next_generation = first_generation
         self._leased_bytes = 0
         self._num_leased = 0
         self._num_on_disk = 0
+        self._num_places = 0  # on disk at all
         self._disk_live = 0
         if disk is not None:
             self.use_disk(disk)
@@ -233,6 +236,7 @@ class Catalog:
         assert self.disk is not None
         if not self.rows.on_disk(stored.record):
             self._disk_live += self.disk.space(stored.length)
+            self._num_places += 1
         self.rows.places[stored.record] = place
 
     def drop_place(self, record: Record, length: int) -> None:
@@ -240,8 +244,19 @@ class Catalog:
         if self.rows.on_disk(record):
             assert self.disk is not None
             self._disk_live -= self.disk.space(length)
+            self._num_places -= 1
             self.disk.release(Place(self.rows.places[record]))
             self.rows.places[record] = NO_PLACE
+
+    def drop_a_copy(self) -> bool:
+        """Takes the disk's copy of some object in memory away; False = none was found."""
+        record = self._copies.next() if self._num_places > self._num_on_disk else NO_RECORD
+        entry = None if record == NO_RECORD else self._index.find(self.rows.key(record))
+        if entry is None:
+            return False
+        self.drop_place(record, entry.length)
+        self.counters["copies_dropped"] += 1
+        return True
 
     def enter_memory(self, stored: StoredObject, offset: int) -> None:
         """A visible object that was only on disk has a copy in memory now."""
@@ -344,6 +359,7 @@ class Catalog:
         self._num_on_disk += stored.offset is None
         if stored.place is not None:
             rows.places[stored.record] = stored.place
+            self._num_places += 1
         self._followers.arrive(stored.key, stored.record)
         entry = Entry(
             stored.record, stored.generation, stored.checksum, stored.length, stored.offset
@@ -400,6 +416,7 @@ class Catalog:
         on_disk = [o for o in visible if o.place is not None]
         space = self.disk.space if self.disk else (lambda length: 0)
         assert usage.disk_live == sum(space(o.length) for o in on_disk)
+        assert self._num_places == len(on_disk)
         assert all(o.offset is not None or o.place is not None for o in visible)
         known = (*visible, *self._reserved.values())
         self._shares.validate((o.tenant, o.space) for o in known)

@@ -195,7 +195,7 @@ class Moves:
     def _begin_store(self, stored: StoredObject, *, demote: bool) -> bool:
         assert self._catalog.disk is not None
         nbytes = self._catalog.disk.space(stored.length)
-        if not self._catalog.room.on_disk(nbytes):
+        if not self._catalog.room.on_disk(nbytes, for_demotion=demote):
             return False
         self._catalog.hold(stored)
         self._stores[stored.generation] = Store(stored, demote, nbytes)

@@ -71,6 +71,10 @@ class Records:
         flags = self._flags[record]
         self._flags[record] = flags | _IN_MEMORY if present else flags & ~_IN_MEMORY
 
+    def is_copied(self, record: Record) -> bool:
+        """Whether it is in memory and on disk, and nobody holds it."""
+        return self.on_disk(record) and self.in_memory(record) and not self.holds[record]
+
     def is_leaving(self, record: Record) -> bool:
         """Whether it is being written to disk to leave memory then."""
         return bool(self._flags[record] & _LEAVING)

@@ -59,10 +59,17 @@ class Room:
         while space.used > target and self._vacate_one():
             pass
 
-    def on_disk(self, nbytes: int) -> bool:
-        """Evicts from disk until `nbytes` more are within what it may hold."""
+    def on_disk(self, nbytes: int, *, for_demotion: bool) -> bool:
+        """Evicts from disk until `nbytes` more are within what it may hold.
+
+        For a demotion copies of what is in memory go too, since nothing is lost with them; one copy for another would
+        only be work.
+        """
         while self._catalog.disk_free < nbytes:
-            if not self._evict(self._object(self._shares.victim(Tier.DISK))):
+            cold = self._object(self._shares.victim(Tier.DISK))
+            if cold is None and for_demotion and self._catalog.drop_a_copy():
+                continue
+            if not self._evict(cold):
                 return False
         return True
 

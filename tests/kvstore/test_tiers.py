@@ -308,6 +308,37 @@ def test_a_disk_full_of_what_is_in_use_refuses_and_loses_nothing() -> None:
     assert node.in_memory() == [1, 2]
 
 
+def test_a_disk_full_of_copies_of_what_is_in_memory_does_not_block_demotion() -> None:
+    marks = Watermarks(evict_above=0.8, evict_share=0.1)
+    node = Tiered.make(memory=10, disk=4, watermarks=marks)
+    for number in range(1, 5):
+        node.put(chain(number))
+    node.copy(1, 2, 3, 4)
+    for number in range(5, 10):
+        node.put(chain(number))
+    node.use(1, 2, 3, 4)
+    stores = node.demotions()
+    assert [store.object.key for store in stores] == [key(5), key(6)]
+    node.written(stores)
+    assert node.in_memory() == [1, 2, 3, 4, 7, 8, 9]
+    assert node.on_disk_only() == [5, 6]
+    assert node.state.counters["copies_dropped"] == 2
+    assert node.state.usage().disk_live == node.state.usage().disk_limit
+
+
+def test_a_copy_is_not_dropped_for_another_copy_nor_from_under_a_reader() -> None:
+    node = Tiered.make(memory=4, disk=1)
+    for number in (1, 2):
+        node.put(chain(number))
+    node.copy(1)
+    found = node.state.find(key(2))
+    assert found is not None
+    assert node.state.moves.copies(2**30, [found]) == []
+    node.lease(1)
+    assert not node.state._catalog.drop_a_copy()
+    assert node.tiers().keys() == {1, 2}
+
+
 def test_writes_under_way_count_as_space_on_disk() -> None:
     node = Tiered.make(memory=4, disk=1)
     node.put(chain(1))
