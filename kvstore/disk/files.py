@@ -44,6 +44,10 @@ class SegmentFile:
         """Of the file as it is, a torn page left out."""
         return os.fstat(self._fd).st_size // PAGE
 
+    def fileno(self) -> int:
+        """For the ring."""
+        return self._fd
+
     @property
     def inode(self) -> tuple[int, int]:
         stat = os.fstat(self._fd)

@@ -106,25 +106,39 @@ class ObjectIo:
         begin = page_of(reads[0].place)
         num_pages = sum(extent_pages(read.object.length) for read in reads)
         with self._scratch.borrow(num_pages * PAGE) as scratch:
-            extents, buffers = [], []
+            extents, buffers, direct = [], [], []
             for read in reads:
                 at = (page_of(read.place) - begin) * PAGE
                 extents.append(scratch[at : at + extent_pages(read.object.length) * PAGE])
-                buffers += self._targets(read, extents[-1])
+                direct.append(self._direct_bytes(read))
+                buffers += _targets(read, extents[-1], direct[-1])
             whole = file.read(begin, buffers) // PAGE + begin
             return [
                 page_of(read.place) + extent_pages(read.object.length) <= whole
-                and self._arrived(file.number, read, extent)
-                for read, extent in zip(reads, extents, strict=True)
+                and self._arrived(file.number, read, extent, nbytes)
+                for read, extent, nbytes in zip(reads, extents, direct, strict=True)
             ]
 
-    def _targets(self, read: DiskRead, extent: memoryview) -> list[memoryview]:
-        if self._cipher is not None or not is_aligned(read.memory):
-            return [extent]
-        direct = _whole_pages(read.object.length)
-        return [extent[:PAGE], read.memory[:direct], extent[PAGE + direct :]]
+    def taken_from(
+        self, segment: int, reads: Sequence[DiskRead], content: memoryview
+    ) -> list[bool]:
+        """The same of neighbours that lie in `content` already, which is shorter than they are at a file's end."""
+        begin = page_of(reads[0].place)
+        results = []
+        for read in reads:
+            at = (page_of(read.place) - begin) * PAGE
+            extent = content[at : at + extent_pages(read.object.length) * PAGE]
+            whole = len(extent) == extent_pages(read.object.length) * PAGE
+            results.append(whole and self._arrived(segment, read, extent, 0))
+        return results
 
-    def _arrived(self, segment: int, read: DiskRead, extent: memoryview) -> bool:
+    def _direct_bytes(self, read: DiskRead) -> int:
+        """Of the object, what is read to where it is wanted."""
+        if self._cipher is not None or not is_aligned(read.memory):
+            return 0
+        return _whole_pages(read.object.length)
+
+    def _arrived(self, segment: int, read: DiskRead, extent: memoryview, direct: int) -> bool:
         """Puts the object into its memory, as far as it does not lie there yet, and verifies it."""
         about, memory = read.object, read.memory
         context = self._folder.context(segment, page_of(read.place))
@@ -135,11 +149,8 @@ class ObjectIo:
             header = decode_header(extent[:PAGE], context)
             if header is None or not self.opened(context.nonce(), header, data, memory):
                 return False
-        elif not is_aligned(memory):
-            memory[:] = data
-        elif about.length % PAGE:
-            begin = _whole_pages(about.length)
-            memory[begin:] = data[begin:]
+        elif direct < about.length:
+            memory[direct:] = data[direct:]
         return xxh3_64_intdigest(memory) == about.checksum
 
     def opened(self, nonce: bytes, header: Header, data: memoryview, into: memoryview) -> bool:
@@ -159,6 +170,12 @@ class ObjectIo:
             return self.opened(nonce, header, data, into) and (
                 xxh3_64_intdigest(into) == about.checksum
             )
+
+
+def _targets(read: DiskRead, extent: memoryview, direct: int) -> list[memoryview]:
+    if not direct:
+        return [extent]
+    return [extent[:PAGE], read.memory[:direct], extent[PAGE + direct :]]
 
 
 def _plain(memory: memoryview, data: memoryview) -> list[memoryview]:

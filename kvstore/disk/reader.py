@@ -1,4 +1,7 @@
-"""Objects from their places into memory: neighbours together, several runs at once. Belongs to one event loop."""
+"""Objects from their places into memory: neighbours together, several runs at once. Belongs to one event loop.
+
+Small runs go through the ring where there is one. What fails there is asked for again by a thread, which knows why.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,61 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from kvstore.disk.base import PAGE, DiskRead
-from kvstore.disk.format import extent_pages, segment_of
+from kvstore.disk.format import extent_pages, page_of, segment_of
 from kvstore.disk.group import run_limit
 from kvstore.disk.health import Doing
 from kvstore.disk.object_io import ObjectIo
+from kvstore.disk.ring import Ring, RingRead
 from kvstore.disk.segments import Segments
 
 
 class Reader:
-    def __init__(self, segments: Segments, io: ObjectIo) -> None:
+    def __init__(self, segments: Segments, io: ObjectIo, ring: Ring | None) -> None:
         self._segments = segments
         self._io = io
+        self._ring = ring
 
     async def read(self, reads: Sequence[DiskRead]) -> list[bool]:
         """Whether each object now lies in its memory. An unreadable one is False, like one that has moved on."""
         results = [False] * len(reads)
-        failed = await self._read_runs(reads, list(self._runs(reads)), results)
+        runs = list(self._runs(reads))
+        if runs and self._ring is not None and self._ring.takes(_pages_of(reads, runs)):
+            runs = await self._read_by_ring(self._ring, reads, runs, results)
+        if not runs:
+            return results
+        failed = await self._read_runs(reads, runs, results)
         # One bad sector should not cost the neighbours that were read along with it.
         again = [[index] for run in failed if len(run) > 1 for index in run]
         await self._read_runs(reads, again, results)
         return results
+
+    async def _read_by_ring(
+        self,
+        ring: Ring,
+        reads: Sequence[DiskRead],
+        runs: Sequence[list[int]],
+        results: list[bool],
+    ) -> list[list[int]]:
+        """Notes down in `results` what arrived. Returns the runs that the ring could not read."""
+        if not self._segments.health.may_read():
+            return []
+        with contextlib.ExitStack() as in_use:
+            asked = []
+            for run, num_pages in zip(runs, _pages_of(reads, runs), strict=True):
+                place = reads[run[0]].place
+                file = in_use.enter_context(self._segments.files[segment_of(place)])
+                asked.append(RingRead(file.fileno(), page_of(place), num_pages))
+            landing = await ring.read(asked)
+        try:
+            contents = [ring.content(landing, index) for index in range(len(runs))]
+            for run, content in zip(runs, contents, strict=True):
+                if content is not None:
+                    segment = segment_of(reads[run[0]].place)
+                    members = [reads[index] for index in run]
+                    self._note(reads, run, self._io.taken_from(segment, members, content), results)
+            return [run for run, each in zip(runs, contents, strict=True) if each is None]
+        finally:
+            ring.give_back(landing)
 
     async def _read_runs(
         self, reads: Sequence[DiskRead], runs: Sequence[list[int]], results: list[bool]
@@ -91,3 +129,8 @@ class Reader:
     def _possible(self, read: DiskRead) -> bool:
         known = segment_of(read.place) in self._segments.files
         return known and len(read.memory) == read.object.length
+
+
+def _pages_of(reads: Sequence[DiskRead], runs: Sequence[list[int]]) -> list[int]:
+    """Of each run."""
+    return [sum(extent_pages(reads[index].object.length) for index in run) for run in runs]

@@ -33,6 +33,7 @@ from kvstore.disk.memory import Scratch
 from kvstore.disk.object_io import ObjectIo
 from kvstore.disk.reader import Reader
 from kvstore.disk.recovery import Recovery
+from kvstore.disk.ring import Ring
 from kvstore.disk.segments import Segments
 from kvstore.disk.survey import Surveyor
 from kvstore.disk.threads import IoThreads
@@ -60,6 +61,7 @@ class DiskOptions:
     )
     key_file: Path | None = None  # None = not encrypted
     direct: bool = True  # around the page cache
+    ring: bool = True  # small reads through io_uring, where there is one
     check_every_s: float = 10.0
     calls: FileCalls = field(default_factory=FileCalls)
     sleep: Sleep = asyncio.sleep
@@ -115,7 +117,9 @@ class SsdTier:
         self._segments = Segments(log, folder, self._threads, scratch, self._health, self.counters)
         io = ObjectIo(folder, scratch)
         self._surveyor = Surveyor(folder, io, scratch)
-        self._reader = Reader(self._segments, io)
+        # Decryption is for threads: it takes longer than the event loop may.
+        self._ring = Ring.opened() if options.ring and folder.cipher is None else None
+        self._reader = Reader(self._segments, io, self._ring)
         self._writer = Writer(self._segments, io)
         self._compactor = Compactor(
             self._segments, self._surveyor, self._reader, self._writer, scratch, moved
@@ -213,6 +217,8 @@ class SsdTier:
         await self._writer.close()
         await self._segments.close()
         await asyncio.to_thread(self._threads.close)
+        if self._ring is not None:
+            self._ring.close()
         self._folder.close()
 
     async def _look_after(self) -> None:

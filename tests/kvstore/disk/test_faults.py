@@ -46,7 +46,7 @@ class FailingCalls(FileCalls):
 
 def failing() -> tuple[FailingCalls, DiskOptions]:
     calls = FailingCalls()
-    return calls, dataclasses.replace(SMALL, calls=calls)
+    return calls, dataclasses.replace(SMALL, calls=calls, ring=False)
 
 
 async def test_a_full_disk_refuses_and_stays_healthy(

@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 
 from kvstore.disk.base import PAGE, DiskObject, DiskRead, Pin
+from kvstore.disk.ring import Ring
 from kvstore.disk.tier import DiskOptions, SsdTier
 from protocol.errors import ConfigError
 from protocol.keys import BlockKey
 from tests.kvstore.disk.tiers import SEGMENT, SMALL, Owner, opened, written
+
+
+@pytest.fixture(autouse=True, params=["ring", "threads"])
+def small_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of reading keep every promise."""
+    if request.param == "threads":
+        monkeypatch.setattr(Ring, "opened", lambda: None)
 
 
 @pytest.mark.parametrize("length", [0, 1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE, 45_000])

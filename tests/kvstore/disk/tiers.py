@@ -92,6 +92,9 @@ class Stand:
         log = self.tier._log
         log.validate()
         assert self.tier._scratch.num_borrowed == 0
+        if self.tier._ring is not None:
+            self.tier._ring.validate()
+            assert self.tier._ring.num_under_way == 0
         for place in self.owner.places.values():
             assert log.is_live(place)
 
