@@ -33,8 +33,10 @@ class LocalCluster:
         *flags: str,
         log_dir: Path,
         environ: Mapping[str, str] | None = None,
+        port: int | None = None,
     ) -> None:
-        self.port = free_port()
+        """On any free port, unless one is given."""
+        self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_dir = log_dir
         self._output: list[str] = []

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 import urllib.request
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def scrape(port: int) -> str:

@@ -19,6 +19,7 @@ from types import TracebackType
 import pytest
 
 from protocol.process import die_with_parent
+from tests.ports import free_port
 
 START_S = 10.0
 _TRIES = 5  # another process may take the port between its choice and its use
@@ -135,10 +136,3 @@ class RedisServer:
         except OSError:
             return False
         return reply.startswith((b"+PONG", b"-NOAUTH"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.kvstore.directory.cluster import TOKEN, free_port, running_directory, running_store
+from tests.kvstore.directory.cluster import TOKEN, running_directory, running_store
+from tests.ports import free_port
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

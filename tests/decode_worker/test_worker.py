@@ -23,8 +23,9 @@ from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb
 from protocol.process import Lifecycle
 from protocol.rpc import Channels, RpcServer
 from tests.decode_worker.prefill_client import BLOCK_SIZE, TOKEN, PrefillClient
+from tests.ports import free_port
 from tests.prefill_worker.cluster import ReportedLifecycle
-from tests.prometheus import free_port, scrape
+from tests.prometheus import scrape
 from tests.random_models import make_model
 from transfer import TransferEngine
 

@@ -17,6 +17,7 @@ import psutil
 from deploy.local import LocalCluster
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.rpc import TOKEN_HEADER
+from tests.ports import free_port
 
 
 class Cluster(LocalCluster):
@@ -25,7 +26,7 @@ class Cluster(LocalCluster):
     def __init__(self, model: Path | None, *flags: str, log_dir: Path) -> None:
         self.token = secrets.token_hex(8)
         environ = {"MOONSERVE_CLUSTER_TOKEN": self.token}
-        super().__init__(model, *flags, log_dir=log_dir, environ=environ)
+        super().__init__(model, *flags, log_dir=log_dir, environ=environ, port=free_port())
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=120)

@@ -24,10 +24,11 @@ from protocol.config import load
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2_grpc
 from protocol.rpc import Channels
 from protocol.wire import endpoint_from_wire, submission_to_wire
+from tests.ports import free_port
 from tests.prefill_worker.builders import make_placement, make_request
 from tests.prefill_worker.cluster import LIMIT_S, TOKEN, Ears, ReportedLifecycle, listening
 from tests.prefill_worker.processes import process_of
-from tests.prometheus import free_port, scrape
+from tests.prometheus import scrape
 from tests.random_models import make_model
 
 

@@ -12,8 +12,9 @@ from kvstore.client import Block, KvStore, chain
 from protocol.errors import MoonserveError
 from protocol.keys import BlockKey
 from tests.kvstore.client.pools import DRAM, store_of, until
-from tests.kvstore.directory.cluster import free_port, running_directory
+from tests.kvstore.directory.cluster import running_directory
 from tests.kvstore.nodes import running_node
+from tests.ports import free_port
 
 NUM_NODES = 4
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -22,14 +21,6 @@ from tests.kvstore.nodes import ROOT, TOKEN, connected, key, running_node
 T = TypeVar("T")
 
 OBJECT_BYTES = 4096
-
-
-def free_port() -> int:
-    """One that a process can be started on again and again."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from protocol.registry.remote import RemoteRegistry
 from tests.kvstore.directory.cluster import (
     Questions,
     asking,
-    free_port,
     put_chain,
     read_chain,
     running_directory,
@@ -25,6 +24,7 @@ from tests.kvstore.directory.cluster import (
     value,
 )
 from tests.kvstore.nodes import TOKEN, connected
+from tests.ports import free_port
 
 MEMORY = kvstore_pb2.STORE_TIER_MEMORY
 DISK = kvstore_pb2.STORE_TIER_DISK

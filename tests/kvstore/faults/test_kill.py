@@ -12,9 +12,10 @@ import pytest
 
 from kvstore.client import KvStore, plain_key
 from tests.kvstore.client.pools import BOTH, TCP, until
-from tests.kvstore.directory.cluster import free_port, running_directory
+from tests.kvstore.directory.cluster import running_directory
 from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
 from tests.kvstore.faults.values import BLAMELESS, Load, name_of, put_many, value_of
+from tests.ports import free_port
 
 LARGE = 6 * 2**20
 ROUNDS = 2

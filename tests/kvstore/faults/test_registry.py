@@ -12,15 +12,16 @@ import pytest
 from protocol.errors import PeerLost
 from protocol.keys import BlockKey
 from tests.kvstore.client.pools import until
-from tests.kvstore.directory.cluster import asking, free_port, running_directory
+from tests.kvstore.directory.cluster import asking, running_directory
 from tests.kvstore.faults.pool import Pool, running_pool
 from tests.kvstore.faults.values import Load, put_many, value_of
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 
-OUTAGES_S = [
-    3.0,
+OUTAGES = [
+    (3.0, 0.0),
     # More than the members' leases of 10 s.
-    pytest.param(20.0, marks=pytest.mark.slow),
+    pytest.param(20.0, 0.02, marks=pytest.mark.slow),
 ]
 
 
@@ -30,12 +31,12 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.mark.parametrize("outage_s", OUTAGES_S)
+@pytest.mark.parametrize(("outage_s", "pause_s"), OUTAGES)
 def test_redis_may_be_killed_and_come_back_empty(
-    tmp_path: Path, redis: RedisServer, outage_s: float
+    tmp_path: Path, redis: RedisServer, outage_s: float, pause_s: float
 ) -> None:
     with running_pool(tmp_path, 3, "--dram", "256MiB", registry=redis.url) as pool:
-        with pool.store() as store, Load(store, "redis") as load:
+        with pool.store() as store, Load(store, "redis", pause_s=pause_s) as load:
             load.go_on(20)
             redis.kill()
             load.go_on_for(outage_s, at_least_every_s=2.0)

@@ -45,7 +45,8 @@ def put_many(store: KvStore, seed: str, count: int, nbytes: int) -> list[bytes]:
 class Load:
     """Puts, reads, verifies and removes from a thread of its own while the block lasts; nothing wrong may come back.
 
-    It keeps about `kept` objects of at most `nbytes` each, and reads only what it has stored and not removed.
+    It keeps about `kept` objects of at most `nbytes` each, and reads only what it has stored and not removed. It rests
+    `pause_s` after each put and get, so that a long wait under load leaves the processor to others.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Load:
         nbytes: int = 60_000,
         kept: int = 300,
         timeout_s: float = 5.0,
+        pause_s: float = 0.0,
     ) -> None:
         self.stored: list[bytes] = []
         self.removed: set[bytes] = set()
@@ -71,6 +73,7 @@ class Load:
         self._nbytes = nbytes
         self._kept = kept
         self._timeout_s = timeout_s
+        self._pause_s = pause_s
         self._number = 0
         self._unfinished: bytes | None = None
         self._ending = threading.Event()
@@ -113,7 +116,7 @@ class Load:
 
     def _run(self) -> None:
         try:
-            while not self._ending.is_set():
+            while not self._ending.wait(self._pause_s):
                 self._step()
         except BaseException as error:
             self._broken = error

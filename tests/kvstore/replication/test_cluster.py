@@ -12,7 +12,6 @@ from protocol.keys import BlockKey
 from tests.kvstore.directory.cluster import (
     Questions,
     asking,
-    free_port,
     put_chain,
     read_chain,
     running_directory,
@@ -21,6 +20,7 @@ from tests.kvstore.directory.cluster import (
     value,
 )
 from tests.kvstore.nodes import connected
+from tests.ports import free_port
 
 WANTED = b"".join(map(value, range(1, 9)))
 
