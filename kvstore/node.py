@@ -17,6 +17,11 @@ from kvstore.catalog import Catalog
 from kvstore.config import StoreConfig
 from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.event_log import EventLog, ToAll
+from kvstore.express.door import Door as ExpressDoor
+from kvstore.express.frames import METHOD
+from kvstore.express.in_loop import InLoop
+from kvstore.express.served import Served
+from kvstore.express.storing import Storing
 from kvstore.incarnation import first_generation
 from kvstore.index_segment import IndexSegments
 from kvstore.metrics import StoreCollector
@@ -26,6 +31,7 @@ from kvstore.state import StoreState
 from kvstore.stored import Announcements, Tier
 from protocol.errors import ConfigError
 from protocol.keys import NO_PARENT, BlockKey
+from protocol.lean.methods import HandOver
 from protocol.membership import BlockLog, member, own_endpoint
 from protocol.metrics import exposed
 from protocol.pb import common_pb2, conductor_pb2, kvstore_pb2_grpc
@@ -84,10 +90,12 @@ class StoreNode:
         heard: list[Announcements] = [events]
         if config.conductor:
             heard.append(ToConductor(self._block_log))
-        index = IndexSegments(transfer)
+        segments = IndexSegments(transfer)
+        self._segment = segment
+        self._index = key_index(segments.allocate, segments.retire)
         catalog = Catalog(
             segment.nbytes,
-            index=key_index(index.allocate, index.retire),
+            index=self._index,
             policies=lambda: eviction.make(config.eviction_policy),
             announce=ToAll(heard),
             watermarks=config.watermarks(),
@@ -96,7 +104,7 @@ class StoreNode:
         )
         self._state = StoreState(catalog)
         self._service = StoreService(
-            config, transfer, segment, self._endpoint, self._state, index, events
+            config, transfer, segment, self._endpoint, self._state, segments, events
         )
         service = self._service
         registry.register(
@@ -108,6 +116,9 @@ class StoreNode:
         server = RpcServer(self._config.cluster_token)
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self._service, server.grpc)
         server.add_lean("KvStore", self._service)
+        express = self._express()
+        if offers_express(self._config):
+            server.add_hand_over(HandOver(METHOD, express.admit, express.take))
         await self._open_disk(lifecycle)
         address = await server.start(self._config.host, self._config.port)
         self._service.lean_address = server.lean_address
@@ -119,7 +130,13 @@ class StoreNode:
         finally:
             self._service.end_streams()
             await server.stop(STOP_GRACE_S)
+            await asyncio.to_thread(express.close)
             await self._service.close()
+
+    def _express(self) -> ExpressDoor:
+        """Threads that answer from the same memory; they ask this loop for what is not theirs to decide."""
+        storing = Storing(self._segment, self._service.writes, InLoop(asyncio.get_running_loop()))
+        return ExpressDoor(Served(self._index, self._segment, storing).serve)
 
     async def _open_disk(self, lifecycle: Lifecycle) -> None:
         ssd = self._config.ssd_folder()
@@ -200,6 +217,12 @@ def _remember(identity: Identity, joined: Member) -> None:
 def _report(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("reading the disk's index failed", exc_info=task.exception())
+
+
+def offers_express(config: StoreConfig) -> bool:
+    """KV goes where its operator wants it: not past TLS, past rails that were named, or over tcp without leave."""
+    secret = config.transfer_tls_certificate is not None
+    return "tcp" in config.transports and not secret and not config.transfer_rails
 
 
 async def serve(config: StoreConfig, lifecycle: Lifecycle) -> None:

@@ -21,6 +21,7 @@ from kvstore.block_client import BlockClient
 from kvstore.config import StoreConfig
 from kvstore.copying import copy_here
 from kvstore.event_log import EventLog
+from kvstore.express.writes import LocalWrites
 from kvstore.index_segment import IndexSegments
 from kvstore.landings import Landings
 from kvstore.mover import Mover
@@ -88,6 +89,14 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer = Timer(self._expire, clock)
         self._writer_ended = asyncio.Event()  # replaced at each end
+        self.writes = LocalWrites(
+            state,
+            self.mover,
+            clock,
+            admit=self._admit_writer,
+            changed=self._changed,
+            ended=self._end_of_writer,
+        )
 
     @property
     def counters(self) -> dict[str, int]:
@@ -110,8 +119,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
     async def Reserve(
         self, request: kvstore_pb2.StoreReserveRequest, context: Context
     ) -> kvstore_pb2.StoreReserveReply:
-        if self.draining:
-            raise Overloaded("this store node is being drained", retry_after_s=DRAINING_RETRY_S)
+        self._admit_writer()
         give_up_at = self._clock() + request.wait_s
         wishes = wire.wishes_from_wire(request)
         needed = self._state.bytes_to_write(wishes)
@@ -259,8 +267,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
     async def Copy(
         self, request: kvstore_pb2.StoreCopyRequest, context: Context
     ) -> kvstore_pb2.StoreCopyReply:
-        if self.draining:
-            raise Overloaded("this store node is being drained", retry_after_s=DRAINING_RETRY_S)
+        self._admit_writer()
         reply = await copy_here(self._client, self._state, self._segment, request, self._clock)
         self.mover.wants_copy(wire.keys_from_wire(request.keys))
         self._changed()
@@ -356,6 +363,11 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
             await self._in_thread(lambda: self._transfer.close_window(window_id))
         self._state.writers.closed(reservation.reservation_id, self._clock())
         self._end_of_writer()
+
+    def _admit_writer(self) -> None:
+        """Raises Overloaded."""
+        if self.draining:
+            raise Overloaded("this store node is being drained", retry_after_s=DRAINING_RETRY_S)
 
     def _end_of_writer(self) -> None:
         self._writer_ended.set()

@@ -35,6 +35,7 @@ from protocol.failures import failure_to_wire as failure_to_wire
 from protocol.lean import sockets
 from protocol.lean.channel import LeanChannel
 from protocol.lean.frames import MAX_MESSAGE_BYTES
+from protocol.lean.methods import HandOver
 from protocol.lean.server import LeanServer
 from protocol.pb import common_pb2
 
@@ -99,6 +100,11 @@ class RpcServer:
         if self._lean is None:
             self._lean = LeanServer(self._token)
         self._lean.add(service, servicer)
+
+    def add_hand_over(self, hand_over: HandOver) -> None:
+        """Lean clients may have their connection handed over; after `add_lean`."""
+        assert self._lean is not None
+        self._lean.add_hand_over(hand_over)
 
     async def start(self, host: str, port: int) -> str:
         """Listens and returns `host:port`, with the port chosen by the system when `port` is 0.

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from kvstore.client.counters import Counters, Event
 from kvstore.client.deadline import Deadline
+from kvstore.client.express import GET_BYTES
 from kvstore.client.far import Far
 from kvstore.client.fate import Fate
 from kvstore.client.leased import each_run, read_into, read_part, take_lease
@@ -61,11 +62,7 @@ class AtNode:
             return near.into(keys, spots, verify=verify)
 
         def far(far: Far) -> list[int | Fate]:
-            looks = far.look(keys, deadline)
-            places, found = _found(looks)
-            fates: list[int | Fate] = [Fate.ABSENT] * len(keys)
-            _put(fates, places, far.into(found, spots.at(places), deadline))
-            return fates
+            return far.fetch(keys, spots, deadline)
 
         def leased(places: Sequence[int]) -> list[int | Fate]:
             there = spots.at(places)
@@ -144,13 +141,22 @@ class AtNode:
         return fates
 
     def _far_values(self, far: Far, keys: Keys, deadline: Deadline) -> list[bytes | Fate]:
-        places, found = _found(far.look(keys, deadline))
+        """What came along with the answer, and what is then read."""
+        fates: list[bytes | Fate] = [Fate.ABSENT] * len(keys)
+        with self._means.scratch.borrow(GET_BYTES) as local:
+            found, spots = far.look_or_read(keys, local, deadline)
+            for place, each in enumerate(found):
+                if isinstance(each, int):
+                    fates[place] = bytes(spots.memory(place, each))
+                elif isinstance(each, Fate):
+                    fates[place] = each
+        places = [place for place, each in enumerate(found) if isinstance(each, Entry)]
+        entries = [each for each in found if isinstance(each, Entry)]
 
         def read(part: slice, spots: Spots) -> list[int | Fate]:
-            return far.into(found[part], spots, deadline)
+            return far.into(entries[part], spots, deadline)
 
-        fates: list[bytes | Fate] = [Fate.ABSENT] * len(keys)
-        _put(fates, places, self._through_scratch([entry.length for entry in found], read))
+        _put(fates, places, self._through_scratch([entry.length for entry in entries], read))
         return fates
 
     def _leased_values(
@@ -229,12 +235,6 @@ def _by(
         return near(way.near)
     assert way.far is not None
     return far(way.far)
-
-
-def _found(looks: Sequence[Entry | Fate]) -> tuple[list[int], list[Entry]]:
-    """The places of those that are there, and where they lie."""
-    places = [place for place, look in enumerate(looks) if isinstance(look, Entry)]
-    return places, [look for look in looks if isinstance(look, Entry)]
 
 
 def _to_ask(fates: Sequence[object]) -> list[int]:

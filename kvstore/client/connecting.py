@@ -84,8 +84,14 @@ def _means(token: str, options: TransferOptions) -> Means:
         channels=Channels(token),
         cluster_token=token,
         maps="shm" in options.transports,
+        express=_may_go_express(options),
         threads=ThreadPoolExecutor(_NUM_THREADS, "kvstore nodes"),
     )
+
+
+def _may_go_express(options: TransferOptions) -> bool:
+    others = "rdma" in options.transports or options.tls or options.rails
+    return "tcp" in options.transports and not others
 
 
 def _follow(cluster: Cluster, means: Means, url: str, token: str, timeout_s: float) -> None:

@@ -1,19 +1,24 @@
 """Reads of a node whose memory cannot be mapped: the node says where objects lie, their bytes are READ.
 
-Its rule: only bytes that match the checksum count, since nothing keeps an object in its place between the two; what
-does not match is left to a lease, under which a mismatch means something. A call for the places costs a fifth of a
-READ of the index over TCP. PeerLost and DeadlineExceeded pass through.
+Small ones come along with the answer where the node offers that (`express`). Its rule: only bytes that match the
+checksum count, since nothing keeps an object in its place between the two; what does not match is left to a lease,
+under which a mismatch means something. A call for the places costs a fifth of a READ of the index over TCP. PeerLost
+and DeadlineExceeded pass through.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import numpy as np
 import xxhash
 
 from kvstore.client.deadline import Deadline
+from kvstore.client.express import Express, Found, NotOffered
 from kvstore.client.fate import Fate, too_small
-from kvstore.client.spots import Spots
+from kvstore.client.spots import Spots, Words
+from kvstore.express.frames import NOT_LIMITED
 from kvstore.native.base import Entry
 from protocol.keys import BlockKey
 from transfer import Op, RemoteSegment, ScatterTransfer, Segment, Transfer, TransferEngine, scatter
@@ -26,14 +31,54 @@ Find = Callable[[Sequence[BlockKey], Deadline], Sequence[Entry | None]]
 class Far:
     """May be used by several threads."""
 
-    def __init__(self, engine: TransferEngine, find: Find, data: RemoteSegment) -> None:
+    def __init__(
+        self,
+        engine: TransferEngine,
+        find: Find,
+        data: RemoteSegment,
+        express: Express | None = None,
+    ) -> None:
         self._engine = engine
         self._find = find
         self._data = data
+        self._express = express
 
     def look(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[Entry | Fate]:
         """What the node says of each now."""
         return [entry or Fate.ABSENT for entry in self._find(keys, deadline)]
+
+    def fetch(self, keys: Sequence[BlockKey], spots: Spots, deadline: Deadline) -> list[int | Fate]:
+        """Reads each object into its spot. Raises InvalidRequest for one that does not fit."""
+        found, _ = self._find_or_read(keys, spots.rooms, lambda _: spots, deadline)
+        places = [place for place, each in enumerate(found) if isinstance(each, Entry)]
+        fates = [Fate.ASK if isinstance(each, Entry) else each for each in found]
+        if places:
+            entries = [each for each in found if isinstance(each, Entry)]
+            read = self.into(entries, spots.at(places), deadline)
+            for place, fate in zip(places, read, strict=True):
+                fates[place] = fate
+        return fates
+
+    def look_or_read(
+        self, keys: Sequence[BlockKey], local: Segment, deadline: Deadline
+    ) -> tuple[Sequence[Found], Spots]:
+        """Reads what comes along into `local`, which has room for `GET_BYTES`; says of the others where they lie."""
+        rooms = np.full(len(keys), NOT_LIMITED, np.uint64)
+        return self._find_or_read(keys, rooms, partial(Spots.packed, local), deadline)
+
+    def _find_or_read(
+        self,
+        keys: Sequence[BlockKey],
+        rooms: Words,
+        spots_of: Callable[[Sequence[int]], Spots],
+        deadline: Deadline,
+    ) -> tuple[Sequence[Found], Spots]:
+        if self._express is not None:
+            try:
+                return self._express.get(keys, rooms, spots_of, deadline)
+            except NotOffered:
+                self._express = None
+        return self.look(keys, deadline), spots_of([0] * len(keys))
 
     def into(self, entries: Sequence[Entry], spots: Spots, deadline: Deadline) -> list[int | Fate]:
         """Reads each object into its spot. Raises InvalidRequest for one that does not fit."""

@@ -21,10 +21,12 @@ import grpc
 
 from kvstore.client.backstage import Backstage
 from kvstore.client.deadline import Deadline
+from kvstore.client.express import Express
 from kvstore.client.far import Far
 from kvstore.client.guarded import Guarded
 from kvstore.client.near import Near
 from kvstore.client.scratch import Scratch
+from kvstore.express.frames import METHOD
 from kvstore.native.base import Entry
 from kvstore.native.layout import Retired
 from kvstore.wire import entries_from_wire
@@ -64,6 +66,8 @@ class Means:
     cluster_token: str
     maps: bool
     """The engine can map memory of this host."""
+    express: bool
+    """KV may go over connections beside the engine's: nobody asked for TLS, rails or rdma."""
     guarded: Guarded
     """For what nobody verifies as a whole."""
     threads: concurrent.futures.ThreadPoolExecutor
@@ -103,6 +107,8 @@ class Attachment:
     data: RemoteSegment
     near: Near | None
     far: Far | None
+    express: Express | None
+    """None where memory is mapped."""
 
 
 class StoreNode:
@@ -124,7 +130,7 @@ class StoreNode:
         self._lock = threading.Lock()
         self._attaching = threading.Lock()
         """Held while talking to the node, so never together with the other."""
-        self._channels: set[SyncChannel] = set()
+        self._channels: set[SyncChannel | Express] = set()
         self._attached: Attachment | None = None
         self._forgotten = False
 
@@ -226,6 +232,7 @@ class StoreNode:
                 data=RemoteSegment(endpoint.transfer_address, described.segment_id),
                 near=None,
                 far=None,
+                express=self._express(described.lean_address),
             ),
             described.index_segment_id,
             deadline,
@@ -246,9 +253,17 @@ class StoreNode:
                 means.engine.map(data, 0, sizes[data.segment_id], deadline_s=deadline.left_s()),
             )
         except InvalidRequest:  # it cannot be mapped here
-            far = Far(means.engine, partial(_find, attachment.stub), data)
+            find = partial(_find, attachment.stub)
+            far = Far(means.engine, find, data, attachment.express)
             return replace(attachment, near=None, far=far)
-        return replace(attachment, near=near, far=None)
+        return replace(attachment, near=near, far=None, express=None)
+
+    def _express(self, lean_address: str) -> Express | None:
+        """Over TCP also within a host: what may not be mapped is not to be had another way."""
+        if not self._means.express:
+            return None
+        channel = SyncChannel(lean_address, self._means.cluster_token)
+        return Express(lambda left_s: channel.hand_over(METHOD, timeout_s=left_s))
 
     def _attach_again(self, seen: Attachment, deadline: Deadline) -> Attachment:
         """To the index that is in use now."""
@@ -273,6 +288,8 @@ class StoreNode:
             attached = self._settled(attach, deadline)
             with self._lock:
                 self._channels.add(attached.channel)
+                if attached.express is not None:
+                    self._channels.add(attached.express)
                 self._attached = attached
             return attached
         finally:

@@ -331,6 +331,42 @@ PUBLIC int32_t reader_copy(const Mapping *mapping, const uint8_t *keys, int64_t 
     return 1;
 }
 
+/* Row of `reader_locate`: offset, length | standing << 32, checksum, generation. */
+enum { WHERE, HOW_MUCH, SEAL, WHICH, ROW_WORDS };
+enum { MISSING, SENT, IN_MEMORY, ONLY_ON_DISK, NOT_TOLD }; /* standings */
+
+static uint64_t standing_of(const Mapping *mapping, const Entry *entry, uint64_t room, uint64_t left) {
+    uint64_t offset = (entry->words[PLACE] >> 32) * OFFSET_UNIT, length = (uint32_t)entry->words[EXTENT];
+    if (entry->words[PLACE] >> 32 == NOWHERE) return ONLY_ON_DISK;
+    if (offset > mapping->data_bytes || length > mapping->data_bytes - offset) return NOT_TOLD;
+    return length <= room && length <= left ? SENT : IN_MEMORY;
+}
+
+/* Where objects lie, and the pieces of memory of those that fit their rooms and, in this order, into `budget` bytes.
+   How many pieces; -1 when the memory is retired. */
+PUBLIC int64_t reader_locate(const Mapping *mapping, const uint8_t *keys, const uint64_t *rooms, int64_t count,
+                             uint64_t budget, uint64_t (*rows)[ROW_WORDS], uint64_t (*pieces)[2]) {
+    int64_t patience = PATIENCE + count, num_pieces = 0;
+    for (int64_t i = 0; i < count; i++) {
+        Entry entry;
+        fetch_home(&mapping->index, keys, i + AHEAD, count);
+        int status = look(&mapping->index, key_at(keys + i * KEY_BYTES), &entry, &patience);
+        if (status == RETIRED) return -1;
+        if (status != FOUND) entry = (Entry){{0}};
+        uint64_t standing = status == FOUND ? standing_of(mapping, &entry, rooms[i], budget)
+                                            : (status == ABSENT ? MISSING : NOT_TOLD);
+        uint64_t offset = (entry.words[PLACE] >> 32) * OFFSET_UNIT, length = (uint32_t)entry.words[EXTENT];
+        uint64_t row[ROW_WORDS] = {offset, length | standing << 32, entry.words[CHECKSUM], entry.words[GENERATION]};
+        memcpy(rows[i], row, sizeof row); /* it may lie anywhere in a frame */
+        if (standing != SENT) continue;
+        budget -= length;
+        if (!length) continue;
+        pieces[num_pieces][0] = (uint64_t)(uintptr_t)(mapping->data + offset);
+        pieces[num_pieces++][1] = length;
+    }
+    return num_pieces;
+}
+
 /* ---- private maps: key -> number -------------------------------------------------------------------------------- */
 
 typedef struct { uint8_t key[KEY_BYTES]; uint32_t value; } MapSlot; /* value + 1; 0 = empty */

@@ -57,3 +57,14 @@ class NativeLookups:
         places = [array.ctypes.data for array in arrays]
         if not self._library.reader_copy(self._at, packed_keys, len(addresses), *places):
             raise Retired
+
+    def locate(
+        self, packed_keys: bytes, rooms: Addresses, budget: int, rows: Addresses, pieces: Addresses
+    ) -> int:
+        arrays = [array.ctypes.data for array in (rows, pieces)]
+        num_pieces = self._library.reader_locate(
+            self._at, packed_keys, rooms.ctypes.data, len(rooms), budget, *arrays
+        )
+        if num_pieces < 0:
+            raise Retired
+        return num_pieces

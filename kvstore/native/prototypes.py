@@ -110,6 +110,9 @@ class MetadataLibrary:
         self.reader_find = _function(short, "reader_find", _int32, _pointer, _pointer, _pointer)
         self.reader_exists = _function(long, "reader_exists", _int32, *batch, _pointer)
         self.reader_copy = _function(long, "reader_copy", _int32, *batch, *5 * (_pointer,))
+        self.reader_locate = _function(
+            long, "reader_locate", _int64, *3 * (_pointer,), _int64, _uint64, *2 * (_pointer,)
+        )
 
     def _declare_map(self, long: ctypes.CDLL, short: ctypes.CDLL) -> None:
         batch = _pointer, _pointer, _int64

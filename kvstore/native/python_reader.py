@@ -7,8 +7,16 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvstore.native.base import Entry
-from kvstore.native.layout import RETIRED_AT, Fields, Geometry, Retired, entry_of, is_sealed
+from kvstore.native.base import OFFSET_UNIT, Entry
+from kvstore.native.layout import (
+    NOWHERE,
+    RETIRED_AT,
+    Fields,
+    Geometry,
+    Retired,
+    entry_of,
+    is_sealed,
+)
 from kvstore.native.slots import Slots
 from protocol.keys import BlockKey, iter_keys
 from transfer.native.base import address_of
@@ -18,6 +26,7 @@ if TYPE_CHECKING:
 
 _ABSENT, _PRESENT, _UNKNOWN = range(3)
 _NOT_THERE, _ON_DISK, _TOO_SMALL, _CHANGED, _NOT_KNOWN = range(-1, -6, -1)
+_MISSING, _SENT, _IN_MEMORY, _ONLY_ON_DISK, _NOT_TOLD = range(5)
 _PATIENCE = 1000
 """Tries again, as in metadata.c."""
 Patience = Iterator[int]
@@ -56,6 +65,32 @@ class PythonLookups:
             into.lengths[i] = length
             into.checksums[i] = entry.checksum if entry is not None else 0
             into.generations[i] = entry.generation if entry is not None else 0
+
+    def locate(
+        self, packed_keys: bytes, rooms: Addresses, budget: int, rows: Addresses, pieces: Addresses
+    ) -> int:
+        tries, num_pieces = patience(len(rooms)), 0
+        for i, (key, room) in enumerate(zip(iter_keys(packed_keys), rooms.tolist(), strict=True)):
+            status, fields = self._look(key, tries)
+            if fields is None:
+                rows[i] = 0, (_MISSING if status == _ABSENT else _NOT_TOLD) << 32, 0, 0
+                continue
+            entry = entry_of(fields)
+            standing = self._standing(entry, min(room, budget))
+            where = NOWHERE * OFFSET_UNIT if entry.offset is None else entry.offset
+            rows[i] = where, entry.length | standing << 32, entry.checksum, entry.generation
+            if standing == _SENT and entry.offset is not None:
+                budget -= entry.length
+                pieces[num_pieces] = self._place + entry.offset, entry.length
+                num_pieces += entry.length > 0
+        return num_pieces
+
+    def _standing(self, entry: Entry, room: int) -> int:
+        if entry.offset is None:
+            return _ONLY_ON_DISK
+        if entry.offset + entry.length > len(self._data):
+            return _NOT_TOLD
+        return _SENT if entry.length <= room else _IN_MEMORY
 
     def _copy_key(
         self, key: BlockKey, to: int, capacity: int, tries: Patience

@@ -32,6 +32,8 @@ from kvstore.native.python_reader import PythonLookups
 from protocol.keys import BlockKey
 
 Addresses = npt.NDArray[np.uint64]
+ROW_WORDS = 4
+"""Of `MappedReader.locate`."""
 HOME_SLOTS = 8
 """One READ of 384 bytes finds nine in ten of the keys that are there, at the highest load."""
 
@@ -61,6 +63,19 @@ class NotCopied(IntEnum):
     """Ask the owner."""
 
 
+class Standing(IntEnum):
+    """What `MappedReader.locate` says of an object, above the 32 bits of its length."""
+
+    MISSING = 0
+    SENT = 1
+    """Its bytes are among the pieces."""
+    IN_MEMORY = 2
+    """They are not: no room."""
+    ON_DISK = 3
+    UNKNOWN = 4
+    """Ask the owner."""
+
+
 @dataclass(frozen=True, slots=True)
 class Copied:
     """One element per key; checksum and generation are 0 where nothing was found."""
@@ -81,6 +96,11 @@ class Lookups(Protocol):
     def copy(
         self, packed_keys: bytes, addresses: Addresses, capacities: Addresses, into: Copied
     ) -> None: ...
+
+    def locate(
+        self, packed_keys: bytes, rooms: Addresses, budget: int, rows: Addresses, pieces: Addresses
+    ) -> int:
+        """How many pieces there are."""
 
 
 class MappedReader:
@@ -127,6 +147,23 @@ class MappedReader:
         self._lookups.copy(packed_keys, addresses, capacities, into)
         return into
 
+    def locate(
+        self, packed_keys: bytes, rooms: Addresses, budget: int, rows: Addresses
+    ) -> Addresses:
+        """Where objects lie, and the memory of those that fit: address and length of each piece, in order.
+
+        `rooms`: how many bytes of each are wanted at most; all that are given have at most `budget`. Fills `rows`,
+        shape (keys, 4): offset, length with `Standing`, checksum, generation. Nothing keeps the objects there: what
+        is read of the pieces counts when it matches the checksum.
+        """
+        count = check_keys(packed_keys)
+        if rooms.shape != (count,) or rows.shape != (count, ROW_WORDS):
+            raise ValueError(f"{count} keys need as many rooms and rows")
+        if any(a.dtype != np.uint64 or not a.flags.c_contiguous for a in (rooms, rows)):
+            raise ValueError("rooms and rows must be contiguous uint64")
+        pieces = np.empty((count, 2), np.uint64)
+        return pieces[: self._lookups.locate(packed_keys, rooms, budget, rows, pieces)]
+
 
 class Miss(Enum):
     """What `scan` says without an entry."""
@@ -167,6 +204,7 @@ __all__ = [
     "NotCopied",
     "Presence",
     "Retired",
+    "Standing",
     "Unknown",
     "scan",
     "slots_of",

@@ -99,6 +99,11 @@ class FrameReader(Generic[Frame]):
         self._make: Callable[..., Frame] = make
         self._rest = bytearray()
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing has come behind the last frame."""
+        return not self._rest
+
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that `data` completes. Raises MalformedFrame; the stream is of no use after that."""
         if not self._rest:

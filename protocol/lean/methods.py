@@ -1,8 +1,12 @@
-"""What a lean server can be called for: the unary methods that a servicer implements, found by its descriptor."""
+"""What a lean server can be called for: the unary methods that a servicer implements, found by its descriptor.
+
+And protocols that a proven connection can be handed over to.
+"""
 
 from __future__ import annotations
 
 import inspect
+import socket
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +23,17 @@ class Method:
     """As generated stubs name it: /package.Service/Method."""
     deserialize: Callable[[bytes], Any]
     handler: Callable[[Any, Any], Coroutine[Any, Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Not a call: the connection goes over to somebody who speaks another protocol on it."""
+
+    path: str
+    admit: Callable[[], None]
+    """Raises a MoonserveError when nobody is there to take it."""
+    take: Callable[[socket.socket], None]
+    """Gets the socket, non-blocking, and with it all that follows the reply."""
 
 
 def service_descriptor(name: str) -> ServiceDescriptor:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +32,7 @@ from protocol.lean import frames, handshake, sockets
 from protocol.lean.eager import EagerStart
 from protocol.lean.frames import MalformedFrame, Request, Status
 from protocol.lean.handshake import Responder
-from protocol.lean.methods import Method
+from protocol.lean.methods import HandOver, Method
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,11 @@ class _Waiting:
 
 class ServedConnection(asyncio.Protocol):
     def __init__(
-        self, methods: Sequence[Method], cluster_token: str, eager: EagerStart, door: Door
+        self,
+        methods: Sequence[Method | HandOver],
+        cluster_token: str,
+        eager: EagerStart,
+        door: Door,
     ) -> None:
         self._methods = methods
         self._eager = eager
@@ -140,6 +146,9 @@ class ServedConnection(asyncio.Protocol):
         try:
             self._admit(request)
             method = self._methods[request.method]
+            if isinstance(method, HandOver):
+                self._hand_over(request, method)
+                return
             message = method.deserialize(request.payload)
             # Handlers are shared with gRPC; none of ours uses its context.
             outcome = self._eager.start(method.handler(message, None))
@@ -157,6 +166,24 @@ class ServedConnection(asyncio.Protocol):
             raise MalformedFrame("a call of an unknown method, or with the id of another one")
         if self._finishing:
             raise PeerLost("the server is stopping")
+
+    def _hand_over(self, request: Request, to: HandOver) -> None:
+        """The socket lives on as a duplicate; the transport lets its own go without a word to the client."""
+        if self._waiting or self._replies or not self._reader.is_empty:
+            raise MalformedFrame("a connection is handed over before anything else is asked on it")
+        to.admit()
+        fileno: int = self._transport.get_extra_info("socket").fileno()
+        sock = socket.socket(fileno=os.dup(fileno))
+        self._transport.abort()
+        sock.setblocking(False)
+        try:
+            sock.send(
+                frames.reply(request.call_id, Status.OK, b"")
+            )  # the first bytes since the handshake: they fit
+        except OSError:  # the client is gone
+            sock.close()
+            return
+        to.take(sock)
 
     def _settle(self, request: Request, outcome: Any) -> None:
         if isinstance(outcome, asyncio.Task):

@@ -11,7 +11,7 @@ import socket
 
 from protocol.lean import methods, sockets
 from protocol.lean.eager import EagerStart
-from protocol.lean.methods import Method
+from protocol.lean.methods import HandOver, Method
 from protocol.lean.served import ServedConnection
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class LeanServer:
 
     def __init__(self, cluster_token: str) -> None:
         self._token = cluster_token
-        self._methods: list[Method] = []
+        self._methods: list[Method | HandOver] = []
         self._eager: EagerStart | None = None
         self._listeners: list[asyncio.Server] = []
         self._strangers: dict[ServedConnection, None] = {}  # the oldest first
@@ -39,6 +39,11 @@ class LeanServer:
         """Serves the unary methods that `servicer` implements of a service, named as in its .proto file."""
         assert self._eager is None, "clients are told the methods when they connect"
         self._methods.extend(methods.unary_methods(methods.service_descriptor(service), servicer))
+
+    def add_hand_over(self, hand_over: HandOver) -> None:
+        """Clients may ask for it by its path."""
+        assert self._eager is None, "clients are told the methods when they connect"
+        self._methods.append(hand_over)
 
     async def start(self, host: str, port: int = 0) -> tuple[str, str]:
         """Listens, and returns the addresses for other hosts and for this one. Raises ConfigError: port taken."""

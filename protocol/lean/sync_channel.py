@@ -91,6 +91,22 @@ class SyncChannel(UnaryOnly):
             return reply
         raise failure_from_wire(common_pb2.Failure.FromString(reply))
 
+    def hand_over(self, path: str, *, timeout_s: float) -> socket.socket:
+        """A connection of its own, handed over at the server to what `path` names; the caller's to close.
+
+        Raises as `call`; Incompatible when the server knows no such path.
+        """
+        give_up_at = time.monotonic() + timeout_s
+        connection = _Connection(self._address, self._target, self._token, give_up_at)
+        try:
+            status, reply = connection.exchange(path, b"", timeout_s, give_up_at, self._spin_s)
+            if status != Status.OK:
+                raise failure_from_wire(common_pb2.Failure.FromString(reply))
+            return connection.detached()
+        except BaseException:
+            connection.close()
+            raise
+
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()
@@ -134,6 +150,10 @@ class _Connection:
 
     def close(self) -> None:
         self._sock.close()
+
+    def detached(self) -> socket.socket:
+        """The socket, which this connection has no more."""
+        return socket.socket(fileno=self._sock.detach())
 
     def exchange(
         self, path: str, payload: bytes, timeout_s: float, give_up_at: float, spin_s: float

@@ -1,0 +1,227 @@
+"""Small batches in one round trip with a node (`kvstore.express`): the client's end.
+
+Its rule: only bytes that match the checksum count, as for every read of memory that is not mapped here; what did not
+come along is told apart by a `Fate` or an entry, and left to the ways that always work. A connection on which anything
+went wrong is closed. Knows one node.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from kvstore.client.deadline import Deadline
+from kvstore.client.fate import Fate
+from kvstore.client.spots import Spots, Words
+from kvstore.express import frames
+from kvstore.express.arriving import checksums_on_arrival
+from kvstore.express.frames import ANSWER, CHECKSUM, Kind, Put, Status
+from kvstore.express.link import SPIN_NS, Link, millis
+from kvstore.native.base import NO_RECORD, Entry
+from kvstore.native.reader import Standing
+from protocol.errors import Incompatible, MoonserveError, Overloaded, PeerLost
+from protocol.failures import failure_from_wire
+from protocol.keys import NO_PARENT, BlockKey
+from protocol.lean.frames import MAX_MESSAGE_BYTES
+from protocol.pb import common_pb2
+from transfer.native import IoVectors, address_of, vectors
+
+GET_BYTES = 4 * 2**20
+PUT_BYTES = 4 * 2**20
+"""More than that in a call goes by the transfer engine, which cuts it and spreads it over streams."""
+_MAX_FAILURE_BYTES = min(MAX_MESSAGE_BYTES, 1 << 20)
+
+Found = int | Entry | Fate
+"""The length of what lies in its spot now; where an object lies that did not come along; or neither."""
+
+
+class NotOffered(Exception):
+    """The node speaks no express, or has no place for another connection."""
+
+
+class Express:
+    """Thread-safe: a connection for each call at once. `close` it; calls under way close theirs."""
+
+    def __init__(self, dial: Callable[[float], socket.socket]) -> None:
+        """`dial` connects within seconds. Raises what a call may raise; Incompatible, Overloaded: not offered."""
+        self._dial = dial
+        self._idle: deque[Link] = deque()
+        self._lock = threading.Lock()
+        self._num_used = 0
+        self._closed = False
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._closed = True
+            while self._idle:
+                self._idle.pop().close()
+
+    def get(
+        self,
+        keys: Sequence[BlockKey],
+        rooms: Words,
+        spots_of: Callable[[Sequence[int]], Spots],
+        deadline: Deadline,
+    ) -> tuple[list[Found], Spots]:
+        """Reads what has room, up to `GET_BYTES`, into the spots that `spots_of` gives for their lengths.
+
+        The length of what does not come along is 0. Raises NotOffered, PeerLost, DeadlineExceeded.
+        """
+        count, left_s = len(keys), deadline.left_s()
+        head = frames.question(Kind.GET, count, millis(left_s), GET_BYTES)
+        message = b"".join((head, *keys, rooms.tobytes()))
+        give_up_at = time.monotonic() + left_s
+        with self._link(deadline) as link:
+            answer = frames.answer_room(count)
+            link.send(vectors((address_of(message), len(message))))
+            _receive_answer(link, answer, give_up_at)
+            looks = _Looks(answer, count)
+            spots = spots_of(looks.lengths)
+            found = looks.land(link, spots, rooms, give_up_at)
+        return found, spots
+
+    def put(
+        self,
+        wishes: Sequence[tuple[BlockKey, BlockKey | None]],
+        values: Sequence[memoryview],
+        checksum_of: Callable[[int], int],
+        deadline: Deadline,
+        *,
+        pin: int,
+        tenant: bytes,
+    ) -> list[Put]:
+        """Stores each value under its key, behind its parent; `checksum_of` is asked while the bytes travel.
+
+        Raises what the node raises; NotOffered, PeerLost, DeadlineExceeded. Nothing is under way when it has raised.
+        """
+        count, left_s = len(values), deadline.left_s()
+        lengths = [len(value) for value in values]
+        head = frames.question(
+            Kind.PUT, count, millis(left_s), sum(lengths), pin=pin, tenant=tenant
+        )
+        keys, parents = zip(*wishes, strict=True)
+        rows = frames.wishes(keys, [parent or NO_PARENT for parent in parents], lengths)
+        message = b"".join((head, rows, tenant))
+        give_up_at = time.monotonic() + left_s
+        with self._link(deadline) as link:
+            link.send(vectors((address_of(message), len(message))))
+            link.push()  # the node looks for space while the values follow
+            link.send(vectors(*((address_of(value), len(value)) for value in values if len(value))))
+            link.push()
+            checksums = np.array([checksum_of(place) for place in range(count)], CHECKSUM)
+            link.send(vectors((address_of(checksums), checksums.nbytes)))
+            outcomes = _outcomes(link, count, give_up_at)
+        if isinstance(outcomes, MoonserveError):
+            raise outcomes
+        return outcomes
+
+    @contextmanager
+    def _link(self, deadline: Deadline) -> Iterator[Link]:
+        link = self._take(deadline)
+        with self._lock:
+            self._num_used += 1
+            # Several threads that spin would only take time from each other.
+            link.spin_ns = SPIN_NS if self._num_used == 1 else 0
+        kept = False
+        try:
+            yield link
+            kept = True
+        finally:
+            with self._lock:
+                self._num_used -= 1
+                if kept and not self._closed:
+                    self._idle.append(link)
+                else:
+                    link.close()
+
+    def _take(self, deadline: Deadline) -> Link:
+        """The connection used last, since its memory is the warmest, or a new one."""
+        while True:
+            try:
+                link = self._idle.pop()
+            except IndexError:
+                break
+            if link.is_quiet():
+                return link
+            link.close()
+        try:
+            return Link(self._dial(deadline.left_s()))
+        except (Incompatible, Overloaded) as error:
+            raise NotOffered from error
+        except OSError as error:
+            raise PeerLost(f"the connection broke: {error}") from error
+
+
+class _Looks:
+    """What the node's rows say."""
+
+    def __init__(self, answer: bytearray, count: int) -> None:
+        rows = frames.rows_in(answer, count)
+        self._rows = rows
+        self._standings: list[int] = (rows[:, 1] >> np.uint64(32)).tolist()
+        lengths = rows[:, 1] & np.uint64(0xFFFF_FFFF)
+        self._sent = np.array(self._standings) == Standing.SENT
+        self._all_lengths: list[int] = lengths.tolist()
+        self.lengths: list[int] = np.where(self._sent, lengths, 0).tolist()
+        """Of what comes along; 0 for the others."""
+
+    def land(self, link: Link, spots: Spots, rooms: Words, give_up_at: float) -> list[Found]:
+        """Receives it. Raises PeerLost for more than there is room for."""
+        lengths = np.array(self.lengths, np.uint64)
+        if (lengths > rooms).any() or (lengths > spots.rooms).any():
+            raise PeerLost("the node sends more than was asked for")
+        pieces: IoVectors = np.stack((spots.addresses, lengths), axis=1)
+        link.receive(pieces, 0)
+        memory, offsets = spots.segment.buffer, spots.offsets.tolist()
+        values = [
+            memory[offset : offset + length]
+            for offset, length in zip(offsets, self.lengths, strict=True)
+        ]
+        arrived = checksums_on_arrival(link, values, self.lengths, give_up_at)
+        if self._sent.all() and arrived == self._rows[:, 2].tolist():
+            return list(self.lengths)
+        return [self._find(place, checksum) for place, checksum in enumerate(arrived)]
+
+    def _find(self, place: int, arrived: int) -> Found:
+        offset, _, checksum, generation = self._rows[place].tolist()
+        standing, length = self._standings[place], self._all_lengths[place]
+        if standing == Standing.SENT:
+            return length if arrived == checksum else Fate.ASK
+        if standing == Standing.IN_MEMORY:
+            return Entry(NO_RECORD, generation, checksum, length, offset)
+        return Fate.ABSENT if standing == Standing.MISSING else Fate.ASK
+
+
+def _receive_answer(link: Link, answer: bytearray, give_up_at: float) -> None:
+    """All of `answer`. Raises PeerLost for a failure: gets have none but those of the node itself."""
+    link.receive(vectors((address_of(answer), len(answer))), ANSWER.size)
+    end = link.received + len(answer)
+    link.pump(give_up_at)
+    status, _, nbytes = ANSWER.unpack_from(answer)
+    if status != Status.OK or nbytes != len(answer) - ANSWER.size:
+        raise PeerLost("the node's answer is none")
+    if link.received < end:
+        link.wait_for(end)
+        link.pump(give_up_at)
+
+
+def _outcomes(link: Link, count: int, give_up_at: float) -> list[Put] | MoonserveError:
+    head = bytearray(ANSWER.size)
+    link.receive(vectors((address_of(head), len(head))))
+    link.pump(give_up_at)
+    status, _, nbytes = ANSWER.unpack(head)
+    if nbytes > _MAX_FAILURE_BYTES or (status == Status.OK and nbytes != count):
+        raise PeerLost("the node's answer is none")
+    body = bytearray(nbytes)
+    link.receive(vectors((address_of(body), nbytes)))
+    link.pump(give_up_at)
+    if status == Status.OK:
+        return [Put(outcome) for outcome in body]
+    return failure_from_wire(common_pb2.Failure.FromString(bytes(body)))

@@ -1,0 +1,129 @@
+"""One express connection, as both of its ends see it: bytes out, bytes in, until a deadline.
+
+Its rule: memory goes to and comes from the kernel without a copy between, and nothing of it moves any more once a call
+has returned or raised and the link was closed. Knows no questions.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import time
+
+from protocol.errors import DeadlineExceeded, PeerLost
+from protocol.lean import sockets
+from transfer.native import End, Flow, IoVectors, address_of, data_plane, vectors
+
+_LOOK_UP_S = 0.1
+"""So often a wait lets Python see to signals."""
+SPIN_NS = 100_000
+"""As long as a peer at work needs for its answer; to be woken takes as long (LOG.md, Transfer engine)."""
+DISCARD_BYTES = 256 * 1024
+LOCAL_BUFFER_BYTES = 4 << 20
+"""A whole batch fits, so that its sender need not be woken in the midst of it."""
+
+
+class Link:
+    """Belongs to one thread at a time; `shut` may be called from any."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        _tune(sock)
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._plane = data_plane()
+        self._flow = Flow()
+        self._events = select.poll()
+        self._events.register(sock, select.POLLIN)
+        self.spin_ns = SPIN_NS
+
+    @property
+    def received(self) -> int:
+        """Bytes, ever."""
+        return self._flow.into.moved
+
+    def send(self, pieces: IoVectors) -> None:
+        """They begin to move with the next `pump`. The caller keeps the array and the memory until they are sent."""
+        self._flow.send(pieces)
+
+    def receive(self, pieces: IoVectors, at_least: int | None = None) -> None:
+        """What comes next goes there; `pump` waits for so many bytes of it, all if none are named."""
+        self._flow.receive(pieces, at_least)
+
+    def wait_for(self, received: int) -> None:
+        """`pump` is to wait until so many bytes have come, ever."""
+        self._flow.state.wanted = received
+
+    def pump(self, give_up_at: float) -> None:
+        """Sends, until what is to be waited for has come; without input to wait for, until all is sent.
+
+        Raises DeadlineExceeded, PeerLost; then the link is of no use any more.
+        """
+        while True:
+            left_s = give_up_at - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineExceeded("the peer did not answer within the deadline")
+            timeout_ns = int(min(left_s, _LOOK_UP_S) * 1e9)
+            end = self._plane.pump(
+                self._fd, self._flow, timeout_ns=timeout_ns, spin_ns=self.spin_ns
+            )
+            if end is End.IN_DONE or end is End.OUT_DONE:
+                return
+            if end is not End.TIMEOUT:
+                raise PeerLost("the connection broke")
+
+    def push(self) -> None:
+        """Sends what can be sent without waiting; a broken link shows in the next `pump`."""
+        self._plane.pump(self._fd, self._flow, timeout_ns=0, spin_ns=0)
+
+    def is_quiet(self) -> bool:
+        """Nothing has arrived, not even its end."""
+        return not self._events.poll(0)
+
+    def shut(self) -> None:
+        """Whoever waits for it is told that it has ended."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it has ended already
+            return
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def received(link: Link, nbytes: int, give_up_at: float) -> bytearray:
+    """The next so many bytes. Raises as `Link.pump`."""
+    data = bytearray(nbytes)
+    if nbytes:
+        link.receive(vectors((address_of(data), nbytes)))
+        link.pump(give_up_at)
+    return data
+
+
+def discard(link: Link, nbytes: int, give_up_at: float) -> None:
+    """Receives so many bytes for nobody. Raises as `Link.pump`."""
+    nowhere = bytearray(min(nbytes, DISCARD_BYTES))
+    while nbytes:
+        some = min(nbytes, len(nowhere))
+        link.receive(vectors((address_of(nowhere), some)))
+        link.pump(give_up_at)
+        nbytes -= some
+
+
+def send(link: Link, data: bytes, give_up_at: float) -> None:
+    """All of it. Raises as `Link.pump`."""
+    link.send(vectors((address_of(data), len(data))))
+    link.pump(give_up_at)
+
+
+def millis(left_s: float) -> int:
+    """Rounded up: the node must not give up before its caller."""
+    return math.ceil(left_s * 1000)
+
+
+def _tune(sock: socket.socket) -> None:
+    sockets.tune(sock)
+    if sock.family == socket.AF_UNIX or sock.getsockname()[0] == sock.getpeername()[0]:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOCAL_BUFFER_BYTES)

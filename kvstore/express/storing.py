@@ -1,0 +1,138 @@
+"""Puts that come over an express connection: space, bytes, checksums, and then they are visible; in one question.
+
+The event loop is asked for space and to make visible what has arrived; the bytes come straight to their place
+between the two, in the connection's thread. Its rule: a value is visible only when all of it has arrived and matches
+its writer's checksum, and whatever breaks in the midst of a question leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.express import frames
+from kvstore.express.arriving import checksums_on_arrival
+from kvstore.express.frames import ANSWER, CHECKSUM, WISH, MalformedQuestion, Put, Status
+from kvstore.express.in_loop import InLoop
+from kvstore.express.link import Link, discard, received, send
+from kvstore.express.writes import LocalWrites
+from kvstore.promises import Outcome, Reservation, Wish
+from kvstore.wire import keys_from_wire, pin_from_wire
+from protocol.errors import InvalidRequest, MoonserveError
+from protocol.failures import failure_to_wire
+from protocol.keys import NO_PARENT, BlockKey
+from protocol.pb import kvstore_pb2
+from transfer import Segment
+from transfer.native import address_of, vectors
+
+
+class Storing:
+    """For any number of connections."""
+
+    def __init__(self, segment: Segment, writes: LocalWrites, in_loop: InLoop) -> None:
+        self._segment = segment
+        self._writes = writes
+        self._in_loop = in_loop
+
+    def put(
+        self,
+        link: Link,
+        count: int,
+        nbytes: int,
+        pin: int,
+        tenant_bytes: int,
+        give_up_at: float,
+    ) -> None:
+        """Answers one question whose head has come. Raises PeerLost, DeadlineExceeded: nothing of it is stored then."""
+        body = received(link, count * frames.WISH_BYTES + tenant_bytes, give_up_at)
+        rows = np.frombuffer(body, WISH, count)
+        if int(rows["length"].sum()) != nbytes or max(rows["length"], default=0) > nbytes:
+            raise MalformedQuestion("values that do not fill what was announced")
+        try:
+            wishes = _wishes(rows, pin, bytes(body[count * frames.WISH_BYTES :]))
+            reservation = self._in_loop.run(lambda: self._writes.begin(wishes))
+        except MoonserveError as error:
+            discard(link, nbytes + count * CHECKSUM.itemsize, give_up_at)
+            _refuse(link, error, give_up_at)
+            return
+        if reservation is None:
+            discard(link, nbytes + count * CHECKSUM.itemsize, give_up_at)
+            outcomes = [Put.LATER] * count
+        else:
+            outcomes = self._store(link, reservation, give_up_at)
+        send(link, ANSWER.pack(Status.OK, count, count) + bytes(outcomes), give_up_at)
+
+    def _store(self, link: Link, reservation: Reservation, give_up_at: float) -> list[Put]:
+        """What became of each value."""
+        try:
+            arrived, announced = self._arrive(link, reservation, give_up_at)
+        except BaseException:
+            self._in_loop.run(lambda: self._writes.give_up(reservation))
+            raise
+        outcomes = [frames.OUTCOMES[slot.outcome] for slot in reservation.slots]
+        granted = [place for place, put in enumerate(outcomes) if put is Put.STORED]
+        corrupt = [place for place in granted if arrived[place] != announced[place]]
+        for place in corrupt:
+            outcomes[place] = Put.CORRUPT
+        if granted:
+            key_at = [wish.key for wish in reservation.wishes]
+            checksums = {key_at[place]: announced[place] for place in granted}
+            dropped = [key_at[place] for place in corrupt]
+            self._in_loop.run(lambda: self._writes.end(reservation, checksums, dropped))
+        return outcomes
+
+    def _arrive(
+        self, link: Link, reservation: Reservation, give_up_at: float
+    ) -> tuple[list[int], list[int]]:
+        """The checksums of what has come, and those that the writer says. What was not granted is passed over."""
+        lengths = [wish.length for wish in reservation.wishes]
+        values = self._places(reservation, lengths)
+        passed = [n for value, n in zip(values, lengths, strict=True) if value is None]
+        nowhere = bytearray(max(passed, default=0))
+        announced = np.empty(len(lengths), CHECKSUM)
+        pieces = [
+            (address_of(nowhere if value is None else value), length)
+            for value, length in zip(values, lengths, strict=True)
+            if length
+        ]
+        end = link.received + sum(lengths) + announced.nbytes
+        link.receive(vectors(*pieces, (address_of(announced), announced.nbytes)), 0)
+        arrived = checksums_on_arrival(link, values, lengths, give_up_at)
+        link.wait_for(end)
+        link.pump(give_up_at)
+        told: list[int] = announced.tolist()
+        return arrived, told
+
+    def _places(self, reservation: Reservation, lengths: Sequence[int]) -> list[memoryview | None]:
+        """Memory of each value that was granted."""
+        memory = self._segment.buffer
+        return [
+            memory[slot.offset : slot.offset + length] if slot.outcome is Outcome.GRANTED else None
+            for slot, length in zip(reservation.slots, lengths, strict=True)
+        ]
+
+
+def _wishes(rows: npt.NDArray[np.void], pin: int, tenant: bytes) -> list[Wish]:
+    """Raises InvalidRequest."""
+    try:
+        name = tenant.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("a tenant's name is UTF-8", param="tenant") from error
+    kind = pin_from_wire(kvstore_pb2.StorePin.ValueType(pin))
+    columns = rows.tolist()
+    keys = keys_from_wire(key for key, _, _ in columns)
+    return [
+        Wish(key=key, parent=_parent(parent), length=length, tenant=name, pin=kind)
+        for key, (_, parent, length) in zip(keys, columns, strict=True)
+    ]
+
+
+def _parent(parent: bytes) -> BlockKey | None:
+    return None if parent == NO_PARENT else BlockKey(parent)
+
+
+def _refuse(link: Link, error: MoonserveError, give_up_at: float) -> None:
+    payload = failure_to_wire(error).SerializeToString()
+    send(link, ANSWER.pack(Status.FAILURE, 0, len(payload)) + payload, give_up_at)
