@@ -65,6 +65,7 @@ class Mover:
         self._loading: dict[int, asyncio.Future[None]] = {}  # by generation
         self._tasks: set[asyncio.Task[None]] = set()
         self._moved = asyncio.Event()  # replaced at each end
+        self._disk_lost = asyncio.Event()
 
     async def recover(self, disk: DiskTier, progress: Callable[[float], None]) -> None:
         """Takes in what the disk holds, while the node serves already. Nothing is written to it meanwhile."""
@@ -112,6 +113,9 @@ class Mover:
         self.health = health
         log.error("the disk is %s: %s; serving from memory only", health, reason)
         self._state.forget_disk()
+        for loaded in self._loading.values():  # nobody waits for a disk that may never answer
+            _settle(loaded)
+        self._disk_lost.set()
         self._changed()
 
     @property
@@ -192,12 +196,16 @@ class Mover:
             await self.disk.forget([_forgotten(key, generation) for key in keys])
 
     async def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for what is under way, but not for a disk that is lost."""
         if self._resting is not None:
             self._resting.cancel()
-        await asyncio.gather(*self._tasks)
+        lost = asyncio.create_task(self._disk_lost.wait())
+        while self._tasks and not lost.done():
+            await asyncio.wait({*self._tasks, lost}, return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
         if self.disk is not None:
             await self.disk.close()
+        await asyncio.gather(*self._tasks)
 
     def _copies(self) -> list[Store]:
         stores: list[Store] = []
@@ -249,7 +257,7 @@ class Mover:
         )
         for load, arrived in zip(loads, good, strict=True):
             self._state.loaded(load, arrived)
-            self._loading.pop(load.object.generation).set_result(None)
+            _settle(self._loading.pop(load.object.generation))
         self._ended()
 
     def _bytes_of(self, stored: StoredObject) -> memoryview:
@@ -274,6 +282,11 @@ class Mover:
         task = asyncio.create_task(body)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _settle(loaded: asyncio.Future[None]) -> None:
+    if not loaded.done():
+        loaded.set_result(None)
 
 
 def _forgotten(key: BlockKey, generation: int) -> DiskObject:

@@ -63,7 +63,7 @@ class Health(StrEnum):
 
     GOOD = "good"
     READ_ONLY = "read-only"  # writes are refused, what is there is served
-    FAILED = "failed"  # neither
+    FAILED = "failed"  # neither, or it does not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +105,14 @@ class DiskTier(Protocol):
         """
 
     async def write(self, writes: Sequence[DiskWrite]) -> list[Place | None]:
-        """Durable on return; None where there was no space or the disk failed. Never raises for the disk's sake."""
+        """Durable on return; None where there was no space, or the disk failed or did not answer in time. Never raises
+        for the disk's sake."""
 
     async def read(self, reads: Sequence[DiskRead]) -> list[bool]:
-        """Whether each object now lies in its memory: its header says so and its bytes match their checksum."""
+        """Whether each object now lies in its memory: its header says so and its bytes match their checksum.
+
+        On a disk that does not answer it may take as long as that lasts, since the disk may still write to the memory.
+        """
 
     def release(self, place: Place) -> None:
         """The object there is no longer wanted. It may come back after a restart: `forget` prevents that."""
@@ -120,7 +124,7 @@ class DiskTier(Protocol):
         """
 
     async def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for what is under way, but not for a disk that does not answer."""
 
 
 Moved = Callable[[DiskObject, Place, Place], bool]

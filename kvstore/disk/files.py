@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.disk.base import PAGE
+from kvstore.disk.waits import Waits
 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 
 
 class FileCalls:
-    """The system calls that can fail because of the disk; a test's subclass makes them fail."""
+    """The system calls that can fail or hang because of the disk; a test's subclass makes them do so."""
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
@@ -32,8 +33,9 @@ class FileCalls:
 class SegmentFile:
     """An open segment. Reading and writing are for I/O threads, `use` and `retire` for the event loop."""
 
-    def __init__(self, fd: int, number: int, calls: FileCalls) -> None:
+    def __init__(self, fd: int, number: int, calls: FileCalls, waits: Waits) -> None:
         self.number = number
+        self._waits = waits
         self._fd = fd
         self._calls = calls
         self._users = 0
@@ -58,7 +60,8 @@ class SegmentFile:
         offset = page * PAGE
         for left in _chunks(buffers):
             while left:
-                done = self._calls.pwritev(self._fd, left, offset)
+                with self._waits:
+                    done = self._calls.pwritev(self._fd, left, offset)
                 if not done:
                     raise OSError(errno.EIO, "the disk wrote nothing")
                 offset += done
@@ -69,7 +72,8 @@ class SegmentFile:
         offset = begin = page * PAGE
         for left in _chunks(buffers):
             while left:
-                done = self._calls.preadv(self._fd, left, offset)
+                with self._waits:
+                    done = self._calls.preadv(self._fd, left, offset)
                 if not done:
                     return offset - begin
                 offset += done
@@ -77,7 +81,8 @@ class SegmentFile:
         return offset - begin
 
     def sync(self) -> None:
-        self._calls.fdatasync(self._fd)
+        with self._waits:
+            self._calls.fdatasync(self._fd)
 
     def __enter__(self) -> SegmentFile:
         """While it is in use, it is neither closed nor given another content."""
@@ -88,6 +93,10 @@ class SegmentFile:
         self._users -= 1
         if not self._users and self._unused is not None:
             self._unused.set()
+
+    @property
+    def in_use(self) -> bool:
+        return self._users > 0
 
     async def unused(self) -> None:
         """Waits until nobody uses it. Nobody new may find it meanwhile."""

@@ -20,6 +20,7 @@ from kvstore.disk.files import FileCalls, SegmentFile, open_file
 from kvstore.disk.format import LOG_BEGIN, Context, Kind, context_of, encode_head, frame
 from kvstore.disk.identity import Identity
 from kvstore.disk.memory import Scratch
+from kvstore.disk.waits import Waits
 from protocol.errors import ConfigError
 
 MAX_SEGMENT_NUMBER = 2**31 - 1
@@ -40,12 +41,14 @@ class Folder:
         direct: bool,
         calls: FileCalls,
         scratch: Scratch,
+        waits: Waits,
     ) -> None:
         """Raises ConfigError when it is in use, or not what was asked for."""
         self.path = path
         self.direct = direct
         self._calls = calls
         self._scratch = scratch
+        self._waits = waits
         self._lock = identities.lock(path)
         try:
             used = bool(self.segments())
@@ -68,15 +71,19 @@ class Folder:
 
     def open(self, number: int) -> SegmentFile:
         fd, self.direct = open_file(self._path("segment", number), create=False, direct=self.direct)
-        return SegmentFile(fd, number, self._calls)
+        return SegmentFile(fd, number, self._calls, self._waits)
 
     def create(self, nbytes: int) -> SegmentFile:
         """The next segment, empty; a full disk shows here, not later."""
+        with self._waits:
+            return self._create(nbytes)
+
+    def _create(self, nbytes: int) -> SegmentFile:
         number = self._reserve_number()
         spare = next(self._spares(nbytes), None)
         path = spare or self._path("free", number)
         fd, self.direct = open_file(path, create=spare is None, direct=self.direct)
-        file = SegmentFile(fd, number, self._calls)
+        file = SegmentFile(fd, number, self._calls, self._waits)
         try:
             os.posix_fallocate(fd, 0, nbytes)
             self._write_head(file, nbytes)
@@ -91,8 +98,9 @@ class Folder:
 
     def recycle(self, number: int) -> None:
         """Durably no segment any more."""
-        self._path("segment", number).rename(self._path("free", number))
-        self._sync()
+        with self._waits:
+            self._path("segment", number).rename(self._path("free", number))
+            self._sync()
 
     def drop_spares(self, *, keep: int, nbytes: int) -> None:
         """Deletes files of former segments, but for `keep` of the right size."""
@@ -104,6 +112,13 @@ class Folder:
 
     def check_readable(self, files: Sequence[SegmentFile]) -> None:
         """Raises OSError unless this is still the folder of `files`, and can be read."""
+        with self._waits:
+            self._check_names(files)
+            with self._scratch.borrow(PAGE) as page:
+                for file in files[-1:]:
+                    file.read(0, [page[:PAGE]])
+
+    def _check_names(self, files: Sequence[SegmentFile]) -> None:
         try:
             folder_id = identities.read(self.path).folder_id
         except (ValueError, TypeError) as error:
@@ -114,13 +129,11 @@ class Folder:
             stat = self._path("segment", file.number).stat()
             if (stat.st_dev, stat.st_ino) != file.inode:
                 raise FileNotFoundError(errno.ENOENT, f"segment {file.number} is another file now")
-        with self._scratch.borrow(PAGE) as page:
-            for file in files[-1:]:
-                file.read(0, [page[:PAGE]])
 
     def check_writable(self) -> None:
         """Raises OSError."""
-        self._write_identity(self.identity)
+        with self._waits:
+            self._write_identity(self.identity)
 
     def close(self) -> None:
         os.close(self._lock)

@@ -59,6 +59,11 @@ class DiskHealth:
             if self._read_errors >= READ_ERRORS_IN_A_ROW:
                 self._worsen(Health.FAILED, f"the disk cannot be read: {error}")
 
+    def hangs(self, waited_s: float) -> None:
+        """It has not answered for so long."""
+        self._counters["disk_hangs"] += self.now is not Health.FAILED
+        self._worsen(Health.FAILED, f"the disk has not answered for {waited_s:.0f} s")
+
     def checked(self, health: Health, reason: str) -> None:
         """Somebody looked after the disk and found it so."""
         if health is Health.GOOD:

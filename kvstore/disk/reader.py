@@ -78,7 +78,7 @@ class Reader:
                 file = self._segments.files[segment_of(reads[run[0]].place)]
                 in_use.enter_context(file)
                 jobs.append(partial(self._io.read, file, [reads[index] for index in run]))
-            outcomes = await self._segments.threads.run(jobs)
+            outcomes = await self._segments.threads.run(jobs, until_over=True)
         failed = []
         for run, outcome in zip(runs, outcomes, strict=True):
             if isinstance(outcome, OSError):

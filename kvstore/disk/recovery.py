@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from kvstore.disk.base import DiskObject, Place
@@ -77,11 +78,16 @@ class Recovery:
         self._known = Known()
 
     async def run(self, progress: Callable[[float], None]) -> AsyncGenerator[Found, None]:
+        """Ends early when the disk fails as a whole; then its health says so."""
         try:
             await self._open()
+            async with aclosing(self._found(progress)) as found:
+                async for piece in found:
+                    yield piece
         except OSError as error:
             self._segments.failed(Doing.READ, error)
-            return
+
+    async def _found(self, progress: Callable[[float], None]) -> AsyncGenerator[Found, None]:
         surveys = await self._survey(progress)
         async for done, survey, records in self._with_records(surveys):
             progress(_SURVEY_SHARE + (1 - _SURVEY_SHARE) * done / len(surveys))

@@ -20,6 +20,7 @@ from typing import Any
 
 from kvstore.disk.base import PAGE
 from kvstore.disk.threads import Answer
+from kvstore.disk.waits import Waits
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,9 @@ class Landing:
     """Reads that were asked for together. `slots` hold what was read until they are given back."""
 
     slots: list[int]
+    begun_at: float
     answer: Answer[None]
+    given_up: bool = False
     nbytes: dict[int, int | None] = field(default_factory=dict)
     """By slot, what has landed; None = it failed."""
 
@@ -52,7 +55,7 @@ class Ring:
     """Belongs to the event loop in which it was opened."""
 
     @classmethod
-    def opened(cls) -> Ring | None:
+    def opened(cls, waits: Waits) -> Ring | None:
         """None where there is no io_uring to be had."""
         try:
             uring = importlib.import_module("liburing")
@@ -64,12 +67,13 @@ class Ring:
         except OSError as error:  # many containers forbid it
             logger.info("no io_uring here (%s): small reads go through threads", error)
             return None
-        return cls(uring, ring)
+        return cls(uring, ring, waits)
 
-    def __init__(self, uring: Any, ring: Any) -> None:
+    def __init__(self, uring: Any, ring: Any, waits: Waits) -> None:
         """Use `opened`."""
         self._uring = uring
         self._ring = ring
+        self._waits = waits
         self._entry = uring.Cqe()
         self._memory = memoryview(mmap.mmap(-1, NUM_SLOTS * SLOT_PAGES * PAGE))
         self._free = list(range(NUM_SLOTS))
@@ -88,7 +92,7 @@ class Ring:
 
     async def read(self, reads: Sequence[RingRead]) -> Landing:
         """What has landed, to be looked at by `content` and given back. A cancellation waits for the disk too."""
-        landing = Landing([self._free.pop() for _ in reads], Answer())
+        landing = Landing([self._free.pop() for _ in reads], self._waits.now, Answer())
         for slot, read in zip(landing.slots, reads, strict=True):
             self._landings[slot] = landing
             self._prepare(slot, read)
@@ -103,12 +107,26 @@ class Ring:
     def content(self, landing: Landing, index: int) -> memoryview | None:
         """What the read of that index has brought, shorter at the end of a file; None = it failed."""
         slot = landing.slots[index]
-        nbytes = landing.nbytes[slot]
+        nbytes = landing.nbytes.get(slot)
         begin = slot * SLOT_PAGES * PAGE
         return None if nbytes is None else self._memory[begin : begin + nbytes]
 
     def give_back(self, landing: Landing) -> None:
-        self._free += landing.slots
+        """Slots of reads that were given up come back when the disk is done with them."""
+        self._free += [slot for slot in landing.slots if slot in landing.nbytes]
+        landing.slots.clear()
+
+    def longest_s(self) -> float:
+        """How long the oldest read waits."""
+        begun = [landing.begun_at for landing in self._landings.values()]
+        return self._waits.now - min(begun) if begun else 0.0
+
+    def give_up(self) -> None:
+        """The disk hangs: whoever waits is told that nothing has landed."""
+        for landing in set(self._landings.values()):
+            if not landing.given_up:
+                landing.given_up = True
+                landing.answer.give(None)
 
     def close(self) -> None:
         self._loop.remove_reader(self._ring.ring_fd)
@@ -148,6 +166,9 @@ class Ring:
 
     def _note(self, slot: int, nbytes: int | None) -> None:
         landing = self._landings.pop(slot)
+        if landing.given_up:
+            self._free.append(slot)
+            return
         landing.nbytes[slot] = nbytes
         if len(landing.nbytes) == len(landing.slots):
             landing.answer.give(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import ExitStack
 
 from kvstore.disk.base import PAGE
 from kvstore.disk.files import SegmentFile
@@ -58,13 +59,18 @@ class Segments:
         """The active segment, if there is one, gets its footer."""
         if self.log.active is not None:
             segment = self.log.seal()
-            await self.write_footer(segment)
+            if self.health.may_read():
+                await self.write_footer(segment)
+            else:
+                segment.forget_footer()
 
     async def write_footer(self, segment: Segment) -> None:
         """Without it the segment is scanned at the next start, and no more."""
         file = self.files[segment.number]
         try:
-            await self.threads.call(lambda: self._write_footer(file, segment))
+            in_use = ExitStack()
+            in_use.enter_context(file)
+            await self.threads.call(lambda: self._write_footer(file, segment), over=in_use.close)
         except OSError as error:
             self.failed(Doing.WRITE, error)
         segment.forget_footer()
@@ -97,7 +103,9 @@ class Segments:
         return True
 
     async def close(self) -> None:
+        """What hangs in a file that does not answer stays open: its number may not become another file's."""
         for file in self.files.values():
-            await file.unused()
-            file.close()
+            if self.health.may_read() or not file.in_use:
+                await file.unused()
+                file.close()
         self.files.clear()

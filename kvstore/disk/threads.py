@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -64,11 +65,20 @@ class Answer(Generic[T]):
 class _Batch(Generic[T]):
     """Jobs that are under way together."""
 
-    def __init__(self, jobs: Sequence[Job[T]], then: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        jobs: Sequence[Job[T]],
+        then: Callable[[], None] | None,
+        over: Callable[[], None] | None,
+        until_over: bool,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.answer: Answer[list[T | OSError]] = Answer()
         self._jobs = jobs
         self._then = then
+        self._over = over
+        self.until_over = until_over
+        self._given_up = False
         self._outcomes: list[T | OSError] = [OSError("not run")] * len(jobs)
         self._bug: BaseException | None = None
         self._taken = 0
@@ -86,7 +96,8 @@ class _Batch(Generic[T]):
 
     def run(self, index: int) -> None:
         try:
-            self._outcomes[index] = self._jobs[index]()
+            if not self._given_up:
+                self._outcomes[index] = self._jobs[index]()
         except OSError as error:
             self._outcomes[index] = error
         except BaseException as error:  # raised where the batch is waited for
@@ -98,14 +109,29 @@ class _Batch(Generic[T]):
             self._finish()
 
     def _finish(self) -> None:
-        if self._then is not None and not any(isinstance(o, OSError) for o in self._outcomes):
+        failed = self._given_up or any(isinstance(o, OSError) for o in self._outcomes)
+        if self._then is not None and not failed:
             try:
                 self._then()
             except OSError as error:
                 self._outcomes[-1] = error
-        self._loop.call_soon_threadsafe(self._settle)
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the loop is gone: so late that nobody is left to tell
+            self._loop.call_soon_threadsafe(self._settle)
+
+    def give_up(self) -> None:
+        """The disk hangs: it is answered now, and what of it has not begun will not."""
+        if not self.answer.is_given:
+            self._given_up = True
+            late = OSError(errno.ETIMEDOUT, "the disk does not answer")
+            self.answer.give([late] * len(self._jobs))
 
     def _settle(self) -> None:
+        if self._over is not None:
+            self._over()
+        if self.answer.is_given:
+            return
         if self._bug is not None:
             self.answer.fail(self._bug)
         else:
@@ -117,6 +143,7 @@ class IoThreads:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._queue: SimpleQueue[_Batch[Any] | None] = SimpleQueue()
+        self._unanswered: set[_Batch[Any]] = set()
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
             for number in range(num_threads)
@@ -129,22 +156,39 @@ class IoThreads:
         return len(self._threads)
 
     async def run(
-        self, jobs: Sequence[Job[T]], then: Callable[[], None] | None = None
+        self,
+        jobs: Sequence[Job[T]],
+        then: Callable[[], None] | None = None,
+        *,
+        over: Callable[[], None] | None = None,
+        until_over: bool = False,
     ) -> list[T | OSError]:
         """What each job returned, or the OSError that it raised; other errors are raised here.
 
-        `then` runs in a thread when all went well; its error replaces the last outcome. Returns only when all jobs have
-        ended, even when it is cancelled: they hold their caller's memory.
+        `then` runs in a thread when all went well; its error replaces the last outcome. Returns when all jobs have
+        ended, even when it is cancelled: they hold their caller's memory. Or when they are given up, unless they
+        read into that memory (`until_over`). `over` is called in the event loop once they have really ended.
         """
         if not jobs:
             return []
-        batch = _Batch(jobs, then)
+        batch = _Batch(jobs, then, over, until_over)
+        self._unanswered.add(batch)
         self._queue.put(batch)
-        return await batch.answer.wait()
+        try:
+            return await batch.answer.wait()
+        finally:
+            self._unanswered.discard(batch)
 
-    async def call(self, job: Job[T]) -> T:
+    def give_up(self, *, everything: bool) -> None:
+        """The disk hangs: whoever waits for it is told so. With `everything`, also who has to wait `until_over`: at the
+        very end, when nobody uses that memory again."""
+        for batch in self._unanswered:
+            if everything or not batch.until_over:
+                batch.give_up()
+
+    async def call(self, job: Job[T], *, over: Callable[[], None] | None = None) -> T:
         """What `job` returns; raises what it raises."""
-        (outcome,) = await self.run([job])
+        (outcome,) = await self.run([job], over=over)
         if isinstance(outcome, OSError):
             raise outcome
         return outcome

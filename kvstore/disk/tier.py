@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 
 from kvstore.disk.base import (
     PAGE,
@@ -37,6 +38,7 @@ from kvstore.disk.ring import Ring
 from kvstore.disk.segments import Segments
 from kvstore.disk.survey import Surveyor
 from kvstore.disk.threads import IoThreads
+from kvstore.disk.waits import Clock, Waits
 from kvstore.disk.writer import Writer
 from protocol.errors import ConfigError
 
@@ -47,6 +49,7 @@ FEWEST_SEGMENTS = 4
 _LARGEST_SEGMENT = 256 * 2**20
 _SMALLEST_SEGMENT = 32 * 2**20
 """Unless the whole capacity is small: the largest object has to fit."""
+_LOOKS_PER_LIMIT = 4
 _SEGMENTS = 32
 """As many as that, if they do not get too small or too large."""
 
@@ -63,6 +66,8 @@ class DiskOptions:
     direct: bool = True  # around the page cache
     ring: bool = True  # small reads through io_uring, where there is one
     check_every_s: float = 10.0
+    time_limit_s: float = 30.0  # of one system call; longer than a disk's own retries take
+    clock: Clock = monotonic
     calls: FileCalls = field(default_factory=FileCalls)
     sleep: Sleep = asyncio.sleep
 
@@ -86,7 +91,7 @@ class SsdTier:
                 f"SSD capacity {capacity} must be at least {FEWEST_SEGMENTS} segments"
                 f" of {segment_bytes} bytes, which are multiples of {PAGE}"
             )
-        scratch = Scratch()
+        scratch, waits = Scratch(), Waits(options.clock)
         opened = await asyncio.to_thread(
             Folder,
             folder,
@@ -94,8 +99,10 @@ class SsdTier:
             direct=options.direct,
             calls=options.calls,
             scratch=scratch,
+            waits=waits,
         )
-        return cls(opened, Log(capacity, segment_bytes), options, scratch, moved, health_changed)
+        log = Log(capacity, segment_bytes)
+        return cls(opened, log, options, scratch, waits, moved, health_changed)
 
     def __init__(
         self,
@@ -103,6 +110,7 @@ class SsdTier:
         log: Log,
         options: DiskOptions,
         scratch: Scratch,
+        waits: Waits,
         moved: Moved,
         health_changed: HealthChanged,
     ) -> None:
@@ -112,13 +120,14 @@ class SsdTier:
         self._log = log
         self._options = options
         self._scratch = scratch
+        self._waits = waits
         self._health = DiskHealth(health_changed, self.counters)
         self._threads = IoThreads(options.num_threads, "ssd")
         self._segments = Segments(log, folder, self._threads, scratch, self._health, self.counters)
         io = ObjectIo(folder, scratch)
         self._surveyor = Surveyor(folder, io, scratch)
         # Decryption is for threads: it takes longer than the event loop may.
-        self._ring = Ring.opened() if options.ring and folder.cipher is None else None
+        self._ring = Ring.opened(waits) if options.ring and folder.cipher is None else None
         self._reader = Reader(self._segments, io, self._ring)
         self._writer = Writer(self._segments, io)
         self._compactor = Compactor(
@@ -128,6 +137,7 @@ class SsdTier:
         self._recovered = False
         self._closed = False
         self._watch: asyncio.Task[None] | None = None
+        self._limit = asyncio.create_task(self._mind_the_limit())
 
     @property
     def folder_id(self) -> str:
@@ -206,20 +216,49 @@ class SsdTier:
         await self._writer.settle_debts()
         self._compactor.wake()
 
+    def look_at_waits(self) -> None:
+        """A disk that has not answered for too long has failed; who waits for it is told, at the latest by `close`.
+
+        Only reads into their caller's memory by a thread wait on: the disk may write there until they have ended.
+        """
+        if not self._hangs():
+            return
+        self._health.hangs(self._longest_wait_s())
+        self._threads.give_up(everything=self._closed)
+        if self._ring is not None:
+            self._ring.give_up()
+        self._writer.room_changed()
+
+    def _hangs(self) -> bool:
+        return self._longest_wait_s() > self._options.time_limit_s
+
+    def _longest_wait_s(self) -> float:
+        in_ring = 0.0 if self._ring is None else self._ring.longest_s()
+        return max(self._waits.longest_s(), in_ring)
+
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        self.look_at_waits()
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
         await self._compactor.close()
         await self._writer.close()
         await self._segments.close()
-        await asyncio.to_thread(self._threads.close)
+        self._limit.cancel()
+        await asyncio.wait([self._limit])
+        if not self._hangs():
+            await asyncio.to_thread(self._threads.close)
         if self._ring is not None:
             self._ring.close()
         self._folder.close()
+
+    async def _mind_the_limit(self) -> None:
+        while True:
+            await self._options.sleep(self._options.time_limit_s / _LOOKS_PER_LIMIT)
+            self.look_at_waits()
 
     async def _look_after(self) -> None:
         while True:

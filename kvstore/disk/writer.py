@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from kvstore.disk.base import PAGE, DiskObject, DiskWrite, Place
@@ -184,7 +185,9 @@ class Writer:
         entries = [*(item.entry for item in group), EndEntry(active.tail)]
         threads = self._segments.threads
         jobs = [partial(self._io.write, file, run) for run in runs(entries, threads.num_threads)]
-        outcomes = await threads.run(jobs, then=file.sync)
+        in_use = ExitStack()  # if the disk hangs, until it has really let go of it
+        in_use.enter_context(file)
+        outcomes = await threads.run(jobs, then=file.sync, over=in_use.close)
         errors = [outcome for outcome in outcomes if outcome is not None]
         if errors:
             await self._failed(group, errors[0])

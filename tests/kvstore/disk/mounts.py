@@ -34,3 +34,33 @@ def _mount(*arguments: str) -> str:
     return subprocess.run(
         ["mount", *arguments], check=False, capture_output=True, text=True
     ).stderr.strip()
+
+
+@contextlib.contextmanager
+def mounted_ext4(folder: Path, nbytes: int = 64 * 2**20) -> Iterator[Path]:
+    """An ext4 of so many bytes in a file beside the folder."""
+    image = folder.with_suffix(".image")
+    with image.open("wb") as file:
+        file.truncate(nbytes)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no ext4 here: {error}")
+    folder.mkdir()
+    refused = _mount("-o", "loop", str(image), str(folder))
+    if refused:
+        pytest.skip(f"no mounts here: {refused}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
+
+
+@contextlib.contextmanager
+def frozen(folder: Path) -> Iterator[None]:
+    """Whoever writes to the file system waits until the end."""
+    subprocess.run(["fsfreeze", "--freeze", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(folder)], check=True)

@@ -193,7 +193,10 @@ async def test_the_disk_is_looked_after_without_being_asked(tmp_path: Path) -> N
     ticks: asyncio.Queue[None] = asyncio.Queue()
 
     async def sleep(seconds: float) -> None:
-        await ticks.get()
+        if seconds == SMALL.check_every_s:
+            await ticks.get()
+        else:
+            await asyncio.Event().wait()
 
     changed = asyncio.Event()
     async with opened(tmp_path / "tier", dataclasses.replace(SMALL, sleep=sleep)) as stand:

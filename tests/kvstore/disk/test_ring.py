@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvstore.disk.base import PAGE
 from kvstore.disk.ring import NUM_SLOTS, SLOT_PAGES, Ring, RingRead
+from kvstore.disk.waits import Waits
 from tests.kvstore.disk.tiers import opened, written
 
 FILE_PAGES = 3 * SLOT_PAGES
@@ -30,7 +31,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def ring_or_skip() -> Ring:
-    ring = Ring.opened()
+    ring = Ring.opened(Waits())
     if ring is None:
         pytest.skip("no io_uring here, or no liburing")
     return ring

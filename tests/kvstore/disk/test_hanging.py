@@ -1,0 +1,169 @@
+"""A disk that does not answer: whoever waits is told after a limit, and memory that it may still write to is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.disk.base import DiskRead, Health
+from kvstore.disk.files import FileCalls
+from kvstore.disk.tier import DiskOptions
+from tests.kvstore.disk.hanging import Clock, HangingCalls, stuck, until_it_hangs
+from tests.kvstore.disk.mounts import frozen, mounted_ext4
+from tests.kvstore.disk.tiers import CAPACITY, SMALL, Stand, opened, written
+
+LIMIT_S = SMALL.time_limit_s
+
+
+def hanging(kind: str) -> tuple[HangingCalls, Clock, DiskOptions]:
+    calls, clock = HangingCalls(kind), Clock()
+    options = dataclasses.replace(SMALL, calls=calls, clock=clock, sleep=for_ever, ring=False)
+    return calls, clock, options
+
+
+async def for_ever(seconds: float) -> None:
+    await asyncio.Event().wait()
+
+
+def read_of(stand: Stand, number: int) -> tuple[DiskRead, memoryview]:
+    about = written(number).object
+    memory = memoryview(bytearray(about.length))
+    return DiskRead(object=about, place=stand.owner.places[about], memory=memory), memory
+
+
+@pytest.mark.parametrize("kind", ["write", "sync"])
+async def test_a_write_that_hangs_is_refused_and_never_comes_back(
+    tmp_path: Path, kind: str
+) -> None:
+    calls, clock, options = hanging(kind)
+    async with opened(tmp_path, options) as stand:
+        assert await stand.put([written(1)]) == [True]
+        with stuck(calls):
+            first = asyncio.create_task(stand.put([written(2)]))
+            await until_it_hangs(calls)
+            second = asyncio.create_task(stand.put([written(3)]))
+            clock.now += LIMIT_S
+            stand.tier.look_at_waits()
+            assert stand.tier.health is Health.GOOD
+            clock.now += 1
+            stand.tier.look_at_waits()
+            assert (await first, await second) == ([False], [False])
+            ((seen, reason),) = stand.owner.health
+            assert seen is Health.FAILED
+            assert "not answered for 31 s" in reason
+            assert await stand.put([written(4)]) == [False]
+            stand.tier.look_at_waits()
+            assert stand.tier.counters["disk_hangs"] == 1
+        await stand.tier.check()
+        assert stand.tier.health is Health.GOOD
+        assert await stand.put([written(5)]) == [True]
+    async with opened(tmp_path) as stand:
+        assert set(stand.owner.places) == {written(1).object, written(5).object}
+
+
+async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it(
+    tmp_path: Path,
+) -> None:
+    calls, clock, options = hanging("read")
+    async with opened(tmp_path, options) as stand:
+        await stand.put([written(1)])
+        read, memory = read_of(stand, 1)
+        with stuck(calls):
+            task = asyncio.create_task(stand.tier.read([read]))
+            await until_it_hangs(calls)
+            clock.now += LIMIT_S + 1
+            stand.tier.look_at_waits()
+            assert stand.tier.health is Health.FAILED
+            await asyncio.sleep(0)
+            assert not task.done()
+            assert await stand.tier.read([read]) == [False]
+        assert await task == [True]
+        assert memory == written(1).memory
+
+
+async def test_a_tier_closes_although_its_disk_hangs(tmp_path: Path) -> None:
+    calls, clock, options = hanging("read")
+    with stuck(calls):
+        calls.answers.set()
+        async with opened(tmp_path, options) as stand:
+            await stand.put([written(1)])
+            calls.answers.clear()
+            task = asyncio.create_task(stand.tier.read([read_of(stand, 1)[0]]))
+            await until_it_hangs(calls)
+            clock.now += LIMIT_S + 1
+            await stand.tier.close()
+            assert await task == [False]
+            calls.answers.set()
+            await asyncio.to_thread(stand.tier._threads.close)
+
+
+async def test_a_job_of_many_calls_is_never_overdue_while_they_return(tmp_path: Path) -> None:
+    """Sixty reads of 1 s each are no reason to give up a disk."""
+    _, clock, options = hanging("none")
+
+    class Slow(FileCalls):
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            clock.now += 1
+            return super().preadv(fd, buffers, offset)
+
+    async with opened(tmp_path, dataclasses.replace(options, calls=Slow())) as stand:
+        for number in range(20):
+            await stand.put([written(number)])
+        for number in range(60):
+            assert await stand.get(written(number % 20).object) is not None
+            stand.tier.look_at_waits()
+        assert stand.tier.health is Health.GOOD
+        stand.tier._waits.validate()
+
+
+async def test_reads_in_the_ring_are_answered_at_the_limit_and_their_slots_come_back_later(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    options = dataclasses.replace(SMALL, clock=clock, sleep=for_ever)
+    async with opened(tmp_path, options) as stand:
+        ring = stand.tier._ring
+        if ring is None:
+            pytest.skip("no io_uring here, or no liburing")
+        await stand.put([written(1)])
+        read, memory = read_of(stand, 1)
+        task = asyncio.create_task(stand.tier.read([read]))
+        await asyncio.sleep(0)
+        assert ring.num_under_way == 1
+        clock.now += LIMIT_S + 1
+        stand.tier.look_at_waits()  # before the loop has seen that it has landed
+        assert await task == [False]
+        assert not any(memory)
+        ring.validate()
+        while ring.num_under_way:  # noqa: ASYNC110 - only the kernel knows when
+            await asyncio.sleep(0)
+        await stand.tier.check()
+        assert await stand.get(read.object) == bytes(written(1).memory)
+
+
+async def test_a_file_system_that_is_frozen_costs_the_disk_and_no_request(tmp_path: Path) -> None:
+    """A real one: writes wait in the kernel, where no signal reaches them."""
+    clock = Clock()
+    options = dataclasses.replace(SMALL, clock=clock, sleep=for_ever)
+    with mounted_ext4(tmp_path / "disk") as disk:
+        async with opened(disk, options, capacity=CAPACITY) as stand:
+            assert await stand.put([written(1)]) == [True]
+            with frozen(disk):
+                task = asyncio.create_task(stand.put([written(2)]))
+                while not stand.tier._waits.longest_s():
+                    clock.now += 1
+                    await asyncio.sleep(0)
+                clock.now += LIMIT_S
+                stand.tier.look_at_waits()
+                assert await task == [False]
+                assert stand.tier.health is Health.FAILED
+            await stand.tier.check()
+            assert stand.tier.health is Health.GOOD
+            assert await stand.get(written(1).object) == bytes(written(1).memory)
+            assert await stand.put([written(3)]) == [True]
+        async with opened(disk, SMALL, capacity=CAPACITY) as stand:
+            assert set(stand.owner.places) == {written(1).object, written(3).object}
