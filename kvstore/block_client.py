@@ -194,6 +194,15 @@ class BlockClient:
         reply = await self._channels.call(stub.Remove, request, timeout_s=timeout_s)
         return reply.removed
 
+    async def last_removals(
+        self, store: Endpoint, keys: Sequence[BlockKey], *, timeout_s: float = 2.0
+    ) -> list[int]:
+        """The id of the last removal of each key that the node knows of; 0 = of none."""
+        request = kvstore_pb2.StoreRemovalsRequest(keys=keys)
+        stub = self._stub(store.rpc_address)
+        reply = await self._channels.call(stub.Removals, request, timeout_s=timeout_s)
+        return list(reply.ids)
+
     async def stats(
         self, store: Endpoint, *, timeout_s: float = 2.0
     ) -> kvstore_pb2.StoreStatsReply:

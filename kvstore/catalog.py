@@ -22,6 +22,7 @@ from kvstore.followers import Followers
 from kvstore.hidden import Hidden, Remains
 from kvstore.native.base import MAX_OBJECT_BYTES, NO_RECORD, Entry, KeyIndex, Record
 from kvstore.records import NO_PLACE, Records
+from kvstore.reserving import Reserving
 from kvstore.room import Room
 from kvstore.shares import Shares
 from kvstore.spare_copies import SpareCopies
@@ -50,6 +51,7 @@ class Catalog:
         self.space = Allocator(capacity)
         self.disk: DiskSpace | None = None
         self.rows = Records()
+        self.reserving = Reserving()
         self.reserved_bytes = 0  # of memory, being written or loaded
         self.arriving_bytes = 0  # of disk, being written
         self._index = index

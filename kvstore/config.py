@@ -54,6 +54,10 @@ class StoreConfig(ProcessConfig, TransferConfig):
     # Mooncake's defaults: an abandoned put is preempted after 30 s, a read lease lasts 10 s.
     reservation_ttl_s: float = option(30.0, help="reclaim what a writer left unfinished, seconds")
     lease_ttl_s: float = option(10.0, help="life of a read lease that names none, seconds")
+    removals_kept_s: float = option(
+        86_400.0,
+        help="a node that was away for longer begins empty, since nobody remembers what was removed, seconds",
+    )
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
     def watermarks(self) -> Watermarks:
@@ -85,6 +89,8 @@ class StoreConfig(ProcessConfig, TransferConfig):
             raise ConfigError("--evict-share and --evict-above must satisfy 0 ≤ share ≤ above ≤ 1")
         if min(self.reservation_ttl_s, self.lease_ttl_s) <= 0:
             raise ConfigError("--reservation-ttl-s and --lease-ttl-s must be above 0")
+        if self.removals_kept_s <= 0:
+            raise ConfigError("--removals-kept-s must be above 0")
         if self.join is not None and self.conductor is not None:
             raise ConfigError("give --join or --conductor, not both: each is a cluster of its own")
         self.ssd_folder()

@@ -1,45 +1,94 @@
-"""A replica made here: objects read from another node straight into this node's memory."""
+"""A replica made here: objects read from another node straight into this node's memory.
+
+The lease at the source is short and renewed while parts move, so that a source whose target died is free again within
+seconds. A copy has its source's pin. What was removed everywhere is not taken from a node that has not heard of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from kvstore.block_client import BlockClient, right_s
+from kvstore.block_client import BlockClient
 from kvstore.objects import LeasedObject, ReadLease
 from kvstore.promises import Outcome, Reservation, Wish
+from kvstore.removals import Removals
 from kvstore.state import StoreState
 from kvstore.wire import keys_from_wire
+from protocol.errors import MoonserveError, StaleLease
 from protocol.ids import new_id
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
+from protocol.process import running
+from protocol.request import Endpoint
 from protocol.wire import endpoint_from_wire
 from transfer import Segment
 from transfer.patience import Patience
 
+log = logging.getLogger(__name__)
+
 PATIENCE = Patience()
+LEASE_S = 4.0
+"""What a target that died may cost its source; a stopped one that wakes later finds its lease ended."""
+RENEW_EVERY_S = 1.0
 
 
 async def copy_here(
     client: BlockClient,
     state: StoreState,
+    removals: Removals,
     segment: Segment,
     request: kvstore_pb2.StoreCopyRequest,
     clock: Callable[[], float],
 ) -> kvstore_pb2.StoreCopyReply:
     """The leading run of the keys that the source holds. Raises PeerLost, StaleLease, InvalidRequest."""
     source, keys = endpoint_from_wire(request.source), keys_from_wire(request.keys)
-    lease = await client.lease(source, keys, ttl_s=right_s(request.deadline_s or PATIENCE.base_s))
-    reply = kvstore_pb2.StoreCopyReply(missing=len(keys) - len(lease.objects))
+    heard = {key: removals.last(key) for key in keys}
+    wanted = keys[: await _num_up_to_date(client, source, heard)]
+    reply = kvstore_pb2.StoreCopyReply(missing=len(keys))
+    if not wanted:
+        return reply
+    lease = await client.lease(source, wanted, ttl_s=LEASE_S)
+    reply.missing = len(keys) - len(lease.objects)
     if not lease.objects:
         return reply
     try:
-        copied = await _Copying(client, state, segment, clock).run(lease, request.deadline_s, reply)
+        async with running(_renewed(client, lease)):
+            copying = _Copying(client, state, removals, heard, segment, clock)
+            copied = await copying.run(lease, request.deadline_s, reply)
     finally:
         client.release_soon(lease)
     reply.copied = copied
     state.counters["objects_copied"] += copied
     return reply
+
+
+async def _num_up_to_date(
+    client: BlockClient, source: Endpoint, heard: Mapping[BlockKey, int]
+) -> int:
+    """Of how many leading keys the source has heard the last removal that is known here, so that what it has was stored
+    since. It is asked before the lease: then what it gives cannot be older than its answer."""
+    removed = [key for key, removal_id in heard.items() if removal_id]
+    if not removed:
+        return len(heard)
+    theirs = dict(zip(removed, await client.last_removals(source, removed), strict=True))
+    behind = (n for n, key in enumerate(heard) if key in theirs and theirs[key] != heard[key])
+    return next(behind, len(heard))
+
+
+async def _renewed(client: BlockClient, lease: ReadLease) -> None:
+    """For as long as the source lets it; ends when it does not."""
+    while True:
+        await asyncio.sleep(RENEW_EVERY_S)
+        try:
+            await client.renew(lease, ttl_s=LEASE_S)
+        except StaleLease:
+            return
+        except MoonserveError as error:
+            log.info("the source of a copy did not renew its lease: %s", error)
 
 
 class _Copying:
@@ -49,11 +98,15 @@ class _Copying:
         self,
         client: BlockClient,
         state: StoreState,
+        removals: Removals,
+        heard: Mapping[BlockKey, int],
         segment: Segment,
         clock: Callable[[], float],
     ) -> None:
         self._client = client
         self._state = state
+        self._removals = removals
+        self._heard = heard
         self._segment = segment
         self._clock = clock
 
@@ -71,10 +124,14 @@ class _Copying:
         good: tuple[LeasedObject, ...] = ()
         try:
             num_good = await self._read(lease, granted, reservation, deadline_s)
-            good = granted[:num_good]
+            good = tuple(o for o in granted[:num_good] if self._still_counts(o.key))
         finally:
             self._end(reservation, {stored.key: stored.checksum for stored in good})
         return len(good)
+
+    def _still_counts(self, key: BlockKey) -> bool:
+        """Whether it was not removed while it was copied."""
+        return self._removals.last(key) == self._heard[key]
 
     async def _read(
         self,
@@ -89,8 +146,9 @@ class _Copying:
             for stored in granted
             if (place := reservation.objects[stored.key]).offset is not None
         ]
+        # A lease that ended all the same lets others' bytes in, whose checksums do not match.
         return await self._client.read(
-            replace(lease, objects=granted),
+            replace(lease, objects=granted, expires_at=math.inf),
             self._segment,
             places,
             deadline_s=deadline_s or PATIENCE.deadline_s(nbytes),
@@ -108,4 +166,10 @@ class _Copying:
 
 
 def _wish(stored: LeasedObject) -> Wish:
-    return Wish(key=stored.key, parent=stored.parent, length=stored.length, tenant=stored.tenant)
+    return Wish(
+        key=stored.key,
+        parent=stored.parent,
+        length=stored.length,
+        tenant=stored.tenant,
+        pin=stored.pin,
+    )

@@ -19,7 +19,12 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 def first_generation(folder: Path | None) -> int:
     """Above every generation that a node of this folder has given; blocks. Raises ConfigError."""
-    return (_next_incarnation(folder) if folder is not None else 1) << OBJECTS_BITS
+    return first_of(_next_incarnation(folder) if folder is not None else 1)
+
+
+def first_of(incarnation: int) -> int:
+    """The first generation of a folder's start, counted from 1."""
+    return incarnation << OBJECTS_BITS
 
 
 def _next_incarnation(folder: Path) -> int:

@@ -23,6 +23,9 @@ _COUNTERS = (
     ("promotions", "moonserve_store_promotions", "Objects read back from disk."),
     ("wishes_refused", "moonserve_store_refused", "Objects for which there was no room."),
     ("disk_reads_failed", "moonserve_store_disk_reads_failed", "Objects lost on disk."),
+    ("objects_outdated", "moonserve_store_outdated", "Objects removed or replaced unheard."),
+    ("removals_unsaved", "moonserve_store_removals_unsaved", "Removals the disk did not take."),
+    ("copies_dropped", "moonserve_store_copies_dropped", "Copies on disk dropped for others."),
     ("objects_lost_with_disk", "moonserve_store_lost_with_disk", "Objects a failed disk took."),
 )
 

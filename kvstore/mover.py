@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kvstore.disk.base import (
     DiskObject,
@@ -34,6 +34,16 @@ PIECE_BYTES = 8 * 2**20
 MAX_WRITING_BYTES = 64 * 2**20
 # A disk that has no room finds some by compaction, or when objects are evicted, or not at all.
 REFUSED_REST_S = 0.2
+
+
+class Doubts(Protocol):
+    """Whether what a disk holds is still what it was: the node may have been away while it was removed or replaced."""
+
+    async def begin(self) -> bool:
+        """Returns once that can be told; False = nothing of it may be used."""
+
+    async def outdated(self, found: Sequence[DiskObject]) -> set[BlockKey]:
+        """Those of which another value has been stored elsewhere."""
 
 
 class Mover:
@@ -67,8 +77,19 @@ class Mover:
         self._moved = asyncio.Event()  # replaced at each end
         self._disk_lost = asyncio.Event()
 
-    async def recover(self, disk: DiskTier, progress: Callable[[float], None]) -> None:
-        """Takes in what the disk holds, while the node serves already. Nothing is written to it meanwhile."""
+    def expect(self, disk: DiskTier) -> None:
+        """There is a disk, and `recover` is going to take in what it holds."""
+        self.disk, self.recovered = disk, 0.0
+        self._all_found.clear()
+
+    async def recover(
+        self,
+        disk: DiskTier,
+        progress: Callable[[float], None],
+        doubts: Doubts | None = None,
+    ) -> None:
+        """Takes in what the disk holds, as far as there are no `doubts`, while the node serves already. Nothing is
+        written to it meanwhile."""
 
         def tell(share: float) -> None:
             self.recovered = min(share, 0.999)
@@ -79,8 +100,14 @@ class Mover:
         unwanted: list[DiskObject] = []
         num_found = 0
         try:
+            may_stay = doubts is None or await doubts.begin()
             async for batch in disk.recover(tell):
                 num_found += len(batch)
+                found = [about for about, _ in batch]
+                if not may_stay:
+                    self._unwanted.update(about.key for about in found)
+                elif doubts is not None:
+                    self._unwanted |= await doubts.outdated(found)
                 unwanted += self._take_in(disk, batch)
                 await asyncio.sleep(0)
             await disk.forget(unwanted)
@@ -140,8 +167,8 @@ class Mover:
 
     def wants_copy(self, keys: Iterable[BlockKey]) -> None:
         """These objects are new here."""
-        if self._write_through and self.usable:
-            self._fresh.extend(keys)
+        if self._write_through and self.disk is not None and self.health is Health.GOOD:
+            self._fresh.extend(keys)  # written once what is on disk is known
 
     async def flush(self, timeout_s: float) -> int:
         """Copies to disk what is only in memory, for at most so long; gives the number of objects still missing."""
@@ -183,17 +210,23 @@ class Mover:
         while self._state.short_of(nbytes) and (left_s := ends_at - loop.time()) > 0:
             await self._wait(left_s)
 
-    async def forget(self, keys: Sequence[BlockKey], generation: int) -> None:
-        """Nothing that these keys had up to this generation comes back after a restart.
+    async def forget(self, keys: Sequence[BlockKey], generation: int) -> bool:
+        """As `forget_up_to`, all up to one generation."""
+        return await self.forget_up_to(dict.fromkeys(keys, generation))
+
+    async def forget_up_to(self, generations: Mapping[BlockKey, int]) -> bool:
+        """Nothing that these keys had up to these generations comes back after a restart, if it gives True. Otherwise
+        the disk takes no writes: it is made up for if that gets well before this process ends.
 
         Also of keys that are absent here: what was evicted from the disk lies there until its segment is reclaimed.
         """
         if self.recovered < 1:
-            self._unwanted.update(keys)
+            self._unwanted.update(generations)
             await self._all_found.wait()
-        if self.usable and keys:
-            assert self.disk is not None
-            await self.disk.forget([_forgotten(key, generation) for key in keys])
+        if self.disk is None or not generations:
+            return True
+        await self.disk.forget([_forgotten(key, upto) for key, upto in generations.items()])
+        return self.disk.health is Health.GOOD
 
     async def close(self) -> None:
         """Waits for what is under way, but not for a disk that is lost."""

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstore import eviction
 from kvstore.catalog import Catalog
+from kvstore.catching_up import CatchingUp
 from kvstore.config import StoreConfig
 from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.event_log import EventLog, ToAll
@@ -22,7 +23,7 @@ from kvstore.express.frames import METHOD
 from kvstore.express.in_loop import InLoop
 from kvstore.express.served import Served
 from kvstore.express.storing import Storing
-from kvstore.incarnation import first_generation
+from kvstore.incarnation import first_generation, first_of
 from kvstore.index_segment import IndexSegments
 from kvstore.metrics import StoreCollector
 from kvstore.native.library import key_index
@@ -41,7 +42,7 @@ from protocol.registry.connect import connect
 from protocol.registry.identity import Identity, load_or_create
 from protocol.registry.seat import Seat, seated
 from protocol.request import Endpoint
-from protocol.rpc import RpcServer
+from protocol.rpc import Channels, RpcServer
 from protocol.wire import endpoint_to_wire
 from transfer import Segment, TransferEngine
 from transfer.metrics import TransferCollector
@@ -80,6 +81,8 @@ class StoreNode:
         generation: int,
     ) -> None:
         self._config = config
+        self._is_first_life = generation == first_of(1)
+        self._catching_up: CatchingUp | None = None
         self._endpoint = own_endpoint(
             config.instance_id,
             rpc_address="",  # known once it listens
@@ -119,6 +122,15 @@ class StoreNode:
         express = self._express()
         if offers_express(self._config):
             server.add_hand_over(HandOver(METHOD, express.admit, express.take))
+        await self._service.remembering.load(is_first_life=self._is_first_life)
+        if self._config.join is not None:
+            self._catching_up = CatchingUp(
+                self._config.instance_id,
+                connect(self._config.join, cluster_token=self._config.cluster_token),
+                self._service.remembering,
+                self._state,
+                Channels(self._config.cluster_token),
+            )
         await self._open_disk(lifecycle)
         address = await server.start(self._config.host, self._config.port)
         self._service.lean_address = server.lean_address
@@ -153,7 +165,7 @@ class StoreNode:
             moved=mover.relocated,
             health_changed=mover.health_changed,
         )
-        mover.disk = disk
+        mover.expect(disk)
         self._state.use_disk(disk)
 
     @contextlib.asynccontextmanager
@@ -167,7 +179,7 @@ class StoreNode:
         def progress(share: float) -> None:
             lifecycle.progress("reading the disk's index", share)
 
-        async with running(mover.recover(mover.disk, progress)) as task:
+        async with running(mover.recover(mover.disk, progress, self._catching_up)) as task:
             task.add_done_callback(_report)
             yield
 
@@ -176,8 +188,8 @@ class StoreNode:
         """Belongs to the conductor's cluster, or the registry's, or to none; gives what ends when it is refused."""
         endpoint = dataclasses.replace(self._endpoint, rpc_address=address)
         if self._config.join is not None:
-            async with self._seated(self._config.join, endpoint) as task:
-                yield (task,)
+            async with self._seated(endpoint) as tasks:
+                yield tasks
             return
         registration = conductor_pb2.RegisterRequest(
             endpoint=endpoint_to_wire(endpoint), role=common_pb2.ROLE_STORE
@@ -186,8 +198,9 @@ class StoreNode:
             yield seat.watched
 
     @contextlib.asynccontextmanager
-    async def _seated(self, url: str, endpoint: Endpoint) -> AsyncIterator[asyncio.Task[None]]:
-        registry = connect(url, cluster_token=self._config.cluster_token)
+    async def _seated(self, endpoint: Endpoint) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
+        catching_up = self._catching_up
+        assert catching_up is not None
         ssd = self._config.ssd_folder()
         identity = load_or_create(ssd[0] if ssd else None, self._config.instance_id)
         me = Member(
@@ -197,11 +210,16 @@ class StoreNode:
             facts={"dram": str(self._config.dram), "ssd": self._config.ssd or ""},
         )
         try:
-            seat = Seat(registry, me, on_epoch=lambda joined: _remember(identity, joined))
-            async with seated(seat) as task:
-                yield task
+            seat = Seat(
+                catching_up.registry,
+                me,
+                on_epoch=lambda joined: _remember(identity, joined),
+                before_rejoin=catching_up.before_rejoin,
+            )
+            async with running(catching_up.run(seat)) as hearing, seated(seat) as task:
+                yield task, hearing
         finally:
-            await registry.close()
+            await catching_up.close()
 
     def _inventory(self) -> list[tuple[BlockKey, BlockKey]]:
         return [(stored.key, stored.parent or NO_PARENT) for stored in self._state.objects()]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvstore.disk.base import Pin
 from kvstore.promises import Outcome, Slot
+from kvstore.wire import pin_from_wire
 from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
@@ -27,6 +29,7 @@ class LeasedObject:
     generation: int
     parent: BlockKey | None = None
     tenant: str = ""
+    pin: Pin = Pin.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,7 @@ def leased_objects(
             generation=stored.generation,
             parent=BlockKey(stored.parent) if stored.parent else None,
             tenant=stored.tenant,
+            pin=pin_from_wire(stored.pin),
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,18 +21,22 @@ from kvstore import promises, subscription, wire
 from kvstore.block_client import BlockClient
 from kvstore.config import StoreConfig
 from kvstore.copying import copy_here
+from kvstore.drain_mark import DrainMark
 from kvstore.event_log import EventLog
 from kvstore.express.writes import LocalWrites
 from kvstore.index_segment import IndexSegments
 from kvstore.landings import Landings
+from kvstore.lasting import LastingCalls
 from kvstore.mover import Mover
 from kvstore.promises import Landed, Reservation
+from kvstore.remembering import Remembering
+from kvstore.removals import Removals
 from kvstore.state import StoreState
 from kvstore.stored import Usage
 from kvstore.verification import Verifier, batched
 from protocol.errors import Overloaded
 from protocol.keys import BlockKey
-from protocol.pb import conductor_pb2, kvstore_pb2, kvstore_pb2_grpc
+from protocol.pb import conductor_pb2, kvstore_pb2
 from protocol.request import Endpoint
 from protocol.rpc import Channels
 from protocol.timer import Timer
@@ -51,7 +56,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
 
-class StoreService(kvstore_pb2_grpc.KvStoreServicer):
+class StoreService(LastingCalls):
     """Answers calls about one segment.
 
     `endpoint` needs no rpc_address.
@@ -82,7 +87,12 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
             state, segment.buffer, self._changed, write_through=config.ssd_write_through
         )
         self.lean_address = self.lean_unix_address = ""  # known once the process listens
-        self.draining = False
+        ssd = config.ssd_folder()
+        folder = ssd[0] if ssd is not None else None
+        self._drain_mark = DrainMark(folder)
+        self.draining = self._drain_mark.is_set()
+        removals = Removals(secrets.randbits(63), clock(), kept_s=config.removals_kept_s)
+        self.remembering = Remembering(state, self.mover, removals, folder, clock, self._changed)
         self._landings = Landings(transfer, segment)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvstore")
         self._commits: dict[str, asyncio.Task[tuple[BlockKey, ...]]] = {}
@@ -205,17 +215,6 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         keys = wire.keys_from_wire(request.keys)
         return wire.entries_to_wire(self._state.entry(key) for key in keys)
 
-    async def Remove(
-        self, request: kvstore_pb2.StoreRemoveRequest, context: Context
-    ) -> kvstore_pb2.StoreRemoveReply:
-        keys = wire.keys_from_wire(request.keys)
-        removed = self._state.remove(keys, corrupt=request.corrupt)
-        if request.corrupt and removed:
-            log.error("a reader found %d of %d objects corrupt; dropped", len(removed), len(keys))
-        self._changed()
-        await self.mover.forget(keys, self._state.latest_generation)
-        return kvstore_pb2.StoreRemoveReply(removed=len(removed))
-
     async def Stats(
         self, request: kvstore_pb2.StoreStatsRequest, context: Context
     ) -> kvstore_pb2.StoreStatsReply:
@@ -245,13 +244,6 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self._events.read(keys)
         return kvstore_pb2.StoreTouchReply()
 
-    async def Pin(
-        self, request: kvstore_pb2.StorePinRequest, context: Context
-    ) -> kvstore_pb2.StorePinReply:
-        keys = wire.keys_from_wire(request.keys)
-        pinned = self._state.pin(keys, wire.pin_from_wire(request.pin))
-        return kvstore_pb2.StorePinReply(pinned=pinned)
-
     async def Prefetch(
         self, request: kvstore_pb2.StorePrefetchRequest, context: Context
     ) -> kvstore_pb2.StorePrefetchReply:
@@ -268,17 +260,13 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.StoreCopyRequest, context: Context
     ) -> kvstore_pb2.StoreCopyReply:
         self._admit_writer()
-        reply = await copy_here(self._client, self._state, self._segment, request, self._clock)
+        removals = self.remembering.removals
+        reply = await copy_here(
+            self._client, self._state, removals, self._segment, request, self._clock
+        )
         self.mover.wants_copy(wire.keys_from_wire(request.keys))
         self._changed()
         return reply
-
-    async def SetDraining(
-        self, request: kvstore_pb2.StoreSetDrainingRequest, context: Context
-    ) -> kvstore_pb2.StoreSetDrainingReply:
-        self.draining = request.draining
-        log.info("draining" if request.draining else "accepting objects again")
-        return kvstore_pb2.StoreSetDrainingReply()
 
     async def Subscribe(
         self, request: kvstore_pb2.StoreSubscribeRequest, context: Context
@@ -319,6 +307,7 @@ class StoreService(kvstore_pb2_grpc.KvStoreServicer):
         missing = await self.mover.flush(self._config.ssd_flush_s)
         if missing:
             log.warning("%d objects did not reach the disk in time and are lost", missing)
+        await self.remembering.close()
         await self.mover.close()
         self._timer.set(None)
         self._threads.shutdown()

@@ -6,7 +6,7 @@ arguments, in monotonic seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvstore.allocator import padded
 from kvstore.catalog import Catalog
@@ -42,17 +42,37 @@ class StoreState:
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         return self._catalog.present(keys)
 
-    def remove(self, keys: Sequence[BlockKey], *, corrupt: bool) -> list[DiskObject]:
+    def remove(
+        self, keys: Sequence[BlockKey], *, corrupt: bool, keep_pinned: bool = False
+    ) -> list[DiskObject]:
         """Takes objects out of sight at once, their space when their last hold ends; gives those that were there.
 
-        The shell has the disk forget the keys, so that nothing of theirs comes back after a restart.
+        `keep_pinned`: not those with a pin, nor what leads to them if it comes behind them. The shell has the disk
+        forget what was removed, so that nothing of it comes back after a restart.
         """
-        wanted = dict.fromkeys(keys)
-        found = [stored for key in wanted if (stored := self._catalog.find(key)) is not None]
+        found = self._found(keys)
+        if keep_pinned:
+            found = _without_pinned(found)
         for stored in found:
             self._catalog.remove(stored)
         self.counters["integrity_failures" if corrupt else "objects_removed"] += len(found)
         return [stored.header() for stored in found]
+
+    def remove_before(self, bounds: Mapping[BlockKey, int]) -> list[DiskObject]:
+        """As `remove`, of each key only an object whose generation is below its bound."""
+        found = [o for o in self._found(list(bounds)) if o.generation < bounds[o.key]]
+        for stored in found:
+            self._catalog.remove(stored)
+        return [stored.header() for stored in found]
+
+    def reserved_before(self, at: float) -> int:
+        """A bound: objects that were reserved here before `at` have a generation below it."""
+        return self._catalog.reserving.before(at, self._catalog.latest_generation + 1)
+
+    def pins(self, keys: Sequence[BlockKey]) -> list[Pin]:
+        """Of each; none also where it is absent."""
+        found = (self._catalog.find(key) for key in keys)
+        return [Pin.NONE if stored is None else stored.pin for stored in found]
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Counts as a use: these objects, in the order of their chain, were read without a lease."""
@@ -66,6 +86,11 @@ class StoreState:
         for stored in found:
             self._catalog.set_pin(stored, pin)
         return len(found)
+
+    def _found(self, keys: Sequence[BlockKey]) -> list[StoredObject]:
+        """Each once."""
+        wanted = dict.fromkeys(keys)
+        return [stored for key in wanted if (stored := self._catalog.find(key)) is not None]
 
     # The disk
 
@@ -149,3 +174,15 @@ class StoreState:
             reserved=self.writers.reserved(),
             loading=self.moves.extents(),
         )
+
+
+def _without_pinned(found: Sequence[StoredObject]) -> list[StoredObject]:
+    """Children come before parents."""
+    kept: set[BlockKey | None] = set()
+    going = []
+    for stored in found:
+        if stored.pin is not Pin.NONE or stored.key in kept:
+            kept.add(stored.parent)
+        else:
+            going.append(stored)
+    return going

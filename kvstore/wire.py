@@ -85,6 +85,7 @@ def lease_to_wire(lease: Lease, segment_id: int) -> kvstore_pb2.StoreLeaseReply:
             generation=stored.generation,
             parent=stored.parent or b"",
             tenant=stored.tenant,
+            pin=_PINS[stored.pin],
         )
         for stored in lease.objects
     ]

@@ -49,6 +49,7 @@ class WriteRights:
         for wish in wishes:
             self._check(wish)
         expires_at = math.inf if ttl_s is None else now + ttl_s
+        self._catalog.reserving.note(now, self._catalog.latest_generation + 1)
         reservation = self._grant(reservation_id, wishes, expires_at)
         if reservation.objects:
             self._live[reservation_id] = reservation

@@ -15,6 +15,7 @@ from deploy.kvctl.output import (
     Output,
     count,
 )
+from kvstore.client.pool import new_removal_id
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
 
@@ -42,25 +43,28 @@ async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
     if arguments.chain_below:
         wanted = await objects.below(cluster, nodes, wanted)
     answers = await objects.holders(cluster, nodes, wanted)
-    there = {node: held for node, held in answers.replies if held}
-    found = {key for held in there.values() for key in held}
+    found = {key for _, held in answers.replies for key in held}
     if len(found) > UNASKED and not arguments.yes:
         output.problem(f"this would drop {count(len(found), 'object')}; add --yes if it is meant")
         return EXIT_USAGE
-    return await _drop(cluster, there, texts, answers, output)
+    return await _drop(cluster, wanted, texts, answers, output)
 
 
 async def _drop(
     cluster: Cluster,
-    there: Mapping[Node, Sequence[BlockKey]],
+    wanted: Sequence[BlockKey],
     texts: Mapping[BlockKey, str],
     answers: Answers[list[BlockKey]],
     output: Output,
 ) -> int:
-    dropped = await gathered(list(there), lambda node: _remove(cluster, node, there[node]))
+    """Every node is told, also those that hold nothing: they tell those that cannot be reached now. With --node it is
+    a matter of the nodes that were named."""
+    removal_id = 0 if cluster.is_limited else new_removal_id()
+    reached = [node for node, _ in answers.replies]
+    dropped = await gathered(reached, lambda node: _remove(cluster, node, wanted, removal_id))
     answers.lost += dropped.lost
-    removed = [number for _, number in dropped.replies]
-    found = {key for held in there.values() for key in held}
+    removed = [number for _, number in dropped.replies if number]
+    found = {key for _, held in answers.replies for key in held}
     output.record(objects=len(found), replicas=sum(removed), nodes=len(removed))
     if found:
         where = f"{count(sum(removed), 'replica')} on {count(len(removed), 'node')}"
@@ -71,16 +75,16 @@ async def _drop(
     tell_lost(answers, output)
     if answers.lost:
         output.problem(
-            "nodes that were not reached may still hold them; drop again when they are back"
+            "nodes that were not reached may still hold them; they hear of it when they are back"
         )
         return EXIT_UNREACHABLE
     return EXIT_NOT_FOUND if missing else EXIT_OK
 
 
-async def _remove(cluster: Cluster, node: Node, held: Sequence[BlockKey]) -> int:
+async def _remove(cluster: Cluster, node: Node, wanted: Sequence[BlockKey], removal_id: int) -> int:
     """In the order given, so that no block is there without what leads to it."""
     removed = 0
-    for piece in objects.pieces(held):
-        request = kvstore_pb2.StoreRemoveRequest(keys=piece)
+    for piece in objects.pieces(wanted):
+        request = kvstore_pb2.StoreRemoveRequest(keys=piece, removal_id=removal_id)
         removed += (await cluster.call(node, node.stub.Remove, request)).removed
     return removed

@@ -83,6 +83,9 @@ async def _change(cluster: Cluster, key: BlockKey, wanted: int, output: Output) 
 def _why(wanted: int, there: int, changed: Change | None) -> str:
     if changed is not None and changed.missing:
         return "the directory has not heard of this object yet; run it again in a second"
+    if changed is not None and changed.failed:
+        failed = count(changed.failed, "replica")
+        return f"{failed} could not be made; run it again, another node is tried then"
     fewer = "no other node takes replicas now; see kvctl nodes"
     more = "a block that others follow keeps its replicas"
     return f"{wanted} wanted, {there} there: {fewer if there < wanted else more}"

@@ -5,6 +5,7 @@ Its rule: every node is asked, and one that does not answer is an error only aft
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -80,8 +81,9 @@ class Pool:
         self._cluster = cluster
 
     def remove(self, keys: Sequence[BlockKey], deadline: Deadline) -> int:
-        """How many replicas there were. Raises PeerLost when one may be left."""
-        request = kvstore_pb2.StoreRemoveRequest(keys=keys)
+        """How many replicas there were. Raises PeerLost when one may be left: until its node hears of it from others,
+        which it does within seconds of answering again, and before it is a member again."""
+        request = kvstore_pb2.StoreRemoveRequest(keys=keys, removal_id=new_removal_id())
         replies, errors = self._ask_all(lambda stub: stub.Remove, request, deadline)
         _raise_first(errors)
         return sum(reply.removed for reply in replies.values())
@@ -126,6 +128,11 @@ class Pool:
                     node.lost(error)
                 errors[node.node_id] = error
         return replies, errors
+
+
+def new_removal_id() -> int:
+    """Of a removal of all replicas: the same at every node, and never used again."""
+    return secrets.randbits(63) + 1
 
 
 def _raise_first(errors: Mapping[str, MoonserveError]) -> None:

@@ -46,6 +46,8 @@ class ReplicaChange:
     dropped: int
     missing: int
     """Nobody holds them."""
+    failed: int = 0
+    """Replicas that were to be created and were not: no room there, or a node was lost. Asking again tries another."""
 
 
 class KvStore:
@@ -286,7 +288,7 @@ class KvStore:
         reply = directory.change_replica(
             self._means, self._cluster.view, block_keys, num_replicas, Deadline(timeout_s)
         )
-        return ReplicaChange(reply.created, reply.dropped, reply.missing)
+        return ReplicaChange(reply.created, reply.dropped, reply.missing, reply.failed)
 
     def stats(self, *, timeout_s: float | None = None) -> PoolStats:
         """Of each node that answers, their sum, and what this client has counted."""

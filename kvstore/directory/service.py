@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import grpc.aio
@@ -72,8 +73,8 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         keys = _keys(request.keys)
         if request.num_replicas < 1:
             raise InvalidRequest("a key has at least one replica; remove it instead")
-        created, dropped, missing = await self._replicator.change(keys, request.num_replicas)
-        return directory_pb2.ChangeReplicaReply(created=created, dropped=dropped, missing=missing)
+        changed = await self._replicator.change(keys, request.num_replicas)
+        return directory_pb2.ChangeReplicaReply(**asdict(changed))
 
     def _view(self, follower: Follower) -> directory_pb2.StoreNodeView:
         name = InstanceId(follower.member.instance_id)

@@ -186,7 +186,8 @@ class SsdTier:
         return await self._reader.read(reads)
 
     def release(self, place: Place) -> None:
-        if self._log.release(place):
+        died = self._log.release(place)
+        if died and self._recovered:  # else recovery still works on its segment
             self._compactor.wake()
 
     async def forget(self, objects: Sequence[DiskObject]) -> None:

@@ -3,20 +3,21 @@
 Rules: a block that is read often gains one replica at a time, on the least-used node of another host, and then rests;
 its whole chain comes with it, parents first, since a block is of no use without what leads to it; heat never makes
 more than `extra_replicas` of any block. Only what heat made is dropped for being cold, children first, never the last
-replica and never a block that another one on the same node follows. Knows the nodes by their `NodeView`s; what becomes
+replica and never a block that another one on the same node follows; a replica with a pin never goes while one without
+is left. Knows the nodes by their `NodeView`s; what becomes
 of a plan it is told by `settled`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.directory.chains import Chains
 from kvstore.directory.index import Directory
 from kvstore.replication.heat import Heat
 from kvstore.replication.ledger import Ledger
-from kvstore.replication.plans import Copy, Drop, Nodes, NodeView, Plan, Step
+from kvstore.replication.plans import NO_PINS, Copy, Drop, Nodes, NodeView, Pins, Plan, Step
 from protocol.ids import InstanceId
 from protocol.keys import BlockKey
 
@@ -44,17 +45,35 @@ class Planner:
         self._limits = limits
         self._ledger = Ledger()
 
-    def plan(self, nodes: Nodes, now: float) -> Plan:
+    def holders(self, keys: Iterable[BlockKey]) -> dict[InstanceId, list[BlockKey]]:
+        """By node, which of these it holds: whom to ask for pins before `plan` or `plan_change`."""
+        held: dict[InstanceId, list[BlockKey]] = {}
+        for key in keys:
+            for node in self._directory.holders(key):
+                held.setdefault(node, []).append(key)
+        return held
+
+    def cold(self, now: float) -> list[BlockKey]:
+        """What `plan` may drop for being cold."""
+        made = {key: since for _, keys in self._ledger.made() for key, since in keys.items()}
+        return [key for key, since in made.items() if self._is_cold(key, since, now)]
+
+    def plan(self, nodes: Nodes, now: float, pins: Pins = NO_PINS) -> Plan:
         """What heat and its absence ask for now."""
         self._ledger.expire(now)
-        drops = self._cold(nodes, now)
+        drops = self._cold(nodes, now, pins)
         copies: list[Copy] = []
         for chain in self._hot_chains(now):
             copies += self._heat_up(chain, nodes, now)
         return Plan(copies=tuple(copies), drops=drops)
 
     def plan_change(
-        self, keys: Sequence[BlockKey], num_replicas: int, nodes: Nodes, now: float
+        self,
+        keys: Sequence[BlockKey],
+        num_replicas: int,
+        nodes: Nodes,
+        now: float,
+        pins: Pins = NO_PINS,
     ) -> Plan:
         """Gives each of `keys`, and what leads to it, at least `num_replicas` (1 or more) as far as there are nodes;
         takes away from `keys` what is above."""
@@ -62,7 +81,7 @@ class Planner:
         copies: list[Copy] = []
         for leaf in self._leaves(held):
             copies += self._raise(self._chains.to(leaf), num_replicas, nodes, now)
-        drops = self._lower(held, num_replicas, nodes)
+        drops = self._lower(held, num_replicas, nodes, pins)
         return Plan(copies=tuple(copies), drops=drops, missing=len(keys) - len(held))
 
     def plan_drain(self, node: InstanceId, nodes: Nodes, now: float, max_keys: int) -> Plan:
@@ -231,12 +250,12 @@ class Planner:
 
     # ---- fewer
 
-    def _cold(self, nodes: Nodes, now: float) -> tuple[Drop, ...]:
+    def _cold(self, nodes: Nodes, now: float, pins: Pins) -> tuple[Drop, ...]:
         surplus = {
             node: [key for key, since in made.items() if self._is_cold(key, since, now)]
             for node, made in self._ledger.made()
         }
-        drops = self._drop(surplus, 1, nodes)
+        drops = self._drop(surplus, 1, nodes, pins)
         for node, keys in surplus.items():
             gone = {key for drop in drops if drop.node == node for key in drop.keys}
             for key in keys:
@@ -252,38 +271,56 @@ class Planner:
         if not self._ledger.was_made(key):
             self._heat.unwatch(key)
 
-    def _lower(self, keys: Sequence[BlockKey], num_replicas: int, nodes: Nodes) -> tuple[Drop, ...]:
+    def _lower(
+        self, keys: Sequence[BlockKey], num_replicas: int, nodes: Nodes, pins: Pins
+    ) -> tuple[Drop, ...]:
         """From the fullest nodes first."""
         by_use = sorted(nodes.values(), key=lambda n: (-n.used_share, n.instance_id))
-        return self._drop({node.instance_id: list(keys) for node in by_use}, num_replicas, nodes)
+        surplus = {node.instance_id: list(keys) for node in by_use}
+        return self._drop(surplus, num_replicas, nodes, pins)
 
     def _drop(
-        self, surplus: dict[InstanceId, list[BlockKey]], kept: int, nodes: Nodes
+        self, surplus: dict[InstanceId, list[BlockKey]], kept: int, nodes: Nodes, pins: Pins
     ) -> tuple[Drop, ...]:
-        """Of these replicas, in this order, those that leave each block at least `kept` on nodes that stay."""
+        """Of these replicas, in this order, those that leave each block at least `kept` on nodes that stay: those
+        without a pin, then others where no such is left."""
         staying = {node for node, view in nodes.items() if view.takes_replicas}
-        holders: dict[BlockKey, set[InstanceId]] = {}
+        holders: dict[BlockKey, set[InstanceId]] = {
+            key: set(self._directory.holders(key)) for keys in surplus.values() for key in keys
+        }
+
+        def is_spare(key: BlockKey, node: InstanceId, *, unpinned: bool) -> bool:
+            return (
+                node in holders[key]
+                and len((holders[key] & staying) - {node}) >= kept
+                and pins.may_go(key, node, holders[key], unpinned=unpinned)
+            )
+
         drops = []
-        for node, keys in surplus.items():
-            for key in keys:
-                holders.setdefault(key, set(self._directory.holders(key)))
-            spare = [
-                key
-                for key in keys
-                if node in holders[key] and len((holders[key] & staying) - {node}) >= kept
-            ]
-            if node in nodes and (free := self._not_followed(spare, node)):
-                drops.append(Drop(keys=tuple(free), node=node))
-                for key in free:
-                    holders[key].discard(node)
+        for unpinned in (True, False):
+            for node, keys in surplus.items():
+                spare = [key for key in keys if is_spare(key, node, unpinned=unpinned)]
+                if node in nodes and (free := self._not_followed(spare, node, holders)):
+                    drops.append(Drop(keys=tuple(free), node=node, keep_pinned=unpinned))
+                    for key in free:
+                        holders[key].discard(node)
         return tuple(drops)
 
-    def _not_followed(self, keys: Sequence[BlockKey], node: InstanceId) -> list[BlockKey]:
-        """Those after which `node` holds nothing but others of them; children first."""
+    def _not_followed(
+        self,
+        keys: Sequence[BlockKey],
+        node: InstanceId,
+        holders: Mapping[BlockKey, Collection[InstanceId]],
+    ) -> list[BlockKey]:
+        """Those after which `node` holds nothing but others of them, or what leaves it already; children first."""
         if not keys:
             return []
         leaving = set(keys)
-        followed = self._chains.continued(keys, node)
+        gone = {key for key, those in holders.items() if node not in those}
+        followed = {
+            key: [child for child in children if child not in gone]
+            for key, children in self._chains.continued(keys, node).items()
+        }
         stuck = [key for key, children in followed.items() if not leaving.issuperset(children)]
         while stuck:
             key = stuck.pop()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from protocol.ids import InstanceId
@@ -59,6 +59,33 @@ class Drop:
 
     keys: tuple[BlockKey, ...]
     node: InstanceId
+    keep_pinned: bool = False  # what has got a pin since the node was asked stays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """What nodes said of the replicas they hold. Of those that did not answer nothing is known."""
+
+    pinned: Mapping[InstanceId, frozenset[BlockKey]] = field(default_factory=dict)
+    unknown: frozenset[InstanceId] = frozenset()
+
+    def may_go(
+        self, key: BlockKey, node: InstanceId, holders: Iterable[InstanceId], *, unpinned: bool
+    ) -> bool:
+        """`unpinned`: whether only replicas without a pin may. One with a pin may when all others have one."""
+        if node in self.unknown:
+            return False
+        if not self._is_pinned(key, node):
+            return True
+        return not unpinned and all(
+            other not in self.unknown and self._is_pinned(key, other) for other in holders
+        )
+
+    def _is_pinned(self, key: BlockKey, node: InstanceId) -> bool:
+        return key in self.pinned.get(node, frozenset())
+
+
+NO_PINS = Pins()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

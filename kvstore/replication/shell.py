@@ -11,9 +11,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvstore.replication.planner import Planner
-from kvstore.replication.plans import Copy, Drop, Nodes, Plan, Step
+from kvstore.replication.plans import Copy, Drop, Nodes, Pins, Step
 from protocol.errors import MoonserveError, PeerLost
 from protocol.ids import InstanceId
 from protocol.keys import BlockKey
@@ -27,6 +28,17 @@ COPY_DEADLINE_S = 30.0
 """For `planner.KEYS_PER_STEP` objects; as long as an abandoned reservation lives."""
 CALL_MARGIN_S = 2.0
 REMOVE_TIMEOUT_S = 5.0
+KEYS_PER_QUESTION = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """What became of a wish, in replicas."""
+
+    created: int
+    dropped: int
+    missing: int  # blocks that nobody holds
+    failed: int  # were to be created and were not
 
 
 class Replicator:
@@ -53,31 +65,66 @@ class Replicator:
         """Follows heat until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
-                plan = self._planner.plan(self._views(), self._clock())
+                pins = await self._pins(self._planner.cold(self._clock()))
+                plan = self._planner.plan(self._views(), self._clock(), pins)
                 for copy in plan.copies:
                     group.create_task(self._copy(copy))
                 for drop in plan.drops:
                     group.create_task(self._drop(drop))
                 await asyncio.sleep(PLAN_EVERY_S)
 
-    async def change(self, keys: Sequence[BlockKey], num_replicas: int) -> tuple[int, int, int]:
-        """How many replicas were created and dropped, and how many of the blocks nobody holds."""
-        plan = self._planner.plan_change(keys, num_replicas, self._views(), self._clock())
-        created, dropped = await self._carry_out(plan)
-        return created, dropped, plan.missing
-
-    async def _carry_out(self, plan: Plan) -> tuple[int, int]:
-        created = await asyncio.gather(*map(self._copy, plan.copies))
+    async def change(self, keys: Sequence[BlockKey], num_replicas: int) -> Changed:
+        """Carries a wish out, as far as it can be."""
+        pins = await self._pins(keys)
+        plan = self._planner.plan_change(keys, num_replicas, self._views(), self._clock(), pins)
+        copied = await asyncio.gather(*map(self._copy, plan.copies))
         dropped = await asyncio.gather(*map(self._drop, plan.drops))
-        return sum(created), sum(dropped)
+        wanted = sum(len(copy.keys) for copy in plan.copies)
+        return Changed(
+            created=sum(created for created, _ in copied),
+            dropped=sum(dropped),
+            missing=plan.missing,
+            failed=wanted - sum(created + present for created, present in copied),
+        )
 
-    async def _copy(self, copy: Copy) -> int:
-        """How many blocks are on the target now for it."""
-        created, succeeded = 0, False
+    async def _pins(self, keys: Sequence[BlockKey]) -> Pins:
+        """As the nodes that hold them say."""
+        held = self._planner.holders(keys)
+        answers = await asyncio.gather(*(self._pinned(node, held[node]) for node in held))
+        pinned = dict(zip(held, answers, strict=True))
+        return Pins(
+            pinned={node: found for node, found in pinned.items() if found is not None},
+            unknown=frozenset(node for node, found in pinned.items() if found is None),
+        )
+
+    async def _pinned(
+        self, node: InstanceId, keys: Sequence[BlockKey]
+    ) -> frozenset[BlockKey] | None:
+        """None = the node did not say."""
+        found: set[BlockKey] = set()
+        try:
+            for begin in range(0, len(keys), KEYS_PER_QUESTION):
+                piece = keys[begin : begin + KEYS_PER_QUESTION]
+                reply = await self._channels.call(
+                    self._stub(node).GetPins,
+                    kvstore_pb2.StoreGetPinsRequest(keys=piece),
+                    timeout_s=REMOVE_TIMEOUT_S,
+                )
+                found.update(key for key, pin in zip(piece, reply.pins, strict=True) if pin)
+        except MoonserveError as error:
+            log.warning("%s did not tell its pins: %s", node, error)
+            return None
+        return frozenset(found)
+
+    async def _copy(self, copy: Copy) -> tuple[int, int]:
+        """How many blocks are on the target now for it, and how many were there already."""
+        created, present, succeeded = 0, 0, False
         try:
             async with self._slots:
                 for step in copy.steps:
-                    created += await self._take_step(step, copy.target)
+                    reply = await self._ask_for(step, copy.target)
+                    created, present = created + reply.copied, present + reply.present
+                    _require_whole(step, reply)
             succeeded = True
         except MoonserveError as error:
             self.counters["copies_failed"] += 1
@@ -85,25 +132,17 @@ class Replicator:
         finally:
             self._planner.settled(copy, succeeded=succeeded, now=self._clock())
         self.counters["replicas_created"] += created
-        return created
+        return created, present
 
-    async def _take_step(self, step: Step, target: InstanceId) -> int:
-        """Raises MoonserveError also when it was not done in full."""
+    async def _ask_for(self, step: Step, target: InstanceId) -> kvstore_pb2.StoreCopyReply:
         request = kvstore_pb2.StoreCopyRequest(
             source=self._known(step.source), keys=step.keys, deadline_s=COPY_DEADLINE_S
         )
-        stub = self._stub(target)
         timeout_s = COPY_DEADLINE_S + CALL_MARGIN_S
-        reply = await self._channels.call(stub.Copy, request, timeout_s=timeout_s)
-        if reply.copied + reply.present < len(step.keys):
-            raise MoonserveError(
-                f"{len(step.keys)} blocks of {step.source}: {reply.copied} copied, "
-                f"{reply.present} were there, {reply.missing} gone, {reply.refused} without room"
-            )
-        return reply.copied
+        return await self._channels.call(self._stub(target).Copy, request, timeout_s=timeout_s)
 
     async def _drop(self, drop: Drop) -> int:
-        request = kvstore_pb2.StoreRemoveRequest(keys=drop.keys)
+        request = kvstore_pb2.StoreRemoveRequest(keys=drop.keys, keep_pinned=drop.keep_pinned)
         try:
             reply = await self._channels.call(
                 self._stub(drop.node).Remove, request, timeout_s=REMOVE_TIMEOUT_S
@@ -125,3 +164,12 @@ class Replicator:
         if endpoint is None:
             raise PeerLost(f"{node} is not known any more")
         return endpoint
+
+
+def _require_whole(step: Step, reply: kvstore_pb2.StoreCopyReply) -> None:
+    """Raises MoonserveError when a step was not done in full."""
+    if reply.copied + reply.present < len(step.keys):
+        raise MoonserveError(
+            f"{len(step.keys)} blocks of {step.source}: {reply.copied} copied, "
+            f"{reply.present} were there, {reply.missing} gone, {reply.refused} without room"
+        )

@@ -621,6 +621,7 @@ class StoreRemovalsReply(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     AGES_S_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
     life: _builtins.int
     next_seq: _builtins.int
     more: _builtins.bool
@@ -629,6 +630,8 @@ class StoreRemovalsReply(_message.Message):
     """no removal of the last so many seconds has been forgotten"""
     keys: _builtins.bytes
     """16 bytes each"""
+    settled: _builtins.bool
+    """false while the node itself still asks others what it missed"""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of each; 0 where no removal of a key that was asked for is known"""
@@ -647,10 +650,11 @@ class StoreRemovalsReply(_message.Message):
         keys: _builtins.bytes = ...,
         ids: _abc.Iterable[_builtins.int] | None = ...,
         ages_s: _abc.Iterable[_builtins.float] | None = ...,
+        settled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages_s", b"ages_s", "covered_s", b"covered_s", "ids", b"ids", "keys", b"keys", "life", b"life", "more", b"more", "next_seq", b"next_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages_s", b"ages_s", "covered_s", b"covered_s", "ids", b"ids", "keys", b"keys", "life", b"life", "more", b"more", "next_seq", b"next_seq", "settled", b"settled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -42,8 +42,16 @@ def ignore(member: Member) -> None:
     """For callers to whom their epoch does not matter."""
 
 
+async def ready(absent_s: float) -> None:
+    """For callers who miss nothing while they are no member."""
+
+
 class Seat:
-    """`on_epoch` is called after each join, in the loop's thread, with the member as the registry has it."""
+    """`on_epoch` is called after each join, in the loop's thread, with the member as the registry has it.
+
+    `before_rejoin` is awaited before a join of one that the registry had forgotten, with the time since the last word
+    from the registry, in seconds: until it returns others do not see this member again.
+    """
 
     def __init__(
         self,
@@ -53,6 +61,7 @@ class Seat:
         ttl_s: float = TTL_S,
         renew_every_s: float = RENEW_EVERY_S,
         on_epoch: Callable[[Member], None] = ignore,
+        before_rejoin: Callable[[float], Awaitable[None]] = ready,
     ) -> None:
         self._life = secrets.token_hex(8)
         self.member = dataclasses.replace(member, facts={**member.facts, LIFE_FACT: self._life})
@@ -64,6 +73,8 @@ class Seat:
         self._renew_every_s = renew_every_s
         self._retry_s = renew_every_s / 3
         self._on_epoch = on_epoch
+        self._before_rejoin = before_rejoin
+        self._held_at = asyncio.get_running_loop().time()
         self._away = False
         self._forgotten = False  # the registry said so; only a join helps
 
@@ -74,6 +85,11 @@ class Seat:
         while True:
             await asyncio.sleep(self._renew_every_s)
             await self._persist(self._renew)
+
+    @property
+    def silence_s(self) -> float:
+        """Since the registry last confirmed the membership, or since the start."""
+        return asyncio.get_running_loop().time() - self._held_at
 
     async def leave(self) -> None:
         """Says good-bye, best effort: the lease would end the membership anyway. Not while `run` runs."""
@@ -108,8 +124,10 @@ class Seat:
         if self._forgotten:
             await self._take_again()
             return
+        asked_at = asyncio.get_running_loop().time()
         try:
             await self._registry.renew(self.member, ttl_s=self._ttl_s)
+            self._held_at = asked_at
         except Superseded as error:
             await self._follow(error)
         except StaleLease:
@@ -118,13 +136,16 @@ class Seat:
             await self._take_again()
 
     async def _take_again(self) -> None:
+        await self._before_rejoin(self.silence_s)
         try:
             await self._take()
         except StaleLease as error:
             raise self._lost(error) from error
 
     async def _take(self) -> None:
+        asked_at = asyncio.get_running_loop().time()
         self._hold(await self._registry.join(self.member, ttl_s=self._ttl_s))
+        self._held_at = asked_at
 
     async def _follow(self, error: Superseded) -> None:
         """Takes up the later epoch if a join of this seat's own, given up as lost, was done after all."""

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvstore.directory import Changes, Directory
 from kvstore.replication.heat import Heat
 from kvstore.replication.planner import KEYS_PER_STEP, Limits, Planner
-from kvstore.replication.plans import Copy, Drop, NodeView
+from kvstore.replication.plans import NO_PINS, Copy, Drop, NodeView, Pins
 from protocol.ids import InstanceId
 from protocol.keys import NO_PARENT, BlockKey, pack_keys
 
@@ -63,8 +63,8 @@ class Cluster:
     def read(self, *numbers: int, times: int = HITS) -> None:
         self.heat.record(pack_keys([key(n) for n in numbers] * times), self.now)
 
-    def plan(self) -> tuple[tuple[Copy, ...], tuple[Drop, ...]]:
-        plan = self.planner.plan(self.nodes, self.now)
+    def plan(self, pins: Pins = NO_PINS) -> tuple[tuple[Copy, ...], tuple[Drop, ...]]:
+        plan = self.planner.plan(self.nodes, self.now, pins)
         return plan.copies, plan.drops
 
     def carry_out(self, copy: Copy, *, succeeded: bool = True) -> None:
@@ -256,6 +256,35 @@ def test_fewer_replicas_leave_the_fullest_nodes_first_and_never_the_last() -> No
     ]
 
 
+def pins_of(**pinned: list[int]) -> Pins:
+    return Pins(
+        pinned={InstanceId(n): frozenset(key(b) for b in blocks) for n, blocks in pinned.items()}
+    )
+
+
+def lowered(cluster: Cluster, pins: Pins) -> list[tuple[str, list[int]]]:
+    plan = cluster.planner.plan_change([key(0), key(1)], 1, cluster.nodes, cluster.now, pins)
+    return [(drop.node, numbers(drop.keys)) for drop in plan.drops]
+
+
+def test_a_replica_with_a_pin_stays_as_long_as_one_without_is_left() -> None:
+    cluster = Cluster(a="h1", b="h2", c="h3")
+    cluster.free(a=10, b=20, c=90)
+    for name in "abc":
+        cluster.hold(name, range(2))
+    assert lowered(cluster, pins_of(a=[0, 1])) == [("b", [1, 0]), ("c", [1, 0])]
+    assert lowered(cluster, pins_of(a=[0, 1], b=[0, 1])) == [("c", [1, 0]), ("a", [1, 0])]
+    assert lowered(cluster, pins_of(a=[1])) == [("b", [1, 0]), ("c", [1, 0])]
+
+
+def test_replicas_of_a_node_that_does_not_tell_its_pins_stay_and_so_do_pinned_ones() -> None:
+    cluster = Cluster(a="h1", b="h2")
+    for name in "ab":
+        cluster.hold(name, range(2))
+    pinned = {InstanceId("a"): frozenset({key(0), key(1)})}
+    assert lowered(cluster, Pins(pinned=pinned, unknown=frozenset({InstanceId("b")}))) == []
+
+
 def test_a_node_that_drains_hands_on_what_only_it_has_next_to_what_leads_to_it() -> None:
     cluster = Cluster(a="h1", b="h2", c="h3")
     cluster.free(c=100)
@@ -296,15 +325,20 @@ class AnyHistory(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.cluster.now += seconds
 
-    @rule()
-    def plans(self) -> None:
+    @rule(pinned=st.sets(st.tuples(names, blocks), max_size=20))
+    def plans(self, pinned: set[tuple[str, int]]) -> None:
         before = {n: self.cluster.holders(n) for n in [*range(5), *range(1000, 1004), 2000]}
-        copies, drops = self.cluster.plan()
+        pins = pins_of(**{name: [n for who, n in pinned if who == name] for name in "abcde"})
+        copies, drops = self.cluster.plan(pins)
         for copy in copies:
             self._check_copy(copy, before)
         self.under_way += copies
         for drop in drops:
             self._check_drop(drop)
+            for n in numbers(drop.keys):
+                others = self.cluster.holders(n) - {drop.node}
+                spared = (drop.node, n) not in pinned or all((who, n) in pinned for who in others)
+                assert spared, "a replica with a pin before one without"
             self.cluster.remove(drop)
 
     def _check_copy(self, copy: Copy, before: dict[int, set[str]]) -> None:

@@ -1,0 +1,101 @@
+"""The calls of a node whose effect outlasts its process: removals, pins, draining.
+
+A part of `kvstore.service`, which owns what is used here. What is removed everywhere goes through
+`kvstore.remembering`, what only concerns this node's replica is forgotten by its disk and by nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+
+from kvstore import wire
+from kvstore.drain_mark import DrainMark
+from kvstore.mover import Mover
+from kvstore.remembering import Remembering
+from kvstore.removals import Heard
+from kvstore.state import StoreState
+from protocol.keys import pack_keys
+from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+REMOVALS_PER_MESSAGE = 20_000
+"""640 KiB."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class LastingCalls(kvstore_pb2_grpc.KvStoreServicer):
+    """The service sets what is declared here."""
+
+    mover: Mover
+    remembering: Remembering
+    draining: bool
+    _state: StoreState
+    _drain_mark: DrainMark
+    _changed: Callable[[], None]
+    _clock: Callable[[], float]
+
+    async def Remove(
+        self, request: kvstore_pb2.StoreRemoveRequest, context: Context
+    ) -> kvstore_pb2.StoreRemoveReply:
+        keys = wire.keys_from_wire(request.keys)
+        if request.removal_id:
+            removed = await self.remembering.remove(keys, request.removal_id)
+            return kvstore_pb2.StoreRemoveReply(removed=removed)
+        gone = self._state.remove(keys, corrupt=request.corrupt, keep_pinned=request.keep_pinned)
+        if request.corrupt and gone:
+            log.error("a reader found %d of %d objects corrupt; dropped", len(gone), len(keys))
+        self._changed()
+        forgotten = [about.key for about in gone] if request.keep_pinned else keys
+        await self.mover.forget(forgotten, self._state.latest_generation)
+        return kvstore_pb2.StoreRemoveReply(removed=len(gone))
+
+    async def Removals(
+        self, request: kvstore_pb2.StoreRemovalsRequest, context: Context
+    ) -> kvstore_pb2.StoreRemovalsReply:
+        removals, now = self.remembering.removals, self._clock()
+        reply = kvstore_pb2.StoreRemovalsReply(
+            life=removals.life,
+            covered_s=removals.covered_s(now),
+            settled=self.remembering.settled,
+        )
+        if request.keys:
+            reply.ids.extend(map(removals.last, wire.keys_from_wire(request.keys)))
+            return reply
+        next_seq = request.next_seq if request.life == removals.life else 1
+        page = removals.tell(next_seq, REMOVALS_PER_MESSAGE, now)
+        reply.next_seq, reply.more = page.next_seq, page.more
+        _tell(page.heard, reply)
+        return reply
+
+    async def Pin(
+        self, request: kvstore_pb2.StorePinRequest, context: Context
+    ) -> kvstore_pb2.StorePinReply:
+        keys = wire.keys_from_wire(request.keys)
+        pinned = self._state.pin(keys, wire.pin_from_wire(request.pin))
+        return kvstore_pb2.StorePinReply(pinned=pinned)
+
+    async def GetPins(
+        self, request: kvstore_pb2.StoreGetPinsRequest, context: Context
+    ) -> kvstore_pb2.StoreGetPinsReply:
+        pins = self._state.pins(wire.keys_from_wire(request.keys))
+        return kvstore_pb2.StoreGetPinsReply(pins=map(wire.pin_to_wire, pins))
+
+    async def SetDraining(
+        self, request: kvstore_pb2.StoreSetDrainingRequest, context: Context
+    ) -> kvstore_pb2.StoreSetDrainingReply:
+        self.draining = request.draining
+        log.info("draining" if request.draining else "accepting objects again")
+        await self._drain_mark.keep(request.draining)
+        return kvstore_pb2.StoreSetDrainingReply()
+
+
+def _tell(heard: list[Heard], reply: kvstore_pb2.StoreRemovalsReply) -> None:
+    reply.keys = pack_keys([each.key for each in heard])
+    reply.ids.extend(each.removal_id for each in heard)
+    reply.ages_s.extend(each.age_s for each in heard)

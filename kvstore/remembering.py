@@ -1,0 +1,186 @@
+"""Removals of a running node: executed, learned from others, kept in its folder.
+
+Its rule: what was stored before a removal happened is gone here once `remove` or `learn` returns, and after a restart;
+what was stored since stays. Where the folder takes nothing, memory and the other nodes have to do, and
+a counter says so. Knows no other nodes (`kvstore.catching_up`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from kvstore.disk.base import DiskObject
+from kvstore.mover import Mover
+from kvstore.presence import Presence, Seen, Stamp
+from kvstore.removal_file import RemovalFile
+from kvstore.removals import MAX_REMOVALS, Heard, Removal, Removals
+from kvstore.state import StoreState
+from protocol.keys import BlockKey
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+REWRITE_ABOVE = 2 * MAX_REMOVALS
+"""Records in the file."""
+
+
+class Remembering:
+    """`changed` is called when objects have gone. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        mover: Mover,
+        removals: Removals,
+        folder: Path | None,
+        clock: Callable[[], float],
+        changed: Callable[[], None],
+    ) -> None:
+        self.removals = removals
+        self.settled = True
+        """False while other nodes are still to be asked what was missed."""
+        self.absent_s = 0.0
+        """At the start: since the last life was in touch; without end where nobody knows, 0 where there was none."""
+        self._state = state
+        self._mover = mover
+        self._clock = clock
+        self._changed = changed
+        self._file = RemovalFile(folder) if folder is not None else None
+        self._presence = Presence(folder) if folder is not None else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="removals")
+        self._num_records = 0
+        self._is_torn = False  # an append failed: nothing may follow it
+        self._seen: Seen | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def load(self, *, is_first_life: bool) -> None:
+        """What earlier lives knew. Before anything is removed or learned."""
+        if self._file is None or self._presence is None:
+            return
+        self._seen = await self._in_thread(self._presence.read)
+        self.absent_s = 0.0 if is_first_life else _absence(self._seen)
+        try:
+            kept = await self._in_thread(self._file.load)
+        except OSError as error:
+            log.error("the removals of earlier lives cannot be read: %s", error)
+            kept = []
+        self.removals.learn(
+            (Heard(k.key, k.removal_id, k.age_s or 0.0) for k in kept), self._clock()
+        )
+        self._is_torn = True  # the file may end anywhere
+        await self._keep(())
+
+    async def remove(self, keys: Sequence[BlockKey], removal_id: int) -> int:
+        """Of all replicas; gives how many objects were here. Done already for keys of which it was heard before."""
+        now = self._clock()
+        fresh = self.removals.execute(keys, removal_id, now)
+        removed = self._state.remove(fresh, corrupt=False)
+        self._changed()
+        await self._keep([(key, removal_id, 0.0) for key in fresh])
+        await self._forget(dict.fromkeys(fresh, self._state.latest_generation))
+        return len(removed)
+
+    async def learn(self, heard: Iterable[Heard]) -> int:
+        """What another node tells; gives how many objects were here that should not have been."""
+        fresh = self.removals.learn(heard, self._clock())
+        if not fresh:
+            return 0
+        bounds = self._bounds(fresh)
+        removed = self._state.remove_before(bounds)
+        self._state.counters["objects_outdated"] += len(removed)
+        self._changed()
+        now = self._clock()
+        self._forget_soon({key: bound - 1 for key, bound in bounds.items()})
+        await self._keep([(r.key, r.removal_id, now - r.at) for r in fresh])
+        return len(removed)
+
+    def drop(self, outdated: Sequence[DiskObject]) -> None:
+        """Objects of which another value is stored elsewhere, or of which nobody knows whether they were removed."""
+        bounds = {about.key: about.generation + 1 for about in outdated}
+        removed = self._state.remove_before(bounds)
+        self._state.counters["objects_outdated"] += len(removed)
+        self._changed()
+        self._forget_soon({key: bound - 1 for key, bound in bounds.items()})
+
+    def knows(self, covered_s: float) -> None:
+        """All that nodes know of whom one knows so much was heard, and all that this node knew before still counts."""
+        self.removals.inherit(covered_s, self._clock())
+
+    def knows_only(self, covered_s: float) -> None:
+        """So much, and no more: what happened before may have been missed."""
+        self.removals.restrict(covered_s, self._clock())
+
+    def knows_what_it_knew(self) -> None:
+        """Nothing was missed since the last life."""
+        if self._seen is not None:
+            self.removals.inherit(self._seen.covered_s + self.absent_s, self._clock())
+
+    async def note_presence(self) -> None:
+        """This node is in touch with its cluster now."""
+        self.removals.expire(self._clock())
+        if self._presence is None:
+            return
+        covered_s = self.removals.covered_s(self._clock())
+        presence = self._presence
+        try:
+            await self._in_thread(lambda: presence.write(covered_s))
+        except OSError as error:
+            log.debug("presence cannot be kept: %s", error)
+
+    async def close(self) -> None:
+        """Once the disk's recovery has ended."""
+        await asyncio.gather(*self._tasks)
+        await asyncio.to_thread(self._thread.shutdown)
+
+    def _bounds(self, removals: Iterable[Removal]) -> dict[BlockKey, int]:
+        """By key: generations below it were there when it was removed."""
+        bounds: dict[BlockKey, int] = {}
+        for removal in removals:
+            bound = self._state.reserved_before(removal.at)
+            bounds[removal.key] = max(bound, bounds.get(removal.key, 0))
+        return bounds
+
+    async def _forget(self, generations: dict[BlockKey, int]) -> None:
+        """On disk, up to and with these."""
+        if generations and not await self._mover.forget_up_to(generations):
+            self._state.counters["removals_unsaved"] += len(generations)
+
+    def _forget_soon(self, generations: dict[BlockKey, int]) -> None:
+        """Not waited for: the disk's recovery may wait for what waits here."""
+        task = asyncio.create_task(self._forget(generations))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _keep(self, records: Sequence[tuple[BlockKey, int, float]]) -> None:
+        if self._file is None:
+            return
+        file, rewrite = self._file, self._is_torn or self._num_records > REWRITE_ABOVE
+        if not records and not rewrite:
+            return
+        if rewrite:
+            now = self._clock()
+            records = [(r.key, r.removal_id, now - r.at) for r in self.removals.all()]
+            self._num_records = 0
+        write = file.rewrite if rewrite else file.append
+        try:
+            await self._in_thread(lambda: write(records))
+            self._is_torn = False
+            self._num_records += len(records)
+        except OSError as error:
+            self._is_torn = True
+            log.warning("removals cannot be kept in the folder: %s", error)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _absence(seen: Seen | None) -> float:
+    passed_s = seen.at.until(Stamp.now()) if seen is not None else None
+    return math.inf if passed_s is None else passed_s

@@ -1,0 +1,83 @@
+"""A node's removals over its restarts: one file in its folder, of records that are appended. Blocking.
+
+Each record has a checksum, so that a torn one at the end, or a damaged one, costs itself and not the others. It is not
+synced: a removal whose record a loss of power took is heard of again from other nodes, and what it removed is
+forgotten by the disk tier's own, durable tombstones.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from kvstore.presence import Stamp
+from protocol.keys import BlockKey
+
+FILE_NAME = "removals"
+_MAGIC = b"MSKVREM1"
+_RECORD = struct.Struct("<16sQ36sdd")  # key, id, boot, seconds since boot, wall clock
+_SUM = struct.Struct("<Q")
+RECORD_BYTES = _RECORD.size + _SUM.size
+
+
+class Kept(NamedTuple):
+    """`age_s` None = nobody knows."""
+
+    key: BlockKey
+    removal_id: int
+    age_s: float | None
+
+
+class RemovalFile:
+    """Used by one thread at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE_NAME
+
+    def load(self) -> list[Kept]:
+        """Raises OSError."""
+        if not self._path.exists():
+            return []
+        now = Stamp.now()
+        return [
+            Kept(key, removal_id, at.until(now))
+            for key, removal_id, at in _records(self._path.read_bytes())
+        ]
+
+    def append(self, removals: Sequence[tuple[BlockKey, int, float]]) -> None:
+        """(key, id, age in seconds) each. Raises OSError."""
+        with self._path.open("ab") as file:
+            if not file.tell():
+                file.write(_MAGIC)
+            file.write(b"".join(_encoded(removals)))
+
+    def rewrite(self, removals: Sequence[tuple[BlockKey, int, float]]) -> None:
+        """These and no others. Raises OSError."""
+        fresh = self._path.with_suffix(".new")
+        fresh.write_bytes(_MAGIC + b"".join(_encoded(removals)))
+        os.replace(fresh, self._path)
+
+
+def _encoded(removals: Iterable[tuple[BlockKey, int, float]]) -> Iterator[bytes]:
+    now = Stamp.now()
+    boot = now.boot.encode()
+    for key, removal_id, age_s in removals:
+        record = _RECORD.pack(key, removal_id, boot, now.boot_s - age_s, now.wall_s - age_s)
+        yield record + _SUM.pack(xxh3_64_intdigest(record))
+
+
+def _records(content: bytes) -> Iterator[tuple[BlockKey, int, Stamp]]:
+    if not content.startswith(_MAGIC):
+        return
+    for begin in range(len(_MAGIC), len(content) - RECORD_BYTES + 1, RECORD_BYTES):
+        record = content[begin : begin + _RECORD.size]
+        [expected] = _SUM.unpack_from(content, begin + _RECORD.size)
+        if xxh3_64_intdigest(record) == expected:
+            key, removal_id, boot, boot_s, wall_s = _RECORD.unpack(record)
+            stamp = Stamp(boot=boot.rstrip(b"\0").decode(), boot_s=boot_s, wall_s=wall_s)
+            yield BlockKey(key), removal_id, stamp

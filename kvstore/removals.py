@@ -1,0 +1,140 @@
+"""What was removed everywhere, remembered for nodes that were away meanwhile. Pure: `now` is an argument.
+
+A removal of all replicas has an id, the same at every node; each is executed once by a node, whoever tells of it. Ages
+travel between nodes, never instants, since no clock agrees with another host's. Rules: what is older than `kept_s` is
+neither told nor believed; what is forgotten, for its age or for want of room, shortens what `covered_s` promises. Does
+not know what is stored, nor who else there is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from protocol.keys import BlockKey
+
+MAX_REMOVALS = 100_000
+"""About 40 MB."""
+KEPT_S = 86_400.0
+"""A node that was away for longer begins empty."""
+_SLACK = 1.25
+"""Entries outlive `kept_s` by so much: what another node still tells is still known here, so it is not done again."""
+
+
+class Removal(NamedTuple):
+    """`at` is an instant of this node's clock, not earlier than the removal."""
+
+    key: BlockKey
+    removal_id: int
+    at: float
+
+
+class Heard(NamedTuple):
+    """A removal as another node tells of it."""
+
+    key: BlockKey
+    removal_id: int
+    age_s: float
+
+
+class Page(NamedTuple):
+    """A part of what a node has to tell."""
+
+    heard: list[Heard]
+    next_seq: int
+    more: bool
+
+
+class Removals:
+    """Of one life of a node, numbered from 1 in the order in which it learned of them."""
+
+    def __init__(
+        self, life: int, now: float, *, kept_s: float = KEPT_S, max_count: int = MAX_REMOVALS
+    ) -> None:
+        self.life = life
+        self.next_seq = 1
+        self._kept_s = kept_s
+        self._max_count = max_count
+        self._log: deque[Removal] = deque()
+        self._known: set[tuple[BlockKey, int]] = set()
+        self._last: dict[BlockKey, int] = {}
+        self._since = now  # all removals since then were noted
+        self._forgotten_at = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._log)
+
+    def execute(self, keys: Iterable[BlockKey], removal_id: int, now: float) -> list[BlockKey]:
+        """A removal that reaches this node itself; gives the keys for which it is new."""
+        return [key for key in dict.fromkeys(keys) if self._note(Removal(key, removal_id, now))]
+
+    def learn(self, heard: Iterable[Heard], now: float) -> list[Removal]:
+        """What another node tells; gives what is new."""
+        young = (each for each in heard if each.age_s < self._kept_s)
+        told = (Removal(key, removal_id, now - age_s) for key, removal_id, age_s in young)
+        return [removal for removal in told if self._note(removal)]
+
+    def last(self, key: BlockKey) -> int:
+        """The id of its last removal; 0 = none is known."""
+        return self._last.get(key, 0)
+
+    def tell(self, next_seq: int, limit: int, now: float) -> Page:
+        """From `next_seq` on, at most `limit`."""
+        first = self.next_seq - len(self._log)
+        begin = min(max(next_seq, first), self.next_seq)
+        end = min(begin + limit, self.next_seq)
+        told = islice(self._log, begin - first, end - first)
+        heard = [Heard(r.key, r.removal_id, max(now - r.at, 0.0)) for r in told]
+        young = [each for each in heard if each.age_s < self._kept_s]
+        return Page(young, end, end < self.next_seq)
+
+    def all(self) -> Sequence[Removal]:
+        return list(self._log)
+
+    # How much of the past is known
+
+    def covered_s(self, now: float) -> float:
+        """No removal of the last so many seconds is unknown here, as far as somebody has executed it who is, or was
+        since then, in touch with this node."""
+        return min(now - max(self._since, self._forgotten_at), self._kept_s)
+
+    def inherit(self, covered_s: float, now: float) -> None:
+        """All that another node knows was heard, and it knows so much."""
+        self._since = min(self._since, now - covered_s)
+
+    def restrict(self, covered_s: float, now: float) -> None:
+        """Removals before that may have been missed."""
+        self._since = max(self._since, now - covered_s)
+
+    def expire(self, now: float) -> None:
+        """Forgets what is too old."""
+        while self._log and self._log[0].at < now - self._kept_s * _SLACK:
+            self._forget()
+
+    def validate(self) -> None:
+        """Raises AssertionError unless the views of the log agree."""
+        assert self._known == {(r.key, r.removal_id) for r in self._log}
+        assert len(self._known) == len(self._log) <= self._max_count
+        assert all((key, removal_id) in self._known for key, removal_id in self._last.items())
+        assert self._last.keys() == {r.key for r in self._log}
+
+    def _note(self, removal: Removal) -> bool:
+        identity = removal.key, removal.removal_id
+        if identity in self._known:
+            return False
+        self._known.add(identity)
+        self._last[removal.key] = removal.removal_id
+        self._log.append(removal)
+        self.next_seq += 1
+        if len(self._log) > self._max_count:
+            self._forget()
+        return True
+
+    def _forget(self) -> None:
+        gone = self._log.popleft()
+        self._known.remove((gone.key, gone.removal_id))
+        if self._last[gone.key] == gone.removal_id:  # else a later one is known
+            del self._last[gone.key]
+        self._forgotten_at = max(self._forgotten_at, gone.at)

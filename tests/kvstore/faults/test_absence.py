@@ -1,0 +1,155 @@
+"""Nodes that are away while keys are removed or replaced: nothing old is seen when they come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.client import KvStore
+from protocol.errors import DeadlineExceeded, PeerLost
+from tests.kvstore.client.pools import until
+from tests.kvstore.disk.mounts import mounted
+from tests.kvstore.faults import disks
+from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
+from tests.kvstore.faults.values import put_many, value_of
+
+ON_DISK = ("--dram", "64MiB", "--ssd-write-through")
+FORGOTTEN_S = 30.0
+"""The registry gives a silent member 10 s, its readers another 6."""
+
+
+def put_on(pool: Pool, node_id: str, seed: str, count: int = 20) -> list[bytes]:
+    with pool.alone(node_id) as store:
+        names = put_many(store, seed, count, 20_000)
+    if pool.ssd:
+        until_on_disk(pool, node_id, names)
+    return names
+
+
+def remove_all(store: KvStore, names: list[bytes]) -> None:
+    """Says so when a node could not be asked."""
+    with pytest.raises((PeerLost, DeadlineExceeded)):
+        store.batch_remove(names, timeout_s=2.0)
+
+
+def held_by(pool: Pool, node_id: str, names: list[bytes]) -> list[bytes]:
+    with pool.alone(node_id) as store:
+        return [name for name in names if store.get(name) is not None]
+
+
+def test_what_is_removed_while_a_node_is_dead_does_not_come_back_with_it(tmp_path: Path) -> None:
+    with running_pool(tmp_path, 3, *ON_DISK, ssd="64MiB") as pool:
+        removed = put_on(pool, "store-1", "removed")
+        kept = put_on(pool, "store-1", "kept")
+        with pool.store() as store:
+            pool.kill("store-1")
+            remove_all(store, removed)
+        pool.restart("store-1")
+        assert held_by(pool, "store-1", removed) == []
+        assert pool.stats("store-1").num_objects == len(kept)
+        pool.restart("store-1")
+        pool.audit([], held=kept, gone=removed)
+
+
+def test_what_a_node_is_told_by_others_is_told_on_by_it_and_over_restarts(tmp_path: Path) -> None:
+    with running_pool(tmp_path, 2, *ON_DISK, ssd="64MiB") as pool:
+        removed = put_on(pool, "store-1", "removed")
+        with pool.store() as store:
+            pool.kill("store-1")
+            remove_all(store, removed)
+        pool.kill("store-0")
+        pool.start("store-0", "store-1")
+        until(lambda: all(pool.stats(n).recovered == 1 for n in pool.running))
+        pool.audit([], gone=removed)
+
+
+def test_a_value_stored_anew_after_a_removal_stays(tmp_path: Path) -> None:
+    """At the node that was away, and again after restarts: the removal is not done twice."""
+    with running_pool(tmp_path, 2, *ON_DISK, ssd="64MiB") as pool:
+        names = put_on(pool, "store-1", "again")
+        with pool.store() as store:
+            with pool.frozen("store-1"):
+                remove_all(store, names)
+            until(lambda: not held_by(pool, "store-1", names))
+        assert put_on(pool, "store-1", "again") == names
+        for node_id in ("store-0", "store-1"):
+            pool.restart(node_id)
+        pool.audit([], held=names)
+        assert held_by(pool, "store-1", names) == names
+
+
+def test_of_two_values_the_one_that_was_stored_while_the_other_was_away_counts(
+    tmp_path: Path,
+) -> None:
+    with running_pool(tmp_path, 2, *ON_DISK, ssd="64MiB") as pool:
+        with pool.alone("store-1") as store:
+            store.put(b"replaced", b"old")
+        [other] = put_on(pool, "store-1", "other", 1)
+        pool.kill("store-1")
+        with pool.alone("store-0") as store:
+            store.put(b"replaced", b"new")
+        pool.restart("store-1")
+        with pool.alone("store-1") as store:
+            assert store.get(b"replaced") is None
+        with pool.store() as store:
+            assert store.get(b"replaced") == b"new"
+        pool.audit([], held=[other])
+
+
+def test_a_node_that_was_away_for_longer_than_removals_are_kept_begins_empty(
+    tmp_path: Path,
+) -> None:
+    with running_pool(tmp_path, 2, *ON_DISK, "--removals-kept-s", "0.1", ssd="64MiB") as pool:
+        names = put_on(pool, "store-1", "old")
+        pool.restart("store-1")
+        assert pool.stats("store-1").num_objects == 0
+        again = put_on(pool, "store-1", "fresh")
+        pool.audit(names, held=again)
+
+
+def test_a_node_alone_keeps_what_it_had_however_long_it_was_away(tmp_path: Path) -> None:
+    with running_pool(tmp_path, 1, *ON_DISK, "--removals-kept-s", "0.1", ssd="64MiB") as pool:
+        names = put_on(pool, "store-0", "old")
+        pool.restart("store-0")
+        pool.audit([], held=names)
+
+
+@pytest.mark.slow  # the registry forgets the node, which takes half a minute
+def test_a_node_that_was_stopped_until_it_was_forgotten_shows_nothing_old(tmp_path: Path) -> None:
+    with running_pool(tmp_path, 3, "--dram", "64MiB") as pool:
+        removed = put_on(pool, "store-1", "removed")
+        kept = put_on(pool, "store-1", "kept")
+        with pool.alone("store-1") as store:
+            store.put(b"replaced", b"old")
+        with pool.store() as store:
+            with pool.frozen("store-1"):
+                until(lambda: len(store.nodes()) == 2, FORGOTTEN_S)
+                assert store.batch_remove(removed) == 0
+                store.put(b"replaced", b"new")
+            until(lambda: len(store.nodes()) == 3, FORGOTTEN_S)
+            assert [store.get(name) for name in removed] == [None] * len(removed)
+            assert store.get(b"replaced") == b"new"
+            assert all(store.get(name) == value_of(name) for name in kept)
+        assert held_by(pool, "store-1", [*removed, *kept]) == kept
+        pool.add_up()
+
+
+def test_what_is_removed_while_the_disk_is_read_only_is_remembered_by_others(
+    tmp_path: Path,
+) -> None:
+    with (
+        mounted(tmp_path / "store-0", 128 * 2**20) as disk,
+        running_pool(tmp_path, 2, *ON_DISK, ssd="64MiB") as pool,
+    ):
+        names = put_on(pool, "store-0", "removed", 5)
+        kept = put_on(pool, "store-0", "kept", 5)
+        with disks.read_only(disk), pool.store() as store:
+            with pool.alone("store-0") as alone:
+                put_many(alone, "fills a segment", 20, 500_000)
+            pool.until_stats("store-0", lambda stats: stats.disk_health == "read-only")
+            assert store.batch_remove(names) == len(names)
+            assert pool.stats("store-0").counters["removals_unsaved"] == len(names)
+            pool.kill("store-0")
+        pool.restart("store-0")
+        pool.audit([], held=kept, gone=names)
