@@ -1,0 +1,84 @@
+"""What a simulation found. Frozen data; seconds of virtual time from the begin of the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class End(StrEnum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    REJECTED = "rejected"  # by admission; reported beside the latencies it bought
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutcome:
+    """One request of the trace, in the order of the trace."""
+
+    index: int
+    arrived_s: float
+    input_length: int
+    output_length: int
+    end: End
+    reason: str = ""  # of a rejection or failure
+    prefill: str = ""
+    decode: str = ""
+    cached_tokens: int = 0
+    queue_s: float = 0.0  # at the prefill machine
+    load_s: float = 0.0  # of the prefix, as far as it delayed the prompt
+    prefill_s: float = 0.0  # device time of the prompt
+    predicted_ttft_s: float = 0.0
+    ttft_s: float | None = None  # None: no token
+    tbt_s: float | None = None  # mean of the longest tenth of the gaps; None: fewer than two tokens
+    mean_gap_s: float | None = None
+    finished_s: float | None = None  # since the begin of the trace
+
+    def is_effective(self, *, ttft_slo_s: float, tbt_slo_s: float) -> bool:
+        """Completed within both limits (ANCHORS: the paper's *effective request*)."""
+        return (
+            self.end is End.COMPLETED
+            and self.ttft_s is not None
+            and self.ttft_s <= ttft_slo_s
+            and (self.tbt_s is None or self.tbt_s <= tbt_slo_s)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSample:
+    """One instance at one moment."""
+
+    at_s: float
+    instance_id: str
+    queued: int  # requests that wait
+    running: int
+    context_tokens: int
+    predicted_queue_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSample:
+    """How many machines hold the most popular blocks, at one moment."""
+
+    at_s: float
+    replicas: tuple[int, ...]  # by popularity rank (uses so far), most popular first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationResult:
+    """Everything that reports are made of."""
+
+    name: str  # what distinguishes it from its siblings on a page
+    outcomes: Sequence[RequestOutcome]
+    ttft_slo_s: float
+    tbt_slo_s: float
+    duration_s: float  # from the first arrival to the last end
+    instances: Sequence[InstanceSample] = ()
+    replicas: Sequence[ReplicaSample] = ()
+    counters: Mapping[str, float] = field(
+        default_factory=dict
+    )  # "bytes_moved", "evicted_blocks", …
+    wall_s: float = 0.0  # what simulating it took

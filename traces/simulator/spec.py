@@ -1,0 +1,92 @@
+"""What is simulated: machines, their number and roles, scheduler, limits, faults. Frozen data, checked once.
+
+Everything that a result depends on is here or in the trace, so that equal specs and traces give equal results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol.errors import ConfigError
+from protocol.profile import DecodeProfile, PrefillProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """One kind of machine with one model on it. Rates are per machine and direction."""
+
+    name: str
+    prefill: PrefillProfile
+    decode: DecodeProfile
+    kv_bytes_per_token: int
+    num_layers: int
+    nic_bytes_per_s: float  # between machines
+    device_bytes_per_s: float  # between a machine's DRAM and its devices
+    disk_bytes_per_s: float
+    device_tokens: int  # of KV that the devices hold beside the weights
+    dram_tokens: int  # of KV in a machine's part of the pool
+    disk_tokens: int = 0
+    max_num_seqs: int = 256  # per decoding machine
+    max_model_len: int = 131_072
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One machine dies, or falls silent for a while; a dead one comes back empty but for its disk."""
+
+    instance: str  # "prefill-3"
+    at_s: float
+    for_s: float | None = None  # None: for good
+    silent: bool = False  # goes on computing, says nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """A cluster of prefill and decode machines (or, with `coupled`, of machines that do both) and how it is run."""
+
+    model: ModelProfile
+    num_prefill: int
+    num_decode: int
+    policy: str = "global-cache-aware"
+    balancing_threshold: float = 1.25
+    admission: str = "current"  # none | current | predicted
+    eviction: str = "lru"
+    ttft_slo_s: float = 30.0
+    tbt_slo_s: float = 0.1
+    block_size: int = 512
+    heartbeat_interval_s: float = 1.0
+    prefill_group: int = (
+        1  # machines that prefill one prompt together (CPP); num_prefill counts groups
+    )
+    chunk_tokens: int = 8192
+    pool: str = "global"  # global | local: whether prefixes are read from other machines
+    seed: int = 0
+    faults: tuple[Fault, ...] = field(default=())
+
+    def check(self) -> None:
+        """Raises ConfigError that says what to change."""
+        if self.num_prefill < 1 or self.num_decode < 1:
+            raise ConfigError("--prefill and --decode must be at least 1")
+        if self.admission not in ("none", "current", "predicted"):
+            raise ConfigError(f"--admission is {self.admission!r}; none, current or predicted")
+        if self.pool not in ("global", "local"):
+            raise ConfigError(f"--pool is {self.pool!r}; global or local")
+        if min(self.ttft_slo_s, self.tbt_slo_s, self.heartbeat_interval_s) <= 0:
+            raise ConfigError("SLOs and the heartbeat interval must be above 0")
+        if self.block_size < 1 or self.prefill_group < 1 or self.chunk_tokens < 1:
+            raise ConfigError("--block-size, --prefill-group and --chunk-tokens must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoupledSpec:
+    """Machines that prefill and decode in the same batch, as vLLM runs them; requests go to the shortest queue."""
+
+    model: ModelProfile
+    num_instances: int
+    prefix_caching: bool = False  # in device memory, of the machine alone
+    chunked_prefill: bool = False
+    max_num_batched_tokens: int = 2048  # of a step, with chunked prefill
+    ttft_slo_s: float = 30.0
+    tbt_slo_s: float = 0.1
+    block_size: int = 512
+    seed: int = 0
