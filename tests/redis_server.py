@@ -18,7 +18,6 @@ from types import TracebackType
 
 import pytest
 
-from protocol.process import die_with_parent
 from tests.ports import free_port
 
 START_S = 10.0
@@ -78,7 +77,6 @@ class RedisServer:
                 cwd=self.folder,
                 stdout=output,
                 stderr=output,
-                preexec_fn=lambda: die_with_parent(None),
             )
         give_up_at = time.monotonic() + START_S
         while not self._answers():
@@ -120,15 +118,18 @@ class RedisServer:
         return (self.folder / "output").read_text(errors="replace")
 
     def _command(self) -> list[str]:
+        # Between fork and exec nothing of this process may run: gRPC's threads may hold whatever it needs.
+        setpriv = shutil.which("setpriv")
+        ends_with_us = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
         common = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
         if self._sentinel:
             configuration = self.folder / "sentinel.conf"
             if not configuration.exists():  # afterwards it is the Sentinel's own
                 configuration.write_text("".join(f"{line}\n" for line in self._sentinel))
-            return [self._binary, str(configuration), "--sentinel", *common]
+            return [*ends_with_us, self._binary, str(configuration), "--sentinel", *common]
         memory_only = ["--save", "", "--appendonly", "no"]
         local = ["--unixsocket", str(self.socket_path), "--unixsocketperm", "600"]
-        return [self._binary, *common, *memory_only, *local, *self._arguments]
+        return [*ends_with_us, self._binary, *common, *memory_only, *local, *self._arguments]
 
     def _answers(self) -> bool:
         try:

@@ -66,6 +66,7 @@ def stage(names: Sequence[str], *flags: str) -> Iterator[Stage]:
                     instance_id=name,
                 )
             )
+        made.until_indexed([])  # nodes are ready before they are members
         yield made
 
 

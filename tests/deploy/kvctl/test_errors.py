@@ -9,6 +9,7 @@ import pytest
 from deploy.kvctl.cluster import reason
 from protocol.errors import PeerLost
 from tests.deploy.kvctl.stage import ENVIRON, Kvctl, Stage, chain_keys, put, put_chain, stage
+from tests.kvstore.client.pools import until
 from tests.kvstore.nodes import running_node
 from tests.ports import free_port
 from tests.redis_server import RedisServer
@@ -112,7 +113,9 @@ def test_a_cluster_without_store_nodes_is_told(capsys: pytest.CaptureFixture[str
 
 def test_redis_is_a_registry_too(capsys: pytest.CaptureFixture[str]) -> None:
     with RedisServer() as redis, running_node("--dram", "1MiB", "--join", redis.url):
-        [record] = Kvctl(capsys, redis.url).json("nodes")
+        kvctl = Kvctl(capsys, redis.url)
+        until(lambda: kvctl("nodes").code == 0)  # a node is ready before it is a member
+        [record] = kvctl.json("nodes")
     assert record["node"] == "store-0"
     assert record["last_heard_s"] is None  # there is no directory
 
