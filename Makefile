@@ -17,8 +17,14 @@ DEV := $(VENV)/.installed-dev
 serve: $(RUNTIME)
 	$(BIN)/moonserve serve $(MODEL) $(ARGS)
 
+# All tests run in several processes (tests/scheduling.py), more than there are cores since many tests wait; a part of
+# them, as ARGS says, in one. WORKERS=0 is one process for everything, too.
+WORKERS ?= $(if $(ARGS),0,$(shell expr $$(nproc) + 2))
+
+# Compiled beforehand, since hundreds of processes start, some in the virtual machine.
 test: $(DEV)
-	$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m compileall -q $(PACKAGES) tests
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
 
 # Verbs, in a small virtual machine (tests/rdma/guest); the first time fetches Debian's kernel package.
 test-rdma: $(DEV)

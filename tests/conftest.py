@@ -1,0 +1,36 @@
+"""For tests that several processes run: their order, and who stands back. In one process they run as they are found."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+_BACK = 10  # steps of niceness: a tenth of the weight
+
+_started_with = os.nice(0)
+
+# Otherwise it tells between the dots of connections that ended as tests wanted.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from tests.scheduling import in_order
+
+        items[:] = in_order(items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The guest is what takes longest, and on one core at a time: it goes first and all others stand back for it, as
+    nobody can step forward again."""
+    if hasattr(item.config, "workerinput") and "rdma" not in item.keywords:
+        os.nice(max(0, _started_with + _BACK - os.nice(0)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.scheduling import Scheduling
+
+    return Scheduling(config, log)
