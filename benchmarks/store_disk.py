@@ -2,7 +2,8 @@
 
 What the tier writes is durable when it returns, what it reads is verified. fio does not flush its writes in the first
 ratio, and does so every `depth` blocks in the second. Both write over blocks of the disk that were written before,
-as in a node that has run for a while. `depth` is the number of blocks under way, shared by --calls callers.
+as in a node that has run for a while; the event loop is the node's too. `depth` is the number of blocks under way,
+shared by --calls callers.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from xxhash import xxh3_64_intdigest
 
 from benchmarks.measure import median, table, write_json
@@ -66,52 +68,62 @@ class Disk:
             took = await self._read(load, reads)
         for read in reads:
             self._tier.release(read.place)
-        return len(reads) * load.block_bytes / took
+        num_blocks = len(reads) // load.depth * load.depth
+        return num_blocks * load.block_bytes / took
 
     async def _write(self, load: Load) -> tuple[float, list[DiskRead]]:
         shares = self._shares(load)
+        nbytes = self._total_bytes // len(shares)
+        prepared = [self._batches(load, share, nbytes) for share in shares]
         begin = time.perf_counter()
-        reads = await asyncio.gather(
-            *(self._write_share(load, share, self._total_bytes // len(shares)) for share in shares)
-        )
-        return time.perf_counter() - begin, [each for share in reads for each in share]
+        placed = await asyncio.gather(*map(self._write_share, prepared))
+        took = time.perf_counter() - begin
+        return took, [
+            DiskRead(object=write.object, place=_certain(place), memory=write.memory)
+            for batches, answers in zip(prepared, placed, strict=True)
+            for batch, places in zip(batches, answers, strict=True)
+            for write, place in zip(batch, places, strict=True)
+        ]
 
-    async def _write_share(self, load: Load, slots: slice, nbytes: int) -> list[DiskRead]:
+    def _batches(self, load: Load, slots: slice, nbytes: int) -> list[list[DiskWrite]]:
+        """What one caller writes. A node has such descriptions of its objects anyway; they are not the disk's work."""
         memories = self._memories(load, 0)[slots]
-        into = self._memories(load, len(self._memory) // 2)[slots]
         checksums = [xxh3_64_intdigest(memory) for memory in memories]
-        reads: list[DiskRead] = []
-        while len(reads) * load.block_bytes < nbytes:
-            writes = [
+        return [
+            [
                 DiskWrite(object=self._about(memory, checksum), memory=memory)
                 for memory, checksum in zip(memories, checksums, strict=True)
             ]
-            places = await self._tier.write(writes)
-            reads += [
-                DiskRead(object=write.object, place=_certain(place), memory=each)
-                for write, place, each in zip(writes, places, into, strict=True)
-            ]
-        return reads
+            for _ in range(-(-nbytes // (len(memories) * load.block_bytes)))
+        ]
+
+    async def _write_share(
+        self, batches: Sequence[Sequence[DiskWrite]]
+    ) -> list[list[Place | None]]:
+        return [await self._tier.write(batch) for batch in batches]
 
     async def _read(self, load: Load, reads: Sequence[DiskRead]) -> float:
-        """Whoever is ready takes the next blocks, as many as are its part of the depth."""
+        """Into memory of its own, each caller as many at once as are its part of the depth."""
+        into = self._memories(load, len(self._memory) // 2)
+        aimed = [
+            replace(read, memory=into[number % load.depth]) for number, read in enumerate(reads)
+        ]
         shares = self._shares(load)
-        size = len(range(load.depth)[shares[0]])
-        batches = iter([reads[begin : begin + size] for begin in range(0, len(reads), size)])
+        prepared = [
+            [aimed[begin + share.start : begin + share.stop] for begin in self._turns(load, aimed)]
+            for share in shares
+        ]
         begin = time.perf_counter()
-        await asyncio.gather(*(self._read_share(load, share, batches) for share in shares))
+        await asyncio.gather(*map(self._read_share, prepared))
         return time.perf_counter() - begin
 
-    async def _read_share(
-        self, load: Load, slots: slice, batches: Iterator[Sequence[DiskRead]]
-    ) -> None:
-        """Into memory of its own."""
-        memories = self._memories(load, len(self._memory) // 2)[slots]
+    def _turns(self, load: Load, reads: Sequence[DiskRead]) -> range:
+        """Where each full depth begins; what is left at the end is not read."""
+        return range(0, len(reads) // load.depth * load.depth, load.depth)
+
+    async def _read_share(self, batches: Sequence[Sequence[DiskRead]]) -> None:
         for batch in batches:
-            into = [
-                replace(read, memory=memory) for read, memory in zip(batch, memories, strict=False)
-            ]
-            assert all(await self._tier.read(into)), "a block was not read"
+            assert all(await self._tier.read(batch)), "a block was not read"
 
     def _shares(self, load: Load) -> list[slice]:
         """The depth, divided among callers that do not wait for each other."""
@@ -175,7 +187,7 @@ def main() -> int:
     folder = arguments.folder / "moonserve-store-disk"
     folder.mkdir()
     try:
-        rows = asyncio.run(_measured(folder, arguments))
+        rows = uvloop.run(_measured(folder, arguments))
     finally:
         shutil.rmtree(folder)
     print(_report(rows))
@@ -193,6 +205,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--bytes", type=int, default=256 * 2**20, help="moved per measurement")
     parser.add_argument("--folder", type=Path, default=Path("out"), help="on the disk to measure")
     parser.add_argument("--threads", type=int, default=DiskOptions().num_threads)
+    parser.add_argument("--no-ring", action="store_true", help="small reads through threads")
     parser.add_argument("--calls", type=int, default=4, help="callers that share the depth")
     parser.add_argument("--json", type=Path, default=Path("out/store-disk.json"))
     return parser.parse_args()
@@ -200,7 +213,11 @@ def _arguments() -> argparse.Namespace:
 
 async def _measured(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     fio = Fio(folder / "fio", arguments.bytes)
-    options = DiskOptions(num_threads=arguments.threads, segment_bytes=arguments.bytes // 2)
+    options = DiskOptions(
+        num_threads=arguments.threads,
+        segment_bytes=arguments.bytes // 2,
+        ring=not arguments.no_ring,
+    )
     tier = await SsdTier.open(
         folder / "tier", arguments.bytes * FREE_SHARE, options, _unmoved, _complain
     )

@@ -123,6 +123,10 @@ class DiskTier(Protocol):
         Their places are released as others are. When the disk fails, it is made up for once it is well again.
         """
 
+    async def repin(self, changes: Sequence[DiskObject]) -> None:
+        """Durably: what was written under these keys has these pins, if its generation is earlier than the one here,
+        which is as new as that of an object. When the disk fails, it is made up for once it is well again."""
+
     async def close(self) -> None:
         """Waits for what is under way, but not for a disk that does not answer."""
 

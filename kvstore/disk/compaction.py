@@ -1,8 +1,9 @@
 """Space comes back by whole segments: what is alive in one is copied to the end of the log, then its file is free.
 
 Runs in the background as long as few segments are free. A crash at any time leaves an object at its old place, at its
-new one, or at both; recovery gives it once. Tombstones are copied as long as a segment is left that may hold what they
-forbid, and one is added for whatever nobody wanted any more once it had been copied.
+new one, or at both; recovery gives it once. A copy has the pin that its object has by then. Tombstones are copied as
+long as a segment is left that may hold what they forbid, and one is added for whatever nobody wanted any more once it
+had been copied.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvstore.disk.format import Record, pages, place_of, unpack_tombstones
 from kvstore.disk.health import Doing
 from kvstore.disk.log import KEPT_FOR_COMPACTION, Segment
 from kvstore.disk.memory import Scratch
+from kvstore.disk.pins import Pins
 from kvstore.disk.reader import Reader
 from kvstore.disk.segments import Segments
 from kvstore.disk.survey import Surveyor
@@ -41,6 +43,7 @@ class Compactor:
         writer: Writer,
         scratch: Scratch,
         moved: Moved,
+        pins: Pins,
     ) -> None:
         self._segments = segments
         self._log = segments.log
@@ -50,6 +53,7 @@ class Compactor:
         self._writer = writer
         self._scratch = scratch
         self._moved = moved
+        self._pins = pins
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -115,7 +119,7 @@ class Compactor:
             return False
         tombstones = list(unpack_tombstones(survey.tombstones))
         if self._log.still_forbids(segment.tombstones_until, without=segment.number):
-            needed = {(each.key, each.generation): each for each in tombstones}
+            needed = {(each.key, each.generation, each.pin): each for each in tombstones}
             if not await self._writer.forget(list(needed.values()), urgent=True):
                 return False
         for batch in self._batches(segment, records):
@@ -149,7 +153,10 @@ class Compactor:
                 if not fine:
                     self._drop(read.place)
             whole = [read for read, fine in zip(reads, good, strict=True) if fine]
-            writes = [DiskWrite(object=each.object, memory=each.memory) for each in whole]
+            writes = [
+                DiskWrite(object=self._pins.current(each.object), memory=each.memory)
+                for each in whole
+            ]
             places = await self._writer.write(writes, source=segment.number)
         settled = [self._settle(*move) for move in zip(whole, places, strict=True)]
         return all(settled)

@@ -17,13 +17,21 @@ from pathlib import Path
 from kvstore.disk import identity as identities
 from kvstore.disk.base import PAGE
 from kvstore.disk.files import FileCalls, SegmentFile, open_file
-from kvstore.disk.format import LOG_BEGIN, Context, Kind, context_of, encode_head, frame
+from kvstore.disk.format import (
+    LOG_BEGIN,
+    SEGMENT_BITS,
+    Context,
+    Kind,
+    context_of,
+    encode_head,
+    frame,
+)
 from kvstore.disk.identity import Identity
 from kvstore.disk.memory import Scratch
 from kvstore.disk.waits import Waits
 from protocol.errors import ConfigError
 
-MAX_SEGMENT_NUMBER = 2**31 - 1
+MAX_SEGMENT_NUMBER = 2**SEGMENT_BITS - 1
 
 _NUMBERS_AT_ONCE = 64
 """Reserved by one write of `folder.json`; so many may be skipped at a restart."""

@@ -1,8 +1,9 @@
 """What is on disk, byte by byte. Pure: bytes in, bytes out; knows no files.
 
 A segment file is, in pages: its *head*; the log, in which every object is a *header* page and its data, and every
-group of tombstones one header page; an *end mark* behind the last group of writes; once the segment is sealed, the
-*footer* (all records, then all tombstones, then the trailer in the very last page).
+group of tombstones, or of changes of pins, which look like them, one header page; an *end mark* behind the last group
+of writes; once the segment is sealed, the *footer* (all records, then all tombstones, then the trailer in the very last
+page).
 
 Every one of these pages is framed alike and says to which folder, segment and page it belongs, so that what an earlier
 life of the file left behind, or what was written to the wrong place, is not taken for what should be there. Metadata is
@@ -21,22 +22,28 @@ from xxhash import xxh3_64_intdigest
 from kvstore.disk.base import PAGE, DiskObject, Pin, Place
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Of a folder. Pages are framed as in version 1, which knew no changes of pins and would take them for tombstones."""
+OLDEST_FORMAT = 1
+_PAGE_VERSION = 1
 MAX_TENANT_BYTES = 1024
 TAG_BYTES = 16
 """Of AES-GCM; zeros where nothing is encrypted."""
 
-_MAGIC = b"MSKVDSK" + bytes([FORMAT_VERSION])
+_MAGIC = b"MSKVDSK" + bytes([_PAGE_VERSION])
 _FRAME = struct.Struct("<8sQHBx")  # magic, checksum of what follows it, length of the payload, kind
 _CHECKSUM_AT = 8
 _CHECKED_FROM = 16
 _CONTEXT = struct.Struct("<16sII")  # folder, segment, page
 _RECORD = struct.Struct("<IIIBBHQQ16s16s")
 """Page, length, source segment, pin, has a parent, tenant's length, checksum, generation, key, parent."""
-_TOMBSTONE = struct.Struct("<16sQI")  # key, generation, segment
+_TOMBSTONE = struct.Struct("<16sQI")  # key, generation, segment and pin
 _HEAD = struct.Struct("<I")
 _TRAILER = struct.Struct("<IIIIQQ")
 
+SEGMENT_BITS = 29
+"""Of a segment's number; what is left of 32 says whether a tombstone is a change of pin, and which."""
+_IS_PIN = 1 << 31
 TOMBSTONE_BYTES = _TOMBSTONE.size
 TOMBSTONES_PER_PAGE = (PAGE - _FRAME.size - _CONTEXT.size) // TOMBSTONE_BYTES
 LOG_BEGIN = 1
@@ -112,12 +119,14 @@ class Trailer:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """`key` up to and with `generation` is forgotten, in segments up to and with `segment`."""
+    """`key` up to and with `generation` is forgotten, in segments up to and with `segment`. With a pin nothing is
+    forgotten: the object that `key` had then got that pin."""
 
     key: BlockKey
     generation: int
     segment: int = 0
     """0 = the one that it is written to."""
+    pin: Pin | None = None
 
 
 def place_of(segment: int, page: int) -> Place:
@@ -294,12 +303,19 @@ def holds(page: memoryview, context: Context, about: DiskObject) -> bool:
 
 
 def pack_tombstones(tombstones: Sequence[Tombstone]) -> bytes:
-    return b"".join(_TOMBSTONE.pack(t.key, t.generation, t.segment) for t in tombstones)
+    return b"".join(
+        _TOMBSTONE.pack(t.key, t.generation, t.segment | _pin_bits(t.pin)) for t in tombstones
+    )
+
+
+def _pin_bits(pin: Pin | None) -> int:
+    return 0 if pin is None else _IS_PIN | _PIN_CODES[pin] << SEGMENT_BITS
 
 
 def unpack_tombstones(packed: bytes) -> Iterator[Tombstone]:
-    for key, generation, segment in _TOMBSTONE.iter_unpack(packed):
-        yield Tombstone(BlockKey(key), generation, segment)
+    for key, generation, last in _TOMBSTONE.iter_unpack(packed):
+        pin = _PINS[last >> SEGMENT_BITS & 3] if last & _IS_PIN else None
+        yield Tombstone(BlockKey(key), generation, last & (1 << SEGMENT_BITS) - 1, pin)
 
 
 def encode_footer(

@@ -3,8 +3,9 @@ but for the futures that answer."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvstore.disk.base import PAGE, DiskWrite, Place
 from kvstore.disk.format import (
@@ -92,10 +93,22 @@ class Item:
         else:
             here = segment_of(place)
             self.tombstones = [
-                Tombstone(each.key, each.generation, each.segment or here)
-                for each in self.tombstones
+                replace(each, segment=each.segment or here) for each in self.tombstones
             ]
             self.encoded = pack_tombstones(self.tombstones)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Items under way to the disk together, in one segment."""
+
+    items: Sequence[Item]
+    segment: Segment
+    end: int  # the page behind them
+    written: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the next group may be written behind it, though it may not be durable yet; or when it has failed."""
+    failed: bool = False
+    over: asyncio.Task[None] | None = None
 
 
 def object_items(writes: Sequence[DiskWrite], call: Call, source: int) -> list[Item]:

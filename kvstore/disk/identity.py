@@ -6,11 +6,11 @@ import fcntl
 import json
 import os
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from kvstore.disk.cipher import AesGcm, read_key
-from kvstore.disk.format import FORMAT_VERSION
+from kvstore.disk.format import FORMAT_VERSION, OLDEST_FORMAT
 from protocol.errors import ConfigError
 
 NO_CIPHER = "none"
@@ -57,7 +57,8 @@ def identify(path: Path, key_file: Path | None, *, used: bool) -> tuple[Identity
         return _new(path, key)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path / _FILE} cannot be read: {error}") from error
-    return identity, _cipher_of(identity, path, key)
+    cipher = _cipher_of(identity, path, key)
+    return _upgraded(identity, path), cipher
 
 
 def read(path: Path) -> Identity:
@@ -105,10 +106,22 @@ def _new(path: Path, key: bytes | None) -> tuple[Identity, AesGcm | None]:
     return identity, cipher
 
 
+def _upgraded(identity: Identity, path: Path) -> Identity:
+    """Older versions, which would misread what is written from now on, refuse the folder."""
+    if identity.format == FORMAT_VERSION:
+        return identity
+    upgraded = replace(identity, format=FORMAT_VERSION)
+    try:
+        write(path, upgraded)
+    except OSError:  # a full disk; the next start tries again
+        return identity
+    return upgraded
+
+
 def _cipher_of(identity: Identity, path: Path, key: bytes | None) -> AesGcm | None:
-    if identity.format != FORMAT_VERSION:
+    if not OLDEST_FORMAT <= identity.format <= FORMAT_VERSION:
         raise ConfigError(
-            f"{path} has format {identity.format}, this version reads {FORMAT_VERSION}: empty it"
+            f"{path} has format {identity.format}, this version reads {OLDEST_FORMAT} to {FORMAT_VERSION}: empty it"
         )
     if identity.cipher == NO_CIPHER:
         if key:

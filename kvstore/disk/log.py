@@ -60,6 +60,9 @@ class Segment:
     """The footer to be; emptied when it is sealed."""
     tombstones: bytearray = field(default_factory=bytearray)
     tombstones_bytes: int = 0
+    promised_records: int = 0
+    promised_tombstones: int = 0
+    """Bytes of the footer for all that was appended, though nobody knows yet whether it will be durable."""
     footer: int = 0
     """Pages; 0 as long as it is not sealed."""
     _starts: array[int] = field(default_factory=lambda: array("I"))
@@ -104,14 +107,19 @@ class Segment:
     def fits(self, num_pages: int, records_bytes: int, tombstones_bytes: int) -> bool:
         """Together with the footer that it would then need."""
         footer = footer_pages(
-            len(self.records) + records_bytes, len(self.tombstones) + tombstones_bytes
+            self.promised_records + records_bytes, self.promised_tombstones + tombstones_bytes
         )
         return self.tail + num_pages + footer <= self.num_pages
+
+    def promise(self, records_bytes: int, tombstones_bytes: int) -> None:
+        """There will be room in the footer for what is appended."""
+        self.promised_records += records_bytes
+        self.promised_tombstones += tombstones_bytes
 
     @property
     def room(self) -> int:
         """Pages that nobody has got yet."""
-        footer = self.footer or footer_pages(len(self.records), len(self.tombstones))
+        footer = self.footer or footer_pages(self.promised_records, self.promised_tombstones)
         return max(0, self.num_pages - self.tail - footer)
 
     @property
@@ -158,6 +166,9 @@ class Segment:
         )
         assert live == self.live_pages, f"segment {self.number}: live pages"
         assert LOG_BEGIN + live + self.dead_pages == self.tail <= self.num_pages, self.number
+        if self.state is State.ACTIVE:
+            assert len(self.records) <= self.promised_records, self.number
+            assert len(self.tombstones) <= self.promised_tombstones, self.number
 
 
 class Log:

@@ -27,6 +27,7 @@ from kvstore.disk.format import (
 )
 from kvstore.disk.health import Doing
 from kvstore.disk.log import Segment
+from kvstore.disk.pins import Pins
 from kvstore.disk.segments import Segments
 from kvstore.disk.survey import Survey, Surveyor
 from protocol.keys import BlockKey
@@ -48,12 +49,16 @@ class Known:
     existing: frozenset[int] = frozenset()
     forgotten: dict[BlockKey, int] = field(default_factory=dict)
     """Generations up to and with it."""
+    pins: Pins = field(default_factory=Pins)
     copied: dict[int, set[tuple[BlockKey, int]]] = field(default_factory=dict)
     """By source segment."""
 
     def forget(self, packed: bytes) -> None:
         for each in unpack_tombstones(packed):
-            self.forgotten[each.key] = max(each.generation, self.forgotten.get(each.key, 0))
+            if each.pin is not None:
+                self.pins.note(each)
+            else:
+                self.forgotten[each.key] = max(each.generation, self.forgotten.get(each.key, 0))
 
     def counts(self, segment: int, record: Record) -> bool:
         """To be asked with later segments first."""
@@ -71,11 +76,11 @@ class Known:
 class Recovery:
     """One use."""
 
-    def __init__(self, folder: Folder, segments: Segments, surveyor: Surveyor) -> None:
+    def __init__(self, folder: Folder, segments: Segments, surveyor: Surveyor, pins: Pins) -> None:
         self._folder = folder
         self._segments = segments
         self._surveyor = surveyor
-        self._known = Known()
+        self._known = Known(pins=pins)
 
     async def run(self, progress: Callable[[float], None]) -> AsyncGenerator[Found, None]:
         """Ends early when the disk fails as a whole; then its health says so."""
@@ -165,7 +170,8 @@ class Recovery:
                 live = self._known.counts(survey.number, record)
                 segment.add(record.page, record.num_pages, live=live)
                 if live:
-                    found.append((record.object, place_of(survey.number, record.page)))
+                    about = self._known.pins.current(record.object)
+                    found.append((about, place_of(survey.number, record.page)))
             self._finish(segment, survey, records)
         self._segments.log.adopt(segment)
         return found

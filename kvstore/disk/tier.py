@@ -32,6 +32,7 @@ from kvstore.disk.health import DiskHealth
 from kvstore.disk.log import Log
 from kvstore.disk.memory import Scratch
 from kvstore.disk.object_io import ObjectIo
+from kvstore.disk.pins import Pins
 from kvstore.disk.reader import Reader
 from kvstore.disk.recovery import Recovery
 from kvstore.disk.ring import Ring
@@ -130,8 +131,9 @@ class SsdTier:
         self._ring = Ring.opened(waits) if options.ring and folder.cipher is None else None
         self._reader = Reader(self._segments, io, self._ring)
         self._writer = Writer(self._segments, io)
+        self._pins = Pins()
         self._compactor = Compactor(
-            self._segments, self._surveyor, self._reader, self._writer, scratch, moved
+            self._segments, self._surveyor, self._reader, self._writer, scratch, moved, self._pins
         )
         self._writer.room_is_coming = self._compactor.is_at_work
         self._recovered = False
@@ -167,7 +169,7 @@ class SsdTier:
         self, progress: Callable[[float], None]
     ) -> AsyncIterator[list[tuple[DiskObject, Place]]]:
         assert not self._recovered, "a folder is recovered once"
-        recovery = Recovery(self._folder, self._segments, self._surveyor)
+        recovery = Recovery(self._folder, self._segments, self._surveyor, self._pins)
         async with contextlib.aclosing(recovery.run(progress)) as found:
             async for piece in found:
                 yield piece
@@ -192,6 +194,12 @@ class SsdTier:
 
     async def forget(self, objects: Sequence[DiskObject]) -> None:
         await self._writer.forget([Tombstone(each.key, each.generation) for each in objects])
+
+    async def repin(self, changes: Sequence[DiskObject]) -> None:
+        changed = [Tombstone(each.key, each.generation, pin=each.pin) for each in changes]
+        for change in changed:
+            self._pins.note(change)
+        await self._writer.forget(changed)
 
     async def check(self) -> None:
         """Looks whether the folder is still there, and whether a disk that failed is well again."""

@@ -1,13 +1,15 @@
 """Group commit: what is written at the same time goes to the disk in few large writes and one fdatasync.
 
-Groups follow one another, so that a log is whole up to any acknowledged object. What compaction writes goes before what
-the node writes, and into the segment kept for it, since space comes from there. After a failed group its
-segment takes nothing more; what was in it must not be found after a restart, so tombstones are owed for it.
+While one group is made durable the next one is written; then it waits for the former, so that a log is whole up to any
+acknowledged object. After a failed group its segment takes nothing more, and what follows it there fails with it; what
+was in it must not be found after a restart, so tombstones are owed for it. What compaction writes goes before what the
+node writes, and into the segment kept for it, since space comes from there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from functools import partial
 
 from kvstore.disk.base import PAGE, DiskObject, DiskWrite, Place
 from kvstore.disk.format import MAX_TENANT_BYTES, Tombstone, place_of, record_bytes
-from kvstore.disk.group import Call, Item, object_items, runs, tombstone_items
+from kvstore.disk.group import Call, Group, Item, object_items, runs, tombstone_items
 from kvstore.disk.health import Doing
 from kvstore.disk.object_io import EndEntry, ObjectIo
 from kvstore.disk.segments import Segments
@@ -24,6 +26,8 @@ from kvstore.disk.segments import Segments
 logger = logging.getLogger(__name__)
 
 _GROUP_BYTES = 32 * 2**20
+_GROUPS_UNDER_WAY = 2
+"""One that is made durable, one that is written."""
 
 
 class Writer:
@@ -36,6 +40,7 @@ class Writer:
         self._urgent: deque[Item] = deque()
         self._waiting: deque[Item] = deque()
         self._group: list[Item] = []
+        self._under_way: list[Group] = []
         self._owed: list[Tombstone] = []
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -103,20 +108,25 @@ class Writer:
     async def _drain(self) -> None:
         try:
             self._pay()
-            while self._urgent or self._waiting:
+            while self._urgent or self._waiting or self._under_way:
+                self._changed.clear()
+                if not (self._urgent or self._waiting) or self._is_busy():
+                    await self._changed.wait()
+                    continue
                 self._group = []
                 await self._gather()
                 if self._group:
-                    await self._commit(self._group)
+                    await self._begin(self._group)
         except Exception:  # whoever waits for a write must be told
             logger.exception("writes to the SSD tier are refused: this is a bug")
-            for item in (*self._group, *self._urgent, *self._waiting):
-                if not item.call.answer.is_given:
-                    self._refuse(item)
+            self._refuse_unanswered([*self._group, *self._urgent, *self._waiting])
             self._urgent.clear()
             self._waiting.clear()
         finally:
             self._task = None
+
+    def _is_busy(self) -> bool:
+        return len(self._under_way) == _GROUPS_UNDER_WAY
 
     def _pay(self) -> None:
         """What is owed goes with the next group; nobody waits for it."""
@@ -144,6 +154,7 @@ class Writer:
         assert self._log.active is not None
         if item.write is not None:
             item.call.wrote_to(self._log.active)
+        self._log.active.promise(*item.footer_bytes)
         item.placed(self._log.append(item.num_pages, live=item.write is not None))
         self._group.append(item)
 
@@ -170,6 +181,8 @@ class Writer:
     async def _make_room(self, urgent: bool) -> bool:
         """Whether it is worth looking again: in another segment, or since something has changed."""
         if self._log.may_open(urgent=urgent):
+            while self._under_way:  # the footer says what has become of them
+                await self._settled(self._under_way[0])
             await self._segments.seal()
             return await self._segments.begin()
         if urgent or not self.room_is_coming():
@@ -178,47 +191,82 @@ class Writer:
         await self._changed.wait()
         return True
 
-    async def _commit(self, group: Sequence[Item]) -> None:
+    async def _begin(self, items: Sequence[Item]) -> None:
+        """Returns when the next group may be written."""
         active = self._log.active
         assert active is not None
-        file = self._segments.files[active.number]
-        entries = [*(item.entry for item in group), EndEntry(active.tail)]
+        former = self._under_way[-1] if self._under_way else None
+        group = Group(items, active, active.tail)
+        self._under_way.append(group)
+        group.over = asyncio.create_task(self._commit(group, former))
+        await group.written.wait()
+
+    async def _commit(self, group: Group, former: Group | None) -> None:
+        try:
+            error = await self._write_group(group)
+            if former is not None:
+                await self._settled(former)
+                if former.failed and former.segment is group.segment:
+                    error = error or OSError(errno.EIO, "what lies before it was not written")
+            if error is None:
+                self._succeeded(group)
+            else:
+                await self._failed(group, error)
+        except Exception:  # whoever waits for a write must be told
+            logger.exception("a group of writes to the SSD tier is refused: this is a bug")
+            self._refuse_unanswered(group.items)
+        finally:
+            self._under_way.remove(group)
+            group.written.set()
+            self._changed.set()
+
+    async def _write_group(self, group: Group) -> OSError | None:
+        file = self._segments.files[group.segment.number]
+        entries = [*(item.entry for item in group.items), EndEntry(group.end)]
         threads = self._segments.threads
         jobs = [partial(self._io.write, file, run) for run in runs(entries, threads.num_threads)]
         in_use = ExitStack()  # if the disk hangs, until it has really let go of it
         in_use.enter_context(file)
-        outcomes = await threads.run(jobs, then=file.sync, over=in_use.close)
-        errors = [outcome for outcome in outcomes if outcome is not None]
-        if errors:
-            await self._failed(group, errors[0])
-            return
-        active.written = active.tail
-        for item in group:
-            self._succeeded(item)
+        outcomes = await threads.run(
+            jobs, then=file.sync, between=group.written.set, over=in_use.close
+        )
+        return next((outcome for outcome in outcomes if outcome is not None), None)
 
-    def _succeeded(self, item: Item) -> None:
-        active, counters = self._log.active, self._segments.counters
-        assert active is not None
-        if item.write is not None:
-            active.keep_record(item.encoded)
-            counters["objects_written"] += 1
-            counters["bytes_written"] += item.write.object.length
-        else:
-            active.keep_tombstones(item.encoded, max(each.segment for each in item.tombstones))
-        item.settle(place_of(active.number, item.page))
+    async def _settled(self, group: Group) -> None:
+        """Waits until its items are answered."""
+        if group.over is not None:
+            await asyncio.wait([group.over])
 
-    async def _failed(self, group: Sequence[Item], error: OSError) -> None:
-        """Nobody knows what of it is on disk: nothing may follow it, and it may not come back."""
-        self._segments.failed(Doing.WRITE, error)
-        active = self._log.active
-        assert active is not None
-        for item in group:
+    def _succeeded(self, group: Group) -> None:
+        segment, counters = group.segment, self._segments.counters
+        segment.written = group.end
+        for item in group.items:
             if item.write is not None:
-                self._log.release(place_of(active.number, item.page))
+                segment.keep_record(item.encoded)
+                counters["objects_written"] += 1
+                counters["bytes_written"] += item.write.object.length
+            else:
+                until = max(each.segment for each in item.tombstones)
+                segment.keep_tombstones(item.encoded, until)
+            item.settle(place_of(segment.number, item.page))
+
+    async def _failed(self, group: Group, error: OSError) -> None:
+        """Nobody knows what of it is on disk: nothing may follow it, and it may not come back."""
+        group.failed = True
+        self._segments.failed(Doing.WRITE, error)
+        for item in group.items:
+            if item.write is not None:
+                self._log.release(place_of(group.segment.number, item.page))
                 self.owe([item.write.object])
-        await self._segments.seal()
-        for item in group:
+        if self._log.active is group.segment:
+            await self._segments.seal()
+        for item in group.items:
             self._refuse(item)
+
+    def _refuse_unanswered(self, items: Sequence[Item]) -> None:
+        for item in items:
+            if not item.call.answer.is_given:
+                self._refuse(item)
 
     def _refuse(self, item: Item) -> None:
         self._owed += item.tombstones

@@ -42,6 +42,7 @@ class Store:
             return False
         if not active.fits(num_pages, RECORD, 0):
             return False
+        active.promise(RECORD, 0)
         self.live.append((self.log.append(num_pages, live=True), num_pages))
         active.keep_record(bytes(RECORD))
         return True

@@ -114,6 +114,18 @@ async def test_a_full_tier_refuses_and_takes_again_when_something_is_released(
         assert all(await stand.put([written(number + each) for each in range(number // 4)]))
 
 
+async def test_one_call_that_fills_segments_leaves_room_for_their_footers(tmp_path: Path) -> None:
+    """Records of what is not durable yet count too: otherwise the footer is written over the last objects."""
+    options = DiskOptions(segment_bytes=256 * PAGE, num_threads=2)
+    writes = [written(number, 100, tenant="t" * number) for number in range(300)]
+    async with opened(tmp_path, options, capacity=8 * 256 * PAGE) as stand:
+        assert all(await stand.put(writes))
+        for write in writes:
+            assert await stand.get(write.object) == bytes(write.memory)
+    async with opened(tmp_path, options, capacity=8 * 256 * PAGE) as stand:
+        assert set(stand.owner.places) == {write.object for write in writes}
+
+
 async def test_an_object_larger_than_a_segment_is_refused(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
         assert await stand.put([written(1, SEGMENT)]) == [False]

@@ -1,0 +1,79 @@
+"""Two groups of writes under way: the second is written while the first is made durable, and falls with it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.disk.base import Health
+from tests.kvstore.disk.hanging import HangingCalls, stuck, until_it_hangs
+from tests.kvstore.disk.tiers import SMALL, opened, written
+
+
+class FailingSyncs(HangingCalls):
+    """The first fdatasync that had to wait fails, the others do not."""
+
+    def __init__(self) -> None:
+        super().__init__("sync")
+        self.to_fail = 0
+        self._lock = threading.Lock()
+
+    def fdatasync(self, fd: int) -> None:
+        with self._lock:
+            fails = self.to_fail > 0
+            self.to_fail -= fails
+        super().fdatasync(fd)
+        if fails:
+            raise OSError(errno.EIO, "made to fail")
+
+
+async def test_a_group_is_written_while_the_one_before_is_made_durable(tmp_path: Path) -> None:
+    calls = HangingCalls("sync")
+    async with opened(tmp_path, dataclasses.replace(SMALL, calls=calls)) as stand:
+        assert await stand.put([written(0)]) == [True]
+        with stuck(calls):
+            first = asyncio.create_task(stand.put([written(1)]))
+            await until_it_hangs(calls)
+            second = asyncio.create_task(stand.put([written(2)]))
+            await until_it_hangs(calls)
+            third = asyncio.create_task(stand.put([written(3)]))
+            await asyncio.sleep(0)
+            assert not any(task.done() for task in (first, second, third))
+        assert await asyncio.gather(first, second, third) == [[True]] * 3
+        for number in range(4):
+            assert await stand.get(written(number).object) == bytes(written(number).memory)
+    async with opened(tmp_path) as stand:
+        assert len(stand.owner.places) == 4
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_what_follows_a_failed_group_fails_with_it_and_neither_comes_back(
+    tmp_path: Path, cancelled: bool
+) -> None:
+    calls = FailingSyncs()
+    async with opened(tmp_path, dataclasses.replace(SMALL, calls=calls)) as stand:
+        assert await stand.put([written(0)]) == [True]
+        with stuck(calls):
+            calls.to_fail = 1
+            first = asyncio.create_task(stand.put([written(1)]))
+            await until_it_hangs(calls)
+            second = asyncio.create_task(stand.put([written(2)]))
+            await until_it_hangs(calls)
+            if cancelled:
+                second.cancel()
+        assert await first == [False]
+        if cancelled:
+            with pytest.raises(asyncio.CancelledError):
+                await second
+        else:
+            assert await second == [False]
+        assert stand.tier.health is Health.READ_ONLY
+        await stand.tier.check()
+        assert await stand.put([written(3)]) == [True]
+    async with opened(tmp_path) as stand:
+        assert set(stand.owner.places) == {written(0).object, written(3).object}

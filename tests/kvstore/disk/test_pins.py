@@ -1,0 +1,170 @@
+"""Changes of pins, which a restart must find: in the log, in footers, and through compaction."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.disk import format as disk_format
+from kvstore.disk.base import DiskObject, DiskWrite, Pin, Place
+from kvstore.disk.format import Tombstone
+from kvstore.disk.pins import Pins
+from protocol.errors import ConfigError
+from protocol.keys import BlockKey
+from tests.kvstore.disk.tiers import Stand, opened, written
+
+PINS = st.sampled_from(list(Pin))
+
+
+def change(about: DiskObject, number: int, pin: Pin) -> DiskObject:
+    return dataclasses.replace(about, generation=number, pin=pin)
+
+
+def found_pins(stand: Stand) -> dict[BlockKey, Pin]:
+    return {about.key: about.pin for about in stand.owner.places}
+
+
+async def test_the_last_pin_is_found_again_whether_its_segment_has_a_footer_or_not(
+    tmp_path: Path,
+) -> None:
+    one, two = written(1, generation=1), written(2, generation=2)
+    async with opened(tmp_path) as stand:
+        await stand.put([one, two])
+        await stand.tier.repin([change(one.object, 3, Pin.HARD), change(two.object, 4, Pin.SOFT)])
+        await stand.tier.repin([change(one.object, 5, Pin.NONE)])
+    for _ in range(2):
+        async with opened(tmp_path) as stand:
+            assert found_pins(stand) == {one.object.key: Pin.NONE, two.object.key: Pin.SOFT}
+
+
+async def test_a_pin_does_not_pass_to_the_object_that_came_after(tmp_path: Path) -> None:
+    first, second = written(1, generation=1), written(1, generation=3)
+    async with opened(tmp_path) as stand:
+        await stand.put([first])
+        await stand.tier.repin([change(first.object, 2, Pin.HARD)])
+        await stand.forget(first.object)
+        await stand.put([second])
+    async with opened(tmp_path) as stand:
+        assert found_pins(stand) == {first.object.key: Pin.NONE}
+
+
+async def test_a_removed_object_does_not_come_back_for_its_pin(tmp_path: Path) -> None:
+    about = written(1, generation=1)
+    async with opened(tmp_path) as stand:
+        await stand.put([about])
+        await stand.tier.repin([change(about.object, 2, Pin.HARD)])
+        await stand.forget(about.object)
+    async with opened(tmp_path) as stand:
+        assert found_pins(stand) == {}
+
+
+async def test_pins_outlast_compaction_of_their_objects_and_of_themselves(tmp_path: Path) -> None:
+    pinned = [written(number, generation=number) for number in range(1, 4)]
+    async with opened(tmp_path) as stand:
+        await stand.put(pinned)
+        await stand.tier.repin(
+            [change(write.object, 10 + n, Pin.HARD) for n, write in enumerate(pinned)]
+        )
+        before = [stand.owner.places[write.object] for write in pinned]
+        await churn_until(stand, lambda: moved_away(stand, pinned, before))
+    async with opened(tmp_path) as stand:
+        pins = found_pins(stand)
+        assert [pins[write.object.key] for write in pinned] == [Pin.HARD] * 3
+
+
+def moved_away(stand: Stand, writes: list[DiskWrite], before: list[Place]) -> bool:
+    return all(
+        stand.owner.places[write.object] != place
+        for write, place in zip(writes, before, strict=True)
+    )
+
+
+async def churn_until(stand: Stand, holds: Callable[[], bool]) -> None:
+    """Objects come and go at random in a full folder."""
+    rng, number = random.Random(1), 100
+    fillers: list[DiskObject] = []
+    while not holds():
+        number += 1
+        filler = written(number, 5_000, generation=number)
+        room = stand.tier.live_limit - stand.tier.usage().live
+        if fillers and room < 2 * stand.tier.space(5_000):
+            stand.release(fillers.pop(rng.randrange(len(fillers))))
+        if (await stand.put([filler]))[0]:
+            fillers.append(filler.object)
+        assert number < 5_000
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.integers(1, 5), PINS, st.booleans()), min_size=1, max_size=12),
+)
+def test_any_order_of_changes_and_restarts_leaves_the_last(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, Pin, bool]]
+) -> None:
+    folder = tmp_path_factory.mktemp("pins")
+
+    async def play() -> None:
+        wanted = {written(n).object.key: Pin.NONE for n in range(1, 6)}
+        generation = 10
+        stack = opened(folder)
+        stand = await stack.__aenter__()
+        await stand.put([written(n, generation=n) for n in range(1, 6)])
+        for number, pin, restarts in steps:
+            generation += 1
+            about = written(number, generation=number).object
+            await stand.tier.repin([change(about, generation, pin)])
+            wanted[about.key] = pin
+            if restarts:
+                await stack.__aexit__(None, None, None)
+                stack = opened(folder)
+                stand = await stack.__aenter__()
+                assert found_pins(stand) == wanted
+        await stack.__aexit__(None, None, None)
+
+    asyncio.run(play())
+
+
+@given(st.permutations([(1, Pin.SOFT), (5, Pin.HARD), (9, Pin.NONE)]))
+def test_of_changes_met_in_any_order_the_latest_counts(changes: list[tuple[int, Pin]]) -> None:
+    pins = Pins()
+    about = written(1, generation=0).object
+    for number, pin in changes:
+        pins.note(Tombstone(about.key, number, pin=pin))
+    assert pins.current(about).pin is Pin.NONE
+    later = dataclasses.replace(about, generation=10, pin=Pin.SOFT)
+    assert pins.current(later) is later
+
+
+@given(
+    segment=st.integers(0, 2**disk_format.SEGMENT_BITS - 1),
+    pin=st.none() | PINS,
+)
+def test_pins_and_segments_do_not_touch_each_other_on_disk(segment: int, pin: Pin | None) -> None:
+    entry = Tombstone(BlockKey(bytes(range(16))), 2**63, segment, pin)
+    assert list(disk_format.unpack_tombstones(disk_format.pack_tombstones([entry]))) == [entry]
+
+
+async def test_a_folder_of_the_version_before_is_taken_over_and_a_later_one_refused(
+    tmp_path: Path,
+) -> None:
+    about = written(1)
+    async with opened(tmp_path) as stand:
+        await stand.put([about])
+    path = tmp_path / "folder.json"
+    entry = json.loads(path.read_text())
+    path.write_text(json.dumps(entry | {"format": 1}))
+    async with opened(tmp_path) as stand:
+        assert list(stand.owner.places) == [about.object]
+    assert json.loads(path.read_text())["format"] == disk_format.FORMAT_VERSION
+    path.write_text(json.dumps(entry | {"format": disk_format.FORMAT_VERSION + 1}))
+    with pytest.raises(ConfigError, match="format 3"):
+        async with opened(tmp_path):
+            pass
