@@ -130,7 +130,7 @@ class Catalog:
         if offset is None:
             self._unfollow(parent)
             return None
-        stored = StoredObject(key, parent, length, self._take_generation(), tenant, pin)
+        stored = StoredObject(key, parent, length, self.take_generation(), tenant, pin)
         stored.offset = offset
         self._reserved[key] = stored
         self.reserved_bytes += stored.space
@@ -348,7 +348,8 @@ class Catalog:
 
     # Bookkeeping
 
-    def _take_generation(self) -> int:
+    def take_generation(self) -> int:
+        """Later than all before."""
         self._next_generation += 1
         return self._next_generation - 1
 

@@ -78,6 +78,7 @@ class LastingCalls(kvstore_pb2_grpc.KvStoreServicer):
     ) -> kvstore_pb2.StorePinReply:
         keys = wire.keys_from_wire(request.keys)
         pinned = self._state.pin(keys, wire.pin_from_wire(request.pin))
+        await self.mover.keep_pins(keys)
         return kvstore_pb2.StorePinReply(pinned=pinned)
 
     async def GetPins(

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from kvstore.disk.base import (
@@ -228,6 +229,19 @@ class Mover:
         await self.disk.forget([_forgotten(key, upto) for key, upto in generations.items()])
         return self.disk.health is Health.GOOD
 
+    async def keep_pins(self, keys: Iterable[BlockKey]) -> None:
+        """The pins that these objects have now outlast a restart, where the objects do."""
+        await self._all_found.wait()
+        found = [stored for key in keys if (stored := self._state.find(key)) is not None]
+        changes = [
+            replace(stored.header(), generation=self._state.take_generation())
+            for stored in found
+            if stored.place is not None
+        ]
+        if self.usable and changes:
+            assert self.disk is not None
+            await self.disk.repin(changes)
+
     async def close(self) -> None:
         """Waits for what is under way, but not for a disk that is lost."""
         if self._resting is not None:
@@ -264,10 +278,18 @@ class Mover:
             self._writing_bytes -= sum(store.object.length for store in stores)
         for store, place in zip(stores, places, strict=True):
             self._state.moves.stored(store, place)
+        await self._keep_late_pins(stores)
         if None in places:
             self._rest()
         self.pump()
         self._ended()
+
+    async def _keep_late_pins(self, stores: Sequence[Store]) -> None:
+        """Those that were changed while their objects were being written."""
+        written = {store.object.key: store.object.pin for store in stores}
+        pins = zip(written, self._state.pins(list(written)), strict=True)
+        if late := [key for key, pin in pins if pin is not written[key]]:
+            await self.keep_pins(late)
 
     def _rest(self) -> None:
         """The disk took not all: it is not asked again at once, which would be asking all the time."""

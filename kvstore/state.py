@@ -118,6 +118,10 @@ class StoreState:
         self._catalog.forget_disk()
         self.counters["objects_lost_with_disk"] += before - len(self._catalog)
 
+    def take_generation(self) -> int:
+        """A number later than that of all objects and changes so far."""
+        return self._catalog.take_generation()
+
     # Looking around
 
     def entry(self, key: BlockKey) -> Entry | None:

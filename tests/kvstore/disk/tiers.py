@@ -46,9 +46,13 @@ class Owner:
     moves: int = 0
 
     def moved(self, about: DiskObject, source: Place, target: Place) -> bool:
-        if self.places.get(about) != source:
+        identity = about.key, about.generation  # its pin may have changed since it was written
+        known = next(
+            (each for each in self.places if (each.key, each.generation) == identity), None
+        )
+        if known is None or self.places[known] != source:
             return False
-        self.places[about] = target
+        self.places[known] = target
         self.moves += 1
         return True
 
