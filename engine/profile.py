@@ -1,7 +1,8 @@
 """How fast this engine is on this machine: what the conductor predicts times from.
 
-A few timed steps, bounded in total, and a fit to the formulae of conductor.proto. Results are kept in a folder, by
-model, processor and threads, so that only the first start of a worker pays. Knows nothing of schedulers.
+Timed steps over a grid of shapes, bounded in total, and a fit to the formulae of conductor.proto. A worker measures a
+few shapes at its start; the result is kept in a folder, by model, processor and threads, so that only the first start
+pays. `moonserve profile` measures many. Knows nothing of schedulers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -20,37 +21,66 @@ import torch
 
 from engine.batch import Slice
 from engine.engine import Engine
+from protocol.fitting import fit_relative
 from protocol.ids import RequestId
 from protocol.machine import processor
 from protocol.pb.conductor_pb2 import DecodeProfile, PrefillProfile
 from protocol.request import SamplingParams
 
-_RUNS = 3
-_PREFILL_TOKENS = (16, 64, 256, 512, 1024, 2048)
-_DECODE_BATCHES = (1, 4, 16)
-_DECODE_CONTEXTS = (32, 256, 1024)
 _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
+_ENOUGH_POINTS = 4  # for three coefficients; measured however long they take
 
-Coefficients = tuple[float, float, float]
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Shapes to time, each `runs` times. Shapes that the pool or the model's positions do not hold are left out."""
+
+    prompt_tokens: tuple[int, ...] = (16, 64, 256, 512, 1024, 2048)
+    cached_shares: tuple[float, ...] = (0.0, 0.5)  # of the prompt
+    batches: tuple[int, ...] = (1, 4, 16)
+    contexts: tuple[int, ...] = (32, 256, 1024)  # tokens of each sequence
+    runs: int = 3
+    chunk_tokens: int | None = None  # None: a prompt is one step
+
+
+START_GRID = Grid()
+FINE_GRID = Grid(
+    prompt_tokens=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    cached_shares=(0.0, 0.25, 0.5, 0.75, 0.95),
+    batches=(1, 2, 4, 8, 16, 32, 64),
+    contexts=(32, 128, 512, 1024, 2048, 4096),
+    runs=5,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class _Point:
-    """One measurement: seconds = c0 + c1·x1 + c2·x2."""
+class PrefillPoint:
+    """A prompt of `num_tokens`, of which `num_cached` were in the pool, took so long."""
 
-    x1: float
-    x2: float
+    num_tokens: int
+    num_cached: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePoint:
+    """A step of `num_seqs` sequences with `context_tokens` in all took so long."""
+
+    num_seqs: int
+    context_tokens: int
     seconds: float
 
 
 def measure(
-    engine: Engine, *, budget_s: float = 2.5, clock: Callable[[], float] = time.perf_counter
+    engine: Engine, *, budget_s: float = 2.5, clock: Clock = time.perf_counter
 ) -> tuple[PrefillProfile, DecodeProfile]:
     """Times steps on the engine, whose pool must not be in use: its contents are overwritten. Takes about `budget_s`
     seconds, more only when the very first points do."""
     deadline = clock() + budget_s
-    prefill = _fit(_prefill_points(engine, clock, deadline - budget_s / 2))
-    decode = _fit(_decode_points(engine, clock, deadline))
+    prefill = _fit_prefill(prefill_points(engine, START_GRID, clock, deadline - budget_s / 2))
+    decode = _fit_decode(decode_points(engine, START_GRID, clock, deadline))
     return (
         PrefillProfile(c0=prefill[0], c1=prefill[1], c2=prefill[2]),
         DecodeProfile(c0=decode[0], c1=decode[1], c2=decode[2]),
@@ -67,31 +97,39 @@ def measure_cached(engine: Engine, folder: Path) -> tuple[PrefillProfile, Decode
     return kept
 
 
-def _prefill_points(
-    engine: Engine, clock: Callable[[], float], deadline: float
-) -> Sequence[_Point]:
-    points: list[_Point] = []
-    for num_tokens in _PREFILL_TOKENS:
-        if num_tokens > _longest(engine) or (len(points) >= 4 and clock() > deadline):
+# -- measuring
+
+
+def prefill_points(
+    engine: Engine, grid: Grid, clock: Clock, deadline: float
+) -> Sequence[PrefillPoint]:
+    """Prompts of the grid, shortest first, until `clock()` is past `deadline`. Overwrites the pool."""
+    points: list[PrefillPoint] = []
+    for num_tokens, share in itertools.product(grid.prompt_tokens, grid.cached_shares):
+        cached = min(int(num_tokens * share), num_tokens - 1)
+        if num_tokens > _longest(engine):
             break
-        for cached in (0, num_tokens // 2):
-            slices = [_slice(engine, 0, cached, num_tokens)]
-            seconds = _time(engine, slices, clock)
-            computed = num_tokens - cached
-            points.append(_Point(computed, num_tokens**2 - cached**2, seconds))
+        if len(points) >= _ENOUGH_POINTS and clock() > deadline:
+            break
+        steps = list(_chunks(engine, cached, num_tokens, grid.chunk_tokens))
+        points.append(PrefillPoint(num_tokens, cached, _time(engine, steps, grid.runs, clock)))
     return points
 
 
-def _decode_points(engine: Engine, clock: Callable[[], float], deadline: float) -> Sequence[_Point]:
-    points: list[_Point] = []
-    for context, batch in itertools.product(_DECODE_CONTEXTS, _DECODE_BATCHES):
+def decode_points(
+    engine: Engine, grid: Grid, clock: Clock, deadline: float
+) -> Sequence[DecodePoint]:
+    """Steps of the grid, shortest contexts first, until `clock()` is past `deadline`. Overwrites the pool."""
+    points: list[DecodePoint] = []
+    for context, batch in itertools.product(grid.contexts, grid.batches):
         blocks = engine.layout.blocks_for(context) * batch
         if blocks > engine.num_blocks or context > _longest(engine):
             continue
-        if len(points) >= 4 and clock() > deadline:
+        if len(points) >= _ENOUGH_POINTS and clock() > deadline:
             break
-        slices = [_slice(engine, row, context - 1, context) for row in range(batch)]
-        points.append(_Point(batch, batch * context, _time(engine, slices, clock)))
+        step = [_slice(engine, row, context - 1, context) for row in range(batch)]
+        seconds = _time(engine, [step], grid.runs, clock)
+        points.append(DecodePoint(batch, batch * context, seconds))
     return points
 
 
@@ -99,7 +137,17 @@ def _longest(engine: Engine) -> int:
     return min(engine.num_blocks * engine.layout.block_size, engine.config.max_position_embeddings)
 
 
-def _slice(engine: Engine, row: int, start: int, end: int) -> Slice:
+def _chunks(
+    engine: Engine, cached: int, num_tokens: int, chunk_tokens: int | None
+) -> Iterator[Sequence[Slice]]:
+    """The steps that a prefill worker runs for this prompt alone."""
+    size = chunk_tokens or num_tokens
+    for start in range(cached, num_tokens, size):
+        end = min(start + size, num_tokens)
+        yield [_slice(engine, 0, start, end, samples=end == num_tokens)]
+
+
+def _slice(engine: Engine, row: int, start: int, end: int, *, samples: bool = True) -> Slice:
     per_row = engine.layout.blocks_for(end)
     return Slice(
         request_id=RequestId(f"profile-{row}"),
@@ -109,38 +157,47 @@ def _slice(engine: Engine, row: int, start: int, end: int) -> Slice:
         block_table=range(row * per_row, (row + 1) * per_row),
         sampling=_SAMPLING,
         num_prompt_tokens=end,
-        samples=True,
+        samples=samples,
     )
 
 
-def _time(engine: Engine, slices: Sequence[Slice], clock: Callable[[], float]) -> float:
-    engine.execute(slices)  # first calls compile and allocate
+def _time(engine: Engine, steps: Sequence[Sequence[Slice]], runs: int, clock: Clock) -> float:
+    """Seconds that these steps take one after another; the median of `runs`."""
+
+    def execute() -> None:
+        for step in steps:
+            engine.execute(step)
+
+    execute()  # first calls compile and allocate
     times: list[float] = []
-    for _ in range(_RUNS):
+    for _ in range(runs):
         started_at = clock()
-        engine.execute(slices)
+        execute()
         times.append(clock() - started_at)
     return median(times)
 
 
 # -- fitting
 
+Coefficients = tuple[float, float, float]
 
-def _fit(points: Sequence[_Point]) -> Coefficients:
-    """Least squares of the relative error with no coefficient below zero: a negative one would predict negative times
-    somewhere. With three unknowns every set of non-zero ones can be tried."""
-    seconds = np.array([point.seconds for point in points])
-    columns = np.array([(1.0, point.x1, point.x2) for point in points]) / seconds[:, None]
-    best, best_error = (0.0, 0.0, 0.0), float("inf")
-    for count in (1, 2, 3):
-        for active in itertools.combinations(range(3), count):
-            solution = np.linalg.lstsq(columns[:, active], np.ones(len(points)), rcond=None)[0]
-            error = float(np.sum((columns[:, active] @ solution - 1.0) ** 2))
-            if (solution >= 0).all() and error < best_error:
-                found = np.zeros(3)
-                found[list(active)] = solution
-                best, best_error = (float(found[0]), float(found[1]), float(found[2])), error
-    return best
+
+def _fit_prefill(points: Sequence[PrefillPoint]) -> Coefficients:
+    return _fit(
+        [(p.num_tokens - p.num_cached, p.num_tokens**2 - p.num_cached**2) for p in points],
+        [p.seconds for p in points],
+    )
+
+
+def _fit_decode(points: Sequence[DecodePoint]) -> Coefficients:
+    return _fit([(p.num_seqs, p.context_tokens) for p in points], [p.seconds for p in points])
+
+
+def _fit(variables: Sequence[tuple[int, int]], seconds: Sequence[float]) -> Coefficients:
+    """seconds = c0 + c1·x1 + c2·x2."""
+    columns = np.array([(1.0, x1, x2) for x1, x2 in variables])
+    c0, c1, c2 = fit_relative(columns, np.array(seconds))
+    return float(c0), float(c1), float(c2)
 
 
 # -- keeping

@@ -1,27 +1,43 @@
-"""The timing profile: a fit without negative coefficients, kept on disk."""
+"""The timing profile: shapes that are timed within a limit, coefficients kept on disk."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from engine.profile import _fit, _Point, measure, measure_cached
+from engine.profile import Grid, decode_points, measure, measure_cached, prefill_points
 from tests.engine.conftest import Pair
 
 
-def test_a_fit_finds_the_coefficients_that_made_the_points() -> None:
-    points = [
-        _Point(x1, x2, 0.002 + 3e-5 * x1 + 4e-8 * x2)
-        for x1, x2 in ((16, 256), (64, 4096), (512, 262144), (256, 196608), (1024, 1048576))
-    ]
-    assert _fit(points) == pytest.approx((0.002, 3e-5, 4e-8), rel=1e-6)
+def test_a_fine_grid_times_every_shape_that_fits(llama: Pair) -> None:
+    """Prompts in chunks with parts of them cached, batches with contexts; what the model cannot hold is left out."""
+    engine = llama.engine()
+    grid = Grid(
+        prompt_tokens=(8, 24, 10**9),
+        cached_shares=(0.0, 0.95),
+        batches=(1, 2),
+        contexts=(4, 10**9),
+        runs=1,
+        chunk_tokens=7,
+    )
+    prefill = prefill_points(engine, grid, _ticks(), 1e9)
+    decode = decode_points(engine, grid, _ticks(), 1e9)
+    assert [(p.num_tokens, p.num_cached) for p in prefill] == [(8, 0), (8, 7), (24, 0), (24, 22)]
+    assert [(p.num_seqs, p.context_tokens) for p in decode] == [(1, 4), (2, 8)]
+    assert all(point.seconds > 0 for point in (*prefill, *decode))
 
 
-def test_a_fit_is_never_negative() -> None:
-    points = [_Point(1, 10, 0.5), _Point(2, 20, 0.4), _Point(4, 80, 0.3), _Point(8, 60, 0.2)]
-    assert min(_fit(points)) >= 0
-    assert max(_fit(points)) > 0
+def test_a_measurement_ends_when_its_time_is_over_but_has_enough_points(llama: Pair) -> None:
+    engine = llama.engine()
+    grid = Grid(prompt_tokens=(8,), cached_shares=(0.0,) * 9, runs=1)
+    assert len(prefill_points(engine, grid, _ticks(), deadline=0.0)) == 4
+
+
+def _ticks() -> Callable[[], float]:
+    """A clock that moves one second each time that it is read."""
+    seconds = itertools.count(1)
+    return lambda: float(next(seconds))
 
 
 def test_a_measurement_predicts_times_above_zero(llama: Pair) -> None:
