@@ -30,7 +30,8 @@ def fit_relative(columns: Floats, seconds: Floats) -> Floats:
     # n² beside 1: columns of one size keep small singular values from being taken for zero.
     sizes = np.linalg.norm(rows, axis=0)
     sizes[sizes == 0.0] = 1.0
-    return _least(rows / sizes) / sizes
+    coefficients: Floats = _least(rows / sizes) / sizes
+    return coefficients
 
 
 def _least(rows: Floats) -> Floats:

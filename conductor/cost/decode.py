@@ -1,0 +1,71 @@
+"""How long a decode step takes: t(b, c) = c0 + c1·b + c2·c, fitted offline, corrected by observed steps.
+
+b sequences read c tokens of KV in all; the step is the time between their tokens (TBT). Pure; knows no instance and
+not who joins next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from conductor.cost.correction import Correction
+from conductor.cost.residuals import ErrorReport, Floats, report_errors
+from protocol.fitting import fit_relative
+from protocol.profile import DecodeProfile
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeFit:
+    profile: DecodeProfile
+    errors: (
+        ErrorReport  # of the points it was fitted to; `at` is (sequences, context tokens in all)
+    )
+
+
+def fit_decode(num_seqs: Counts, context_tokens: Counts, seconds: Floats) -> DecodeFit:
+    """All of shape [points]. Raises InvalidRequest for no points, and for times that are not above zero."""
+    num_seqs, context_tokens = np.asarray(num_seqs, np.int64), np.asarray(context_tokens, np.int64)
+    seconds = np.asarray(seconds, float)
+    columns = _columns(num_seqs, context_tokens)
+    c0, c1, c2 = (float(c) for c in fit_relative(columns, seconds))
+    at = list(zip(num_seqs.tolist(), context_tokens.tolist(), strict=True))
+    return DecodeFit(
+        profile=DecodeProfile(c0=c0, c1=c1, c2=c2),
+        errors=report_errors(at, seconds, columns @ np.array((c0, c1, c2))),
+    )
+
+
+def step_seconds(coefficients: Floats, num_seqs: Counts, context_tokens: Counts) -> Floats:
+    """Seconds of shape [instances] by `coefficients` of shape [instances, 3]: every candidate at once. Counts have
+    shape [instances] or are one for all. An instance's factor is the caller's to multiply."""
+    columns = _columns(np.asarray(num_seqs), np.asarray(context_tokens))
+    seconds: Floats = (coefficients * columns).sum(axis=-1)
+    return seconds
+
+
+def _columns(num_seqs: Counts, context_tokens: Counts) -> Floats:
+    return np.stack(np.broadcast_arrays(1.0, num_seqs, context_tokens), axis=-1).astype(float)
+
+
+class DecodeCost:
+    """One instance's formula and how far off it is now."""
+
+    def __init__(self, profile: DecodeProfile) -> None:
+        self.profile = profile
+        self.correction = Correction()
+
+    def step_s(self, num_seqs: float, context_tokens: float) -> float:
+        return self.correction.factor * self.profile.step_s(num_seqs, context_tokens)
+
+    def observe(self, num_seqs: int, context_tokens: int, seconds: float) -> None:
+        """A step took `seconds`, or the mean of several alike did. Impossible reports are ignored."""
+        if num_seqs > 0 and context_tokens >= 0:
+            self.correction.observe(self.profile.step_s(num_seqs, context_tokens), seconds)
+
+    def validate(self) -> None:
+        self.correction.validate()
