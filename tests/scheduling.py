@@ -22,7 +22,7 @@ FIRST = (
     "tests/kvstore/faults/test_stop.py",
     "tests/kvstore/faults/test_registry.py",
     "tests/e2e/test_seeds.py",
-    "tests/kvstore/replication/",
+    "tests/kvstore/replication/test_cluster.py",
     "tests/kvstore/faults/",
     "tests/e2e/test_load_and_leaks.py",
     "tests/kvstore/directory/test_cluster.py",
@@ -43,7 +43,7 @@ FIRST = (
 
 APART = (
     "tests/kvstore/faults/",
-    "tests/kvstore/replication/",
+    "tests/kvstore/replication/test_cluster.py",
     "tests/kvstore/directory/test_cluster.py",
     "tests/kvstore/test_simulation.py",
     "tests/transfer/test_leaks.py",

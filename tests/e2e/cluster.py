@@ -80,7 +80,7 @@ class Cluster(LocalCluster):
         files = sorted(self.log_dir.glob("*.log"))
         return [path.name for path in files if "Traceback" in path.read_text()]
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 15) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 60) -> None:
         """Waits until `condition` holds; fails with the cluster's logs when it does not in time."""
         deadline = time.monotonic() + timeout_s
         while not condition():
