@@ -30,6 +30,7 @@ from protocol.failures import failure_from_wire
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.lean.frames import MAX_MESSAGE_BYTES
 from protocol.pb import common_pb2
+from transfer import Segment
 from transfer.native import IoVectors, address_of, vectors
 
 GET_BYTES = 4 * 2**20
@@ -37,6 +38,7 @@ PUT_BYTES = 4 * 2**20
 """More than that in a call goes by the transfer engine, which cuts it and spreads it over streams."""
 _MAX_FAILURE_BYTES = min(MAX_MESSAGE_BYTES, 1 << 20)
 
+_SENT = Standing.SENT << 32
 Found = int | Entry | Fate
 """The length of what lies in its spot now; where an object lies that did not come along; or neither."""
 
@@ -63,29 +65,36 @@ class Express:
             while self._idle:
                 self._idle.pop().close()
 
-    def get(
-        self,
-        keys: Sequence[BlockKey],
-        rooms: Words,
-        spots_of: Callable[[Sequence[int]], Spots],
-        deadline: Deadline,
-    ) -> tuple[list[Found], Spots]:
-        """Reads what has room, up to `GET_BYTES`, into the spots that `spots_of` gives for their lengths.
+    def get(self, keys: Sequence[BlockKey], spots: Spots, deadline: Deadline) -> list[Found]:
+        """Reads what has room into its spot, up to `GET_BYTES`. Raises NotOffered, PeerLost, DeadlineExceeded."""
+        with self._asking(keys, spots.rooms, deadline) as asked:
+            expected = _Landing.full(spots)  # while the node looks them up
+            told = asked.answer()
+            if told.is_all_of(spots.rooms):
+                return told.all_found(expected.land(asked), expected.lengths)
+            return told.found(_Landing(spots, told.lengths).land(asked))
 
-        The length of what does not come along is 0. Raises NotOffered, PeerLost, DeadlineExceeded.
-        """
-        count, left_s = len(keys), deadline.left_s()
-        head = frames.question(Kind.GET, count, millis(left_s), GET_BYTES)
+    def get_packed(
+        self, keys: Sequence[BlockKey], local: Segment, deadline: Deadline
+    ) -> tuple[list[Found], Spots]:
+        """As `get`, whatever their lengths are, back to back into `local`, which has room for `GET_BYTES`."""
+        rooms = np.full(len(keys), frames.NOT_LIMITED, np.uint64)
+        with self._asking(keys, rooms, deadline) as asked:
+            told = asked.answer()
+            spots = Spots.packed(local, told.lengths)
+            return told.found(_Landing(spots, told.lengths).land(asked)), spots
+
+    @contextmanager
+    def _asking(
+        self, keys: Sequence[BlockKey], rooms: Words, deadline: Deadline
+    ) -> Iterator[_Asked]:
+        left_s = deadline.left_s()
+        head = frames.question(Kind.GET, len(keys), millis(left_s), GET_BYTES)
         message = b"".join((head, *keys, rooms.tobytes()))
-        give_up_at = time.monotonic() + left_s
         with self._link(deadline) as link:
-            answer = frames.answer_room(count)
             link.send(vectors((address_of(message), len(message))))
-            _receive_answer(link, answer, give_up_at)
-            looks = _Looks(answer, count)
-            spots = spots_of(looks.lengths)
-            found = looks.land(link, spots, rooms, give_up_at)
-        return found, spots
+            link.push()
+            yield _Asked(link, len(keys), time.monotonic() + left_s)
 
     def put(
         self,
@@ -159,57 +168,92 @@ class Express:
             raise PeerLost(f"the connection broke: {error}") from error
 
 
-class _Looks:
-    """What the node's rows say."""
+class _Asked:
+    """A get that the node is working on."""
 
-    def __init__(self, answer: bytearray, count: int) -> None:
-        rows = frames.rows_in(answer, count)
+    def __init__(self, link: Link, count: int, give_up_at: float) -> None:
+        self.link, self.give_up_at = link, give_up_at
+        self._count = count
+
+    def answer(self) -> _Told:
+        """Raises PeerLost for a failure: gets have none but those of the node itself."""
+        link, answer = self.link, frames.answer_room(self._count)
+        end = link.received + len(answer)
+        link.receive(vectors((address_of(answer), len(answer))), ANSWER.size)
+        link.pump(self.give_up_at)
+        status, _, nbytes = ANSWER.unpack_from(answer)
+        if status != Status.OK or nbytes != len(answer) - ANSWER.size:
+            raise PeerLost("the node's answer is none")
+        if link.received < end:
+            link.wait_for(end)
+            link.pump(self.give_up_at)
+        return _Told(frames.rows_in(answer, self._count))
+
+
+class _Told:
+    """What the node's rows say: offset, length and standing, checksum, generation of each."""
+
+    def __init__(self, rows: Words) -> None:
         self._rows = rows
-        self._standings: list[int] = (rows[:, 1] >> np.uint64(32)).tolist()
-        lengths = rows[:, 1] & np.uint64(0xFFFF_FFFF)
-        self._sent = np.array(self._standings) == Standing.SENT
-        self._all_lengths: list[int] = lengths.tolist()
-        self.lengths: list[int] = np.where(self._sent, lengths, 0).tolist()
+        self._extents = rows[:, 1]
+
+    def is_all_of(self, rooms: Words) -> bool:
+        """Everything comes along, and fills its room: nearly always so."""
+        return bool((self._extents == rooms + _SENT).all())
+
+    @property
+    def lengths(self) -> list[int]:
         """Of what comes along; 0 for the others."""
-
-    def land(self, link: Link, spots: Spots, rooms: Words, give_up_at: float) -> list[Found]:
-        """Receives it. Raises PeerLost for more than there is room for."""
-        lengths = np.array(self.lengths, np.uint64)
-        if (lengths > rooms).any() or (lengths > spots.rooms).any():
-            raise PeerLost("the node sends more than was asked for")
-        pieces: IoVectors = np.stack((spots.addresses, lengths), axis=1)
-        link.receive(pieces, 0)
-        memory, offsets = spots.segment.buffer, spots.offsets.tolist()
-        values = [
-            memory[offset : offset + length]
-            for offset, length in zip(offsets, self.lengths, strict=True)
+        return [
+            extent - _SENT if extent >> 32 == Standing.SENT else 0
+            for extent in self._extents.tolist()
         ]
-        arrived = checksums_on_arrival(link, values, self.lengths, give_up_at)
-        if self._sent.all() and arrived == self._rows[:, 2].tolist():
-            return list(self.lengths)
-        return [self._find(place, checksum) for place, checksum in enumerate(arrived)]
 
-    def _find(self, place: int, arrived: int) -> Found:
-        offset, _, checksum, generation = self._rows[place].tolist()
-        standing, length = self._standings[place], self._all_lengths[place]
-        if standing == Standing.SENT:
-            return length if arrived == checksum else Fate.ASK
-        if standing == Standing.IN_MEMORY:
-            return Entry(NO_RECORD, generation, checksum, length, offset)
-        return Fate.ABSENT if standing == Standing.MISSING else Fate.ASK
+    def all_found(self, arrived: Sequence[int], lengths: Sequence[int]) -> list[Found]:
+        """As `found`, when all of them were to come along."""
+        return list(lengths) if arrived == self._rows[:, 2].tolist() else self.found(arrived)
+
+    def found(self, arrived: Sequence[int]) -> list[Found]:
+        """By the checksums of what has come, of which some may stand for nothing."""
+        rows: list[list[int]] = self._rows.tolist()
+        return [_found(row, checksum) for row, checksum in zip(rows, arrived, strict=True)]
 
 
-def _receive_answer(link: Link, answer: bytearray, give_up_at: float) -> None:
-    """All of `answer`. Raises PeerLost for a failure: gets have none but those of the node itself."""
-    link.receive(vectors((address_of(answer), len(answer))), ANSWER.size)
-    end = link.received + len(answer)
-    link.pump(give_up_at)
-    status, _, nbytes = ANSWER.unpack_from(answer)
-    if status != Status.OK or nbytes != len(answer) - ANSWER.size:
-        raise PeerLost("the node's answer is none")
-    if link.received < end:
-        link.wait_for(end)
-        link.pump(give_up_at)
+def _found(row: Sequence[int], arrived: int) -> Found:
+    offset, extent, checksum, generation = row
+    standing, length = frames.standing_and_length(extent)
+    if standing == Standing.SENT:
+        return length if arrived == checksum else Fate.ASK
+    if standing == Standing.IN_MEMORY:
+        return Entry(NO_RECORD, generation, checksum, length, offset)
+    return Fate.ABSENT if standing == Standing.MISSING else Fate.ASK
+
+
+class _Landing:
+    """Where the bytes of an answer go."""
+
+    def __init__(self, spots: Spots, lengths: Sequence[int]) -> None:
+        """Raises PeerLost for more than there is room for."""
+        self.lengths = lengths
+        self._pieces: IoVectors = np.empty((len(lengths), 2), np.uint64)
+        self._pieces[:, 0], self._pieces[:, 1] = spots.addresses, lengths
+        if (self._pieces[:, 1] > spots.rooms).any():
+            raise PeerLost("the node sends more than was asked for")
+        memory, offsets = spots.segment.buffer, spots.offsets.tolist()
+        self._values = [
+            memory[offset : offset + length]
+            for offset, length in zip(offsets, lengths, strict=True)
+        ]
+
+    @classmethod
+    def full(cls, spots: Spots) -> _Landing:
+        """Each spot is to be filled."""
+        return cls(spots, spots.rooms.tolist())
+
+    def land(self, asked: _Asked) -> list[int]:
+        """The checksums of what has come then."""
+        asked.link.receive(self._pieces, 0)
+        return checksums_on_arrival(asked.link, self._values, self.lengths, asked.give_up_at)
 
 
 def _outcomes(link: Link, count: int, give_up_at: float) -> list[Put] | MoonserveError:

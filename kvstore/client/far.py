@@ -9,20 +9,19 @@ and DeadlineExceeded pass through.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import TypeVar
 
-import numpy as np
 import xxhash
 
 from kvstore.client.deadline import Deadline
 from kvstore.client.express import Express, Found, NotOffered
 from kvstore.client.fate import Fate, too_small
-from kvstore.client.spots import Spots, Words
-from kvstore.express.frames import NOT_LIMITED
+from kvstore.client.spots import Spots
 from kvstore.native.base import Entry
 from protocol.keys import BlockKey
 from transfer import Op, RemoteSegment, ScatterTransfer, Segment, Transfer, TransferEngine, scatter
 
+T = TypeVar("T")
 Run = tuple[int, int, int]
 """Remote offset, local offset, length."""
 Find = Callable[[Sequence[BlockKey], Deadline], Sequence[Entry | None]]
@@ -49,9 +48,11 @@ class Far:
 
     def fetch(self, keys: Sequence[BlockKey], spots: Spots, deadline: Deadline) -> list[int | Fate]:
         """Reads each object into its spot. Raises InvalidRequest for one that does not fit."""
-        found, _ = self._find_or_read(keys, spots.rooms, lambda _: spots, deadline)
-        places = [place for place, each in enumerate(found) if isinstance(each, Entry)]
+        found = self._express_get(lambda express: express.get(keys, spots, deadline))
+        if found is None:
+            found = list(self.look(keys, deadline))
         fates = [Fate.ASK if isinstance(each, Entry) else each for each in found]
+        places = [place for place, each in enumerate(found) if isinstance(each, Entry)]
         if places:
             entries = [each for each in found if isinstance(each, Entry)]
             read = self.into(entries, spots.at(places), deadline)
@@ -63,22 +64,17 @@ class Far:
         self, keys: Sequence[BlockKey], local: Segment, deadline: Deadline
     ) -> tuple[Sequence[Found], Spots]:
         """Reads what comes along into `local`, which has room for `GET_BYTES`; says of the others where they lie."""
-        rooms = np.full(len(keys), NOT_LIMITED, np.uint64)
-        return self._find_or_read(keys, rooms, partial(Spots.packed, local), deadline)
+        got = self._express_get(lambda express: express.get_packed(keys, local, deadline))
+        return got or (self.look(keys, deadline), Spots.packed(local, [0] * len(keys)))
 
-    def _find_or_read(
-        self,
-        keys: Sequence[BlockKey],
-        rooms: Words,
-        spots_of: Callable[[Sequence[int]], Spots],
-        deadline: Deadline,
-    ) -> tuple[Sequence[Found], Spots]:
+    def _express_get(self, get: Callable[[Express], T]) -> T | None:
+        """None where it is not offered."""
         if self._express is not None:
             try:
-                return self._express.get(keys, rooms, spots_of, deadline)
+                return get(self._express)
             except NotOffered:
                 self._express = None
-        return self.look(keys, deadline), spots_of([0] * len(keys))
+        return None
 
     def into(self, entries: Sequence[Entry], spots: Spots, deadline: Deadline) -> list[int | Fate]:
         """Reads each object into its spot. Raises InvalidRequest for one that does not fit."""

@@ -12,8 +12,8 @@ import xxhash
 from kvstore.express.link import Link
 from protocol.checksum import RunningChecksum
 
-PIECE_BYTES = 256 * 1024
-"""Larger values are hashed piece by piece."""
+PIECE_BYTES = 128 * 1024
+"""So much at a time: fewer system calls than value by value, and still in the cache (LOG.md)."""
 
 
 def checksums_on_arrival(
@@ -24,15 +24,17 @@ def checksums_on_arrival(
     A value without memory is not hashed: 0. Raises as `Link.pump`.
     """
     found: list[int] = []
-    end = link.received
+    arrived = end = link.received
+    all_end = end + sum(lengths)
     for value, length in zip(values, lengths, strict=True):
         begin, end = end, end + length
-        if value is None or length <= PIECE_BYTES:
-            if link.received < end:
-                _until(link, end, give_up_at)
-            found.append(0 if value is None else xxhash.xxh3_64_intdigest(value))
-        else:
+        if value is not None and length > PIECE_BYTES:
             found.append(_large(link, value, begin, give_up_at))
+            arrived = link.received
+            continue
+        if arrived < end:
+            arrived = _until(link, max(end, min(arrived + PIECE_BYTES, all_end)), give_up_at)
+        found.append(0 if value is None else xxhash.xxh3_64_intdigest(value))
     return found
 
 
@@ -48,6 +50,8 @@ def _large(link: Link, value: memoryview, begin: int, give_up_at: float) -> int:
     return running.value
 
 
-def _until(link: Link, received: int, give_up_at: float) -> None:
+def _until(link: Link, received: int, give_up_at: float) -> int:
+    """What has come then."""
     link.wait_for(received)
     link.pump(give_up_at)
+    return link.received

@@ -56,17 +56,18 @@ class Served:
         rooms = np.frombuffer(body, np.uint64, count, count * KEY_BYTES)
         answer = frames.answer_room(count)
         ANSWER.pack_into(answer, 0, Status.OK, count, count * frames.ROW_BYTES)
-        keys = bytes(memoryview(body)[: count * KEY_BYTES])
-        pieces = self._located(keys, rooms, budget, frames.rows_in(answer, count))
-        everything: IoVectors = np.empty((len(pieces) + 1, 2), np.uint64)
-        everything[0] = address_of(answer), len(answer)
-        everything[1:] = pieces
-        link.send(everything)
+        pieces: IoVectors = np.empty((count + 1, 2), np.uint64)
+        pieces[0, 0], pieces[0, 1] = address_of(answer), len(answer)
+        keys = bytes(body[: count * KEY_BYTES])
+        num_pieces = self._located(keys, rooms, budget, frames.rows_in(answer, count), pieces[1:])
+        link.send(pieces[: num_pieces + 1])
         link.pump(give_up_at)
 
-    def _located(self, keys: bytes, rooms: Words, budget: int, rows: Words) -> IoVectors:
+    def _located(
+        self, keys: bytes, rooms: Words, budget: int, rows: Words, pieces: IoVectors
+    ) -> int:
         while True:
             try:
-                return self._reader.locate(keys, rooms, budget, rows)
+                return self._reader.locate(keys, rooms, budget, rows, pieces)
             except Retired:  # the index has grown
                 self._reader = MappedReader(self._index.memory, self._memory)

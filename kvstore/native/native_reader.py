@@ -54,16 +54,16 @@ class NativeLookups:
         self, packed_keys: bytes, addresses: Addresses, capacities: Addresses, into: Copied
     ) -> None:
         arrays = addresses, capacities, into.lengths, into.checksums, into.generations
-        places = [array.ctypes.data for array in arrays]
+        places = [address_of(array) for array in arrays]
         if not self._library.reader_copy(self._at, packed_keys, len(addresses), *places):
             raise Retired
 
     def locate(
         self, packed_keys: bytes, rooms: Addresses, budget: int, rows: Addresses, pieces: Addresses
     ) -> int:
-        arrays = [array.ctypes.data for array in (rows, pieces)]
+        places = address_of(rows), address_of(pieces)
         num_pieces = self._library.reader_locate(
-            self._at, packed_keys, rooms.ctypes.data, len(rooms), budget, *arrays
+            self._at, packed_keys, address_of(rooms), len(rooms), budget, *places
         )
         if num_pieces < 0:
             raise Retired

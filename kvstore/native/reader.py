@@ -148,21 +148,25 @@ class MappedReader:
         return into
 
     def locate(
-        self, packed_keys: bytes, rooms: Addresses, budget: int, rows: Addresses
-    ) -> Addresses:
-        """Where objects lie, and the memory of those that fit: address and length of each piece, in order.
+        self, packed_keys: bytes, rooms: Addresses, budget: int, rows: Addresses, pieces: Addresses
+    ) -> int:
+        """Where objects lie, and the memory of those that fit: how many `pieces` that are.
 
         `rooms`: how many bytes of each are wanted at most; all that are given have at most `budget`. Fills `rows`,
-        shape (keys, 4): offset, length with `Standing`, checksum, generation. Nothing keeps the objects there: what
-        is read of the pieces counts when it matches the checksum.
+        shape (keys, 4): offset, length with `Standing`, checksum, generation; and `pieces`, shape (keys, 2): address
+        and length, in order, without the empty ones. Nothing keeps the objects there: what is read of the pieces
+        counts when it matches the checksum.
         """
         count = check_keys(packed_keys)
-        if rooms.shape != (count,) or rows.shape != (count, ROW_WORDS):
-            raise ValueError(f"{count} keys need as many rooms and rows")
-        if any(a.dtype != np.uint64 or not a.flags.c_contiguous for a in (rooms, rows)):
-            raise ValueError("rooms and rows must be contiguous uint64")
-        pieces = np.empty((count, 2), np.uint64)
-        return pieces[: self._lookups.locate(packed_keys, rooms, budget, rows, pieces)]
+        if (
+            rooms.shape != (count,)
+            or rows.shape != (count, ROW_WORDS)
+            or pieces.shape != (count, 2)
+        ):
+            raise ValueError(f"{count} keys need as many rooms, rows and pieces")
+        if any(a.dtype != np.uint64 or not a.flags.c_contiguous for a in (rooms, rows, pieces)):
+            raise ValueError("rooms, rows and pieces must be contiguous uint64")
+        return self._lookups.locate(packed_keys, rooms, budget, rows, pieces)
 
 
 class Miss(Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import random
@@ -24,6 +25,7 @@ from kvstore.native.reader import (
     NotCopied,
     Presence,
     Retired,
+    Standing,
     Unknown,
     scan,
     slots_of,
@@ -269,3 +271,63 @@ def check_batch(reader: MappedReader) -> Counter[str]:
     assert NotCopied.ABSENT not in lengths[: mutator.NUM_STABLE]
     assert Presence.ABSENT not in reader.exists(b"".join(map(key_of, range(mutator.NUM_STABLE))))
     return Counter("copied" if length >= 0 else NotCopied(length).name for length in lengths)
+
+
+def located(
+    reader: MappedReader, *numbers: int, room: int = 4096, budget: int = 1 << 20
+) -> tuple[list[list[int]], list[bytes]]:
+    """Rows with the standing apart, and the bytes of each piece."""
+    count = len(numbers)
+    rows, pieces = np.zeros((count, 4), np.uint64), np.zeros((count, 2), np.uint64)
+    rooms = np.full(count, room, np.uint64)
+    num_pieces = reader.locate(b"".join(map(key_of, numbers)), rooms, budget, rows, pieces)
+    told = [[extent >> 32, extent & 2**32 - 1, *rest] for _, extent, *rest in rows.tolist()]
+    return told, [
+        ctypes.string_at(address, nbytes) for address, nbytes in pieces[:num_pieces].tolist()
+    ]
+
+
+def test_a_batch_is_located_with_the_memory_of_what_fits(kind: Kind) -> None:
+    """What is too large, beyond the budget, on disk, absent or out of bounds is told, not given."""
+    entries = {
+        1: entry_at(512, 1000),
+        2: entry_at(None),
+        3: entry_at(0, 4097),
+        4: entry_at(256, 0),
+        5: entry_at((1 << 16) - 256, 257),
+        6: entry_at(1024, 1500),
+        7: entry_at(2048, 500),
+    }
+    reader = reader_of(index_of(kind, entries))
+    told, pieces = located(reader, 1, 2, 3, 4, 5, 99, 6, 7, budget=1500)
+    standings = [Standing(row[0]) for row in told]
+    assert standings == [
+        Standing.SENT,
+        Standing.ON_DISK,
+        Standing.IN_MEMORY,
+        Standing.SENT,
+        Standing.UNKNOWN,
+        Standing.MISSING,
+        Standing.IN_MEMORY,
+        Standing.SENT,
+    ]
+    assert [row[1] for row in told] == [1000, 1000, 4097, 0, 257, 0, 1500, 500]
+    assert all(row[2:] == ([0, 0] if row[0] == Standing.MISSING else [77, 9]) for row in told)
+    assert pieces == [DATA[512:1512], DATA[2048:2548]]
+
+
+def test_what_was_located_says_where_it_lies(kind: Kind) -> None:
+    reader = reader_of(index_of(kind, {1: entry_at(2560, 300)}))
+    rows, pieces = np.zeros((1, 4), np.uint64), np.zeros((1, 2), np.uint64)
+    assert reader.locate(key_of(1), np.zeros(1, np.uint64), 0, rows, pieces) == 0
+    assert rows.tolist() == [[2560, 300 | Standing.IN_MEMORY << 32, 77, 9]]
+    with pytest.raises(ValueError, match="as many rooms"):
+        reader.locate(key_of(1) * 2, np.zeros(1, np.uint64), 0, rows, pieces)
+
+
+def test_nothing_is_located_in_a_retired_index(kind: Kind) -> None:
+    index = index_of(kind, {1: entry_at(0)})
+    reader = reader_of(index)
+    index.memory[RETIRED_AT] = 1
+    with pytest.raises(Retired):
+        located(reader, 1)

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import uvloop
 
+from protocol.errors import Overloaded
+from protocol.lean.methods import HandOver
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import RpcServer
 
 TOKEN = "secret"
 HERE = b"here"
+ECHO, FULL = "/test!echo", "/test!full"
+"""What connections can be handed over to."""
 
 
 class ScriptedStore(kvstore_pb2_grpc.KvStoreServicer):
@@ -53,10 +59,28 @@ class ScriptedStore(kvstore_pb2_grpc.KvStoreServicer):
         return self.commit_reply
 
 
+def _echo(sock: socket.socket) -> None:
+    """Gives back in upper case what comes, in a thread of its own, and ends with its peer."""
+
+    def run() -> None:
+        with sock:
+            sock.setblocking(True)
+            while data := sock.recv(4096):
+                sock.sendall(data.upper())
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def _refuse() -> None:
+    raise Overloaded("no place", retry_after_s=1.0)
+
+
 async def serve() -> None:
     """Prints its addresses and serves until it is killed or its input ends."""
     server, store = RpcServer(TOKEN), ScriptedStore()
     server.add_lean("KvStore", store)
+    server.add_hand_over(HandOver(ECHO, lambda: None, _echo))
+    server.add_hand_over(HandOver(FULL, _refuse, _echo))
     await server.start("127.0.0.1", 0)
     addresses = {"tcp": server.lean_address, "unix": server.lean_unix_address}
     sys.stdout.write(json.dumps(addresses) + "\n")
