@@ -1,4 +1,4 @@
-"""For tests that several processes run: their order, and who stands back. In one process they run as they are found."""
+"""For all tests: nothing is timed by the way. And when several processes run them: their order, and who stands back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 _BACK = 10  # steps of niceness: a tenth of the weight
 
@@ -13,6 +14,10 @@ _started_with = os.nice(0)
 
 # Otherwise it tells between the dots of connections that ended as tests wanted.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+# How long an example takes says what else this machine does.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
