@@ -21,7 +21,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "kvctl": ("deploy.kvctl.main", "main", "look into a running KV store, and operate it"),
     "doctor": ("deploy.doctor", "main", "examine this machine, its transports and a peer"),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),
-    "traces": ("traces.fetch", "main", "download public traces: traces fetch"),
+    "traces": ("traces.cli", "main", "traces of requests: traces fetch | analyze | synthesize"),
 }
 
 

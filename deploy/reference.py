@@ -20,6 +20,7 @@ from kvstore.directory.config import DirectoryConfig
 from prefill_worker.config import PrefillConfig
 from protocol.config import Option, options_of
 from protocol.process import ProcessConfig
+from traces.analysis.command import AnalyzeConfig
 from traces.fetch import FetchConfig
 from traces.replay import ReplayConfig
 
@@ -34,6 +35,7 @@ PAGES: list[tuple[str, type]] = [
     ("moonserve doctor", DoctorConfig),
     ("moonserve replay", ReplayConfig),
     ("moonserve traces fetch", FetchConfig),
+    ("moonserve traces analyze", AnalyzeConfig),
 ]
 
 _INTRODUCTION = """# Configuration

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,8 @@ import aiohttp
 from rich.console import Console
 from rich.progress import Progress
 
-from protocol.config import HelpRequested, load, option
+from protocol.config import load, option
 from protocol.errors import ConfigError
-from protocol.process import EXIT_CONFIG
 
 LISTING = "https://api.github.com/repos/kvcache-ai/Mooncake/contents/FAST25-release/traces"
 CHUNK_BYTES = 1 << 16
@@ -37,21 +35,11 @@ class FetchConfig:
     timeout: float = option(60.0, help="seconds without progress after which to give up")
 
 
-def main(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `traces`; the only verb is `fetch`."""
-    if not argv or argv[0] != "fetch":
-        print("usage: moonserve traces fetch [--into FOLDER]", file=sys.stderr)
-        return EXIT_CONFIG
-    try:
-        config = load(FetchConfig, argv[1:], prog="moonserve traces fetch", environ=os.environ)
-        Path(config.into).mkdir(parents=True, exist_ok=True)
-        asyncio.run(fetch(config))
-    except HelpRequested as request:
-        print(request)
-        return 0
-    except ConfigError as error:
-        print(f"moonserve traces fetch: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+def run(argv: Sequence[str]) -> int:
+    """`argv`: the arguments after `fetch`. Raises ConfigError and HelpRequested."""
+    config = load(FetchConfig, argv, prog="moonserve traces fetch", environ=os.environ)
+    Path(config.into).mkdir(parents=True, exist_ok=True)
+    asyncio.run(fetch(config))
     return 0
 
 

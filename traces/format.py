@@ -7,7 +7,9 @@ A hash id stands for 512 tokens of prompt, the last one for the partial rest; eq
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from protocol.errors import ConfigError
@@ -38,19 +40,23 @@ class TraceRecord:
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRecord]:
     """The first `limit` records. Raises ConfigError that names the line at fault."""
-    records: list[TraceRecord] = []
-    try:
-        with path.open() as file:
-            for number, line in enumerate(file, 1):
-                if limit is not None and len(records) >= limit:
-                    break
-                if line.strip():
-                    records.append(_parse(line, path, number))
-    except OSError as error:
-        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
+    records = [record for _, record in islice(numbered_records(path), limit)]
     if not records:
         raise ConfigError(f"the trace {path} holds no requests")
     return records
+
+
+def numbered_records(path: Path) -> Iterator[tuple[int, TraceRecord]]:
+    """Line numbers (from 1) and records, read as they are asked for. Raises as `read_trace` does."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _parse(line, path, number)
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text file; a trace is JSON lines, unpacked") from error
 
 
 def _parse(line: str, path: Path, number: int) -> TraceRecord:

@@ -1,0 +1,94 @@
+"""`moonserve traces analyze` prints tables, writes JSON and a picture, and names the line at fault."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from traces.cli import main
+
+GOOD = {"timestamp": 5, "input_length": 600, "output_length": 1, "hash_ids": [0, 1]}
+
+
+def write(path: Path, *entries: object) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def test_tables_json_and_plot_tell_the_same_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write(tmp_path / "t.jsonl", GOOD, GOOD | {"timestamp": 65_005})
+    figures, plot = tmp_path / "new" / "f.json", tmp_path / "new" / "p.png"
+    assert main(["analyze", str(trace), "--json", str(figures), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    assert "cache ratio        42.7%" in printed
+    statistics = json.loads(figures.read_text())
+    assert statistics["trace"] == "t.jsonl"
+    assert statistics["cache_ratio"] == pytest.approx(512 / 1200)
+    assert statistics["lru"]["curve"][-1] == {
+        "capacity_tokens": None, "hit_ratio": pytest.approx(512 / 1200),
+    }  # fmt: skip
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_capacities_can_be_chosen(tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.jsonl", GOOD, GOOD)
+    figures = tmp_path / "f.json"
+    assert main(["analyze", str(trace), "--capacities", "2048,512", "--json", str(figures)]) == 0
+    curve = json.loads(figures.read_text())["lru"]["curve"]
+    assert [point["capacity_tokens"] for point in curve] == [512, 2048, None]
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        (GOOD | {"timestamp": 4}, "t.jsonl:2: timestamp is earlier"),
+        (GOOD | {"timestamp": float("nan")}, "t.jsonl:2: timestamp is no number"),
+        (GOOD | {"input_length": 1025}, "t.jsonl:2: input_length 1025 needs 3 hash ids"),
+        (GOOD | {"hash_ids": None}, "t.jsonl:2 is not a trace record"),
+        (GOOD | {"output_length": -1}, "t.jsonl:2 has an impossible length"),
+    ],
+)
+def test_the_line_at_fault_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], entry: object, complaint: str
+) -> None:
+    trace = write(tmp_path / "t.jsonl", GOOD, entry)
+    assert main(["analyze", str(trace)]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "--trace must be given"),
+        (["absent.jsonl"], "cannot read the trace"),
+        (["t", "--limit", "0"], "--limit must be at least 1"),
+        (["t", "--window-s", "0"], "--window-s must be above 0"),
+        (["t", "--capacities", "3M"], "--capacities takes numbers"),
+        (["t", "--capacities", "0"], "from 1 up"),
+        (["t", "--capacitis", "1"], "did you mean --capacities?"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_code_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["analyze", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_binary_file_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.gz").write_bytes(b"\x1f\x8b\xff\xfe\n")
+    assert main(["analyze", str(tmp_path / "t.gz")]) == 2
+    assert "is no text file" in capsys.readouterr().err
+
+
+def test_without_matplotlib_a_plot_is_refused_with_the_install_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["analyze", "t.jsonl", "--plot", "p.png"]) == 2
+    assert "pip install 'moonserve[train]'" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""Arrivals, popularity and sessions are told as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from tests.traces.analysis.small import records_of, trees
+from traces.analysis.arrivals import describe_arrivals
+from traces.analysis.prefixes import prefix_tree
+from traces.analysis.sessions import describe_sessions, turns_of
+from traces.analysis.sharing import log_ranks, zipf_fit
+from traces.analysis.spread import spread
+from traces.analysis.statistics import analyze
+from traces.analysis.tables import format_statistics
+
+
+def test_a_steady_trace_has_one_rate_and_no_burstiness() -> None:
+    arrivals = describe_arrivals([index * 0.5 for index in range(241)], window_s=10)
+    assert arrivals["mean_rate"] == pytest.approx(2)
+    assert arrivals["rates"] == [2.0] * 12
+    assert arrivals["gap_cv"] == pytest.approx(0)
+    assert arrivals["dispersion"]["10s"] == pytest.approx(0)
+    assert arrivals["peak_to_mean"] == pytest.approx(1)
+
+
+def test_batches_are_bursty() -> None:
+    arrivals = describe_arrivals([index // 10 * 10.0 for index in range(1000)], window_s=60)
+    assert arrivals["gap_cv"] == pytest.approx(3, abs=0.1)
+    assert arrivals["dispersion"]["1s"] == pytest.approx(9, abs=0.1)
+
+
+def test_one_request_is_a_trace() -> None:
+    statistics = analyze(records_of([[0, 0]]))
+    assert statistics["arrivals"]["mean_rate"] is None
+    assert statistics["arrivals"]["dispersion"] == {"1s": None, "10s": None, "60s": None}
+    assert "requests               1" in format_statistics(statistics, "one.jsonl")
+
+
+def test_the_fit_finds_the_exponent_of_a_zipf_law() -> None:
+    fit = zipf_fit(np.array([int(1e6 / rank**0.8) for rank in range(1, 5_000)]))
+    assert fit is not None
+    assert fit["exponent"] == pytest.approx(0.8, abs=0.01)
+    assert fit["r_squared"] > 0.999
+    assert zipf_fit(np.array([1, 1, 1])) is None
+    assert zipf_fit(np.array([3, 3, 3, 3])) is None
+
+
+def test_ranks_begin_at_one_and_end_at_the_last() -> None:
+    assert log_ranks(0) == []
+    assert log_ranks(1) == [1]
+    assert log_ranks(1000)[0] == 1
+    assert log_ranks(1000)[-1] == 1000
+
+
+def test_turns_extend_a_prompt_and_users_of_one_system_prompt_are_strangers() -> None:
+    first, second = [0, 0, 5], [0, 1, 5]
+    records = records_of(
+        [first, second, [*first, 6], [0, 2], [*second, 7], [*first, 6, 8]], gap_s=2
+    )
+    turns, num_sessions = turns_of(prefix_tree(records), records)
+    assert num_sessions == 3
+    assert [(turn.session, turn.gap_s, turn.new_tokens) for turn in turns] == [
+        (0, 4, 512), (1, 6, 512), (0, 6, 512),
+    ]  # fmt: skip
+    figures = describe_sessions(prefix_tree(records), records)
+    assert figures["extending_share"] == 0.5
+    assert figures["turns"]["max"] == 3
+
+
+@given(trees())
+def test_every_request_belongs_to_one_session(paths: list[list[int]]) -> None:
+    records = records_of(paths, short=100)
+    turns, num_sessions = turns_of(prefix_tree(records), records)
+    assert len(turns) + num_sessions == len(records)
+    assert all(turn.gap_s > 0 for turn in turns)
+
+
+def test_spreads_of_nothing_are_nulls() -> None:
+    assert set(spread([]).values()) == {None}
+    assert spread([4.0, 8.0], [1, 3])["mean"] == 7

@@ -1,0 +1,76 @@
+"""`moonserve traces analyze TRACE`: statistics of a trace as tables, JSON and a plot."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.config import load, option
+from protocol.errors import ConfigError
+from traces.analysis.checked import read_checked
+from traces.analysis.plot import plot_statistics, require_matplotlib
+from traces.analysis.statistics import CAPACITIES_TOKENS, analyze
+from traces.analysis.tables import format_statistics
+
+PROG = "moonserve traces analyze"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeConfig:
+    """Options of `moonserve traces analyze`."""
+
+    trace: str = option(help="trace file, JSON lines; also as the first argument")
+    limit: int | None = option(None, help="only this many requests, the first ones")
+    window_s: float = option(60.0, help="seconds per window of the rate over time")
+    capacities: tuple[str, ...] = option(
+        tuple(map(str, CAPACITIES_TOKENS)), help="cache sizes of the hit curve, in tokens"
+    )
+    json: str | None = option(None, help="write the statistics as JSON to this file")
+    plot: str | None = option(None, help="write a PNG to this file (extra `train`)")
+
+
+def run(argv: Sequence[str]) -> int:
+    """`argv`: the arguments after `analyze`. Raises ConfigError and HelpRequested."""
+    arguments = list(argv)
+    if arguments and not arguments[0].startswith("-"):
+        arguments[0:1] = ["--trace", arguments[0]]
+    config = load(AnalyzeConfig, arguments, prog=PROG, environ=os.environ)
+    capacities = _check(config)
+    path = Path(config.trace)
+    statistics = analyze(
+        read_checked(path, config.limit), window_s=config.window_s, capacities_tokens=capacities
+    )
+    print(format_statistics(statistics, path.name))
+    if config.json:
+        _write(Path(config.json), json.dumps({"trace": path.name, **statistics}, indent=2) + "\n")
+    if config.plot:
+        plot_statistics(statistics, path.name, Path(config.plot))
+    return 0
+
+
+def _check(config: AnalyzeConfig) -> list[int]:
+    """The capacities as numbers. Raises ConfigError for what no analysis can start with."""
+    if config.plot:
+        require_matplotlib()
+    if config.limit is not None and config.limit < 1:
+        raise ConfigError("--limit must be at least 1")
+    if not 0 < config.window_s < float("inf"):
+        raise ConfigError("--window-s must be above 0")
+    try:
+        capacities = sorted({int(each) for each in config.capacities})
+    except ValueError as error:
+        raise ConfigError(f"--capacities takes numbers of tokens: {error}") from error
+    if not capacities or capacities[0] < 1:
+        raise ConfigError("--capacities takes numbers of tokens from 1 up, with commas between")
+    return capacities
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,119 @@
+"""The tree of prefixes that a trace's requests share: which block was used when, before and by whom.
+
+One pass over the records. A block is a place in the tree: the hash id together with all ids before it, so that an id
+which stands behind two different prefixes counts as two blocks. Blocks and requests are numbered as they appear.
+Rule: of a request's blocks those seen before lead the chain, since whoever used a block has used all before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.format import TraceRecord
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring blocks of a request's chain that one and the same request used last."""
+
+    last_request: int
+    begin: int  # position in the chain
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """What a request found: its chain, and the runs of blocks seen before, from the first block on."""
+
+    blocks: tuple[int, ...]
+    runs: tuple[Run, ...]
+    usable: int  # leading blocks that a cache of full blocks may supply; the last token is always computed
+
+    @property
+    def num_seen(self) -> int:
+        return self.runs[-1].begin + self.runs[-1].length if self.runs else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixTree:
+    """All visits, and per block its depth (from 0), parent (None for a first block) and number of uses."""
+
+    visits: Sequence[Visit]
+    depths: Ints
+    parents: Sequence[int | None]
+    uses: Ints
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.depths)
+
+    def validate(self) -> None:
+        """Raises AssertionError unless uses, visits and parents agree."""
+        assert int(self.uses.sum()) == sum(len(visit.blocks) for visit in self.visits)
+        for visit in self.visits:
+            assert visit.num_seen <= len(visit.blocks)
+            for depth, block in enumerate(visit.blocks):
+                assert self.depths[block] == depth
+                assert self.parents[block] == (visit.blocks[depth - 1] if depth else None)
+
+
+class _Growing:
+    """The tree while it grows."""
+
+    def __init__(self) -> None:
+        self.children: dict[tuple[int | None, int], int] = {}  # (parent, hash id) → block
+        self.depths: list[int] = []
+        self.parents: list[int | None] = []
+        self.uses: list[int] = []
+        self.last_request: list[int] = []
+
+    def visit(self, request: int, record: TraceRecord) -> Visit:
+        blocks: list[int] = []
+        runs: list[Run] = []
+        parent: int | None = None
+        for depth, hash_id in enumerate(record.hash_ids):
+            block = self.children.get((parent, hash_id))
+            if block is None:
+                block = self._add(parent, hash_id, depth, request)
+            else:
+                _count(runs, self.last_request[block], depth)
+                self.uses[block] += 1
+                self.last_request[block] = request
+            blocks.append(block)
+            parent = block
+        usable = (record.input_length - 1) // record.tokens_per_hash
+        return Visit(blocks=tuple(blocks), runs=tuple(runs), usable=min(usable, len(blocks)))
+
+    def _add(self, parent: int | None, hash_id: int, depth: int, request: int) -> int:
+        block = len(self.depths)
+        self.children[parent, hash_id] = block
+        self.depths.append(depth)
+        self.parents.append(parent)
+        self.uses.append(1)
+        self.last_request.append(request)
+        return block
+
+
+def _count(runs: list[Run], last_request: int, depth: int) -> None:
+    if runs and runs[-1].last_request == last_request:
+        runs[-1] = Run(last_request, runs[-1].begin, runs[-1].length + 1)
+    else:
+        runs.append(Run(last_request, depth, 1))
+
+
+def prefix_tree(records: Sequence[TraceRecord]) -> PrefixTree:
+    """The tree of the records' prefixes, in O(all hash ids)."""
+    growing = _Growing()
+    visits = [growing.visit(request, record) for request, record in enumerate(records)]
+    return PrefixTree(
+        visits=visits,
+        depths=np.array(growing.depths, dtype=np.int64),
+        parents=growing.parents,
+        uses=np.array(growing.uses, dtype=np.int64),
+    )

@@ -1,0 +1,60 @@
+"""All measures of a trace as one JSON object: FAST'25, table 2 and figure 9, and what lies behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from traces.analysis.arrivals import describe_arrivals
+from traces.analysis.capacity import HitCurve, hit_curve
+from traces.analysis.prefixes import prefix_tree
+from traces.analysis.sessions import describe_sessions
+from traces.analysis.sharing import describe_sharing
+from traces.analysis.spread import PERCENTS, spread
+from traces.format import TraceRecord
+
+# Figure 9 of the paper has 1k … 50k blocks; 3M tokens is what one of its machines' DRAM holds.
+CAPACITIES_TOKENS = (
+    300_000, 500_000, 1_000_000, 2_000_000, 3_000_000, 5_000_000, 10_000_000, 20_000_000,
+    30_000_000, 50_000_000, 100_000_000,
+)  # fmt: skip
+
+
+def analyze(
+    records: Sequence[TraceRecord],
+    *,
+    window_s: float = 60.0,
+    capacities_tokens: Sequence[int] = CAPACITIES_TOKENS,
+) -> dict[str, Any]:
+    """The statistics of at least one record. Ratios are shares of prompt tokens, by full blocks only.
+
+    `cache_ratio`: hits of an unlimited cache, which is the `ideal_hit_ratio` of a replay.
+    """
+    tree = prefix_tree(records)
+    inputs = [record.input_length for record in records]
+    outputs = [record.output_length for record in records]
+    curve = hit_curve(tree, input_tokens=sum(inputs), tokens_per_block=records[0].tokens_per_hash)
+    return {
+        "num_requests": len(records),
+        "total_input_tokens": sum(inputs),
+        "total_output_tokens": sum(outputs),
+        "cache_ratio": curve.ratio(None),
+        "input_length": spread(inputs),
+        "output_length": spread(outputs),
+        "arrivals": describe_arrivals([record.arrived_s for record in records], window_s),
+        "prefixes": describe_sharing(tree, records),
+        "lru": _lru(curve, capacities_tokens),
+        "sessions": describe_sessions(tree, records),
+    }
+
+
+def _lru(curve: HitCurve, capacities_tokens: Sequence[int]) -> dict[str, Any]:
+    points = [
+        {"capacity_tokens": capacity, "hit_ratio": curve.ratio(capacity)}
+        for capacity in capacities_tokens
+    ]
+    distances = {f"p{percent}": curve.distance_percentile(percent) for percent in PERCENTS}
+    return {
+        "curve": [*points, {"capacity_tokens": None, "hit_ratio": curve.ratio(None)}],
+        "reuse_distance_tokens": distances,
+    }

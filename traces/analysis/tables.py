@@ -1,0 +1,129 @@
+"""The statistics as tables for a terminal. Knows their names, computes nothing but units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_COLUMNS = ("mean", "p10", "p50", "p90", "p99", "max")
+
+
+def format_statistics(statistics: Mapping[str, Any], name: str) -> str:
+    """What `moonserve traces analyze` prints."""
+    parts = [
+        _summary(statistics, name),
+        _spreads(statistics),
+        _arrivals(statistics["arrivals"]),
+        _curve(statistics["lru"]),
+        _sharing(statistics["prefixes"]),
+        _sessions(statistics["sessions"]),
+    ]
+    return "\n\n".join(parts)
+
+
+def _summary(statistics: Mapping[str, Any], name: str) -> str:
+    """The row of table 2 in FAST'25."""
+    return "\n".join(
+        [
+            f"trace         {name}",
+            f"requests      {statistics['num_requests']:>10,}",
+            f"mean input    {statistics['input_length']['mean']:>10,.0f} tokens",
+            f"mean output   {statistics['output_length']['mean']:>10,.0f} tokens",
+            f"cache ratio   {statistics['cache_ratio']:>10.1%} of prompt tokens, unlimited cache",
+        ]
+    )
+
+
+def _spreads(statistics: Mapping[str, Any]) -> str:
+    rows = [
+        ("input tokens", statistics["input_length"], ",.0f"),
+        ("output tokens", statistics["output_length"], ",.0f"),
+        ("blocks a prompt", statistics["prefixes"]["chain_blocks"], ",.0f"),
+        ("arrival gap, s", statistics["arrivals"]["gap_s"], ",.3f"),
+        ("requests/s", statistics["arrivals"]["window_rate"], ",.2f"),
+        ("block reuse, s", statistics["prefixes"]["reuse_s"], ",.1f"),
+        ("turn gap, s", statistics["sessions"]["turn_gap_s"], ",.1f"),
+        ("turn new tokens", statistics["sessions"]["turn_new_tokens"], ",.0f"),
+        ("turns a session", statistics["sessions"]["turns"], ",.2f"),
+    ]
+    cells = [
+        [label, *(_cell(figures[column], style) for column in _COLUMNS)]
+        for label, figures, style in rows
+    ]
+    return _table(["", *_COLUMNS], cells)
+
+
+def _arrivals(arrivals: Mapping[str, Any]) -> str:
+    dispersion = "  ".join(
+        f"{window} {_cell(value, '.2f')}" for window, value in arrivals["dispersion"].items()
+    )
+    return "\n".join(
+        [
+            f"duration      {arrivals['duration_s']:>10,.1f} s, "
+            f"{_cell(arrivals['mean_rate'], ',.2f')} requests/s; busiest window of "
+            f"{arrivals['window_s']:g} s {_cell(arrivals['peak_to_mean'], '.2f')} × the mean",
+            f"burstiness    gaps {_cell(arrivals['gap_cv'], '.2f')} (deviation / mean); "
+            f"counts {dispersion} (variance / mean; Poisson: 1)",
+        ]
+    )
+
+
+def _curve(lru: Mapping[str, Any]) -> str:
+    ideal = lru["curve"][-1]["hit_ratio"]
+    rows = [
+        [
+            _capacity(point["capacity_tokens"]),
+            f"{point['hit_ratio']:.3f}",
+            f"{point['hit_ratio'] / ideal:.0%}" if ideal else "-",
+        ]
+        for point in lru["curve"]
+    ]
+    distances = lru["reuse_distance_tokens"]
+    text = "  ".join(
+        f"{name} {_cell(distances[name], ',')}" for name in ("p10", "p50", "p90", "p99")
+    )
+    table = _table(["LRU cache, tokens", "hit ratio", "of ideal"], rows)
+    return f"{table}\nreuse distance, distinct tokens between uses: {text}"
+
+
+def _sharing(prefixes: Mapping[str, Any]) -> str:
+    zipf = prefixes["zipf"]
+    fit = f"{zipf['exponent']:.2f} (R² {zipf['r_squared']:.2f})" if zipf else "no fit"
+    ranks = "  ".join(
+        f"{point['rank']}: {point['uses']:,}" for point in prefixes["popularity"][::4]
+    )
+    rows = [
+        [str(row["depth"]), f"{row['blocks']:,}", f"{row['requests']:,}",
+         f"{row['children_per_block']:.2f}"]
+        for row in prefixes["branching"]
+    ]  # fmt: skip
+    table = _table(["depth", "blocks", "requests", "children a block"], rows)
+    return (
+        f"blocks        {prefixes['num_blocks']:>10,}, used once {prefixes['used_once_share']:.1%}\n"
+        f"popularity    Zipf exponent {fit}; uses by rank  {ranks}\n\n{table}"
+    )
+
+
+def _sessions(sessions: Mapping[str, Any]) -> str:
+    return (
+        f"sessions      {sessions['num_sessions']:>10,}; {sessions['extending_share']:.1%} of "
+        "requests extend an earlier prompt"
+    )
+
+
+def _capacity(tokens: int | None) -> str:
+    return "unlimited" if tokens is None else f"{tokens:,}"
+
+
+def _cell(value: float | None, style: str) -> str:
+    return "-" if value is None else format(value, style)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first column to the left, all others to the right."""
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join([f"{line[0]:<{widths[0]}}", *map(str.rjust, line[1:], widths[1:])]).rstrip()
+        for line in lines
+    )
