@@ -209,7 +209,11 @@ def _boot(
     with (
         complaints.open("wb") as stderr,
         subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,  # whose share of the processor is its own (sched(7), autogroups)
         ) as qemu,
     ):
         killed = threading.Event()

@@ -1,4 +1,7 @@
-"""The whole cluster over verbs: one request whose KV takes no other way than RDMA, token for token right."""
+"""The whole cluster over verbs: one request whose KV takes no other way than RDMA, token for token right.
+
+What is right the host has computed with transformers (tests/rdma/test_guest.py): importing it here takes a minute.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import Cluster
+from tests.rdma.expected import NUM_TOKENS, PROMPT, Expected
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = pytest.mark.timeout(840)
 
-MODEL = Path(__file__).parents[3] / "models" / "demo"
-PROMPT = "import os\n\ndef list_files(path):\n" * 4
-START_TIMEOUT_S = 300.0  # three interpreters import torch, emulated
-NUM_TOKENS = 8
+START_TIMEOUT_S = 720.0  # three interpreters import torch, emulated, beside other tests
+RESULTS = Path("/run/job")
 
 
 def test_a_request_is_served_with_its_kv_over_rdma(tmp_path: Path) -> None:
@@ -30,16 +32,5 @@ def test_a_request_is_served_with_its_kv_over_rdma(tmp_path: Path) -> None:
         assert cluster.stop() == 0, cluster.output + cluster.logs()
     choice = answer["choices"][0]
     assert counters["handed_off_requests"] == 1
-    assert choice["token_ids"] == _expected(choice["prompt_token_ids"])
-
-
-def _expected(prompt: list[int]) -> list[int]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    output = model.generate(
-        torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+    found = Expected(choice["prompt_token_ids"], choice["token_ids"])
+    assert found == Expected.read(RESULTS)
