@@ -1,8 +1,115 @@
-"""How fast blocks move, until it was measured. Pure."""
+"""How long bytes take from one endpoint to another, beside everything that is already on its way.
+
+`TransferBook` knows the flows that were predicted and not reported as ended, and how much of each should be left: each
+link is shared equally by the flows on it, a flow moves at the lesser share of its two ends and never faster than its
+pair does alone. Its rule: a flow whose bytes should all have arrived delays nobody any more, so a lost report costs
+nothing. A new flow's time is that of its busiest link, where it and every flow there get equal shares until it is done:
+
+    t(b) = max(b / pair, (b + Σ_out min(left, b)) / out, (b + Σ_in min(left, b)) / in)
+
+exact where one link is the bottleneck of all its flows and nothing comes later. Pure; knows endpoints as row numbers
+of `bandwidth`, not instances, blocks or requests.
+"""
 
 from __future__ import annotations
 
-# Between hosts, until an instance has measured its own: what one TCP stream between two Python processes carries.
-DEFAULT_BYTES_PER_S = 1e9
-# Within a host, through shared memory: one copy. Half of what a core copies into prefaulted pages.
-LOCAL_BYTES_PER_S = 5e9
+from collections.abc import Hashable
+
+import numpy as np
+
+from conductor.cost.bandwidth import (
+    DEFAULT_BYTES_PER_S,
+    LOCAL_BYTES_PER_S,
+    Bandwidths,
+    Floats,
+    Rows,
+)
+from conductor.cost.flows import FlowTable
+
+__all__ = ["DEFAULT_BYTES_PER_S", "LOCAL_BYTES_PER_S", "TransferBook"]
+
+
+class TransferBook:
+    """Flows under way between endpoints. Times are monotonic seconds and never go back."""
+
+    def __init__(self, bandwidths: Bandwidths | None = None) -> None:
+        self.bandwidths = bandwidths or Bandwidths()
+        self._flows = FlowTable()
+        self._now = 0.0
+
+    def __len__(self) -> int:
+        return len(self._flows)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._flows
+
+    def join(self, row: int, host: int, bytes_per_s: float | None = None) -> None:
+        """An endpoint; one that had the row before has left."""
+        self.leave(row)
+        self.bandwidths.join(row, host, bytes_per_s)
+        self._flows.forget_rates()
+
+    def leave(self, row: int) -> None:
+        """An endpoint is gone, and with it all flows from and to it."""
+        for key in self._flows.at(row):
+            self._flows.remove(key)
+        if row < self.bandwidths.num_rows:
+            self.bandwidths.leave(row)
+
+    def begin(
+        self, key: Hashable, source: int, destination: int, nbytes: float, now: float
+    ) -> float:
+        """A flow was decided. Returns its predicted seconds. A key that is under way begins again."""
+        self.abandon(key, now)
+        row = np.array([destination])
+        predicted_s = float(self.seconds(source, row, np.array([float(nbytes)]), now)[0])
+        if source != destination and nbytes > 0:
+            out, into = self.bandwidths.links(source, destination)
+            alone = float(self.bandwidths.alone(source, row)[0])
+            self._flows.add(key, (source, destination), (int(out), int(into)), nbytes, alone)
+        return predicted_s
+
+    def end(self, key: Hashable, now: float) -> None:
+        """All bytes have arrived, which tells how fast their pair is. Unknown keys are ignored."""
+        self._advance(now)
+        ended = self._flows.remove(key)
+        if ended is not None:
+            self.bandwidths.observe(ended.source, ended.destination, ended.nbytes, ended.alone_s)
+            self._flows.forget_rates()
+
+    def abandon(self, key: Hashable, now: float) -> None:
+        """The flow failed or is not wanted any more. Unknown keys are ignored."""
+        if key in self._flows:
+            self._advance(now)
+            self._flows.remove(key)
+
+    def seconds(self, source: int, destinations: Rows, nbytes: Floats, now: float) -> Floats:
+        """From one source to each of N different destinations, `nbytes` of shape [N], each as if the only new flow.
+        Nothing to move, and moving to itself, take no time."""
+        self._advance(now)
+        bandwidths, flows = self.bandwidths, self._flows
+        out, into = bandwidths.links(source, destinations)
+        sent = flows.shared_out(out, nbytes)
+        received = flows.shared_in(into, nbytes, 2 * bandwidths.num_rows)
+        seconds = np.maximum(
+            (nbytes + sent) / bandwidths.out_rates[out],
+            (nbytes + received) / bandwidths.in_rates[into],
+        )
+        seconds = np.maximum(seconds, nbytes / bandwidths.alone(source, destinations))
+        moved: Floats = np.where((nbytes > 0) & (destinations != source), seconds, 0.0)
+        return moved
+
+    def bytes_left(self, key: Hashable, now: float) -> float:
+        """Of a flow under way; 0 when all should have arrived. Raises KeyError."""
+        self._advance(now)
+        return self._flows.left(key)
+
+    def _advance(self, now: float) -> None:
+        if now > self._now:
+            bandwidths = self.bandwidths
+            self._flows.advance(now - self._now, bandwidths.out_rates, bandwidths.in_rates)
+            self._now = now
+
+    def validate(self) -> None:
+        self._flows.validate()
+        self.bandwidths.validate()
