@@ -61,15 +61,12 @@ class Folder:
         try:
             used = bool(self.segments())
             self.identity, self.cipher = identities.identify(path, key_file, used=used)
+            self.folder_id = bytes.fromhex(self.identity.folder_id)
             self._next_number = max([self.identity.numbers_below - 1, *self.segments()]) + 1
             self._check_heads()
         except BaseException:
             self.close()
             raise
-
-    @property
-    def folder_id(self) -> bytes:
-        return bytes.fromhex(self.identity.folder_id)
 
     def context(self, segment: int, page: int) -> Context:
         return Context(self.folder_id, segment, page)

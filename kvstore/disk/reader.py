@@ -28,8 +28,10 @@ class Reader:
         """Whether each object now lies in its memory. An unreadable one is False, like one that has moved on."""
         results = [False] * len(reads)
         runs = list(self._runs(reads))
-        if runs and self._ring is not None and self._ring.takes(_pages_of(reads, runs)):
-            runs = await self._read_by_ring(self._ring, reads, runs, results)
+        if runs and self._ring is not None:
+            num_pages = _pages_of(reads, runs)
+            if self._ring.takes(num_pages):
+                runs = await self._read_by_ring(self._ring, reads, runs, num_pages, results)
         if not runs:
             return results
         failed = await self._read_runs(reads, runs, results)
@@ -43,6 +45,7 @@ class Reader:
         ring: Ring,
         reads: Sequence[DiskRead],
         runs: Sequence[list[int]],
+        num_pages: Sequence[int],
         results: list[bool],
     ) -> list[list[int]]:
         """Notes down in `results` what arrived. Returns the runs that the ring could not read."""
@@ -50,10 +53,10 @@ class Reader:
             return []
         with contextlib.ExitStack() as in_use:
             asked = []
-            for run, num_pages in zip(runs, _pages_of(reads, runs), strict=True):
+            for run, length in zip(runs, num_pages, strict=True):
                 place = reads[run[0]].place
                 file = in_use.enter_context(self._segments.files[segment_of(place)])
-                asked.append(RingRead(file.fileno(), page_of(place), num_pages))
+                asked.append(RingRead(file.fileno(), page_of(place), length))
             landing = await ring.read(asked)
         try:
             contents = [ring.content(landing, index) for index in range(len(runs))]
