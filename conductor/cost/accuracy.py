@@ -1,0 +1,113 @@
+"""How good predictions of TTFT have been lately: quantiles of the relative error, whole and by term. Pure.
+
+Every error is a share of the actual TTFT, of terms too: so they can be compared, and a wrong guess about a queue of no
+length does not look infinitely bad. Knows no metric's name and no instance.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from conductor.cost.decayed import DecayedCounts
+
+_LEAST = 2.0**-10  # 0.1 %: below it nobody asks
+_PER_DOUBLING = 8
+_NUM_BINS = 20 * _PER_DOUBLING  # up to a factor of 1,000
+_HALF_LIFE = 200.0
+_MOST_SIGNED = 2.0  # one absurd actual time must not own the mean
+
+
+class Term(StrEnum):
+    """Parts of a TTFT, as Algorithm 1 adds them up."""
+
+    TTFT = "ttft"
+    QUEUE = "queue"
+    TRANSFER = "transfer"
+    PREFILL = "prefill"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Predicted or actual seconds; None: not known."""
+
+    ttft_s: float
+    queue_s: float | None = None
+    transfer_s: float | None = None
+    prefill_s: float | None = None
+
+    def of(self, term: Term) -> float | None:
+        return {
+            Term.TTFT: self.ttft_s,
+            Term.QUEUE: self.queue_s,
+            Term.TRANSFER: self.transfer_s,
+            Term.PREFILL: self.prefill_s,
+        }[term]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermAccuracy:
+    num_observed: int
+    p50: float  # of |predicted − actual| ÷ actual TTFT, to 5 %
+    p90: float
+    bias: float  # mean of (predicted − actual) ÷ actual TTFT: above 0 = predicted too long
+
+
+class Accuracy:
+    """About the last 300 predictions count."""
+
+    def __init__(self) -> None:
+        self._records = {term: _Record() for term in Term}
+
+    def observe(self, predicted: Times, actual: Times) -> None:
+        """A first token arrived. Times that are not finite, or a TTFT of 0, say nothing."""
+        for term, record in self._records.items():
+            expected_s, found_s = predicted.of(term), actual.of(term)
+            if expected_s is not None and found_s is not None and actual.ttft_s > 0.0:
+                record.add((expected_s - found_s) / actual.ttft_s)
+
+    def of(self, term: Term) -> TermAccuracy | None:
+        """None until something was observed."""
+        record = self._records[term]
+        return record.summary() if record.errors.num_observed else None
+
+    def validate(self) -> None:
+        for record in self._records.values():
+            record.errors.validate()
+            assert abs(record.bias) <= _MOST_SIGNED
+
+
+class _Record:
+    def __init__(self) -> None:
+        self.errors = DecayedCounts((_NUM_BINS,), _HALF_LIFE)
+        self.bias = 0.0
+
+    def add(self, signed: float) -> None:
+        if not math.isfinite(signed):
+            return
+        self.errors.add(_bin_of(abs(signed)))
+        weight = max(1.0 - 2.0 ** (-1.0 / _HALF_LIFE), 1.0 / self.errors.num_observed)
+        self.bias += weight * (min(max(signed, -_MOST_SIGNED), _MOST_SIGNED) - self.bias)
+
+    def summary(self) -> TermAccuracy:
+        return TermAccuracy(
+            num_observed=self.errors.num_observed,
+            p50=self._quantile(0.5),
+            p90=self._quantile(0.9),
+            bias=self.bias,
+        )
+
+    def _quantile(self, q: float) -> float:
+        """The middle of the bin in which it lies."""
+        sums = np.cumsum(self.errors.counts)
+        found = int(np.searchsorted(sums, q * sums[-1] * (1 - 1e-12)))
+        return float(_LEAST * 2.0 ** ((found + 0.5) / _PER_DOUBLING))
+
+
+def _bin_of(error: float) -> int:
+    if error <= _LEAST:
+        return 0
+    return min(int(math.log2(error / _LEAST) * _PER_DOUBLING), _NUM_BINS - 1)

@@ -1,0 +1,133 @@
+"""How many tokens requests of one kind produce: a survival curve over bins that grow with length, learned online.
+
+Bins are single tokens up to 16 and then eight to a doubling, so that a length is known to 9 %. A request that stopped
+at its limit did not end: it counts as one that lived at least so long (Kaplan & Meier 1958), so that low limits do not
+make answers look short. Old observations fade. Within a bin, ends are spread evenly. Pure; knows no tenants or prompts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from conductor.cost.decayed import DecayedCounts
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+MOST_TOKENS = 1 << 20
+_PER_DOUBLING = 8
+_ENDED, _STOPPED = 0, 1
+_STALE_SHARE = 0.01  # the curve is drawn again after so many new observations, as a share of all
+
+
+def _make_edges() -> Counts:
+    """Bin b holds lengths in (edge b, edge b+1]."""
+    doublings = np.arange(4 * _PER_DOUBLING, 20 * _PER_DOUBLING + 1) / _PER_DOUBLING
+    edges: Counts = np.concatenate((np.arange(16), np.round(2.0**doublings))).astype(np.int64)
+    return edges
+
+
+EDGES = _make_edges()
+_WIDTHS = np.diff(EDGES)
+
+
+class LengthCurve:
+    """P(length > x), its quantiles and what remains. Lengths and limits are tokens from 1 to MOST_TOKENS."""
+
+    __slots__ = ("_below", "_counts", "_drawn_at", "_survival")
+
+    def __init__(self, half_life: float = 1000.0) -> None:
+        self._counts = DecayedCounts((2, len(_WIDTHS)), half_life)
+        self._survival = np.ones(len(EDGES))  # P(length > edge)
+        self._below = EDGES.astype(float)  # Σ P(length > x) over x below the edge
+        self._drawn_at = 0
+
+    @property
+    def num_observed(self) -> int:
+        return self._counts.num_observed
+
+    def observe(self, num_tokens: int, *, stopped: bool) -> None:
+        """A request ended by itself after `num_tokens`, or was `stopped` there by its limit."""
+        num_tokens = min(max(num_tokens, 1), MOST_TOKENS)
+        if stopped:  # it lived through the bins that end at or below
+            self._counts.add(_STOPPED, int(np.searchsorted(EDGES, num_tokens, side="right")) - 2)
+        else:
+            self._counts.add(_ENDED, int(np.searchsorted(EDGES, num_tokens, side="left")) - 1)
+
+    def mean_remaining(self, generated: Counts, max_tokens: Counts) -> Floats:
+        """E[min(length, max_tokens) − generated | length > generated], shapes alike; 0 where the limit is reached.
+
+        Longer than all that was seen: as much again as there was, since nothing else sets a scale."""
+        self._draw()
+        start = np.clip(np.asarray(generated), 0, MOST_TOKENS)
+        end = np.clip(np.asarray(max_tokens), start, MOST_TOKENS)
+        alive = self._alive(start)
+        known = alive > 0.0
+        mean = (self._sum_below(end) - self._sum_below(start)) / np.where(known, alive, 1.0)
+        unseen = np.minimum(np.maximum(start, 1), end - start)
+        return np.where(known, np.clip(mean, 0.0, end - start), unseen)
+
+    def quantile(self, q: float, *, generated: int = 0, max_tokens: int = MOST_TOKENS) -> int:
+        """The least x with P(length ≤ x | length > generated) ≥ q, at most `max_tokens`. 0 < q < 1."""
+        self._draw()
+        start = min(max(generated, 0), MOST_TOKENS)
+        alive = float(self._alive(np.array(start)))
+        if alive <= 0.0:
+            return min(2 * start, max_tokens)
+        target = (1.0 - q) * alive
+        found = int(np.searchsorted(-self._survival, -target, side="left"))
+        if found >= len(EDGES):
+            return max_tokens
+        if found == 0:
+            return min(start + 1, max_tokens)
+        before, after = float(self._survival[found - 1]), float(self._survival[found])
+        into = math.ceil((before - target) / (before - after) * int(_WIDTHS[found - 1]) - 1e-9)
+        return min(max(int(EDGES[found - 1]) + into, start + 1), max_tokens)
+
+    # -- the curve
+
+    def _draw(self) -> None:
+        new = self._counts.num_observed - self._drawn_at
+        if not new or new < _STALE_SHARE * self._counts.total:
+            return
+        self._drawn_at = self._counts.num_observed
+        ended, stopped = self._counts.counts
+        at_risk = np.cumsum((ended + stopped)[::-1])[::-1]
+        hazard = np.divide(ended, at_risk, out=np.zeros_like(ended), where=ended > 0.0)
+        # Sums in another order may differ in the last bit, and nobody survives those who ended last.
+        hazard[at_risk - ended <= 1e-9 * at_risk] = 1.0
+        hazard[at_risk <= 0.0] = 0.0
+        np.cumprod(1.0 - hazard, out=self._survival[1:])
+        first, last = self._survival[:-1], self._survival[1:]
+        within = _WIDTHS * first + (last - first) * (_WIDTHS - 1) / 2.0
+        np.cumsum(within, out=self._below[1:])
+
+    def _place(self, tokens: Counts) -> tuple[Counts, Counts]:
+        """The bin that begins at or below, and how far into it."""
+        bins = np.clip(np.searchsorted(EDGES, tokens, side="right") - 1, 0, len(_WIDTHS) - 1)
+        return bins, tokens - EDGES[bins]
+
+    def _alive(self, tokens: Counts) -> Floats:
+        """P(length > tokens)."""
+        bins, into = self._place(tokens)
+        first, last = self._survival[bins], self._survival[bins + 1]
+        alive: Floats = first + (last - first) * into / _WIDTHS[bins]
+        return alive
+
+    def _sum_below(self, tokens: Counts) -> Floats:
+        """Σ P(length > x) over x < tokens."""
+        bins, into = self._place(tokens)
+        first, last = self._survival[bins], self._survival[bins + 1]
+        slope = (last - first) / _WIDTHS[bins]
+        total: Floats = self._below[bins] + into * first + slope * into * (into - 1) / 2.0
+        return total
+
+    def validate(self) -> None:
+        self._counts.validate()
+        assert self._survival[0] == 1.0
+        assert (np.diff(self._survival) <= 0.0).all()
+        assert (self._survival >= 0.0).all()
+        assert (np.diff(self._below) >= 0.0).all()

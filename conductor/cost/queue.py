@@ -1,0 +1,97 @@
+"""How long a prompt waits in an instance's queue: what is left of the one that runs, and all that goes before it.
+
+Work runs one at a time, lowest rank first and in order of arrival within a rank (all ranks alike: FCFS); a later one of
+lower rank does not interrupt what runs. The book is told of arrivals and ends only, so it assumes that the next one
+begins when the one before it ends. Pure; knows neither instances nor where predictions come from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from conductor.cost.ordered_sums import OrderedSums, Place
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    place: Place
+    seconds: float  # predicted
+
+
+class WorkQueue:
+    """Predicted work of one instance, in the order in which it will run. Changes and questions are O(log n)."""
+
+    def __init__(self) -> None:
+        self._work: dict[Hashable, _Work] = {}
+        self._by_number: dict[int, Hashable] = {}
+        self._waiting = OrderedSums()
+        self._num_arrived = 0
+        self._running: Hashable | None = None
+        self._began_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._work
+
+    def add(self, key: Hashable, seconds: float, now: float, rank: float = 0.0) -> None:
+        """Arrives now behind its equals; a key that is here already gives up its place."""
+        self.remove(key, now)
+        self._num_arrived += 1
+        work = _Work((rank, self._num_arrived), seconds)
+        self._work[key] = work
+        self._by_number[self._num_arrived] = key
+        self._waiting.add(work.place, seconds)
+        if self._running is None:
+            self._begin_next(now)
+
+    def remove(self, key: Hashable, now: float) -> None:
+        """It ended or was given up. Unknown keys are ignored. One that should still wait has run already."""
+        work = self._work.pop(key, None)
+        if work is None:
+            return
+        del self._by_number[work.place[1]]
+        if key == self._running:
+            self._begin_next(now)
+        else:
+            self._waiting.remove(work.place)
+
+    def residual_s(self, now: float) -> float:
+        """What is left of the one that runs; 0 when it should have ended, which is all that is known then."""
+        if self._running is None:
+            return 0.0
+        return max(self._work[self._running].seconds - max(now - self._began_at, 0.0), 0.0)
+
+    def wait_s(self, now: float, rank: float = 0.0) -> float:
+        """Seconds until one that arrives now with this rank begins."""
+        return self.residual_s(now) + self._waiting.before((rank, self._num_arrived + 1))
+
+    def wait_of_s(self, key: Hashable, now: float) -> float:
+        """Seconds until this one begins; 0 when it runs. Raises KeyError."""
+        work = self._work[key]
+        if key == self._running:
+            return 0.0
+        return self.residual_s(now) + self._waiting.before(work.place)
+
+    def total_s(self, now: float) -> float:
+        """Until the last one ends."""
+        return self.residual_s(now) + self._waiting.total
+
+    def _begin_next(self, now: float) -> None:
+        place = self._waiting.first()
+        if place is None:
+            self._running = None
+            return
+        self._waiting.remove(place)
+        self._running = self._by_number[place[1]]
+        self._began_at = now
+
+    def validate(self) -> None:
+        self._waiting.validate()
+        assert {work.place[1]: key for key, work in self._work.items()} == self._by_number
+        assert (self._running is None) == (not self._work)
+        waiting = [w.seconds for key, w in self._work.items() if key != self._running]
+        assert math.isclose(self._waiting.total, math.fsum(waiting), rel_tol=1e-9, abs_tol=1e-9)

@@ -1,0 +1,177 @@
+"""Output lengths: beside numpy on random streams, with limits that cut, with drift, in bounded memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conductor.cost.length_curve import EDGES, MOST_TOKENS, LengthCurve
+from conductor.cost.output_length import ENOUGH, MOST_TENANTS, OutputLengths
+
+_ENDLESS = 1e9  # half-life: nothing fades, as in numpy
+_lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=60)
+
+
+def curve_of(lengths: list[int], half_life: float = _ENDLESS) -> LengthCurve:
+    curve = LengthCurve(half_life)
+    for length in lengths:
+        curve.observe(length, stopped=False)
+    return curve
+
+
+def remaining(curve: LengthCurve, generated: int, max_tokens: int = MOST_TOKENS) -> float:
+    return float(curve.mean_remaining(np.array(generated), np.array(max_tokens)))
+
+
+def bin_of(length: int) -> tuple[int, int]:
+    """The lengths that are not told from this one."""
+    top = int(np.searchsorted(EDGES, length))
+    return int(EDGES[top - 1]) + 1, int(EDGES[top])
+
+
+def test_bins_are_one_token_up_to_16_and_then_9_percent() -> None:
+    assert EDGES[:18].tolist() == [*range(17), 17]
+    assert EDGES[-1] == MOST_TOKENS
+    widths = np.diff(EDGES)
+    assert (widths >= 1).all()
+    assert (widths[17:] / EDGES[17:-1] < 0.12).all()
+    assert {2**n for n in range(21)} <= set(EDGES.tolist())
+
+
+@given(_lengths, st.floats(0.01, 0.99))
+def test_quantiles_lie_in_the_bin_of_numpy_s(lengths: list[int], q: float) -> None:
+    found = curve_of(lengths).quantile(q)
+    low = np.quantile(lengths, max(q - 1e-9, 0.0), method="inverted_cdf")
+    high = np.quantile(lengths, min(q + 1e-9, 1.0), method="inverted_cdf")
+    assert bin_of(int(low))[0] <= found <= bin_of(int(high))[1]
+
+
+@given(_lengths, st.integers(0, len(EDGES) - 1))
+def test_the_mean_that_remains_is_numpy_s_within_a_bin(lengths: list[int], edge: int) -> None:
+    """At the edge of a bin, where it is known exactly who is still running."""
+    generated = int(EDGES[edge])
+    longer = np.array([length for length in lengths if length > generated])
+    curve = curve_of(lengths)
+    if not longer.size:
+        assert remaining(curve, generated) == min(max(generated, 1), MOST_TOKENS - generated)
+        return
+    lows, highs = zip(*map(bin_of, longer.tolist()), strict=True)
+    found = generated + remaining(curve, generated)
+    assert np.mean(lows) - 1e-6 <= found <= np.mean(highs) + 1e-6
+
+
+@given(_lengths, st.integers(0, 6000), st.integers(1, 6000))
+def test_what_remains_is_between_one_token_and_the_limit(
+    lengths: list[int], generated: int, max_tokens: int
+) -> None:
+    curve = curve_of(lengths)
+    found = remaining(curve, generated, max_tokens)
+    if generated >= max_tokens:
+        assert found == 0.0
+    else:
+        assert 1.0 - 1e-9 <= found <= max_tokens - generated
+        assert generated < curve.quantile(0.5, generated=generated, max_tokens=max_tokens)
+    curve.validate()
+
+
+@given(_lengths, st.integers(1, 6000))
+def test_a_limit_cuts_the_mean_as_it_cuts_each_length(lengths: list[int], limit: int) -> None:
+    expected = np.minimum(lengths, limit).mean()
+    assert remaining(curve_of(lengths), 0, limit) == pytest.approx(expected, rel=0.1, abs=1.0)
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(3.0, 7.0), st.floats(0.3, 1.2))
+def test_low_limits_do_not_make_answers_look_short(seed: int, mean: float, sigma: float) -> None:
+    """Half of 4,000 lognormal answers is cut at a random limit; the curve is still that of the uncut ones, up to where
+    the highest limit lets one look."""
+    random = np.random.default_rng(seed)
+    lengths = np.maximum(np.round(random.lognormal(mean, sigma, 4000)), 1).astype(int)
+    limits = np.where(random.random(4000) < 0.5, lengths * 2, random.lognormal(mean, sigma, 4000))
+    limits = np.maximum(np.round(limits), 1).astype(int)
+    curve = LengthCurve(_ENDLESS)
+    for length, limit in zip(lengths.tolist(), limits.tolist(), strict=True):
+        curve.observe(min(length, limit), stopped=length >= limit)
+    for q in (0.25, 0.5, 0.75):
+        assert curve.quantile(q) == pytest.approx(np.quantile(lengths, q), rel=0.2, abs=2)
+
+
+def test_requests_that_always_use_up_their_limit_are_expected_to() -> None:
+    """As those with ignore_eos do: none ever ended by itself."""
+    curve = LengthCurve()
+    for _ in range(100):
+        curve.observe(128, stopped=True)
+    assert remaining(curve, 0, 128) == 128
+    assert remaining(curve, 100, 512) == 412
+    assert curve.quantile(0.9, max_tokens=512) == 512
+
+
+@given(st.integers(1, 2000), st.integers(1, 2000))
+def test_after_a_change_the_new_lengths_are_learned(before: int, after: int) -> None:
+    """Ten half-lives later the old ones weigh a thousandth."""
+    curve = LengthCurve(half_life=20)
+    for length in [before] * 200 + [after] * 200:
+        curve.observe(length, stopped=False)
+    low, high = bin_of(after)
+    assert low <= curve.quantile(0.5) <= high
+    assert remaining(curve, 0) == pytest.approx(after, rel=0.12, abs=0.01 * before + 1)
+
+
+def test_scaling_back_changes_nothing() -> None:
+    """The newest weight passes its bound several times in 400 observations of half-life 5."""
+    fast = curve_of([100, 200] * 200, half_life=5)
+    fast.validate()
+    assert 0 < fast.quantile(0.25) <= 104
+    assert 190 <= fast.quantile(0.75) <= 210
+
+
+def test_without_data_the_limit_is_expected() -> None:
+    lengths = OutputLengths()
+    assert lengths.expected(max_tokens=300, prompt_tokens=10) == 300
+
+
+def test_the_most_particular_curve_with_enough_data_answers() -> None:
+    lengths = OutputLengths()
+    for _ in range(ENOUGH):
+        lengths.observe(100, max_tokens=1000, prompt_tokens=8000)
+    assert lengths.expected(max_tokens=1000, prompt_tokens=10) == pytest.approx(100, rel=0.1)
+    for _ in range(ENOUGH):
+        lengths.observe(10, max_tokens=1000, prompt_tokens=10, tenant="a")
+    assert lengths.expected(max_tokens=1000, prompt_tokens=10) == pytest.approx(10)
+    assert lengths.expected(max_tokens=1000, prompt_tokens=9000) == pytest.approx(100, rel=0.1)
+    assert lengths.expected(max_tokens=1000, prompt_tokens=9000, tenant="a") == pytest.approx(10)
+    assert lengths.expected(max_tokens=5, prompt_tokens=9000, tenant="a") == pytest.approx(5)
+    lengths.validate()
+
+
+def test_tenants_without_end_do_not_fill_memory() -> None:
+    """Those that finish something stay."""
+    lengths = OutputLengths()
+    for number in range(3 * MOST_TENANTS):
+        lengths.observe(10, max_tokens=100, prompt_tokens=1, tenant=f"t{number}")
+        lengths.observe(50, max_tokens=100, prompt_tokens=1, tenant="faithful")
+    lengths.validate()
+    assert lengths.curve(prompt_tokens=1, tenant="faithful").num_observed == 3 * MOST_TENANTS
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-5, 2 * MOST_TOKENS),
+            st.integers(-5, 2 * MOST_TOKENS),
+            st.integers(-5, 10**9),
+            st.sampled_from(["", "a", "b"]),
+        ),
+        max_size=30,
+    )
+)
+def test_any_reports_leave_valid_curves(reports: list[tuple[int, int, int, str]]) -> None:
+    lengths = OutputLengths()
+    for num_tokens, max_tokens, prompt_tokens, tenant in reports:
+        lengths.observe(
+            num_tokens, max_tokens=max_tokens, prompt_tokens=prompt_tokens, tenant=tenant
+        )
+        expected = lengths.expected(max_tokens=100, prompt_tokens=prompt_tokens, tenant=tenant)
+        assert 1.0 - 1e-9 <= expected <= 100.0
+    lengths.validate()
