@@ -25,6 +25,7 @@ from kvstore.objects import (
     writes,
 )
 from kvstore.promises import MAX_TTL_S, Outcome
+from kvstore.removals import Heard
 from kvstore.wire import slots_from_wire
 from protocol.checksum import checksum
 from protocol.errors import DeadlineExceeded, MoonserveError, StaleLease
@@ -196,12 +197,13 @@ class BlockClient:
 
     async def last_removals(
         self, store: Endpoint, keys: Sequence[BlockKey], *, timeout_s: float = 2.0
-    ) -> list[int]:
-        """The id of the last removal of each key that the node knows of; 0 = of none."""
+    ) -> list[Heard | None]:
+        """The last removal of each key that the node knows of; None = of none."""
         request = kvstore_pb2.StoreRemovalsRequest(keys=keys)
         stub = self._stub(store.rpc_address)
         reply = await self._channels.call(stub.Removals, request, timeout_s=timeout_s)
-        return list(reply.ids)
+        told = zip(keys, reply.ids, reply.ages_s, strict=True)
+        return [Heard(*each) if each[1] else None for each in told]
 
     async def stats(
         self, store: Endpoint, *, timeout_s: float = 2.0

@@ -122,6 +122,7 @@ class Catalog:
         *,
         tenant: str = "",
         pin: Pin = Pin.NONE,
+        second_hand: bool = False,
     ) -> StoredObject | None:
         """A place for an object that is neither visible nor reserved, evicting as needed; None = nothing to evict."""
         assert key not in self._reserved
@@ -131,7 +132,7 @@ class Catalog:
             self._unfollow(parent)
             return None
         stored = StoredObject(key, parent, length, self.take_generation(), tenant, pin)
-        stored.offset = offset
+        stored.offset, stored.second_hand = offset, second_hand
         self._reserved[key] = stored
         self.reserved_bytes += stored.space
         self._shares.charge(tenant, stored.space)
@@ -142,6 +143,7 @@ class Catalog:
         assert stored.offset is not None
         del self._reserved[stored.key]
         self.reserved_bytes -= stored.space
+        stored.generation = self.take_generation()  # later than what was removed while it was written
         stored.checksum = checksum
         self._admit(stored)
 
@@ -359,6 +361,7 @@ class Catalog:
         tenant = self._shares.number(stored.tenant)
         stored.record = rows.add(stored.key, stored.parent, tenant, stored.pin)
         rows.set_in_memory(stored.record, stored.offset is not None)
+        rows.set_second_hand(stored.record, stored.second_hand)
         self._num_on_disk += stored.offset is None
         if stored.place is not None:
             rows.places[stored.record] = stored.place

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstore.absence import Answer, covered_s, may_stay
 from kvstore.disk.base import DiskObject
 from kvstore.remembering import Remembering
 from kvstore.removals import Heard
@@ -48,12 +49,6 @@ class _Cursor:
 
     life: int = 0
     next_seq: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    settled: bool
-    covered_s: float
 
 
 class CatchingUp:
@@ -164,13 +159,10 @@ class CatchingUp:
         while True:
             await self._look_who_is_there()
             answers = await asyncio.gather(*map(self._pulled, self._peers))
-            known = [answer for answer in answers if answer is not None]
-            settled = [answer.covered_s for answer in known if answer.settled]
-            self._covered_s = max(settled, default=0.0)
-            if settled and self._covered_s >= absent_s:
-                return True
-            if len(known) == len(answers):
-                return not settled  # nobody, or only such as were away themselves
+            self._covered_s = covered_s(answers)
+            verdict = may_stay(absent_s, answers)
+            if verdict is not None:
+                return verdict
             if loop.time() >= give_up_at:
                 return False
             await asyncio.sleep(RETRY_S)
@@ -193,7 +185,7 @@ class CatchingUp:
         self._turn += FANOUT
         await asyncio.gather(*map(self._pulled, chosen))
 
-    async def _pulled(self, peer: Member) -> _Answer | None:
+    async def _pulled(self, peer: Member) -> Answer | None:
         """All that it knows and this node does not is known then; None = it did not answer."""
         stub = self._stub(peer)
         try:
@@ -212,7 +204,7 @@ class CatchingUp:
             return None
         if reply.settled and self._remembering.settled:
             self._remembering.knows(reply.covered_s)
-        return _Answer(reply.settled, reply.covered_s)
+        return Answer(reply.settled, reply.covered_s)
 
     async def _differing(self, peer: Member, found: Sequence[DiskObject]) -> set[BlockKey]:
         request = kvstore_pb2.StoreFindRequest(keys=[about.key for about in found])

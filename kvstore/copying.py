@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvstore.block_client import BlockClient
 from kvstore.objects import LeasedObject, ReadLease
 from kvstore.promises import Outcome, Reservation, Wish
+from kvstore.remembering import Remembering
 from kvstore.removals import Removals
 from kvstore.state import StoreState
 from kvstore.wire import keys_from_wire
@@ -39,15 +40,15 @@ RENEW_EVERY_S = 1.0
 async def copy_here(
     client: BlockClient,
     state: StoreState,
-    removals: Removals,
+    remembering: Remembering,
     segment: Segment,
     request: kvstore_pb2.StoreCopyRequest,
     clock: Callable[[], float],
 ) -> kvstore_pb2.StoreCopyReply:
     """The leading run of the keys that the source holds. Raises PeerLost, StaleLease, InvalidRequest."""
     source, keys = endpoint_from_wire(request.source), keys_from_wire(request.keys)
-    heard = {key: removals.last(key) for key in keys}
-    wanted = keys[: await _num_up_to_date(client, source, heard)]
+    wanted = keys[: await _num_up_to_date(client, remembering, source, keys)]
+    heard = {key: remembering.removals.last(key) for key in wanted}
     reply = kvstore_pb2.StoreCopyReply(missing=len(keys))
     if not wanted:
         return reply
@@ -57,7 +58,7 @@ async def copy_here(
         return reply
     try:
         async with running(_renewed(client, lease)):
-            copying = _Copying(client, state, removals, heard, segment, clock)
+            copying = _Copying(client, state, remembering.removals, heard, segment, clock)
             copied = await copying.run(lease, request.deadline_s, reply)
     finally:
         client.release_soon(lease)
@@ -67,16 +68,22 @@ async def copy_here(
 
 
 async def _num_up_to_date(
-    client: BlockClient, source: Endpoint, heard: Mapping[BlockKey, int]
+    client: BlockClient, remembering: Remembering, source: Endpoint, keys: Sequence[BlockKey]
 ) -> int:
     """Of how many leading keys the source has heard the last removal that is known here, so that what it has was stored
-    since. It is asked before the lease: then what it gives cannot be older than its answer."""
-    removed = [key for key, removal_id in heard.items() if removal_id]
-    if not removed:
-        return len(heard)
-    theirs = dict(zip(removed, await client.last_removals(source, removed), strict=True))
-    behind = (n for n, key in enumerate(heard) if key in theirs and theirs[key] != heard[key])
-    return next(behind, len(heard))
+    since; this node hears of those that only the source knew, so that they are not taken for later ones.
+
+    It is asked before the lease: then what it gives cannot be older than its answer.
+    """
+    ours = [remembering.removals.last(key) for key in keys]
+    theirs = await client.last_removals(source, keys)
+    await remembering.learn(heard for heard in theirs if heard is not None)
+    behind = (
+        n
+        for n, (known, heard) in enumerate(zip(ours, theirs, strict=True))
+        if known and (heard is None or heard.removal_id != known)
+    )
+    return next(behind, len(keys))
 
 
 async def _renewed(client: BlockClient, lease: ReadLease) -> None:
@@ -172,4 +179,5 @@ def _wish(stored: LeasedObject) -> Wish:
         length=stored.length,
         tenant=stored.tenant,
         pin=stored.pin,
+        second_hand=True,
     )

@@ -65,7 +65,9 @@ class LastingCalls(kvstore_pb2_grpc.KvStoreServicer):
             settled=self.remembering.settled,
         )
         if request.keys:
-            reply.ids.extend(map(removals.last, wire.keys_from_wire(request.keys)))
+            for key in wire.keys_from_wire(request.keys):
+                reply.ids.append(removals.last(key))
+                reply.ages_s.append(removals.age_s(key, now))
             return reply
         next_seq = request.next_seq if request.life == removals.life else 1
         page = removals.tell(next_seq, REMOVALS_PER_MESSAGE, now)

@@ -37,6 +37,7 @@ class Wish:
     length: int
     tenant: str = ""
     pin: Pin = Pin.NONE
+    second_hand: bool = False  # it is a copy of another node's object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

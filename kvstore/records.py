@@ -17,6 +17,8 @@ _IN_MEMORY = 1
 _LEAVING = 2
 _PINS = (Pin.NONE, Pin.SOFT, Pin.HARD)
 _PIN_SHIFT = 2
+_PIN_MASK = 3 << _PIN_SHIFT
+_SECOND_HAND = 16
 
 
 class Records:
@@ -83,14 +85,22 @@ class Records:
         flags = self._flags[record]
         self._flags[record] = flags | _LEAVING if leaving else flags & ~_LEAVING
 
+    def is_second_hand(self, record: Record) -> bool:
+        """Whether it was copied from another node since this one started, so that it is older than its generation."""
+        return bool(self._flags[record] & _SECOND_HAND)
+
+    def set_second_hand(self, record: Record, copied: bool) -> None:
+        flags = self._flags[record]
+        self._flags[record] = flags | _SECOND_HAND if copied else flags & ~_SECOND_HAND
+
     def on_disk(self, record: Record) -> bool:
         return self.places[record] != NO_PLACE
 
     def pin(self, record: Record) -> Pin:
-        return _PINS[self._flags[record] >> _PIN_SHIFT]
+        return _PINS[(self._flags[record] & _PIN_MASK) >> _PIN_SHIFT]
 
     def set_pin(self, record: Record, pin: Pin) -> None:
-        others = self._flags[record] & (_IN_MEMORY | _LEAVING)
+        others = self._flags[record] & ~_PIN_MASK
         self._flags[record] = others | _PINS.index(pin) << _PIN_SHIFT
 
     @property

@@ -59,7 +59,7 @@ class Removals:
         self._max_count = max_count
         self._log: deque[Removal] = deque()
         self._known: set[tuple[BlockKey, int]] = set()
-        self._last: dict[BlockKey, int] = {}
+        self._last: dict[BlockKey, Removal] = {}
         self._since = now  # all removals since then were noted
         self._forgotten_at = float("-inf")
 
@@ -78,7 +78,13 @@ class Removals:
 
     def last(self, key: BlockKey) -> int:
         """The id of its last removal; 0 = none is known."""
-        return self._last.get(key, 0)
+        known = self._last.get(key)
+        return 0 if known is None else known.removal_id
+
+    def age_s(self, key: BlockKey, now: float) -> float:
+        """Of its last removal; 0 where none is known."""
+        known = self._last.get(key)
+        return 0.0 if known is None else max(now - known.at, 0.0)
 
     def tell(self, next_seq: int, limit: int, now: float) -> Page:
         """From `next_seq` on, at most `limit`."""
@@ -117,15 +123,14 @@ class Removals:
         """Raises AssertionError unless the views of the log agree."""
         assert self._known == {(r.key, r.removal_id) for r in self._log}
         assert len(self._known) == len(self._log) <= self._max_count
-        assert all((key, removal_id) in self._known for key, removal_id in self._last.items())
-        assert self._last.keys() == {r.key for r in self._log}
+        assert self._last == {r.key: r for r in self._log}
 
     def _note(self, removal: Removal) -> bool:
         identity = removal.key, removal.removal_id
         if identity in self._known:
             return False
         self._known.add(identity)
-        self._last[removal.key] = removal.removal_id
+        self._last[removal.key] = removal
         self._log.append(removal)
         self.next_seq += 1
         if len(self._log) > self._max_count:
@@ -135,6 +140,6 @@ class Removals:
     def _forget(self) -> None:
         gone = self._log.popleft()
         self._known.remove((gone.key, gone.removal_id))
-        if self._last[gone.key] == gone.removal_id:  # else a later one is known
+        if self._last[gone.key] is gone:  # else a later one is known
             del self._last[gone.key]
         self._forgotten_at = max(self._forgotten_at, gone.at)

@@ -260,9 +260,8 @@ class StoreService(LastingCalls):
         self, request: kvstore_pb2.StoreCopyRequest, context: Context
     ) -> kvstore_pb2.StoreCopyReply:
         self._admit_writer()
-        removals = self.remembering.removals
         reply = await copy_here(
-            self._client, self._state, removals, self._segment, request, self._clock
+            self._client, self._state, self.remembering, self._segment, request, self._clock
         )
         self.mover.wants_copy(wire.keys_from_wire(request.keys))
         self._changed()

@@ -59,8 +59,11 @@ class StoreState:
         return [stored.header() for stored in found]
 
     def remove_before(self, bounds: Mapping[BlockKey, int]) -> list[DiskObject]:
-        """As `remove`, of each key only an object whose generation is below its bound."""
-        found = [o for o in self._found(list(bounds)) if o.generation < bounds[o.key]]
+        """As `remove`, of each key only an object whose generation is below its bound, or that is a copy of another
+        node's, since that was stored earlier than its generation says."""
+        is_copy = self._catalog.rows.is_second_hand
+        found = self._found(list(bounds))
+        found = [o for o in found if o.generation < bounds[o.key] or is_copy(o.record)]
         for stored in found:
             self._catalog.remove(stored)
         return [stored.header() for stored in found]

@@ -56,6 +56,7 @@ class StoredObject:
     offset: int | None = None  # in the segment; None = not in memory
     place: Place | None = None  # on disk; None = nowhere
     record: Record = NO_RECORD  # of a visible one
+    second_hand: bool = False  # a copy of another node's; known while it is being written
 
     @property
     def space(self) -> int:

@@ -98,6 +98,7 @@ class WriteRights:
         """The window is closed and the bytes were compared: objects become visible, except the corrupt ones."""
         reservation = self._live[reservation_id]
         reservation.advance(Step.VERIFIED)
+        self._catalog.reserving.note(now, self._catalog.latest_generation + 1)
         for key, stored in reservation.objects.items():
             if key in reservation.checksums and key not in corrupt:
                 self._catalog.publish(stored, reservation.checksums[key])
@@ -178,7 +179,12 @@ class WriteRights:
         stored = None
         if not headless:
             stored = self._catalog.reserve(
-                wish.key, wish.parent, wish.length, tenant=wish.tenant, pin=wish.pin
+                wish.key,
+                wish.parent,
+                wish.length,
+                tenant=wish.tenant,
+                pin=wish.pin,
+                second_hand=wish.second_hand,
             )
         if stored is None:
             refused.add(wish.key)

@@ -264,8 +264,8 @@ class KvStore:
     def remove(self, key: Key, *, timeout_s: float | None = None) -> bool:
         """Removes all replicas and says whether there was one. Readers under a lease may finish.
 
-        Raises PeerLost when a node that may have one did not answer; the others have removed theirs then. A node that
-        the registry has given up is not asked: should it come back, so does its replica.
+        Raises PeerLost when a node that may have one did not answer; the others have removed theirs then. That node, or
+        one that the registry has given up, hears of it from the others, before it is a member again.
         """
         return self.batch_remove([key], timeout_s=timeout_s) > 0
 

@@ -26,6 +26,7 @@ from kvstore.stored import StoredObject, Tier, Watermarks
 from protocol.errors import StaleLease
 from protocol.keys import BlockKey
 from tests.kvstore.hardware import NOTHING, Disk, Memory
+from tests.kvstore.simulated_removals import SimulatedRemovals, Truth, forgotten
 
 Reply = Callable[[Any], None]
 MEMORY_UNITS, DISK_UNITS, QUOTA_UNITS = 40, 90, 24
@@ -38,6 +39,8 @@ class Time(Protocol):
 
     now: float
     rng: random.Random
+    nodes: list[SimulatedNode]
+    truth: Truth
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None: ...
 
@@ -56,6 +59,7 @@ class SimulatedNode:
         self.committed: set[int] = set()  # contents, of all lives
         self._world = world
         self._removed_up_to: dict[BlockKey, int] = {}  # generations
+        self.removals = SimulatedRemovals(self, lambda: [n for n in world.nodes if n is not self])
         self.start()
 
     def start(self) -> None:
@@ -78,7 +82,7 @@ class SimulatedNode:
         self._unwanted: set[BlockKey] = set()  # removed before they were found
         self._unknown = self.disk.recover()
         rng.shuffle(self._unknown)
-        self.later(rng.uniform(0, 0.2), self._recover)
+        self.removals.start(self._begin_to_recover)
         self.later(EXPIRE_EVERY_S, self._expire)
 
     def _catalog(self) -> Catalog:
@@ -109,6 +113,7 @@ class SimulatedNode:
 
     def crash(self) -> None:
         """Each write under way is lost, or durable though nobody was told."""
+        self.removals.crash()
         self.is_up = False
         for store in self._writing:
             if self._world.rng.random() < 0.5:
@@ -120,10 +125,28 @@ class SimulatedNode:
             self._has_disk = False
             self._remove(self.state.forget_disk)
             self.disk.kept.clear()
+            self.removals.lose_folder()
 
     @property
     def _now(self) -> float:
         return self._world.now + self._clock_offset
+
+    @property
+    def now(self) -> float:
+        """By its own clock."""
+        return self._now
+
+    @property
+    def world_now(self) -> float:
+        return self._world.now
+
+    @property
+    def rng(self) -> random.Random:
+        return self._world.rng
+
+    @property
+    def is_stalled(self) -> bool:
+        return self._world.now < self.stalled_until
 
     # Announcements
 
@@ -182,6 +205,8 @@ class SimulatedNode:
         good = {o.checksum for o in landed if self._content(o.offset, o.length) == o.checksum}
         corrupt = [item.key for item in landed if item.checksum not in good]
         self.committed |= good
+        for content in good:
+            self._world.truth.stored(content, self._world.now)
         self.state.writers.verified(name, corrupt, self._now)
         for reply in self._commits.pop(name):
             reply(tuple(corrupt))
@@ -259,6 +284,24 @@ class SimulatedNode:
             self._unwanted.update(keys)
         self.disk.forget(removed)
         reply(len(removed))
+
+    def remove_everywhere(self, keys: Sequence[BlockKey], removal_id: int, reply: Reply) -> None:
+        """This node's part of it."""
+        fresh = self.removals.execute(keys, removal_id)
+        self.drop_before(dict.fromkeys(fresh, self.state.latest_generation + 1))
+        reply(None)
+
+    def last_removals(self, keys: Sequence[BlockKey], reply: Reply) -> None:
+        reply(self.removals.last(keys))
+
+    def drop_before(self, bounds: dict[BlockKey, int]) -> None:
+        """Others have told of removals."""
+        self._remove(lambda: self.state.remove_before(bounds))
+        for key, bound in bounds.items():
+            self._removed_up_to[key] = max(bound - 1, self._removed_up_to.get(key, 0))
+        if self._unknown:
+            self._unwanted.update(bounds)
+        self.disk.forget(forgotten(bounds))
 
     def pin(self, keys: Sequence[BlockKey], pin: Pin, reply: Reply) -> None:
         reply(self.state.pin(keys, pin))
@@ -338,6 +381,11 @@ class SimulatedNode:
             moved, new = self.disk.kept[old], self.disk.move(old)
             wanted = self.state.moves.relocated(moved.key, moved.generation, new)
             self.disk.moved(old, new, wanted=wanted)
+
+    def _begin_to_recover(self, may_stay: bool) -> None:
+        if not may_stay:
+            self._unwanted.update(found.key for found, _ in self._unknown)
+        self._recover()
 
     def _recover(self) -> None:
         for found, place in self._unknown[:8]:

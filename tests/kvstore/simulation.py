@@ -23,6 +23,7 @@ from protocol.errors import InvalidRequest, StaleLease
 from protocol.keys import BlockKey
 from tests.kvstore.simulated_directory import SimulatedDirectory
 from tests.kvstore.simulated_node import SimulatedNode
+from tests.kvstore.simulated_removals import Truth
 
 NUM_NODES, NUM_CLIENTS = 3, 16
 NUM_CHAINS, DEPTH = 10, 6
@@ -59,7 +60,9 @@ class Simulation:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._ties = itertools.count()
         self._ids = itertools.count(1)
-        self.nodes = [SimulatedNode(self, f"store-{n}") for n in range(NUM_NODES)]
+        self.truth = Truth()
+        self.nodes: list[SimulatedNode] = []
+        self.nodes += [SimulatedNode(self, f"store-{n}") for n in range(NUM_NODES)]
         self.directory = SimulatedDirectory(self, self.nodes)
         for _ in range(NUM_CLIENTS):
             self.spawn(self._client())
@@ -152,6 +155,7 @@ class Simulation:
             self._get: 30,
             self._peek: 30,
             self._remove: 3,
+            self._remove_everywhere: 4,
             self._copy: 4,
             self._hint: 6,
         }
@@ -267,6 +271,16 @@ class Simulation:
     def _remove(self, node: SimulatedNode) -> Process:
         yield from self.call(node, "remove", self._chain()[-1:])
 
+    def _remove_everywhere(self, _: SimulatedNode) -> Process:
+        """At all nodes that can be reached."""
+        keys, removal_id = self._chain()[-1:], next(self._ids)
+        self.truth.begun_at[keys[0], removal_id] = self.now
+        for node in self.nodes:
+            try:
+                yield from self.call(node, "remove_everywhere", keys, removal_id, tries=1)
+            except Lost:
+                self.outcomes["removed without hearing of it"] += 1
+
     def _hint(self, node: SimulatedNode) -> Process:
         keys = self._chain()
         if self.rng.random() < 0.7:
@@ -286,11 +300,21 @@ class Simulation:
 
     def _copying(self, target: SimulatedNode, source: SimulatedNode) -> Process:
         lease_id, name, asked_at = self.new_id(), self.new_id(), self.now
+        keys = self._chain()
+        log = target.removals.log
+        ours = [log.last(key) for key in keys]
         try:
-            life, objects = yield from self.call(
-                source, "lease", lease_id, self._chain(), LEASE_TTL_S
-            )
-            wishes = [Wish(key=o.key, parent=o.parent, length=o.length) for o in objects]
+            theirs = yield from self.call(source, "last_removals", keys)
+            target.removals.learn([heard for heard in theirs if heard is not None])
+            known = [heard.removal_id if heard is not None else 0 for heard in theirs]
+            if any(each not in (0, told) for each, told in zip(ours, known, strict=True)):
+                self.outcomes["not copied since it was removed"] += 1
+                return
+            heard = {key: log.last(key) for key in keys}
+            life, objects = yield from self.call(source, "lease", lease_id, keys, LEASE_TTL_S)
+            wishes = [
+                Wish(key=o.key, parent=o.parent, length=o.length, second_hand=True) for o in objects
+            ]
             granted = target.reserve_copy(name, wishes)
         except (Lost, StaleLease):
             return
@@ -303,6 +327,7 @@ class Simulation:
                     good[stored.key] = content
         except Lost:
             good.clear()
+        good = {key: content for key, content in good.items() if log.last(key) == heard[key]}
         target.end_copy(name, good)
         self.outcomes["copied"] += len(good)
 
@@ -341,6 +366,7 @@ class Simulation:
             self._run_until(lambda: self.now >= end)
             self.check()
             self.directory.check()
+            self.outcomes["removed everywhere"] += self.truth.check(self.nodes)
         except Exception as error:
             last = "\n".join(" ".join(map(str, what)) for what in self.trace)
             raise AssertionError(

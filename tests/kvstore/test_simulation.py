@@ -1,4 +1,5 @@
-"""Nodes, clients and a directory in virtual time: whatever is lost, late or crashes, no value is wrong or lost."""
+"""Nodes, clients and a directory in virtual time: whatever is lost, late or crashes, no value is wrong or lost, and
+none is anywhere that was there before it was removed everywhere."""
 
 from __future__ import annotations
 
@@ -19,6 +20,9 @@ MET = {
     "crash",
     "compact",
     "directory",
+    "removed everywhere",
+    "removed without hearing of it",
+    "not copied since it was removed",
 }
 
 
@@ -26,6 +30,7 @@ def test_five_thousand_operations_read_what_was_committed_or_miss() -> None:
     world = Simulation(seed=1)
     world.run(5_000)
     assert world.outcomes.keys() >= {"stored", "read under a lease", "peeked", "crash"}
+    assert world.outcomes["removed everywhere"]
 
 
 @pytest.mark.slow  # two hundred thousand operations take half a minute

@@ -435,7 +435,7 @@ def test_generations_go_on_above_those_found_at_a_restart() -> None:
     node.put(chain(2))
     found = node.state.find(key(2))
     assert found is not None
-    assert found.generation == 501
+    assert found.generation > 500
 
 
 def test_an_object_written_since_the_restart_outlives_the_one_found_later() -> None:

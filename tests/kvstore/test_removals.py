@@ -1,0 +1,221 @@
+"""What nodes remember of removals: each is executed once, all hear of it, and what is forgotten is owned up to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvstore.presence import Presence, Stamp
+from kvstore.removal_file import RECORD_BYTES, RemovalFile
+from kvstore.removals import Heard, Removals
+from kvstore.reserving import COARSE_S, FINE_S, Reserving
+from protocol.keys import BlockKey
+
+KEPT_S = 100.0
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "little"))
+
+
+def make(life: int = 1, now: float = 0.0, max_count: int = 1000) -> Removals:
+    return Removals(life, now, kept_s=KEPT_S, max_count=max_count)
+
+
+def told(removals: Removals, now: float, next_seq: int = 1) -> list[Heard]:
+    """All pages."""
+    heard: list[Heard] = []
+    while True:
+        page = removals.tell(next_seq, 3, now)
+        heard += page.heard
+        next_seq = page.next_seq
+        if not page.more:
+            return heard
+
+
+def test_a_removal_is_executed_once_whoever_tells_of_it() -> None:
+    removals = make()
+    assert removals.execute([key(1), key(1), key(2)], 7, 5.0) == [key(1), key(2)]
+    assert removals.execute([key(2), key(3)], 7, 6.0) == [key(3)]
+    assert removals.learn([Heard(key(1), 7, 3.0)], 8.0) == []
+    [fresh] = removals.learn([Heard(key(1), 8, 3.0)], 8.0)
+    assert (fresh.at, removals.last(key(1)), removals.last(key(9))) == (5.0, 8, 0)
+    removals.validate()
+
+
+def test_what_is_too_old_is_neither_told_nor_believed_and_forgotten_later() -> None:
+    removals = make()
+    removals.execute([key(1)], 7, 0.0)
+    assert told(removals, KEPT_S - 1) == [Heard(key(1), 7, KEPT_S - 1)]
+    assert told(removals, KEPT_S) == []
+    assert make().learn([Heard(key(1), 7, KEPT_S)], 500.0) == []
+    removals.expire(KEPT_S)
+    assert removals.execute([key(1)], 7, KEPT_S) == [], "done again"
+    removals.expire(2 * KEPT_S)
+    assert len(removals) == 0
+    removals.validate()
+
+
+def test_what_was_forgotten_for_want_of_room_shortens_what_is_covered() -> None:
+    removals = make(max_count=2)
+    assert removals.covered_s(50.0) == 50.0
+    for number in range(3):
+        removals.execute([key(number)], 7, 10.0 * number)
+    assert removals.covered_s(50.0) == 50.0 - 0.0
+    removals.execute([key(3)], 7, 30.0)
+    assert removals.covered_s(50.0) == 40.0
+    removals.inherit(90.0, 50.0)
+    assert removals.covered_s(50.0) == 40.0, "what was forgotten came back"
+
+
+def test_another_ones_knowledge_is_inherited_and_bounded() -> None:
+    removals = make(now=1000.0)
+    assert removals.covered_s(1000.0) == 0.0
+    removals.inherit(60.0, 1000.0)
+    assert removals.covered_s(1010.0) == 70.0
+    assert removals.covered_s(9000.0) == KEPT_S
+    removals.restrict(5.0, 1010.0)
+    assert removals.covered_s(1010.0) == 5.0
+
+
+class Gossip(RuleBasedStateMachine):
+    """Three nodes with clocks of their own; one may be away for long, and none forgets in this time."""
+
+    nodes = st.integers(0, 2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.offsets = (0.0, 1e6, -1e6)
+        self.removals = [make(n + 1, self.offsets[n]) for n in range(3)]
+        self.cursors: dict[tuple[int, int], int] = {}
+        self.happened: dict[tuple[BlockKey, int], float] = {}
+        self.next_id = 0
+
+    def clock(self, node: int) -> float:
+        return self.now + self.offsets[node]
+
+    @rule(seconds=st.floats(0.0, 1.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(number=st.integers(1, 4), reached=st.sets(nodes, min_size=1))
+    def a_key_is_removed(self, number: int, reached: set[int]) -> None:
+        self.next_id += 1
+        self.happened[key(number), self.next_id] = self.now
+        for node in reached:
+            assert self.removals[node].execute([key(number)], self.next_id, self.clock(node))
+
+    @rule(asks=nodes, told_by=nodes, delay_s=st.floats(0.0, 0.5))
+    def one_asks_another(self, asks: int, told_by: int, delay_s: float) -> None:
+        begin = self.cursors.get((asks, told_by), 1)
+        page = self.removals[told_by].tell(begin, 2, self.clock(told_by))
+        self.now += delay_s
+        self.cursors[asks, told_by] = page.next_seq
+        for fresh in self.removals[asks].learn(page.heard, self.clock(asks)):
+            happened_at = self.happened[fresh.key, fresh.removal_id]
+            assert fresh.at >= happened_at + self.offsets[asks] - 1e-6, "older than it is"
+
+    @invariant()
+    def the_books_agree(self) -> None:
+        for removals in self.removals:
+            removals.validate()
+
+    def teardown(self) -> None:
+        for _ in range(2):
+            for asks in range(3):
+                for told_by in range(3):
+                    heard = told(self.removals[told_by], self.clock(told_by))
+                    self.removals[asks].learn(heard, self.clock(asks))
+        known = [
+            {(h.key, h.removal_id) for h in told(removals, self.clock(node))}
+            for node, removals in enumerate(self.removals)
+        ]
+        young = {each for each, at in self.happened.items() if self.now - at < KEPT_S / 2}
+        assert all(young <= each for each in known)
+
+
+TestGossip = Gossip.TestCase
+TestGossip.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+class Generations(RuleBasedStateMachine):
+    """Nothing given before an instant is above its bound, and what came well after it is not below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.next_generation = 1
+        self.given: list[tuple[float, int]] = []
+        self.reserving = Reserving()
+
+    @rule(count=st.integers(1, 3))
+    def gives(self, count: int) -> None:
+        self.reserving.note(self.now, self.next_generation)
+        for _ in range(count):
+            self.given.append((self.now, self.next_generation))
+            self.next_generation += 1
+
+    @rule(seconds=st.sampled_from([0.001, FINE_S, 1.0, COARSE_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(share=st.floats(0.0, 1.0))
+    def is_asked(self, share: float) -> None:
+        at = share * self.now
+        bound = self.reserving.before(at, self.next_generation)
+        assert all(number < bound for given_at, number in self.given if given_at < at)
+        assert all(number >= bound for given_at, number in self.given if given_at >= at + FINE_S)
+
+
+TestGenerations = Generations.TestCase
+TestGenerations.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+
+
+def test_a_long_past_is_remembered_less_finely_and_never_too_late() -> None:
+    reserving = Reserving()
+    for step in range(20_000):
+        reserving.note(step * FINE_S, step)
+    assert reserving.before(399.9, 20_000) in range(19_995, 20_001)
+    bound = reserving.before(100.0, 20_000)
+    assert 5_000 <= bound <= 5_000 + COARSE_S / FINE_S
+
+
+def test_removals_are_read_again_but_for_those_that_were_torn_or_damaged(tmp_path: Path) -> None:
+    file = RemovalFile(tmp_path)
+    assert file.load() == []
+    file.append([(key(1), 7, 0.0), (key(2), 8, 5.0)])
+    file.append([(key(3), 9, 0.0)])
+    path = tmp_path / "removals"
+    content = bytearray(path.read_bytes())
+    content[8 + RECORD_BYTES + 3] ^= 1
+    path.write_bytes(content[:-1])
+    [kept] = file.load()
+    assert (kept.key, kept.removal_id) == (key(1), 7)
+    file.rewrite([(key(4), 1, 60.0)])
+    [kept] = file.load()
+    assert kept.age_s is not None
+    assert (kept.key, round(kept.age_s)) == (key(4), 60)
+
+
+def test_an_absence_is_told_by_the_time_since_boot_or_by_a_wall_clock_that_went_on() -> None:
+    before = Stamp(boot="a", boot_s=100.0, wall_s=5000.0)
+    assert before.until(Stamp(boot="a", boot_s=160.0, wall_s=0.0)) == 60.0
+    assert before.until(Stamp(boot="b", boot_s=1.0, wall_s=5030.0)) == 30.0
+    assert before.until(Stamp(boot="b", boot_s=1.0, wall_s=4999.0)) is None
+
+
+def test_a_presence_is_read_again_and_nothing_else_is(tmp_path: Path) -> None:
+    presence = Presence(tmp_path)
+    assert presence.read() is None
+    presence.write(12.0)
+    seen = presence.read()
+    assert seen is not None
+    passed_s = seen.at.until(Stamp.now())
+    assert passed_s is not None
+    assert seen.covered_s == 12.0
+    (tmp_path / "presence.json").write_text("{}")
+    assert presence.read() is None
