@@ -133,6 +133,9 @@ class AtNode:
         deadline: Deadline,
     ) -> list[T | Fate]:
         fates = node.reading(lambda way: _by(way, near, far), deadline)
+        if Fate not in set(map(type, fates)):
+            self.used(node, keys)
+            return fates
         read = [key for key, fate in zip(keys, fates, strict=True) if not isinstance(fate, Fate)]
         self.used(node, read)
         if len(read) < len(keys) and (places := _to_ask(fates)):

@@ -76,4 +76,7 @@ def blocks_of(keys: Sequence[Key]) -> list[Block]:
     """Raises InvalidRequest for one key instead of several, and as `block_of`."""
     if isinstance(keys, bytes | bytearray | memoryview | str):
         raise InvalidRequest("a sequence of keys is needed, not one key", param="keys")
-    return [block_of(key) for key in keys]
+    return [
+        _short(key) if type(key) is bytes and len(key) <= SHORT_KEY_BYTES else block_of(key)
+        for key in keys
+    ]

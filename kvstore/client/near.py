@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import xxhash
@@ -95,8 +96,8 @@ class Near:
         """Length of each object that lies in its spot now. Raises InvalidRequest for one that does not fit."""
         copied = self._reader.copy(pack_keys(keys), spots.addresses, spots.rooms)
         lengths: list[int] = copied.lengths.tolist()
-        if not verify and min(lengths) >= 0:
-            return list(lengths)
+        if not verify and min(lengths, default=0) >= 0:
+            return cast(list[int | Fate], lengths)
         checksums: list[int] = copied.checksums.tolist()
         return [
             self._judged(key, spots, place, length, checksums[place] if verify else None)

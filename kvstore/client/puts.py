@@ -24,6 +24,7 @@ from kvstore.disk.base import Pin
 from kvstore.express.frames import OUTCOMES, Put
 from kvstore.promises import Outcome
 from kvstore.wire import pin_to_wire, slots_from_wire
+from protocol.checksum import checksum
 from protocol.errors import (
     DeadlineExceeded,
     IntegrityError,
@@ -46,14 +47,36 @@ _ABORT_S = 2.0
 _OUTCOME_OF = {put: outcome for outcome, put in OUTCOMES.items()}
 
 
-@dataclass(frozen=True, slots=True)
 class Item:
-    """An object to store, and where its bytes lie in registered memory."""
+    """An object to store, and where its bytes lie in registered memory, which nobody changes meanwhile."""
 
-    block: Block
-    checksum: int
-    offset: int
-    length: int
+    __slots__ = ("_checksum", "_source", "block", "offset", "value")
+
+    def __init__(
+        self,
+        block: Block,
+        local: Segment,
+        offset: int,
+        length: int,
+        source: memoryview | None = None,
+    ) -> None:
+        """There is room in `local`. `source`: what the writer gave, if this is a copy of it."""
+        self.block = block
+        self.offset = offset
+        self.value = local.buffer[offset : offset + length]
+        self._source = self.value if source is None else source
+        self._checksum: int | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.value)
+
+    @property
+    def checksum(self) -> int:
+        """Of what the writer gave; made when it is first asked for, best while the bytes are on their way."""
+        if self._checksum is None:
+            self._checksum = checksum([self._source])
+        return self._checksum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +148,7 @@ class Puts:
         deadline: Deadline,
     ) -> set[Item]:
         """What had no room there; all others are stored."""
-        outcomes = self._send(node, items, local, terms, deadline)
+        outcomes = self._send(node, items, terms, deadline)
         later = [item for item in items if item not in outcomes]
         if later:
             outcomes |= self._write(node, later, local, terms, deadline, wait_s=0.0)
@@ -140,7 +163,6 @@ class Puts:
         self,
         node: StoreNode,
         items: Sequence[Item],
-        local: Segment,
         terms: Terms,
         deadline: Deadline,
     ) -> dict[Item, Outcome]:
@@ -153,7 +175,7 @@ class Puts:
             try:
                 return way.express.put(
                     [(item.block.key, item.block.parent) for item in items],
-                    [local.buffer[item.offset : item.offset + item.length] for item in items],
+                    [item.value for item in items],
                     lambda place: items[place].checksum,
                     deadline,
                     pin=pin_to_wire(terms.pin),

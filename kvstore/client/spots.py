@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,11 +36,12 @@ class Spots:
             rooms = rooms_between(offsets, segment.nbytes)
         if len(rooms) != len(offsets):
             raise InvalidRequest(f"{len(offsets)} offsets with {len(rooms)} lengths")
-        for offset, room in zip(offsets, rooms, strict=True):
-            if offset < 0 or room < 0 or offset + room > segment.nbytes:
-                raise InvalidRequest(
-                    f"{room} bytes at {offset} are not within a segment of {segment.nbytes} bytes"
-                )
+        if len(offsets) and (
+            min(offsets) < 0
+            or min(rooms) < 0
+            or max(map(operator.add, offsets, rooms)) > segment.nbytes
+        ):
+            raise _outside(segment, offsets, rooms)
         return cls(segment, np.array(offsets, np.uint64), np.array(rooms, np.uint64))
 
     @classmethod
@@ -62,6 +64,18 @@ class Spots:
         """The first bytes of a spot."""
         offset = int(self.offsets[place])
         return self.segment.buffer[offset : offset + length]
+
+
+def _outside(segment: Segment, offsets: Sequence[int], rooms: Sequence[int]) -> InvalidRequest:
+    """The first that is not within the segment; there is one."""
+    offset, room = next(
+        (offset, room)
+        for offset, room in zip(offsets, rooms, strict=True)
+        if offset < 0 or room < 0 or offset + room > segment.nbytes
+    )
+    return InvalidRequest(
+        f"{room} bytes at {offset} are not within a segment of {segment.nbytes} bytes"
+    )
 
 
 def rooms_between(offsets: Sequence[int], nbytes: int) -> list[int]:

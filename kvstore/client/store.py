@@ -27,7 +27,6 @@ from kvstore.client.spots import Spots
 from kvstore.client.store_lease import StoreLease
 from kvstore.client.touches import Touches
 from kvstore.disk.base import Pin
-from protocol.checksum import checksum
 from protocol.errors import InvalidRequest
 from transfer import Segment
 from transfer.buffers import Registrable
@@ -201,7 +200,7 @@ class KvStore:
                 at = 0
                 for block, value in pairs[part]:
                     local.buffer[at : at + value.nbytes] = value
-                    stored.append(Item(block, checksum([value]), at, value.nbytes))
+                    stored.append(Item(block, local, at, value.nbytes, value))
                     at += value.nbytes
                 self._puts.put(stored, local, terms, deadline)
 
@@ -238,7 +237,7 @@ class KvStore:
         _require_as_many(len(blocks), len(offsets))
         Spots.checked(segment, offsets, lengths)
         items = [
-            Item(block, checksum([segment.buffer[offset : offset + length]]), offset, length)
+            Item(block, segment, offset, length)
             for block, offset, length in zip(blocks, offsets, lengths, strict=True)
         ]
         deadline = Deadline(timeout_s, sum(lengths))

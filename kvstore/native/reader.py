@@ -143,7 +143,8 @@ class MappedReader:
         into = Copied(
             np.empty(count, np.int64), np.empty(count, np.uint64), np.empty(count, np.uint64)
         )
-        addresses, capacities = map(np.ascontiguousarray, (addresses, capacities))
+        if not (addresses.flags.c_contiguous and capacities.flags.c_contiguous):
+            addresses, capacities = map(np.ascontiguousarray, (addresses, capacities))
         self._lookups.copy(packed_keys, addresses, capacities, into)
         return into
 

@@ -209,7 +209,7 @@ def test_bytes_that_do_not_match_are_not_stored(store: KvStore, local: Segment) 
 def test_a_client_is_told_that_its_value_arrived_damaged(
     store: KvStore, local: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.client.store.checksum", lambda _: 1)
+    monkeypatch.setattr("kvstore.client.puts.checksum", lambda _: 1)
     with pytest.raises(IntegrityError, match="1 of 1 values arrived damaged"):
         store.put(b"damaged", VALUE)
     assert store.get(b"damaged") is None
