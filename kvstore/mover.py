@@ -226,8 +226,7 @@ class Mover:
             await self._all_found.wait()
         if self.disk is None or not generations:
             return True
-        await self.disk.forget([_forgotten(key, upto) for key, upto in generations.items()])
-        return self.disk.health is Health.GOOD
+        return await self.disk.forget([_forgotten(k, upto) for k, upto in generations.items()])
 
     async def keep_pins(self, keys: Iterable[BlockKey]) -> None:
         """The pins that these objects have now outlast a restart, where the objects do."""

@@ -117,10 +117,11 @@ class DiskTier(Protocol):
     def release(self, place: Place) -> None:
         """The object there is no longer wanted. It may come back after a restart: `forget` prevents that."""
 
-    async def forget(self, objects: Sequence[DiskObject]) -> None:
-        """Durably: these objects, and earlier ones of the same keys, are not found by `recover` any more.
+    async def forget(self, objects: Sequence[DiskObject]) -> bool:
+        """Durably, if it gives True: these objects, and earlier ones of the same keys, are not found by `recover` any
+        more.
 
-        Their places are released as others are. When the disk fails, it is made up for once it is well again.
+        Their places are released as others are. When the disk fails or is full, that is made up for once it is well.
         """
 
     async def repin(self, changes: Sequence[DiskObject]) -> None:

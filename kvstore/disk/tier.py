@@ -192,8 +192,8 @@ class SsdTier:
         if died and self._recovered:  # else recovery still works on its segment
             self._compactor.wake()
 
-    async def forget(self, objects: Sequence[DiskObject]) -> None:
-        await self._writer.forget([Tombstone(each.key, each.generation) for each in objects])
+    async def forget(self, objects: Sequence[DiskObject]) -> bool:
+        return await self._writer.forget([Tombstone(each.key, each.generation) for each in objects])
 
     async def repin(self, changes: Sequence[DiskObject]) -> None:
         changed = [Tombstone(each.key, each.generation, pin=each.pin) for each in changes]

@@ -143,7 +143,7 @@ def test_a_node_killed_during_replication_leaves_whole_replicas(
             until_on_disk(pool, "store-0", names)
             with killed_after(pool, 0.15, victim), contextlib.suppress(*BLAMELESS):
                 store.change_replica(names, 2, timeout_s=5.0)
-        # Both: a source keeps what a dead target was reading for half a minute (tests/kvstore/replication).
+        # Both: a source keeps what a dead target was reading for a few seconds (tests/kvstore/replication).
         pool.restart("store-0")
         pool.restart("store-1")
         pool.audit([], held=names)
