@@ -20,6 +20,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "directory": ("kvstore.directory.__main__", "main", "run the index over all KV store nodes"),
     "kvctl": ("deploy.kvctl.main", "main", "look into a running KV store, and operate it"),
     "doctor": ("deploy.doctor", "main", "examine this machine, its transports and a peer"),
+    "profile": ("deploy.profile", "main", "measure a model on this machine: profile [MODEL]"),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),
     "traces": ("traces.cli", "main", "traces of requests: traces fetch | analyze | synthesize"),
 }

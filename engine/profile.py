@@ -51,7 +51,7 @@ FINE_GRID = Grid(
     cached_shares=(0.0, 0.25, 0.5, 0.75, 0.95),
     batches=(1, 2, 4, 8, 16, 32, 64),
     contexts=(32, 128, 512, 1024, 2048, 4096),
-    runs=5,
+    runs=3,
 )
 
 

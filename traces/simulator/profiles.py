@@ -1,5 +1,8 @@
 """Machines that can be simulated: the Mooncake paper's testbed, and what `moonserve profile` measured.
 
+A measured one is a JSON file: a `format` line, the fields of `ModelProfile`, and `measured`, what they rest on, which
+is not read. Its rule: whatever a simulation would stumble over later is refused with the file and the field named.
+
 The paper's testbed is LLaMA3-70B on one machine of eight A800 per instance (FAST'25, §5.1 and its figures). Prefill and
 single-request decode times are a fit to its published latencies (prefill 0.99 / 2.1 / 4.6 / 10.7 / 27.6 s at
 8k … 128k tokens; decode 26 ms per token at 8k of context, 31 ms at 128k).
@@ -7,6 +10,16 @@ single-request decode times are a fit to its published latencies (prefill 0.99 /
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import json
+import math
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import ConfigError, InvalidRequest
 from protocol.profile import DecodeProfile, PrefillProfile
 from traces.simulator.spec import ModelProfile
 
@@ -35,3 +48,88 @@ LLAMA3_70B_8XA800 = ModelProfile(
 )
 
 PROFILES = {profile.name: profile for profile in (LLAMA3_70B_8XA800,)}
+
+FORMAT = "moonserve model profile 1"
+
+_COEFFICIENTS: Mapping[str, type[PrefillProfile] | type[DecodeProfile]] = {
+    "prefill": PrefillProfile,
+    "decode": DecodeProfile,
+}
+_MAY_BE_ZERO = {"dram_tokens", "disk_tokens"}
+_FIELDS = {field.name: field for field in dataclasses.fields(ModelProfile)}
+_TYPES = typing.get_type_hints(ModelProfile)
+
+
+def write_profile(
+    profile: ModelProfile, path: Path, *, measured: Mapping[str, Any] | None = None
+) -> None:
+    """As JSON, whole or not at all. Raises ConfigError when the file cannot be written."""
+    content = {"format": FORMAT, **dataclasses.asdict(profile), "measured": dict(measured or {})}
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the profile {path}: {error.strerror}") from error
+
+
+def read_profile(path: Path) -> ModelProfile:
+    """What `write_profile` wrote, or a person did. Raises ConfigError that names the file and what is wrong in it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the profile {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    try:
+        return _parse(content)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _parse(content: Any) -> ModelProfile:
+    """Raises ValueError that says what is wrong."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f'it needs "format": "{FORMAT}"; moonserve profile --json writes such')
+    given = {name: value for name, value in content.items() if name not in ("format", "measured")}
+    for name in given.keys() - _FIELDS.keys():
+        close = difflib.get_close_matches(name, _FIELDS, n=1)
+        raise ValueError(
+            f"unknown field {name!r}" + (f"; did you mean {close[0]}?" if close else "")
+        )
+    values = {name: _value(name, value) for name, value in given.items()}
+    required = {n for n, field in _FIELDS.items() if field.default is dataclasses.MISSING}
+    if missing := sorted(required - values.keys()):
+        raise ValueError(f"{', '.join(missing)} must be given")
+    return ModelProfile(**values)
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "name":
+        if not isinstance(value, str) or not value:
+            raise ValueError("name must be a text")
+        return value
+    if name in _COEFFICIENTS:
+        return _coefficients(name, value)
+    whole = _TYPES[name] is int
+    if not _is_number(value) or (whole and not isinstance(value, int)):
+        raise ValueError(f"{name} must be a {'whole ' * whole}number, not {value!r}")
+    if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+        raise ValueError(f"{name} must be above 0, not {value!r}")
+    return value if whole else float(value)
+
+
+def _coefficients(name: str, value: Any) -> PrefillProfile | DecodeProfile:
+    if not isinstance(value, dict) or set(value) != {"c0", "c1", "c2"}:
+        raise ValueError(f"{name} must be c0, c1 and c2")
+    if not all(_is_number(c) for c in value.values()) or not any(value.values()):
+        raise ValueError(f"{name}: c0, c1 and c2 must be numbers, one of them above 0")
+    try:
+        return _COEFFICIENTS[name](**{c: float(number) for c, number in value.items()})
+    except InvalidRequest as error:
+        raise ValueError(f"{name}: {error.message}") from error
+
+
+def _is_number(value: Any) -> bool:
+    """A bool is an int to Python, and JSON as Python reads it has NaN and Infinity."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,258 @@
+"""`moonserve profile`: how fast a model is on this machine, as coefficients with their errors and rates of moving KV.
+
+Owns what is measured, in which order, and the file that `moonserve simulate` reads. Its rule: everything is measured as
+the cluster does it: prompts in a worker's chunks, copies and connections by the transfer engine, the disk around the
+page cache. Runs alone, in one process; changes nothing but the file it is told to write.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from conductor.cost.decode import DecodeFit, fit_decode
+from conductor.cost.prefill import PrefillFit, fit_prefill
+from deploy import disk_speed, profile_report
+from deploy.transfer_checks import try_transport
+from engine.config import ModelConfig, load_model_config
+from engine.hub import resolve_model
+from engine.replica import PoolPlan, ReplicaConfig, plan_pool
+from models import demo_model_path
+from protocol.config import HelpRequested, load, option, require_at_least_1
+from protocol.errors import ConfigError
+from protocol.machine import cache_folder
+from protocol.process import EXIT_CONFIG
+from traces.simulator.profiles import write_profile
+from traces.simulator.spec import ModelProfile
+from transfer.options import TransferOptions
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.profile import DecodePoint, Grid, PrefillPoint
+
+MIB = 2**20
+
+# `cpu` leaves out the time that other programs had the processor.
+_CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Options of `moonserve profile`; those that a worker has too mean the same."""
+
+    model: str | None = option(
+        None, help="local Hugging Face folder or hub name; the demo model when not given"
+    )
+    json: str | None = option(None, help="file for the profile, as moonserve simulate reads it")
+    name: str | None = option(None, help="name of the profile; the model's when not given")
+    dtype: str = option("auto", help="of weights and KV", choices=("auto", "float32", "bfloat16"))
+    load_format: str = option(
+        "auto", help="dummy = random weights, for measuring", choices=("auto", "dummy")
+    )
+    block_size: int = option(32, help="tokens per KV block")
+    kv_cache_memory: int = option(256 * MIB, help="bytes of KV of a worker", unit="bytes")
+    dram: int = option(512 * MIB, help="bytes of KV of a store node", unit="bytes")
+    max_num_seqs: int = option(64, help="sequences in one decode batch")
+    max_num_batched_tokens: int = option(512, help="tokens of prompt computed in one step")
+    num_threads: int = option(1, help="compute threads")
+    cache_dir: str | None = option(
+        None, help="folder that keeps compiled kernels; ~/.cache/moonserve when not given"
+    )
+    disk: str | None = option(
+        None, help="folder whose disk is measured; that of temporary files when not given"
+    )
+    budget_s: float = option(120.0, help="seconds for the model's steps; more make longer prompts")
+    clock: str = option(
+        "wall",
+        help="cpu = the process's own time, on a machine that is busy with other things",
+        choices=tuple(_CLOCKS),
+    )
+
+    def __post_init__(self) -> None:
+        require_at_least_1(
+            self, "block_size", "max_num_seqs", "max_num_batched_tokens", "num_threads"
+        )
+        if not self.budget_s > 0:
+            raise ConfigError("--budget-s must be above 0")
+        if self.clock == "cpu" and self.num_threads > 1:
+            raise ConfigError("--clock cpu adds up all threads: it needs --num-threads 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Timed:
+    """The model's steps, as measured and as fitted."""
+
+    prefill_points: Sequence[PrefillPoint]
+    decode_points: Sequence[DecodePoint]
+    prefill: PrefillFit
+    decode: DecodeFit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rates:
+    """Bytes per second."""
+
+    copy: float
+    tcp: float
+    disk: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """`argv`: the arguments after `profile`; the first one may be the model."""
+    arguments = list(argv)
+    if arguments and not arguments[0].startswith("-"):
+        arguments[0:1] = ["--model", arguments[0]]
+    try:
+        config = load(ProfileConfig, arguments, prog="moonserve profile", environ=dict(os.environ))
+        run(config)
+    except HelpRequested as request:
+        print(request)
+        return 0
+    except ConfigError as error:
+        print(f"moonserve profile: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    return 0
+
+
+def run(config: ProfileConfig) -> ModelProfile:
+    """Measures, prints the report and writes the file if there is to be one. Raises ConfigError."""
+    path = demo_model_path() if config.model is None else resolve_model(config.model)
+    model = load_model_config(path)
+    plan = plan_pool(_replica(config, path), model)
+    rates = _measure_rates(config)  # first: torch's threads are not about yet
+    timed = _measure_steps(_load(config, path, model, plan), config)
+    profile = _profile(config, path, model, plan, timed, rates)
+    print(f"{profile.name}, {config.num_threads} thread(s), {config.clock} time, ", end="")
+    print(f"prompts in chunks of {config.max_num_batched_tokens} tokens\n")
+    shown = (
+        ("copy within this machine (shm)", rates.copy),
+        ("tcp over loopback", rates.tcp),
+        ("disk, reading", rates.disk),
+    )
+    print(profile_report.as_text(timed.prefill, timed.decode, shown))
+    if config.json is not None:
+        write_profile(profile, Path(config.json), measured=_measured(config, timed))
+        print(f"\nwritten to {config.json}")
+    return profile
+
+
+def _replica(config: ProfileConfig, path: Path) -> ReplicaConfig:
+    return ReplicaConfig(
+        instance_id="profile",
+        model=str(path),
+        dtype=config.dtype,
+        block_size=config.block_size,
+        kv_cache_memory=config.kv_cache_memory,
+    )
+
+
+def _load(config: ProfileConfig, path: Path, model: ModelConfig, plan: PoolPlan) -> Engine:
+    # Here, so that a wrong option is told before torch is imported.
+    from engine.engine import Engine
+
+    folder = cache_folder(os.environ, Path.home())
+    return Engine.load(
+        path,
+        config=model,
+        layout=plan.layout,
+        num_blocks=plan.num_blocks,
+        num_threads=config.num_threads,
+        load_format=config.load_format,
+        cache_folder=folder if config.cache_dir is None else Path(config.cache_dir),
+    )
+
+
+def _measure_steps(engine: Engine, config: ProfileConfig) -> _Timed:
+    """Decode steps first, since they take least."""
+    from engine.profile import decode_points, prefill_points
+
+    clock, grid = _CLOCKS[config.clock], _grid(config)
+    began = clock()
+    decode = decode_points(engine, grid, clock, began + config.budget_s / 2)
+    prefill = prefill_points(engine, grid, clock, began + config.budget_s)
+    return _Timed(
+        prefill_points=prefill,
+        decode_points=decode,
+        prefill=fit_prefill(
+            np.array([point.num_tokens for point in prefill]),
+            np.array([point.num_cached for point in prefill]),
+            np.array([point.seconds for point in prefill]),
+        ),
+        decode=fit_decode(
+            np.array([point.num_seqs for point in decode]),
+            np.array([point.context_tokens for point in decode]),
+            np.array([point.seconds for point in decode]),
+        ),
+    )
+
+
+def _grid(config: ProfileConfig) -> Grid:
+    from engine.profile import FINE_GRID
+
+    batches = tuple(batch for batch in FINE_GRID.batches if batch <= config.max_num_seqs)
+    return replace(FINE_GRID, batches=batches, chunk_tokens=config.max_num_batched_tokens)
+
+
+def _measure_rates(config: ProfileConfig) -> _Rates:
+    folder = Path(config.disk) if config.disk is not None else _temporary_folder()
+    return _Rates(
+        copy=_transport_rate("shm"),
+        tcp=_transport_rate("tcp"),
+        disk=disk_speed.read_bytes_per_s(folder),
+    )
+
+
+def _temporary_folder() -> Path:
+    return Path(os.environ.get("TMPDIR", "/var/tmp"))  # /tmp is often memory
+
+
+def _transport_rate(transport: str) -> float:
+    trial = try_transport(transport, TransferOptions(), measure=True)
+    if trial.read_bytes_s is None:
+        raise ConfigError(f"{transport}: {trial.error}; see moonserve doctor")
+    return trial.read_bytes_s
+
+
+def _profile(
+    config: ProfileConfig,
+    path: Path,
+    model: ModelConfig,
+    plan: PoolPlan,
+    timed: _Timed,
+    rates: _Rates,
+) -> ModelProfile:
+    token_bytes = plan.layout.block_bytes // plan.layout.block_size
+    return ModelProfile(
+        name=config.name or (config.model and Path(config.model).name) or path.name,
+        prefill=timed.prefill.profile,
+        decode=timed.decode.profile,
+        kv_bytes_per_token=token_bytes,
+        num_layers=model.num_layers,
+        nic_bytes_per_s=rates.tcp,
+        device_bytes_per_s=rates.copy,
+        disk_bytes_per_s=rates.disk,
+        device_tokens=plan.num_blocks * plan.layout.block_size,
+        dram_tokens=config.dram // token_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=plan.max_model_len,
+    )
+
+
+def _measured(config: ProfileConfig, timed: _Timed) -> dict[str, Any]:
+    """What the coefficients rest on; readers may ignore it."""
+    return {
+        "clock": config.clock,
+        "num_threads": config.num_threads,
+        "chunk_tokens": config.max_num_batched_tokens,
+        "prefill_errors": asdict(timed.prefill.errors),
+        "decode_errors": asdict(timed.decode.errors),
+        "prefill_points": [asdict(point) for point in timed.prefill_points],
+        "decode_points": [asdict(point) for point in timed.decode_points],
+    }

@@ -1,0 +1,66 @@
+"""`moonserve profile`: a real model, real copies, connections and disk, into a file that a simulation reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import main
+from deploy.disk_speed import read_bytes_per_s
+from protocol.errors import ConfigError
+from tests.random_models import make_model
+from traces.simulator.profiles import read_profile
+
+
+def test_a_profile_is_measured_printed_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a tiny model, in a second: the file is the report, and what a simulation reads."""
+    model = tmp_path / "tiny"
+    make_model("llama", model, tie_word_embeddings=True)
+    written = tmp_path / "profile.json"
+    options = ["--json", str(written), "--disk", str(tmp_path), "--budget-s", "1"]
+    assert main(["profile", str(model), *options, "--dtype", "float32", "--dram", "1MiB"]) == 0
+    profile = read_profile(written)
+    measured = json.loads(written.read_text())["measured"]
+    assert profile.name == "tiny"
+    assert profile.prefill.seconds(100, 0) > 0.0
+    assert profile.decode.step_s(4, 100) > 0.0
+    assert profile.dram_tokens == 2**20 // profile.kv_bytes_per_token
+    assert len(measured["prefill_points"]) == measured["prefill_errors"]["num_points"] >= 4
+    assert len(measured["decode_points"]) == measured["decode_errors"]["num_points"] >= 4
+    printed = capsys.readouterr().out
+    for words in ("prefill, worst", "decode, worst", "tcp over loopback", "disk, reading"):
+        assert words in printed
+    assert f"{profile.decode.c1:.3e}" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--budget-s", "0"], "--budget-s"),
+        (["--clock", "cpu", "--num-threads", "2"], "--num-threads 1"),
+        (["--clock", "moon"], "--clock is one of"),
+        (["no/such/model"], "neither a folder nor a hub name"),
+        (["--disk", "/proc/self"], "--disk /proc/self"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line_and_exit_code_2(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", *options]) == 2
+    printed = capsys.readouterr().err.strip()
+    assert words in printed
+    assert "\n" not in printed
+
+
+def test_a_disk_is_read_and_left_as_it_was(tmp_path: Path) -> None:
+    assert read_bytes_per_s(tmp_path, file_bytes=8 << 20) > 0.0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_cannot_be_measured(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent"):
+        read_bytes_per_s(tmp_path / "absent")
