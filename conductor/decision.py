@@ -1,20 +1,20 @@
 """The record of a decision: every candidate with every term, what was chosen, and what then happened.
 
-A record is made for each placement that was decided, accepted or rejected. Pure data; it knows nothing of instances.
+A record is made for each placement that was decided, accepted or rejected. It keeps the columns that were weighed;
+rows are made of them when somebody asks. Pure data; it knows nothing of instances.
 """
 
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, fields
+from itertools import repeat
+from typing import Any, NamedTuple
 
+from conductor.columns import Flags, Floats, Ints, Names
 from protocol.ids import RequestId
 
 
-# Tuples and not dataclasses: one of each per instance and request is made, and a frozen dataclass costs three times
-# as much to build.
 class PrefillCandidate(NamedTuple):
     """One prefill instance, weighed for one prompt. Block counts are of leading blocks of the prompt."""
 
@@ -45,6 +45,42 @@ class DecodeCandidate(NamedTuple):
     @property
     def fits(self) -> bool:
         return self.free_blocks >= self.needed_blocks
+
+
+class PrefillColumns(NamedTuple):
+    """Fields of `PrefillCandidate`, a row per candidate; nobody changes them any more."""
+
+    instance_id: Names
+    device_blocks: Ints
+    prefix_blocks: Ints
+    reuse_blocks: Ints
+    load_s: Floats
+    transfer_s: Floats
+    queue_s: Floats
+    prefill_s: Floats
+    ttft_s: Floats
+    chosen_at: Ints
+
+    def rows(self) -> tuple[PrefillCandidate, ...]:
+        return tuple(map(PrefillCandidate, *(column.tolist() for column in self)))
+
+
+class DecodeColumns(NamedTuple):
+    """Fields of `DecodeCandidate`, likewise."""
+
+    instance_id: Names
+    num_seqs: Ints
+    context_tokens: Ints
+    free_blocks: Ints
+    needed_blocks: int  # the same for all
+    has_slot: Flags
+    tbt_s: Floats
+    chosen_at: Ints
+
+    def rows(self) -> tuple[DecodeCandidate, ...]:
+        columns = (c if isinstance(c, int) else c.tolist() for c in self)
+        each = (repeat(c) if isinstance(c, int) else c for c in columns)
+        return tuple(DecodeCandidate(*row) for row in zip(*each, strict=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +115,8 @@ class Decision:
     ttft_slo_s: float
     tbt_slo_s: float
     excluded_instances: tuple[str, ...]
-    prefill_candidates: tuple[PrefillCandidate, ...]
-    decode_candidates: tuple[DecodeCandidate, ...]
+    prefill_columns: PrefillColumns
+    decode_columns: DecodeColumns
     prefill: str  # the best one, also when it was not good enough
     decode: str
     sources: tuple[tuple[str, int, int], ...]  # (store, first block, number of blocks)
@@ -90,41 +126,26 @@ class Decision:
     rejection: Rejection | None = None
     outcome: Outcome | None = None
 
+    @property
+    def prefill_candidates(self) -> tuple[PrefillCandidate, ...]:
+        return self.prefill_columns.rows()
+
+    @property
+    def decode_candidates(self) -> tuple[DecodeCandidate, ...]:
+        return self.decode_columns.rows()
+
     def to_json(self) -> str:
-        record = asdict(self)
-        record["prefill_candidates"] = [c._asdict() for c in self.prefill_candidates]
-        record["decode_candidates"] = [
-            {**c._asdict(), "fits": c.fits} for c in self.decode_candidates
-        ]
+        record: dict[str, Any] = {}
+        for name in (field.name for field in fields(self)):
+            match getattr(self, name):
+                case PrefillColumns() as columns:
+                    record["prefill_candidates"] = [c._asdict() for c in columns.rows()]
+                case DecodeColumns() as columns:
+                    record["decode_candidates"] = [
+                        {**c._asdict(), "fits": c.fits} for c in columns.rows()
+                    ]
+                case Rejection() | Outcome() as part:
+                    record[name] = asdict(part)
+                case value:
+                    record[name] = value
         return json.dumps(record)
-
-
-class DecisionLog:
-    """The most recent decisions, one per request: a ring of `capacity`."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._decisions: OrderedDict[RequestId, Decision] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._decisions)
-
-    def record(self, decision: Decision) -> None:
-        """Adds a decision; it supersedes an earlier one for the same request."""
-        self._decisions.pop(decision.request_id, None)
-        self._decisions[decision.request_id] = decision
-        if len(self._decisions) > self._capacity:
-            self._decisions.popitem(last=False)
-
-    def find(self, request_id: RequestId) -> Decision | None:
-        return self._decisions.get(request_id)
-
-    def conclude(self, request_id: RequestId, outcome: Outcome) -> None:
-        """Adds what happened; a decision that has left the ring stays forgotten."""
-        decision = self._decisions.get(request_id)
-        if decision is not None:
-            self._decisions[request_id] = replace(decision, outcome=outcome)
-
-    def validate(self) -> None:
-        assert len(self._decisions) <= self._capacity
-        assert all(key == decision.request_id for key, decision in self._decisions.items())

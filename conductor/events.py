@@ -88,6 +88,9 @@ class Place:
     priority: int = 0
     tenant: str = ""
     excluded_instances: frozenset[str] = frozenset()
+    session_id: str | None = (
+        None  # of the client; None = the chain of blocks tells the conversation
+    )
 
 
 class Phase(StrEnum):
@@ -109,11 +112,20 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchPolicy:
+    """From the next placement on another policy decides. What is placed stays."""
+
+    name: str
+    balancing_threshold: float
+    seed: int = 0  # of policies that draw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time passed: leases may have run out."""
 
 
-Event = Register | Heartbeat | Deregister | Place | Report | Tick
+Event = Register | Heartbeat | Deregister | Place | Report | SwitchPolicy | Tick
 
 # ---- actions: notices
 
@@ -198,6 +210,12 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySwitched:
+    name: str
+    balancing_threshold: float | None  # None: the policy has none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     """The call cannot be served; the error says whose fault it is."""
 
@@ -205,5 +223,14 @@ class Refused:
 
 
 Notice = InstanceJoined | InstanceRemoved | TtftObserved | PlacementForgotten
-Reply = Registered | HeartbeatSeen | Deregistered | Placed | Rejected | Reported | Refused
+Reply = (
+    Registered
+    | HeartbeatSeen
+    | Deregistered
+    | Placed
+    | Rejected
+    | Reported
+    | PolicySwitched
+    | Refused
+)
 Action = Notice | Reply

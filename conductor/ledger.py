@@ -1,14 +1,19 @@
 """What the conductor expects each instance to be busy with: its own placements, corrected by what instances report.
 
-`PrefillQueue` is one prefill instance's predicted work, `DecodeBook` one decode instance's sequences. A placement is
-*settled* after SETTLE_S: by then the instance has heard of it, and a heartbeat without it means that it is done. Pure.
+`PrefillQueue` is one prefill instance's predicted work, `DecodeBook` one decode instance's sequences, `PendingReads`
+what is yet to be read from a store. A placement is
+*settled* after SETTLE_S: by then the instance has heard of it, and a heartbeat without it means that it is done.
+Each book shows its sums in its instance's row (`conductor.columns`) whenever they change. Pure.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 
+from conductor.columns import DecodeTable, PrefillTable, Seat, StoreTable
+from conductor.endings import Drain, Endings
 from conductor.events import Load
 from protocol.ids import RequestId
 from protocol.profile import PrefillProfile
@@ -29,8 +34,10 @@ class _Job:
 class PrefillQueue:
     """Predicted prefill work of one instance, in the order of placement."""
 
-    def __init__(self) -> None:
-        self._jobs: dict[RequestId, _Job] = {}
+    def __init__(self, seat: Seat[PrefillTable]) -> None:
+        self._seat = seat
+        # Linked, since the first is asked for often: a plain dictionary looks for it behind all that were removed.
+        self._jobs: OrderedDict[RequestId, _Job] = OrderedDict()
         self._total_s = 0.0
         self._total_tokens = 0
         self._head_since = 0.0  # when the head began to run, as far as known
@@ -48,6 +55,7 @@ class PrefillQueue:
         self._jobs[request_id] = _Job(now, seconds, tokens)
         self._total_s += seconds
         self._total_tokens += tokens
+        self._show()
 
     def remove(self, request_id: RequestId, now: float) -> None:
         """The prompt is prefilled, or given up. Unknown ids are ignored: a heartbeat may have told it first."""
@@ -61,6 +69,7 @@ class PrefillQueue:
             self._head_since = now
         if not self._jobs:  # floating-point residue must not accumulate
             self._total_s = 0.0
+        self._show()
 
     def estimate_s(self, now: float) -> float:
         """Seconds until a prompt placed now would begin to run."""
@@ -81,8 +90,23 @@ class PrefillQueue:
             self.remove(request_id, now)
         surplus = load.queued_tokens - self._total_tokens
         self._surplus_s = profile.c0 + profile.c1 * surplus if surplus > 0 else 0.0
+        self._show()
+
+    def _head_s(self) -> float:
+        return next(iter(self._jobs.values())).seconds if self._jobs else 0.0
+
+    def _show(self) -> None:
+        table, row = self._seat.table, self._seat.row
+        table.queued_s[row] = self._total_s
+        table.head_s[row] = self._head_s()
+        table.head_since[row] = self._head_since
+        table.surplus_s[row] = self._surplus_s
 
     def validate(self) -> None:
+        table, row = self._seat.table, self._seat.row
+        shown = (table.queued_s[row], table.head_s[row], table.surplus_s[row])
+        assert shown == (self._total_s, self._head_s(), self._surplus_s), "the row is stale"
+        assert not self._jobs or table.head_since[row] == self._head_since
         assert math.isclose(
             self._total_s, sum(j.seconds for j in self._jobs.values()), rel_tol=1e-6, abs_tol=1e-6
         )
@@ -96,27 +120,25 @@ class _Sequence:
 
     tokens: int
     blocks: int
-    begins_at: float  # predicted first token, then the reported one
-    expected_output: int
-    started: bool  # its first token was reported
-    seen: bool  # counted in the instance's last heartbeat
+    slot: int  # of its expected end
+    started_at: float | None = None  # its first token was reported
 
 
 class DecodeBook:
     """Sequences of one decode instance: the last heartbeat, plus what it cannot have counted yet."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, seat: Seat[DecodeTable]) -> None:
+        self._seat = seat
         self._sequences: dict[RequestId, _Sequence] = {}
+        self._unseen: dict[RequestId, _Sequence] = {}  # of them, not counted in the last heartbeat
+        self._endings = Endings()
         self._load = Load(free_blocks=num_blocks)
-        self._unseen_seqs = 0
         self._unseen_tokens = 0
         self._unseen_blocks = 0
         # Ended since the heartbeat that counted them.
         self._gone_seqs = 0
         self._gone_tokens = 0
-        self.num_seqs = 0  # that run or will
-        self.context_tokens = 0  # of those
-        self.free_blocks = num_blocks  # that no placed request is going to need for its prompt
+        self._show()
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -133,73 +155,105 @@ class DecodeBook:
         begins_at: float,
         expected_output: int,
     ) -> None:
-        self._sequences[request_id] = _Sequence(
-            tokens, blocks, begins_at, expected_output, started=False, seen=False
-        )
-        self._unseen_seqs += 1
+        """`begins_at`: the predicted first token."""
+        slot = self._endings.add(begins_at, expected_output, tokens, blocks)
+        sequence = _Sequence(tokens, blocks, slot)
+        self._sequences[request_id] = self._unseen[request_id] = sequence
         self._unseen_tokens += tokens
         self._unseen_blocks += blocks
-        self._recount()
+        self._show()
 
     def start(self, request_id: RequestId, now: float) -> None:
         """The first token was reported."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            sequence.started = True
-            sequence.begins_at = now
+            sequence.started_at = now
+            self._endings.begin(sequence.slot, now)
 
     def remove(self, request_id: RequestId) -> None:
         """The request ended. Unknown ids are ignored."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
-        if sequence.seen:
+        self._endings.remove(sequence.slot)
+        if request_id in self._unseen:
+            self._see(request_id)
+        else:
             self._gone_seqs += 1
             self._gone_tokens += sequence.tokens
-        else:
-            self._forget_unseen(sequence)
-        self._recount()
+        self._show()
 
     def correct(self, load: Load, now: float) -> None:
         """Takes over a heartbeat: what began SETTLE_S ago is counted in it."""
         self._load = load
         self._gone_seqs = 0
         self._gone_tokens = 0
-        for sequence in self._sequences.values():
-            if sequence.started and not sequence.seen and sequence.begins_at + SETTLE_S <= now:
-                sequence.seen = True
-                self._forget_unseen(sequence)
-        self._recount()
-
-    def drain(self, tbt_s: float, now: float) -> list[tuple[float, int, int]]:
-        """(seconds from now, tokens, blocks) of the expected ends of sequences, soonest first."""
-        ends = [
-            (max(s.begins_at + s.expected_output * tbt_s - now, tbt_s), s.tokens, s.blocks)
-            for s in self._sequences.values()
+        counted = [
+            request_id
+            for request_id, sequence in self._unseen.items()
+            if sequence.started_at is not None and sequence.started_at + SETTLE_S <= now
         ]
-        return sorted(ends)
+        for request_id in counted:
+            self._see(request_id)
+        self._show()
 
-    def _recount(self) -> None:
-        """Sums up after a change, since sums are read far more often than they change.
+    def drain(self, tbt_s: float, now: float) -> Drain:
+        """The expected ends of sequences, with steps of `tbt_s`."""
+        return self._endings.drain(tbt_s, now)
+
+    def _see(self, request_id: RequestId) -> None:
+        sequence = self._unseen.pop(request_id)
+        self._unseen_tokens -= sequence.tokens
+        self._unseen_blocks -= sequence.blocks
+
+    def _sums(self) -> tuple[int, int, int]:
+        """Sequences that run or will, tokens of their context, blocks that no placed request is going to need.
 
         Leased blocks belong to placements that are not running yet, so they are not subtracted twice.
         """
         load = self._load
-        self.num_seqs = max(load.num_running - self._gone_seqs, 0) + self._unseen_seqs
-        self.context_tokens = max(load.context_tokens - self._gone_tokens, 0) + self._unseen_tokens
-        self.free_blocks = load.free_blocks - max(self._unseen_blocks - load.leased_blocks, 0)
+        return (
+            max(load.num_running - self._gone_seqs, 0) + len(self._unseen),
+            max(load.context_tokens - self._gone_tokens, 0) + self._unseen_tokens,
+            load.free_blocks - max(self._unseen_blocks - load.leased_blocks, 0),
+        )
 
-    def _forget_unseen(self, sequence: _Sequence) -> None:
-        self._unseen_seqs -= 1
-        self._unseen_tokens -= sequence.tokens
-        self._unseen_blocks -= sequence.blocks
+    def _show(self) -> None:
+        table, row = self._seat.table, self._seat.row
+        table.num_seqs[row], table.context_tokens[row], table.free_blocks[row] = self._sums()
 
     def validate(self) -> None:
-        unseen = [s for s in self._sequences.values() if not s.seen]
-        assert self._unseen_seqs == len(unseen)
+        unseen = self._unseen.values()
+        assert self._unseen.keys() <= self._sequences.keys()
         assert self._unseen_tokens == sum(s.tokens for s in unseen)
         assert self._unseen_blocks == sum(s.blocks for s in unseen)
-        assert all(s.started for s in self._sequences.values() if s.seen)
-        sums = (self.num_seqs, self.context_tokens, self.free_blocks)
-        self._recount()
-        assert sums == (self.num_seqs, self.context_tokens, self.free_blocks)
+        seen = self._sequences.keys() - self._unseen.keys()
+        assert all(self._sequences[r].started_at is not None for r in seen)
+        slots = {s.slot for s in self._sequences.values()}
+        assert len(slots) == len(self._endings) == len(self), "two sequences share an expected end"
+        self._endings.validate()
+        table, row = self._seat.table, self._seat.row
+        shown = (table.num_seqs[row], table.context_tokens[row], table.free_blocks[row])
+        assert shown == self._sums(), "the row is stale"
+
+
+class PendingReads:
+    """Blocks that placed prompts have yet to read from one store."""
+
+    def __init__(self, seat: Seat[StoreTable]) -> None:
+        self._seat = seat
+        self.num_blocks = 0
+
+    def add(self, num_blocks: int) -> None:
+        self._change(num_blocks)
+
+    def remove(self, num_blocks: int) -> None:
+        self._change(-num_blocks)
+
+    def _change(self, num_blocks: int) -> None:
+        self.num_blocks += num_blocks
+        self._seat.table.pending_reads[self._seat.row] = self.num_blocks
+
+    def validate(self) -> None:
+        assert self.num_blocks >= 0, "a read was taken out twice"
+        assert self._seat.table.pending_reads[self._seat.row] == self.num_blocks, "the row is stale"

@@ -1,7 +1,8 @@
 """Who belongs to the cluster: registration, epochs, silence, compatibility. Pure.
 
 Rules: one instance per id, its newest epoch; all workers share one fingerprint and layout, set by the first of them
-and forgotten with the last; what is silent for longer than the lease is gone.
+and forgotten with the last; what is silent for longer than the lease is gone. Every instance has a row in its role's
+table (`conductor.columns`), in order of registration.
 """
 
 from __future__ import annotations
@@ -9,12 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+
+from conductor.columns import DecodeTable, PrefillTable, Seat, StoreTable, Table
+from conductor.cost.transfer import DEFAULT_BYTES_PER_S
+from conductor.draws import digest64
 from conductor.events import Load, Register
-from conductor.ledger import DecodeBook, PrefillQueue
+from conductor.ledger import DecodeBook, PendingReads, PrefillQueue
 from protocol.errors import Incompatible, InvalidRequest, StaleLease
 from protocol.ids import InstanceId, Role
 from protocol.layout import KvLayout
+from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Endpoint
 
 
@@ -24,14 +32,13 @@ class Instance:
 
     registration: Register
     heard_at: float
+    seat: Seat[Any]  # in its role's table
+    queue: PrefillQueue  # empty unless a prefill worker
     decode: DecodeBook  # empty unless a decode worker
-    queue: PrefillQueue = field(default_factory=PrefillQueue)  # empty unless a prefill worker
+    reads: PendingReads  # none unless a store
     load: Load = field(default_factory=Load)
-    draining: bool = False
-    chosen_at: int = 0  # number of the placement that last chose it; 0 = none yet
-    pending_reads: int = 0  # store: blocks that placed prompts have yet to read from it
 
-    # Of the registration; fields of their own because every placement reads them of every instance.
+    # Of the registration; fields of their own because they are read often.
     instance_id: InstanceId = field(init=False)
     endpoint: Endpoint = field(init=False)
     role: Role = field(init=False)
@@ -40,6 +47,22 @@ class Instance:
         self.endpoint = self.registration.endpoint
         self.instance_id = InstanceId(self.endpoint.instance_id)
         self.role = self.registration.role
+
+    @property
+    def draining(self) -> bool:
+        return not self.seat.table.is_open[self.seat.row]
+
+    def drain(self, draining: bool) -> None:
+        self.seat.table.is_open[self.seat.row] = not draining
+
+    def choose(self, placement: int) -> None:
+        """The placement with this number goes here."""
+        self.seat.table.chosen_at[self.seat.row] = placement
+
+    def index_as(self, bit: int) -> None:
+        """Its number in the directory. Decode workers have one too, but nobody reads from them."""
+        if self.role is not Role.DECODE:
+            self.seat.table.bit[self.seat.row] = bit
 
 
 class Members:
@@ -51,6 +74,9 @@ class Members:
         self._by_role: dict[Role, tuple[Instance, ...]] = dict.fromkeys(Role, ())
         self._no_silence_before = math.inf  # no instance's lease ends before this
         self.max_model_len = 0  # of the least capable worker; 0 = no worker
+        self.prefills = PrefillTable()
+        self.decodes = DecodeTable()
+        self.stores = StoreTable()
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._instances.values())
@@ -96,15 +122,21 @@ class Members:
 
     def add(self, registration: Register, now: float) -> Instance:
         """Adds a checked instance whose id is free."""
-        instance = Instance(
-            registration=registration, heard_at=now, decode=DecodeBook(registration.num_blocks)
-        )
+        table = self._table(registration.role)
+        seat: Seat[Any] = Seat(table, table.append())
+        instance = _instance(registration, now, seat)
+        _fill(table, seat.row, registration)
         self._instances[instance.instance_id] = instance
         self._no_silence_before = min(self._no_silence_before, now + self._lease_s)
         self._reindex()
         return instance
 
     def remove(self, instance: Instance) -> None:
+        table, row = instance.seat.table, instance.seat.row
+        instance.seat.leave()
+        table.delete(row)
+        for later in self._by_role[instance.role][row + 1 :]:
+            later.seat.row -= 1
         del self._instances[instance.instance_id]
         self._reindex()
 
@@ -138,10 +170,25 @@ class Members:
     def _any_worker(self) -> Instance | None:
         return next((i for i in self if i.role is not Role.STORE), None)
 
+    def _table(self, role: Role) -> Table:
+        return {
+            Role.PREFILL: self.prefills,
+            Role.DECODE: self.decodes,
+            Role.STORE: self.stores,
+        }[role]
+
     def _reindex(self) -> None:
         self._by_role = {role: tuple(i for i in self if i.role is role) for role in Role}
         workers = self._by_role[Role.PREFILL] + self._by_role[Role.DECODE]
         self.max_model_len = min((w.registration.max_model_len for w in workers), default=0)
+        self._find_homes()
+
+    def _find_homes(self) -> None:
+        rows = {store.instance_id: row for row, store in enumerate(self._by_role[Role.STORE])}
+        names = [p.registration.home_store for p in self._by_role[Role.PREFILL]]
+        homes = [None if name is None else rows.get(name) for name in names]
+        self.prefills.has_home = np.array([home is not None for home in homes], np.bool_)
+        self.prefills.home = np.array([home or 0 for home in homes], np.int64)
 
     def validate(self) -> None:
         assert sum(len(members) for members in self._by_role.values()) == len(self)
@@ -153,9 +200,64 @@ class Members:
         assert len(kinds) <= 1, "workers of two models in one cluster"
         for key, instance in self._instances.items():
             assert key == instance.instance_id
-            assert instance.pending_reads >= 0
             assert instance.heard_at + self._lease_s >= self._no_silence_before
             assert not len(instance.queue) or instance.role is Role.PREFILL
             assert not len(instance.decode) or instance.role is Role.DECODE
             instance.queue.validate()
             instance.decode.validate()
+            instance.reads.validate()
+        for role in Role:
+            self._validate_rows(role)
+
+    def _validate_rows(self, role: Role) -> None:
+        table, members = self._table(role), self._by_role[role]
+        table.validate()
+        assert table.ids.tolist() == [i.instance_id for i in members]
+        assert [i.seat.row for i in members] == list(range(len(members)))
+        assert all(i.seat.table is table for i in members)
+        if role is Role.PREFILL:
+            homes = zip(members, self.prefills.has_home, self.prefills.home, strict=True)
+            for member, has_home, row in homes:
+                home = member.registration.home_store
+                assert has_home == (home is not None and home in self.stores.ids)
+                assert not has_home or self.stores.ids[row] == home
+
+
+def _instance(registration: Register, now: float, seat: Seat[Any]) -> Instance:
+    role = registration.role
+    prefill = seat if role is Role.PREFILL else Seat.alone(PrefillTable)
+    decode = seat if role is Role.DECODE else Seat.alone(DecodeTable)
+    store = seat if role is Role.STORE else Seat.alone(StoreTable)
+    return Instance(
+        registration=registration,
+        heard_at=now,
+        seat=seat,
+        queue=PrefillQueue(prefill),
+        decode=DecodeBook(registration.num_blocks, decode),
+        reads=PendingReads(store),
+    )
+
+
+def _fill(table: Table, row: int, registration: Register) -> None:
+    """What stays as long as the instance."""
+    endpoint = registration.endpoint
+    table.ids[row] = endpoint.instance_id
+    table.is_open[row] = True
+    table.host[row] = digest64(endpoint.host)
+    table.num_blocks[row] = registration.num_blocks
+    match table:
+        case PrefillTable():
+            _fill_profile(table, row, registration.prefill_profile)
+            table.identity[row] = digest64(endpoint.instance_id)
+            table.bytes_per_s[row] = registration.bytes_per_s or DEFAULT_BYTES_PER_S
+        case DecodeTable():
+            _fill_profile(table, row, registration.decode_profile)
+            table.slots[row] = registration.max_num_seqs or math.inf
+        case StoreTable():
+            table.bytes_per_s[row] = registration.bytes_per_s or DEFAULT_BYTES_PER_S
+
+
+def _fill_profile(
+    table: PrefillTable | DecodeTable, row: int, profile: PrefillProfile | DecodeProfile
+) -> None:
+    table.c0[row], table.c1[row], table.c2[row] = profile.c0, profile.c1, profile.c2

@@ -1,34 +1,39 @@
-"""Deciding one request: candidates, their predictions, the choice, admission. Pure and without side effects.
+"""Deciding one request: candidates, their predictions, the choice. Pure and without side effects.
 
-Prefill: the policy's score. Decode: among instances with blocks for the prompt the smallest predicted TBT with this
-request added, instances with a free sequence slot first; when none has the blocks, the one that will have them
-soonest, and the waiting counts towards TTFT. Equal candidates: least recently chosen first.
-Admission: predicted TTFT and TBT within the SLO, else a rejection that says when queues will have drained enough.
+Prefill: the policy's score over the columns of all instances that take work. Decode: `conductor.landing`. Waiting for
+landing blocks counts towards TTFT. Predictions over the SLO are rejected (`conductor.admission`). Equal candidates:
+least recently chosen first. A decision is a fixed number of numpy operations, however many instances there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
-from conductor.cost.transfer import DEFAULT_BYTES_PER_S, LOCAL_BYTES_PER_S
-from conductor.decision import Decision, DecodeCandidate, PrefillCandidate, Rejection
+import numpy as np
+
+from conductor.admission import reject_tbt, reject_ttft
+from conductor.columns import DecodeTable, Ints, PrefillTable, StoreTable, Table
+from conductor.cost.transfer import LOCAL_BYTES_PER_S
+from conductor.decision import Decision, DecodeColumns, PrefillColumns, Rejection
 from conductor.events import Place
+from conductor.landing import best_decode, least, weigh_decodes
 from conductor.members import Instance, Members
-from conductor.policies.base import Offer, PlacementPolicy, Prompt
+from conductor.policies.base import Offers, PlacementPolicy, Prompt, Weighed
 from conductor.prefix import PrefixMap
-from kvstore.directory import Directory
+from conductor.session import first_distinguishing
+from kvstore.directory import Directory, Leading
 from protocol.errors import InvalidRequest, NoWorker
 from protocol.ids import Role
+from protocol.keys import BlockKey, pack_keys
 from protocol.layout import KvLayout
 from protocol.request import PrefixSource
 
-# A client that comes back sooner finds the same queues.
-MIN_RETRY_AFTER_S = 0.1
+T = TypeVar("T", bound=Table)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """A decision with the instances it names."""
 
     decision: Decision
@@ -40,14 +45,21 @@ class Plan:
     needed_blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
+@dataclass(slots=True, eq=False)
+class _Able(Generic[T]):
+    """Instances that may serve a prompt, row by row."""
+
+    table: T
+    instances: Sequence[Instance]
+
+
+class _Choice(NamedTuple):
     """The best of each role, before admission."""
 
-    prefill: PrefillCandidate
-    prefill_candidates: Sequence[PrefillCandidate]
-    decode: DecodeCandidate
-    decode_candidates: Sequence[DecodeCandidate]
+    prefills: PrefillColumns
+    prefill: int  # row
+    decodes: DecodeColumns
+    decode: int  # row
     decode_instance: Instance
     wait_s: float
     sources: tuple[PrefixSource, ...]
@@ -68,93 +80,99 @@ class Planner:
     ) -> None:
         self._members = members
         self._directory = directory
-        self._policy = policy
+        self.policy = policy
         self._ttft_slo_s = ttft_slo_s
         self._tbt_slo_s = tbt_slo_s
 
     def plan(self, place: Place, now: float) -> Plan:
         """Raises NoWorker when a role has no instance left, InvalidRequest when none could ever serve the prompt."""
-        prefills = self._available(Role.PREFILL, place.excluded_instances)
-        decodes = self._available(Role.DECODE, place.excluded_instances)
-        layout = self._check_prompt(place)
-        prompt_blocks = layout.blocks_for(place.num_prompt_tokens)
-        needed_blocks = layout.blocks_for(place.num_prompt_tokens + 1)
-        prefills = _large_enough(prefills, prompt_blocks)
-        decodes = _large_enough(decodes, needed_blocks)
-
+        excluded = sorted(place.excluded_instances)
+        prefills, decodes, layout = self._candidates(place, excluded)
         # The last prompt token is always computed: its logits are the first token.
         usable = min(len(place.block_keys), (place.num_prompt_tokens - 1) // layout.block_size)
-        prefixes = PrefixMap(
-            self._directory, self._members, place.block_keys[:usable], place.excluded_instances
-        )
-        prefill_candidates = self._weigh_prefills(place, prefills, prefixes, layout, now)
-        decode_candidates = _weigh_decodes(decodes, place.num_prompt_tokens, needed_blocks)
-        best = self._best_prefill(prefill_candidates)
-        landing, wait_s = _best_decode(decodes, decode_candidates, now)
-        chosen = prefill_candidates[best]
-        sources = prefixes.sources(prefills[best], chosen.device_blocks, chosen.reuse_blocks)
+        keys = place.block_keys[:usable]
+        leading = self._directory.leading(pack_keys(keys))
+        prefixes = PrefixMap(leading, self._members, excluded)
+        prompt = self._prompt(place, keys, leading, layout, prefixes.best_blocks)
+        offers = _offers(prefills.table, prefixes, self._members.stores, layout, now)
+        weighed = self.policy.weigh(prompt, offers)
+        best = least(weighed.score, offers.chosen_at)
+        prefill, reuse_blocks = prefills.instances[best], int(weighed.reuse_blocks[best])
+        needed_blocks = layout.blocks_for(place.num_prompt_tokens + 1)
+        decode_columns = weigh_decodes(decodes.table, place.num_prompt_tokens, needed_blocks)
+        landing, wait_s = best_decode(decode_columns, decodes.instances, now)
         choice = _Choice(
-            prefill=chosen,
-            prefill_candidates=prefill_candidates,
-            decode=decode_candidates[landing],
-            decode_candidates=decode_candidates,
-            decode_instance=decodes[landing],
+            prefills=_record(prefills.table, offers, weighed),
+            prefill=best,
+            decodes=decode_columns,
+            decode=landing,
+            decode_instance=decodes.instances[landing],
             wait_s=wait_s,
-            sources=sources,
+            sources=prefixes.sources(prefill, int(offers.device_blocks[best]), reuse_blocks),
             best_blocks=prefixes.best_blocks,
         )
         return Plan(
             decision=self._decide(place, choice, now),
-            prefill=prefills[best],
-            decode=decodes[landing],
-            sources=sources,
-            prefill_s=chosen.prefill_s,
-            uncached_tokens=place.num_prompt_tokens - chosen.reuse_blocks * layout.block_size,
+            prefill=prefill,
+            decode=choice.decode_instance,
+            sources=choice.sources,
+            prefill_s=float(weighed.prefill_s[best]),
+            uncached_tokens=place.num_prompt_tokens - reuse_blocks * layout.block_size,
             needed_blocks=needed_blocks,
+        )
+
+    def _candidates(
+        self, place: Place, excluded: Sequence[str]
+    ) -> tuple[_Able[PrefillTable], _Able[DecodeTable], KvLayout]:
+        """The instances that may serve a prompt, and the layout of its blocks."""
+        members = self._members
+        prefill_rows = _available(Role.PREFILL, members.prefills, excluded)
+        decode_rows = _available(Role.DECODE, members.decodes, excluded)
+        layout, tokens = self._check_prompt(place), place.num_prompt_tokens
+        prefills, decodes = members.with_role(Role.PREFILL), members.with_role(Role.DECODE)
+        return (
+            _fitting(members.prefills, prefills, prefill_rows, layout.blocks_for(tokens)),
+            _fitting(members.decodes, decodes, decode_rows, layout.blocks_for(tokens + 1)),
+            layout,
         )
 
     def _decide(self, place: Place, choice: _Choice, now: float) -> Decision:
         """Admission, and the record of it all."""
-        prefill, decode = choice.prefill, choice.decode
-        ttft_s = prefill.ttft_s + max(choice.wait_s - prefill.queue_s, 0.0)
+        prefills, row = choice.prefills, choice.prefill
+        chosen_ttft_s = float(prefills.ttft_s[row])
+        ttft_s = chosen_ttft_s + max(choice.wait_s - float(prefills.queue_s[row]), 0.0)
+        tbt_s = float(choice.decodes.tbt_s[choice.decode])
         ttft_slo_s = self._ttft_slo_s if place.ttft_slo_s is None else place.ttft_slo_s
         tbt_slo_s = self._tbt_slo_s if place.tbt_slo_s is None else place.tbt_slo_s
-        rejection = None
+        rejection: Rejection | None = None
         if ttft_s > ttft_slo_s:
-            rejection = _reject_ttft(choice.prefill_candidates, prefill, ttft_s, ttft_slo_s)
-        elif decode.tbt_s > tbt_slo_s:
-            rejection = _reject_tbt(choice.decode_instance, decode, tbt_slo_s, now)
+            rejection = reject_ttft(prefills, chosen_ttft_s, ttft_s, ttft_slo_s)
+        elif tbt_s > tbt_slo_s:
+            rejection = reject_tbt(
+                choice.decode_instance, choice.decodes, choice.decode, tbt_slo_s, now
+            )
         return Decision(
             request_id=place.request_id,
             decided_at=now,
-            policy=self._policy.name,
-            balancing_threshold=self._policy.balancing_threshold,
+            policy=self.policy.name,
+            balancing_threshold=self.policy.balancing_threshold,
             num_prompt_tokens=place.num_prompt_tokens,
             best_blocks=choice.best_blocks,
             ttft_slo_s=ttft_slo_s,
             tbt_slo_s=tbt_slo_s,
             excluded_instances=tuple(sorted(place.excluded_instances)),
-            prefill_candidates=tuple(choice.prefill_candidates),
-            decode_candidates=tuple(choice.decode_candidates),
-            prefill=prefill.instance_id,
-            decode=decode.instance_id,
+            prefill_columns=prefills,
+            decode_columns=choice.decodes,
+            prefill=prefills.instance_id[row],
+            decode=choice.decode_instance.instance_id,
             sources=tuple(
                 (s.store.instance_id, s.first_block, s.num_blocks) for s in choice.sources
             ),
             predicted_ttft_s=ttft_s,
-            predicted_tbt_s=decode.tbt_s,
+            predicted_tbt_s=tbt_s,
             predicted_landing_wait_s=choice.wait_s,
             rejection=rejection,
         )
-
-    def _available(self, role: Role, excluded: frozenset[str]) -> list[Instance]:
-        instances = self._members.with_role(role)
-        available = [i for i in instances if not i.draining and i.instance_id not in excluded]
-        if not available:
-            state = "draining or excluded" if instances else "alive"
-            verb = "every" if instances else "no"
-            raise NoWorker(f"{verb} {role} instance is {state}")
-        return available
 
     def _check_prompt(self, place: Place) -> KvLayout:
         layout, limit = self._members.layout, self._members.max_model_len
@@ -171,148 +189,96 @@ class Planner:
             raise InvalidRequest("there are more block keys than full blocks in the prompt")
         return layout
 
-    def _weigh_prefills(
+    def _prompt(
         self,
         place: Place,
-        instances: Sequence[Instance],
-        prefixes: PrefixMap,
+        keys: Sequence[BlockKey],
+        leading: Leading,
         layout: KvLayout,
-        now: float,
-    ) -> list[PrefillCandidate]:
-        prompt = Prompt(place.num_prompt_tokens, layout.block_size, prefixes.best_blocks)
-        block_bytes = layout.block_bytes
-        local_s = block_bytes / LOCAL_BYTES_PER_S
-        sender = prefixes.best_store
-        sender_host = sender.endpoint.host if sender is not None else None
-        sender_rate = _rate(sender) if sender is not None else DEFAULT_BYTES_PER_S
-        candidates = []
-        for instance in instances:
-            device_blocks, prefix_blocks = prefixes.own_blocks(instance)
-            near = instance.endpoint.host == sender_host
-            offer = Offer(
-                instance.instance_id,
-                device_blocks,
-                prefix_blocks,
-                instance.queue.estimate_s(now),
-                local_s,
-                local_s if near else block_bytes / min(sender_rate, _rate(instance)),
-                instance.registration.prefill_profile,
-                instance.chosen_at,
+        best_blocks: int,
+    ) -> Prompt:
+        session = b""
+        if self.policy.by_session:
+            session = (
+                first_distinguishing(keys, self._directory.children(leading.slots))
+                if place.session_id is None
+                else place.session_id.encode()
             )
-            candidates.append(self._policy.weigh(prompt, offer))
-        return candidates
-
-    def _best_prefill(self, candidates: Sequence[PrefillCandidate]) -> int:
-        score = self._policy.score
-        return min(
-            range(len(candidates)), key=lambda i: (score(candidates[i]), candidates[i].chosen_at)
+        return Prompt(
+            place.num_prompt_tokens, layout.block_size, best_blocks, place.request_id, session
         )
 
 
-def _large_enough(instances: Sequence[Instance], num_blocks: int) -> list[Instance]:
-    fitting = [i for i in instances if i.registration.num_blocks >= num_blocks]
-    if not fitting:
-        largest = max(i.registration.num_blocks for i in instances)
+def _available(role: Role, table: Table, excluded: Sequence[str]) -> Ints | None:
+    """Rows of instances that take this request; None = all."""
+    is_open = table.is_open
+    if excluded:
+        is_open = is_open & ~np.isin(table.ids, excluded)
+    if len(table) and np.count_nonzero(is_open) == len(is_open):
+        return None
+    rows = np.flatnonzero(is_open)
+    if not rows.size:
+        state = "draining or excluded" if len(table) else "alive"
+        verb = "every" if len(table) else "no"
+        raise NoWorker(f"{verb} {role} instance is {state}")
+    return rows
+
+
+def _fitting(
+    table: T, instances: Sequence[Instance], rows: Ints | None, num_blocks: int
+) -> _Able[T]:
+    """Of those rows, the ones whose pools are large enough."""
+    pools = table.num_blocks
+    if rows is None:
+        if pools[pools.argmin()] >= num_blocks:
+            return _Able(table, instances)
+        rows = np.arange(len(table))
+    fitting = rows[pools[rows] >= num_blocks]
+    if not fitting.size:
         raise InvalidRequest(
             f"the prompt needs {num_blocks} KV blocks and no {instances[0].role} instance has more "
-            f"than {largest}",
+            f"than {pools[rows].max()}",
             param="prompt",
         )
-    return fitting
+    return _Able(table.take(fitting), [instances[row] for row in fitting.tolist()])
 
 
-def _rate(instance: Instance) -> float:
-    return instance.registration.bytes_per_s or DEFAULT_BYTES_PER_S
+def _offers(
+    prefills: PrefillTable, prefixes: PrefixMap, stores: StoreTable, layout: KvLayout, now: float
+) -> Offers:
+    device_blocks, prefix_blocks = prefixes.own_blocks(prefills)
+    local_s = layout.block_bytes / LOCAL_BYTES_PER_S
+    sender = prefixes.best_store
+    if sender is None:
+        remote_s = np.zeros(len(prefills))
+    else:
+        rates = np.minimum(stores.bytes_per_s[sender], prefills.bytes_per_s)
+        is_near = prefills.host == stores.host[sender]
+        remote_s = np.where(is_near, local_s, layout.block_bytes / rates)
+    return Offers(
+        prefills.identity,
+        prefills.chosen_at.copy(),  # the record outlives the table
+        device_blocks,
+        prefix_blocks,
+        prefills.estimate_s(now),
+        local_s,
+        remote_s,
+        prefills.c0,
+        prefills.c1,
+        prefills.c2,
+    )
 
 
-def _weigh_decodes(
-    instances: Sequence[Instance], num_prompt_tokens: int, needed_blocks: int
-) -> list[DecodeCandidate]:
-    candidates = []
-    for instance in instances:
-        registration, book = instance.registration, instance.decode
-        num_seqs = book.num_seqs + 1
-        context_tokens = book.context_tokens + num_prompt_tokens
-        slots = registration.max_num_seqs
-        candidates.append(
-            DecodeCandidate(
-                instance.instance_id,
-                num_seqs,
-                context_tokens,
-                book.free_blocks,
-                needed_blocks,
-                not 0 < slots < num_seqs,
-                registration.decode_profile.batch_step_s(num_seqs, context_tokens, slots),
-                instance.chosen_at,
-            )
-        )
-    return candidates
-
-
-def _best_decode(
-    instances: Sequence[Instance], candidates: Sequence[DecodeCandidate], now: float
-) -> tuple[int, float]:
-    """Index of the best candidate, and seconds until it has blocks for the prompt."""
-    fitting = [i for i, candidate in enumerate(candidates) if candidate.fits]
-    if fitting:
-        best = min(
-            fitting,
-            key=lambda i: (
-                not candidates[i].has_slot,
-                candidates[i].tbt_s,
-                candidates[i].chosen_at,
-            ),
-        )
-        return best, 0.0
-    waits = [_landing_wait_s(i, c, now) for i, c in zip(instances, candidates, strict=True)]
-    best = min(range(len(waits)), key=lambda i: (waits[i], candidates[i].chosen_at))
-    return best, waits[best]
-
-
-def _landing_wait_s(instance: Instance, candidate: DecodeCandidate, now: float) -> float:
-    """Seconds until expected ends of sequences have freed the missing blocks."""
-    missing = candidate.needed_blocks - candidate.free_blocks
-    ends = instance.decode.drain(candidate.tbt_s, now)
-    for end_s, _, blocks in ends:
-        missing -= blocks
-        if missing <= 0:
-            return end_s
-    return ends[-1][0] if ends else candidate.tbt_s  # sequences that another conductor placed
-
-
-def _reject_ttft(
-    candidates: Sequence[PrefillCandidate],
-    chosen: PrefillCandidate,
-    ttft_s: float,
-    slo_s: float,
-) -> Rejection:
-    if chosen.ttft_s <= slo_s:  # the landing blocks are what takes too long
-        return Rejection(reason="landing_blocks", retry_after_s=_at_least(ttft_s - slo_s))
-    # Queues drain by one second per second, so an instance meets the SLO once its excess is worked off.
-    drains = [c.ttft_s - slo_s for c in candidates if c.ttft_s - c.queue_s <= slo_s]
-    if drains:
-        return Rejection(reason="ttft_slo", retry_after_s=_at_least(min(drains)))
-    # Even an idle instance is too slow. Blocks cached until then may change that.
-    return Rejection(reason="ttft_slo_unreachable", retry_after_s=_at_least(chosen.ttft_s))
-
-
-def _reject_tbt(
-    instance: Instance, candidate: DecodeCandidate, slo_s: float, now: float
-) -> Rejection:
-    """Retry once enough sequences are expected to have ended for this one to fit within the SLO."""
-    registration = instance.registration
-    num_seqs, context_tokens = candidate.num_seqs, candidate.context_tokens
-    ends = instance.decode.drain(candidate.tbt_s, now)
-    for end_s, tokens, _ in ends:
-        num_seqs, context_tokens = max(num_seqs - 1, 1), max(context_tokens - tokens, 0)
-        tbt_s = registration.decode_profile.batch_step_s(
-            num_seqs, context_tokens, registration.max_num_seqs
-        )
-        if tbt_s <= slo_s:
-            return Rejection(reason="tbt_slo", retry_after_s=_at_least(end_s))
-    last_s = ends[-1][0] if ends else candidate.tbt_s
-    return Rejection(reason="tbt_slo", retry_after_s=_at_least(last_s))
-
-
-def _at_least(seconds: float) -> float:
-    return max(seconds, MIN_RETRY_AFTER_S)
+def _record(prefills: PrefillTable, offers: Offers, weighed: Weighed) -> PrefillColumns:
+    return PrefillColumns(
+        prefills.ids,
+        offers.device_blocks,
+        offers.prefix_blocks,
+        weighed.reuse_blocks,
+        weighed.load_s,
+        weighed.transfer_s,
+        offers.queue_s,
+        weighed.prefill_s,
+        weighed.ttft_s,
+        offers.chosen_at,
+    )

@@ -8,89 +8,86 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from conductor.columns import Flags, Ints, PrefillTable
 from conductor.members import Instance, Members
-from kvstore.directory import Directory
-from protocol.ids import InstanceId, Role
-from protocol.keys import BlockKey
+from kvstore.directory import Leading
+from protocol.ids import Role
 from protocol.request import PrefixSource
 
 
 class PrefixMap:
     """Who holds which part of the usable leading blocks of one prompt."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        members: Members,
-        keys: Sequence[BlockKey],
-        excluded: frozenset[str],
-    ) -> None:
-        """`keys`: of the blocks that may be re-used; the last token's block is never one of them."""
-        self._directory = directory
-        self._keys = keys
-        self._lengths = directory.prefix_lengths(keys)
-        self._holders: dict[int, frozenset[InstanceId]] = {}  # by index in `keys`, as asked for
-        self._stores = {
-            store.instance_id: store
-            for store in members.with_role(Role.STORE)
-            if not store.draining and store.instance_id not in excluded
-        }
-        self.best_store: Instance | None = None
+    def __init__(self, leading: Leading, members: Members, excluded: Sequence[str]) -> None:
+        """`leading`: of the blocks that may be re-used; the last token's block is never one of them."""
+        self._leading = leading
+        self._members = members
+        self._stores = members.stores
+        self._is_open = self._stores.is_open
+        if excluded:
+            self._is_open = self._is_open & ~np.isin(self._stores.ids, excluded)
+        self._store_runs: Ints = leading.runs.take(self._stores.bit) * self._is_open
         self.best_blocks = 0
-        for instance_id, store in self._stores.items():
-            length = self._lengths.get(instance_id, 0)
-            if length > self.best_blocks:
-                self.best_store, self.best_blocks = store, length
+        self.best_store: int | None = None  # its row
+        if len(self._stores):
+            best = int(self._store_runs.argmax())
+            self.best_blocks = int(self._store_runs[best])
+            self.best_store = best if self.best_blocks else None
 
-    def own_blocks(self, instance: Instance) -> tuple[int, int]:
-        """Leading blocks in the device cache, and with the home store node's blocks that continue them."""
-        device_blocks = self._lengths.get(instance.instance_id, 0)
-        home = instance.registration.home_store
-        if home is None or home not in self._stores:
+    def own_blocks(self, prefills: PrefillTable) -> tuple[Ints, Ints]:
+        """Of each row, leading blocks in the device cache, and with the home store node's that continue them."""
+        device_blocks: Ints = self._leading.runs.take(prefills.bit)
+        if not len(self._stores):
             return device_blocks, device_blocks
-        return device_blocks, self._extent(home, device_blocks)
+        home_blocks = self._store_runs.take(prefills.home) * prefills.has_home
+        prefix_blocks = np.maximum(device_blocks, home_blocks)
+        ahead = home_blocks < device_blocks  # a home may hold later blocks without the leading ones
+        if np.count_nonzero(ahead):
+            self._continue(prefills, ahead, prefix_blocks)
+        return device_blocks, prefix_blocks
 
     def sources(self, reader: Instance, first: int, end: int) -> tuple[PrefixSource, ...]:
         """Store nodes for the blocks [first, end): on the reader's host first, then the least loaded holder."""
+        stores = self._members.with_role(Role.STORE)
         runs: list[PrefixSource] = []
         position = first
         while position < end:
-            holder = self._nearest(reader, position)
-            if holder is None:
+            row = self._nearest(reader, position)
+            if row is None:
                 break
-            stop = min(self._extent(holder.instance_id, position), end)
+            stop = min(self._leading.end_of_run(int(self._stores.bit[row]), position), end)
             runs.append(
                 PrefixSource(
-                    store=holder.endpoint, first_block=position, num_blocks=stop - position
+                    store=stores[row].endpoint, first_block=position, num_blocks=stop - position
                 )
             )
             position = stop
         return tuple(runs)
 
-    def _nearest(self, reader: Instance, position: int) -> Instance | None:
-        holders = self._holders_of(position)
-        holding = [store for name, store in self._stores.items() if name in holders]
-        if not holding:
-            return None
-        home, host = reader.registration.home_store, reader.endpoint.host
-        return min(
-            holding,
-            key=lambda s: (s.instance_id != home, s.endpoint.host != host, s.pending_reads),
+    def _continue(self, prefills: PrefillTable, ahead: Flags, prefix_blocks: Ints) -> None:
+        """Extends the prefixes of those rows over what follows in their home stores."""
+        num_blocks = len(self._leading.slots)
+        homes = prefills.home
+        rows = np.flatnonzero(
+            ahead & prefills.has_home & self._is_open[homes] & (prefix_blocks < num_blocks)
         )
+        bits, first = self._stores.bit[homes[rows]], prefix_blocks[rows]
+        continued = self._leading.hold(bits, first)
+        for row, bit in zip(rows[continued].tolist(), bits[continued].tolist(), strict=True):
+            prefix_blocks[row] = self._leading.end_of_run(bit, int(prefix_blocks[row]))
 
-    def _extent(self, instance_id: InstanceId, position: int) -> int:
-        """End of the run of blocks from `position` on that one instance holds; `position` when it is empty."""
-        end = self._lengths.get(instance_id, 0)
-        if end > position:
-            return end
-        end = position
-        while end < len(self._keys) and instance_id in self._holders_of(end):
-            end += 1
-        return end
-
-    def _holders_of(self, index: int) -> frozenset[InstanceId]:
-        holders = self._holders.get(index)
-        if holders is None:
-            holders = frozenset(self._directory.holders(self._keys[index]))
-            self._holders[index] = holders
-        return holders
+    def _nearest(self, reader: Instance, position: int) -> int | None:
+        """The row of the store to read a block from."""
+        stores = self._stores
+        holding = (self._leading.hold(stores.bit, position) & self._is_open).nonzero()[0]
+        if not holding.size:
+            return None
+        prefills, row = self._members.prefills, reader.seat.row
+        home = int(prefills.home[row])
+        if prefills.has_home[row] and home in holding:
+            return home
+        beside = holding[stores.host[holding] == prefills.host[row]]
+        among = beside if beside.size else holding
+        return int(among[stores.pending_reads[among].argmin()])

@@ -8,10 +8,12 @@ service and a simulator drive the same object.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conductor.decision import Decision, DecisionLog, Outcome
+from conductor.decision import Decision, Outcome
+from conductor.decision_log import DecisionLog
 from conductor.events import (
     Action,
     BlockChanges,
@@ -26,6 +28,7 @@ from conductor.events import (
     Place,
     Placed,
     PlacementForgotten,
+    PolicySwitched,
     Refused,
     Register,
     Registered,
@@ -33,15 +36,17 @@ from conductor.events import (
     Removal,
     Report,
     Reported,
+    SwitchPolicy,
     Tick,
     TtftObserved,
 )
 from conductor.members import Instance, Members
 from conductor.placement import Plan, Planner
+from conductor.policies import make_policy
 from conductor.policies.base import PlacementPolicy
 from conductor.view import ClusterView, InstanceView
 from kvstore.directory import Directory
-from protocol.errors import MoonserveError, StaleLease
+from protocol.errors import ConfigError, InvalidRequest, MoonserveError, StaleLease
 from protocol.ids import RequestId, Role
 from protocol.request import Placement
 
@@ -59,6 +64,7 @@ class Limits:
     heartbeat_interval_s: float = 1.0
     placement_ttl_s: float = 900.0
     num_decisions: int = 4096
+    decision_bytes: int = 64 * 2**20  # of memory, kept for explanation at most
 
 
 @dataclass(slots=True, eq=False)
@@ -88,8 +94,9 @@ class ConductorState:
             ttft_slo_s=limits.ttft_slo_s,
             tbt_slo_s=limits.tbt_slo_s,
         )
-        self._decisions = DecisionLog(limits.num_decisions)
+        self._decisions = DecisionLog(limits.num_decisions, limits.decision_bytes)
         self._flights: dict[RequestId, _Flight] = {}  # in order of placement
+        self._no_expiry_before = -math.inf  # no flight is too old before this
         self._num_placements = 0
         self._mean_output: float | None = None  # tokens of finished requests; None = none finished
 
@@ -114,6 +121,8 @@ class ConductorState:
                 return self._register(event, now)
             case Deregister():
                 return self._deregister(event)
+            case SwitchPolicy():
+                return [self._switch(event)]
             case Tick():
                 return []
 
@@ -129,6 +138,9 @@ class ConductorState:
             if known is not None:
                 actions.append(self._remove(known, Removal.REPLACED))
             instance = self._members.add(event, now)
+            # A place in the index before its first block, so that every row of the tables has one.
+            self._directory.apply(instance.instance_id, event.endpoint.epoch, (), (), 1, 1, False)
+            instance.index_as(self._directory.bit(instance.instance_id))
             actions.append(InstanceJoined(instance_id=instance.instance_id, role=instance.role))
         limits = self._limits
         actions.append(
@@ -147,7 +159,7 @@ class ConductorState:
                 instance_id=event.instance_id,
             )
         instance.heard_at = now
-        instance.draining = event.draining
+        instance.drain(event.draining)
         instance.load = event.load
         if instance.role is Role.PREFILL:
             instance.queue.correct(event.load, instance.registration.prefill_profile, now)
@@ -159,7 +171,7 @@ class ConductorState:
         """False: earlier changes were missed."""
         if changes is None:
             return True
-        return self._directory.apply(
+        applied = self._directory.apply(
             instance.instance_id,
             instance.endpoint.epoch,
             changes.added,
@@ -168,6 +180,8 @@ class ConductorState:
             changes.next_seq,
             changes.snapshot,
         )
+        instance.index_as(self._directory.bit(instance.instance_id))
+        return applied
 
     def _deregister(self, event: Deregister) -> list[Action]:
         instance = self._members.incarnation(event.instance_id, event.epoch)
@@ -186,13 +200,30 @@ class ConductorState:
         actions: list[Action] = [
             self._remove(instance, Removal.SILENT) for instance in self._members.silent(now)
         ]
+        if now > self._no_expiry_before:
+            actions += self._expire_flights(now)
+        return actions
+
+    def _expire_flights(self, now: float) -> list[Action]:
+        """Seldom called: looking for a dictionary's first entry costs more the more were removed before it."""
+        actions: list[Action] = []
         while self._flights:
             request_id, flight = next(iter(self._flights.items()))
             if now - flight.placed_at <= self._limits.placement_ttl_s:
                 break
             self._end_flight(request_id, now)
             actions.append(PlacementForgotten(request_id=request_id))
+        oldest = next((f.placed_at for f in self._flights.values()), now)
+        self._no_expiry_before = oldest + self._limits.placement_ttl_s
         return actions
+
+    def _switch(self, event: SwitchPolicy) -> PolicySwitched:
+        try:
+            policy = make_policy(event.name, event.balancing_threshold, event.seed)
+        except ConfigError as error:  # of the caller now, not of who started the process
+            raise InvalidRequest(error.message) from error
+        self._planner.policy = policy
+        return PolicySwitched(name=policy.name, balancing_threshold=policy.balancing_threshold)
 
     # ---- placement
 
@@ -225,7 +256,8 @@ class ConductorState:
     def _begin_flight(self, event: Place, plan: Plan, now: float) -> None:
         self._num_placements += 1
         prefill, decode = plan.prefill, plan.decode
-        prefill.chosen_at = decode.chosen_at = self._num_placements
+        prefill.choose(self._num_placements)
+        decode.choose(self._num_placements)
         prefill.queue.add(event.request_id, plan.prefill_s, plan.uncached_tokens, now)
         decode.decode.add(
             event.request_id,
@@ -238,7 +270,7 @@ class ConductorState:
         for source in plan.sources:
             store = self._members.find(source.store.instance_id)
             assert store is not None, "sources are live stores"
-            store.pending_reads += source.num_blocks
+            store.reads.add(source.num_blocks)
             reads.append((store, source.num_blocks))
         self._flights[event.request_id] = _Flight(
             placed_at=now,
@@ -292,7 +324,7 @@ class ConductorState:
     def _end_prefill(self, request_id: RequestId, flight: _Flight, now: float) -> None:
         flight.prefill.queue.remove(request_id, now)
         for store, num_blocks in flight.reads:
-            store.pending_reads -= num_blocks
+            store.reads.remove(num_blocks)
         flight.reads = ()
 
     def _end_flight(self, request_id: RequestId, now: float) -> None:
@@ -342,7 +374,9 @@ class ConductorState:
             queued = [r for r in queued if r in instance.queue]
             assert len(instance.queue) == len(queued), "a queue holds a request not in flight"
             reads = (f.reads for f in self._flights.values())
-            assert instance.pending_reads == sum(n for rs in reads for s, n in rs if s is instance)
+            assert instance.reads.num_blocks == sum(
+                n for rs in reads for s, n in rs if s is instance
+            )
         for request_id, flight in self._flights.items():
             assert flight.ttft_s is None or request_id not in flight.prefill.queue
             assert flight.ttft_s is None or not flight.reads

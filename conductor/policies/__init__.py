@@ -7,20 +7,28 @@ from collections.abc import Callable
 from conductor.policies.base import PlacementPolicy
 from conductor.policies.global_cache_aware import GlobalCacheAware
 from conductor.policies.least_loaded import LeastLoaded
+from conductor.policies.local_cache_aware import LocalCacheAware
+from conductor.policies.random_choice import Random
+from conductor.policies.round_robin import RoundRobin
+from conductor.policies.session_affinity import SessionAffinity
 from protocol.errors import ConfigError
 
 DEFAULT_POLICY = GlobalCacheAware.name
 
-_POLICIES: dict[str, Callable[[float], PlacementPolicy]] = {
-    GlobalCacheAware.name: GlobalCacheAware,
-    LeastLoaded.name: lambda _balancing_threshold: LeastLoaded(),
+_POLICIES: dict[str, Callable[[float, int], PlacementPolicy]] = {
+    GlobalCacheAware.name: lambda threshold, _seed: GlobalCacheAware(threshold),
+    LocalCacheAware.name: lambda _threshold, _seed: LocalCacheAware(),
+    SessionAffinity.name: lambda _threshold, _seed: SessionAffinity(),
+    LeastLoaded.name: lambda _threshold, _seed: LeastLoaded(),
+    RoundRobin.name: lambda _threshold, _seed: RoundRobin(),
+    Random.name: lambda _threshold, seed: Random(seed),
 }
 
 POLICY_NAMES = tuple(_POLICIES)
 
 
-def make_policy(name: str, balancing_threshold: float) -> PlacementPolicy:
+def make_policy(name: str, balancing_threshold: float, seed: int = 0) -> PlacementPolicy:
     """Raises ConfigError for an unknown name or a threshold the policy cannot use."""
     if name not in _POLICIES:
         raise ConfigError(f"placement policy {name!r} is not one of {', '.join(POLICY_NAMES)}")
-    return _POLICIES[name](balancing_threshold)
+    return _POLICIES[name](balancing_threshold, seed)

@@ -1,15 +1,16 @@
 """What a placement policy decides: how much prefix each prefill instance would re-use, and which instance is best.
 
-Policies see numbers only (`Prompt`, `Offer`); they are stateless and deterministic. Ties between equal scores are
-broken by the caller: least recently chosen first.
+Policies see numbers only: a `Prompt` and the columns of all instances that may serve it (`Offers`, one row each). They
+are stateless and deterministic. Ties between equal scores are broken by the caller: least recently chosen first.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from conductor.decision import PrefillCandidate
-from protocol.profile import PrefillProfile
+import numpy as np
+
+from conductor.columns import Floats, Ints, Words
 
 
 class Prompt(NamedTuple):
@@ -18,19 +19,49 @@ class Prompt(NamedTuple):
     num_tokens: int
     block_size: int
     best_blocks: int  # longest prefix in any store node
+    request_id: str = ""
+    session: bytes = (
+        b""  # what its conversation's other requests have too; only for policies `by_session`
+    )
 
 
-class Offer(NamedTuple):
-    """One prefill instance's situation with regard to one prompt. Tuples: one per instance and request."""
+class Offers(NamedTuple):
+    """The prefill instances' situation with regard to one prompt."""
 
-    instance_id: str
-    device_blocks: int
-    prefix_blocks: int  # ≥ device_blocks: continued by the home store node
-    queue_s: float
+    identity: Words  # digests of the instances' ids
+    chosen_at: Ints  # number of the placement that last went there; 0 = none yet
+    device_blocks: Ints
+    prefix_blocks: Ints  # ≥ device_blocks: continued by the home store node
+    queue_s: Floats
     local_s_per_block: float  # from the home store node
-    remote_s_per_block: float  # from the best store node
-    profile: PrefillProfile
-    chosen_at: int
+    remote_s_per_block: Floats  # from the best store node
+    c0: Floats  # of the prefill profiles
+    c1: Floats
+    c2: Floats
+
+    def prefill_s(self, prompt: Prompt, cached_blocks: Ints | int) -> Floats:
+        """`PrefillProfile.seconds` of every instance."""
+        num_tokens, cached = prompt.num_tokens, cached_blocks * prompt.block_size
+        seconds: Floats = (
+            self.c0
+            + self.c1 * (num_tokens - cached)
+            + self.c2 * (num_tokens * num_tokens - cached * cached)
+        )
+        return seconds
+
+
+class Weighed(NamedTuple):
+    """All terms of the prediction for every instance, and who is best."""
+
+    reuse_blocks: Ints  # would not be computed
+    load_s: Floats
+    transfer_s: Floats
+    prefill_s: Floats
+    ttft_s: Floats
+    score: Floats | Ints  # the smallest is chosen
+
+    def by(self, score: Floats | Ints) -> Weighed:
+        return self._replace(score=score)
 
 
 class PlacementPolicy(Protocol):
@@ -43,28 +74,24 @@ class PlacementPolicy(Protocol):
     def balancing_threshold(self) -> float | None:
         """For the record of decisions; None where the policy has none."""
 
-    def weigh(self, prompt: Prompt, offer: Offer) -> PrefillCandidate:
-        """All terms of the prediction for one instance."""
+    @property
+    def by_session(self) -> bool:
+        """Whether it wants to know the prompt's session."""
 
-    def score(self, candidate: PrefillCandidate) -> float:
-        """The instance with the smallest score is chosen."""
+    def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
+        """All terms of the prediction, and the score, of all instances."""
 
 
-def predict(prompt: Prompt, offer: Offer, reuse_blocks: int) -> PrefillCandidate:
-    """The terms of running `prompt` on one instance with `reuse_blocks` leading blocks not computed."""
-    prefix_blocks = offer.prefix_blocks
-    load_s = (prefix_blocks - offer.device_blocks) * offer.local_s_per_block
-    transfer_s = (reuse_blocks - prefix_blocks) * offer.remote_s_per_block
-    prefill_s = offer.profile.seconds(prompt.num_tokens, reuse_blocks * prompt.block_size)
-    return PrefillCandidate(
-        offer.instance_id,
-        offer.device_blocks,
-        prefix_blocks,
-        reuse_blocks,
-        load_s,
-        transfer_s,
-        offer.queue_s,
-        prefill_s,
-        load_s + transfer_s + offer.queue_s + prefill_s,
-        offer.chosen_at,
-    )
+def predict(prompt: Prompt, offers: Offers, reuse_blocks: Ints) -> Weighed:
+    """The terms of running `prompt` with `reuse_blocks` leading blocks not computed; the score is the TTFT."""
+    local_blocks = (offers.prefix_blocks - offers.device_blocks).astype(np.float64)
+    load_s = local_blocks * offers.local_s_per_block
+    transfer_s: Floats = (reuse_blocks - offers.prefix_blocks) * offers.remote_s_per_block
+    prefill_s = offers.prefill_s(prompt, reuse_blocks)
+    ttft_s = load_s + transfer_s + offers.queue_s + prefill_s
+    return Weighed(reuse_blocks, load_s, transfer_s, prefill_s, ttft_s, ttft_s)
+
+
+def predict_unfetched(prompt: Prompt, offers: Offers) -> Weighed:
+    """Where every instance uses what it has by itself: its device cache and its home store node."""
+    return predict(prompt, offers, offers.prefix_blocks)

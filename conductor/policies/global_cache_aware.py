@@ -8,8 +8,9 @@ the holder of a shared prefix, another instance wins and takes a copy.
 
 from __future__ import annotations
 
-from conductor.decision import PrefillCandidate
-from conductor.policies.base import Offer, Prompt, predict
+import numpy as np
+
+from conductor.policies.base import Offers, Prompt, Weighed, predict
 from protocol.errors import ConfigError
 
 # The paper tunes it by hand and does not publish it. Fetching beats recomputing wherever the network is faster than
@@ -22,6 +23,7 @@ class GlobalCacheAware:
     """Predicted TTFT over all instances, fetching prefixes between hosts."""
 
     name = "global-cache-aware"
+    by_session = False
 
     def __init__(self, balancing_threshold: float = DEFAULT_BALANCING_THRESHOLD) -> None:
         """Raises ConfigError for a threshold below 1, which would fetch what is already there."""
@@ -30,11 +32,8 @@ class GlobalCacheAware:
         self.balancing_threshold: float | None = balancing_threshold
         self._threshold = balancing_threshold
 
-    def weigh(self, prompt: Prompt, offer: Offer) -> PrefillCandidate:
-        best, own = prompt.best_blocks, offer.prefix_blocks
+    def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
+        best, own = prompt.best_blocks, offers.prefix_blocks
         # best / own > threshold, where own = 0 makes any best infinitely larger.
-        fetches = best > own * self._threshold
-        return predict(prompt, offer, best if fetches else own)
-
-    def score(self, candidate: PrefillCandidate) -> float:
-        return candidate.ttft_s
+        fetches = own * self._threshold < best
+        return predict(prompt, offers, np.where(fetches, best, own))

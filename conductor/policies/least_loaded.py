@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from conductor.decision import PrefillCandidate
-from conductor.policies.base import Offer, Prompt, predict
+from conductor.policies.base import Offers, Prompt, Weighed, predict_unfetched
 
 
 class LeastLoaded:
@@ -11,9 +10,7 @@ class LeastLoaded:
 
     name = "least-loaded"
     balancing_threshold: float | None = None
+    by_session = False
 
-    def weigh(self, prompt: Prompt, offer: Offer) -> PrefillCandidate:
-        return predict(prompt, offer, offer.prefix_blocks)
-
-    def score(self, candidate: PrefillCandidate) -> float:
-        return candidate.queue_s
+    def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
+        return predict_unfetched(prompt, offers).by(offers.queue_s)

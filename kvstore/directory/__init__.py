@@ -1,5 +1,6 @@
 """Which nodes hold which blocks: the index (`Directory`), and the process that keeps it from the nodes' own events."""
 
 from kvstore.directory.index import Changes, Directory, Run
+from kvstore.directory.runs import Leading
 
-__all__ = ["Changes", "Directory", "Run"]
+__all__ = ["Changes", "Directory", "Leading", "Run"]

@@ -10,13 +10,14 @@ which keeps every operation O(1) per event on average.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.directory.runs import WORD_BITS, Leading, bits_of, run_lengths, runs_by_bit
 from kvstore.directory.table import Bits, Slots, Table
 from kvstore.native.base import NO_RECORD
 from protocol.errors import InvalidRequest
@@ -24,11 +25,7 @@ from protocol.ids import InstanceId
 from protocol.keys import KEY_BYTES, BlockKey, pack_keys
 
 _SWEEP_AT_LEAST = 1024  # fewer dead entries are not worth a pass over the index
-_WORD_BITS = 64
-_WORD_MASK = 2**_WORD_BITS - 1
-_SHORT = (
-    96  # blocks; below it a loop beats numpy's calls (1.4 against 15 µs for 2, 7 against 12 for 64)
-)
+_WORD_MASK = 2**WORD_BITS - 1
 
 
 class Run(NamedTuple):
@@ -72,11 +69,11 @@ class _Source:
 
     @property
     def word(self) -> int:
-        return self.bit // _WORD_BITS
+        return self.bit // WORD_BITS
 
     @property
     def mask(self) -> np.uint64:
-        return np.uint64(1 << self.bit % _WORD_BITS)
+        return np.uint64(1 << self.bit % WORD_BITS)
 
 
 class Directory:
@@ -166,15 +163,31 @@ class Directory:
         source = self._sources.get(instance_id)
         return 0 if source is None else source.epoch
 
+    def bit(self, instance_id: InstanceId) -> int:
+        """The number of a known instance in `leading`; a snapshot or a new epoch changes it."""
+        return self._sources[instance_id].bit
+
+    def leading(self, packed_keys: bytes) -> Leading:
+        """As `match`, as arrays over all bits; bits of nobody have no runs."""
+        slots = self.table.find_leading(packed_keys)
+        held = np.empty((len(self.table.holders), len(slots)), np.uint64)
+        for row, column, word in zip(held, self.table.holders, self._live_words, strict=True):
+            np.bitwise_and(column.take(slots), word, out=row)
+        return Leading(slots, held, run_lengths(held))
+
+    def children(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """How many blocks are known to follow on each of these rows'."""
+        return self.table.children[slots].astype(np.int64)
+
     def match(self, packed_keys: bytes) -> dict[InstanceId, Run]:
         """Of each instance that holds the first block of a chain. O(leading blocks that anybody holds)."""
         slots = self.table.find_leading(packed_keys)
         held = self._rows(self.table.holders, slots)
-        lengths = _runs(held)
+        lengths = runs_by_bit(held)
         if not lengths:
             return {}
         in_memory = self._rows(self.table.in_memory, slots)
-        among = lengths if _are_equal(held, in_memory) else _runs(in_memory)
+        among = lengths if _are_equal(held, in_memory) else runs_by_bit(in_memory)
         return {
             self._instance_of[bit]: Run(length, among.get(bit, 0))
             for bit, length in lengths.items()
@@ -199,7 +212,7 @@ class Directory:
             return []
         among = _joined(self.table.in_memory, slot)
         held = _joined(self.table.holders, slot) & self._live
-        return [Holder(self._instance_of[bit], bool(among >> bit & 1)) for bit in _bits(held)]
+        return [Holder(self._instance_of[bit], bool(among >> bit & 1)) for bit in bits_of(held)]
 
     def is_held(self, slot: int) -> bool:
         """Whether any instance holds the block of this row."""
@@ -245,7 +258,7 @@ class Directory:
             assert not np.any(column[rows] & ~word), "a bit of nobody"
         assert self._live_words == self._words(self._live)
         assert self._live & self._retired == 0, "a bit is live and retired"
-        assert set(self._instance_of) == set(_bits(self._live))
+        assert set(self._instance_of) == set(bits_of(self._live))
         for instance_id, source in self._sources.items():
             assert self._instance_of[source.bit] == instance_id
             among = self.table.in_memory[source.word]
@@ -279,7 +292,7 @@ class Directory:
 
     @property
     def _num_bits(self) -> int:
-        return len(self.table.holders) * _WORD_BITS
+        return len(self.table.holders) * WORD_BITS
 
     def _add(self, source: _Source, changes: Changes) -> None:
         if not changes.added:
@@ -331,7 +344,7 @@ class Directory:
 
     def _lengths(self, columns: Sequence[Bits], keys: Sequence[BlockKey]) -> dict[InstanceId, int]:
         rows = self._rows(columns, self.table.find_leading(pack_keys(keys)))
-        return {self._instance_of[bit]: length for bit, length in _runs(rows).items()}
+        return {self._instance_of[bit]: length for bit, length in runs_by_bit(rows).items()}
 
     def _rows(self, columns: Sequence[Bits], slots: Slots) -> list[Bits]:
         """The live bits of some rows."""
@@ -339,7 +352,7 @@ class Directory:
 
     def _words(self, bits: int) -> list[np.uint64]:
         count = len(self.table.holders)
-        return [np.uint64(bits >> _WORD_BITS * n & _WORD_MASK) for n in range(count)]
+        return [np.uint64(bits >> WORD_BITS * n & _WORD_MASK) for n in range(count)]
 
 
 def _count(column: Bits, slots: Slots, mask: np.uint64) -> int:
@@ -350,49 +363,5 @@ def _are_equal(some: Sequence[Bits], others: Sequence[Bits]) -> bool:
     return all(a.tobytes() == b.tobytes() for a, b in zip(some, others, strict=True))
 
 
-def _runs(rows: Sequence[Bits]) -> dict[int, int]:
-    """By bit, in how many leading rows it is set; those that are not in the first are left out."""
-    runs: dict[int, int] = {}
-    for word, column in enumerate(rows):
-        for length, bits in _endings(column):
-            runs.update((word * _WORD_BITS + bit, length) for bit in _bits(bits))
-    return runs
-
-
-def _endings(column: Bits) -> Iterator[tuple[int, int]]:
-    """(number of leading rows, the bits that are set in exactly so many of them), shortest first, without 0."""
-    if not len(column):
-        return
-    if len(column) < _SHORT:
-        yield from _endings_by_loop(column.tolist())
-        return
-    common = np.bitwise_and.accumulate(column)
-    ends = np.flatnonzero(common[1:] != common[:-1])
-    matching = int(common[0])
-    for end, left in zip((ends + 1).tolist(), common[ends + 1].tolist(), strict=True):
-        yield end, matching & ~left
-        matching = left
-    yield len(column), matching
-
-
-def _endings_by_loop(column: Sequence[int]) -> Iterator[tuple[int, int]]:
-    matching = column[0]
-    for index, bits in enumerate(column):
-        if gone := matching & ~bits:
-            yield index, gone
-            matching &= bits
-            if not matching:
-                return
-    yield len(column), matching
-
-
 def _joined(columns: Sequence[Bits], slot: int) -> int:
-    return sum(int(column[slot]) << _WORD_BITS * n for n, column in enumerate(columns))
-
-
-def _bits(mask: int) -> Iterator[int]:
-    """The numbers of the set bits of `mask`, lowest first."""
-    while mask:
-        bit = mask & -mask
-        yield bit.bit_length() - 1
-        mask ^= bit
+    return sum(int(column[slot]) << WORD_BITS * n for n, column in enumerate(columns))

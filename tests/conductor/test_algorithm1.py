@@ -5,31 +5,36 @@ A block is 10 tokens, a computed token takes 10 ms, a fetched block 1 ms.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from conductor.decision import Decision
 from conductor.events import Phase
 from conductor.policies import make_policy
-from conductor.policies.base import Offer, Prompt
+from conductor.policies.base import Offers, Prompt
 from protocol.errors import ConfigError
 from protocol.ids import RequestId
-from protocol.profile import PrefillProfile
 from protocol.request import Placement
 from tests.conductor.cluster import Cluster, chain, pair
 
 SHARED = chain("a", 20)
 
 
-def offer(prefix: int, *, device: int | None = None, queue_s: float = 0.0) -> Offer:
-    return Offer(
-        instance_id="p",
-        device_blocks=prefix if device is None else device,
-        prefix_blocks=prefix,
-        queue_s=queue_s,
+def offers(*prefixes: int, device: int | None = None, queue_s: float = 0.0) -> Offers:
+    """One instance for each prefix."""
+    ones = np.ones(len(prefixes))
+    own = np.array(prefixes)
+    return Offers(
+        identity=np.arange(len(prefixes), dtype=np.uint64),
+        chosen_at=np.zeros(len(prefixes), np.int64),
+        device_blocks=own if device is None else np.full_like(own, device),
+        prefix_blocks=own,
+        queue_s=ones * queue_s,
         local_s_per_block=0.0001,
-        remote_s_per_block=0.001,
-        profile=PrefillProfile(c0=0.0, c1=0.01, c2=0.0),
-        chosen_at=0,
+        remote_s_per_block=ones * 0.001,
+        c0=ones * 0.0,
+        c1=ones * 0.01,
+        c2=ones * 0.0,
     )
 
 
@@ -56,19 +61,20 @@ def sources(placement: Placement) -> list[tuple[str, int, int]]:
 )
 def test_a_prefix_is_fetched_above_the_threshold_only(own: int, best: int, reuse: int) -> None:
     policy = make_policy("global-cache-aware", 2.0)
-    weighed = policy.weigh(Prompt(num_tokens=200, block_size=10, best_blocks=best), offer(own))
-    assert weighed.reuse_blocks == reuse
-    assert weighed.transfer_s == pytest.approx((reuse - own) * 0.001)
-    assert weighed.prefill_s == pytest.approx((200 - reuse * 10) * 0.01)
+    prompt = Prompt(num_tokens=200, block_size=10, best_blocks=best)
+    weighed = policy.weigh(prompt, offers(own))
+    assert weighed.reuse_blocks.tolist() == [reuse]
+    assert weighed.transfer_s.tolist() == pytest.approx([(reuse - own) * 0.001])
+    assert weighed.prefill_s.tolist() == pytest.approx([(200 - reuse * 10) * 0.01])
 
 
 def test_ttft_is_loading_and_transfer_and_queue_and_prefill() -> None:
     policy = make_policy("global-cache-aware", 2.0)
     prompt = Prompt(num_tokens=200, block_size=10, best_blocks=10)
-    weighed = policy.weigh(prompt, offer(4, device=1, queue_s=3.0))
-    assert weighed.load_s == pytest.approx(3 * 0.0001)
-    assert weighed.transfer_s == pytest.approx(6 * 0.001)
-    assert weighed.ttft_s == pytest.approx(0.0003 + 0.006 + 3.0 + 1.0)
+    weighed = policy.weigh(prompt, offers(4, device=1, queue_s=3.0))
+    assert weighed.load_s.tolist() == pytest.approx([3 * 0.0001])
+    assert weighed.transfer_s.tolist() == pytest.approx([6 * 0.001])
+    assert weighed.ttft_s.tolist() == pytest.approx([0.0003 + 0.006 + 3.0 + 1.0])
 
 
 def test_a_threshold_below_one_and_an_unknown_policy_are_config_errors() -> None:

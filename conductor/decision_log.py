@@ -1,0 +1,78 @@
+"""The most recent decisions, one per request: a ring bounded in number and in bytes. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from conductor.decision import Decision, Outcome
+from protocol.ids import RequestId
+
+# By tracemalloc: a decision without rows (the record, 15 empty arrays, its place here), and the numbers of a row.
+_RECORD_BYTES = 3_300
+_PREFILL_ROW_BYTES = 9 * 8
+_DECODE_ROW_BYTES = 5 * 8 + 1
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    decision: Decision
+    num_bytes: int
+    outcome: Outcome | None = (
+        None  # apart, since copying a decision to add it would cost more than deciding
+    )
+
+
+class DecisionLog:
+    """Oldest first; a decision that has left is forgotten."""
+
+    def __init__(self, capacity: int, max_bytes: int) -> None:
+        self._capacity = capacity
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[RequestId, _Entry] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def record(self, decision: Decision) -> None:
+        """Adds a decision; it supersedes an earlier one for the same request. The newest one always stays."""
+        superseded = self._entries.pop(decision.request_id, None)
+        if superseded is not None:
+            self.num_bytes -= superseded.num_bytes
+        entry = _Entry(decision, _size(decision))
+        self._entries[decision.request_id] = entry
+        self.num_bytes += entry.num_bytes
+        entries = self._entries
+        while len(entries) > self._capacity or (
+            self.num_bytes > self._max_bytes and len(entries) > 1
+        ):
+            _, oldest = entries.popitem(last=False)
+            self.num_bytes -= oldest.num_bytes
+
+    def find(self, request_id: RequestId) -> Decision | None:
+        entry = self._entries.get(request_id)
+        return None if entry is None else replace(entry.decision, outcome=entry.outcome)
+
+    def conclude(self, request_id: RequestId, outcome: Outcome) -> None:
+        """Adds what happened."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            entry.outcome = outcome
+
+    def validate(self) -> None:
+        entries = self._entries
+        assert len(entries) <= self._capacity
+        assert len(entries) <= 1 or self.num_bytes <= self._max_bytes
+        assert self.num_bytes == sum(entry.num_bytes for entry in entries.values())
+        assert all(key == entry.decision.request_id for key, entry in entries.items())
+
+
+def _size(decision: Decision) -> int:
+    """Bytes that it keeps in memory, about. The names of instances are shared between decisions."""
+    prefills, decodes = decision.prefill_columns, decision.decode_columns
+    return (
+        _RECORD_BYTES
+        + len(prefills.ttft_s) * _PREFILL_ROW_BYTES
+        + len(decodes.tbt_s) * _DECODE_ROW_BYTES
+    )

@@ -1,0 +1,106 @@
+"""How far from the first block on each holder's run of a chain's blocks goes. Pure functions of rows of bits.
+
+A row is one block of the chain, its set bits are who holds it, 64 to a column (`kvstore.directory.table`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.directory.table import Bits, Slots
+
+WORD_BITS = 64
+_SHORT = (
+    96  # blocks; below it a loop beats numpy's calls (1.4 against 15 µs for 2, 7 against 12 for 64)
+)
+
+
+class Leading(NamedTuple):
+    """The leading blocks of a chain that the index has rows for, and who holds them."""
+
+    slots: Slots  # [blocks]
+    held: Bits  # [words, blocks]: the live holders of each
+    runs: npt.NDArray[np.int64]  # [bits]: leading blocks that each holder has without a gap
+
+    def hold(
+        self, bits: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64] | int
+    ) -> npt.NDArray[np.bool_]:
+        """Which of some holders have one of these blocks, or each the one that is given for it."""
+        words = self.held[bits // WORD_BITS, blocks]
+        held: npt.NDArray[np.bool_] = (
+            words >> (bits % WORD_BITS).astype(np.uint64) & np.uint64(1) != 0
+        )
+        return held
+
+    def end_of_run(self, bit: int, first: int) -> int:
+        """Up to where a holder has all blocks from `first` on."""
+        words = self.held[bit // WORD_BITS, first:]
+        gaps = words >> np.uint64(bit % WORD_BITS) & np.uint64(1) == 0
+        return first + int(gaps.argmax()) if gaps.any() else first + len(gaps)
+
+
+def run_lengths(held: Bits) -> npt.NDArray[np.int64]:
+    """`Leading.runs` of `Leading.held`."""
+    num_words, num_blocks = held.shape
+    if not num_blocks:
+        return np.zeros(num_words * WORD_BITS, np.int64)
+    common = np.bitwise_and.accumulate(held, axis=1)
+    # Few different runs among many blocks: bits are spread out only where one ends.
+    changed = common[:, 1:] != common[:, :-1]
+    ends = np.logical_or.reduce(changed, axis=0).nonzero()[0]
+    lasts = np.empty(len(ends) + 1, np.int64)
+    lasts[:-1], lasts[-1] = ends, num_blocks - 1
+    lengths = lasts + 1
+    lengths[1:] -= lasts[:-1] + 1
+    rows = np.ascontiguousarray(common.T[lasts])
+    bits = np.unpackbits(rows.view(np.uint8), axis=1, bitorder="little")
+    runs: npt.NDArray[np.int64] = np.matmul(lengths, bits, dtype=np.int64)
+    return runs
+
+
+def runs_by_bit(rows: Sequence[Bits]) -> dict[int, int]:
+    """By bit, in how many leading rows it is set; those that are not in the first are left out."""
+    runs: dict[int, int] = {}
+    for word, column in enumerate(rows):
+        for length, bits in _endings(column):
+            runs.update((word * WORD_BITS + bit, length) for bit in bits_of(bits))
+    return runs
+
+
+def _endings(column: Bits) -> Iterator[tuple[int, int]]:
+    """(number of leading rows, the bits that are set in exactly so many of them), shortest first, without 0."""
+    if not len(column):
+        return
+    if len(column) < _SHORT:
+        yield from _endings_by_loop(column.tolist())
+        return
+    common = np.bitwise_and.accumulate(column)
+    ends = np.flatnonzero(common[1:] != common[:-1])
+    matching = int(common[0])
+    for end, left in zip((ends + 1).tolist(), common[ends + 1].tolist(), strict=True):
+        yield end, matching & ~left
+        matching = left
+    yield len(column), matching
+
+
+def _endings_by_loop(column: Sequence[int]) -> Iterator[tuple[int, int]]:
+    matching = column[0]
+    for index, bits in enumerate(column):
+        if gone := matching & ~bits:
+            yield index, gone
+            matching &= bits
+            if not matching:
+                return
+    yield len(column), matching
+
+
+def bits_of(mask: int) -> Iterator[int]:
+    """The numbers of the set bits of `mask`, lowest first."""
+    while mask:
+        bit = mask & -mask
+        yield bit.bit_length() - 1
+        mask ^= bit
