@@ -14,6 +14,7 @@ from conductor.config import ConductorConfig
 from decode_worker.config import DecodeConfig
 from deploy.config import ServeConfig
 from deploy.doctor import DoctorConfig
+from deploy.profile import ProfileConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from kvstore.directory.config import DirectoryConfig
@@ -23,6 +24,7 @@ from protocol.process import ProcessConfig
 from traces.analysis.command import AnalyzeConfig
 from traces.fetch import FetchConfig
 from traces.replay import ReplayConfig
+from traces.synthesis.command import SynthesizeConfig
 
 PAGES: list[tuple[str, type]] = [
     ("moonserve serve", ServeConfig),
@@ -33,9 +35,11 @@ PAGES: list[tuple[str, type]] = [
     ("moonserve store", StoreConfig),
     ("moonserve directory", DirectoryConfig),
     ("moonserve doctor", DoctorConfig),
+    ("moonserve profile", ProfileConfig),
     ("moonserve replay", ReplayConfig),
     ("moonserve traces fetch", FetchConfig),
     ("moonserve traces analyze", AnalyzeConfig),
+    ("moonserve traces synthesize", SynthesizeConfig),
 ]
 
 _INTRODUCTION = """# Configuration

@@ -15,6 +15,7 @@ from protocol.process import EXIT_CONFIG
 VERBS = {
     "fetch": ("traces.fetch", "download the public traces: fetch [--into FOLDER]"),
     "analyze": ("traces.analysis.command", "measure a trace: analyze TRACE [--json F] [--plot F]"),
+    "synthesize": ("traces.synthesis.command", "make one: synthesize --out FILE [--like TRACE]"),
 }
 
 

@@ -35,10 +35,7 @@ class _Sessions:
         self._owner: dict[int, int | None] = {}  # block → its only session; None: several
 
     def place(self, visit: Visit, full_blocks: Sequence[int]) -> int | None:
-        """Puts a request into a session; returns the request that it extends, if it does.
-
-        `full_blocks`: of the requests before.
-        """
+        """Puts a request into a session; returns the request that it extends, if it does."""
         earlier = self._extended(visit, full_blocks)
         session = self.num_sessions if earlier is None else self.of_request[earlier]
         self.num_sessions += earlier is None
@@ -59,17 +56,32 @@ class _Sessions:
 
 def turns_of(tree: PrefixTree, records: Sequence[TraceRecord]) -> tuple[list[Turn], int]:
     """All later turns, and the number of sessions (a request that nobody extends is one of one turn)."""
-    sessions = _Sessions()
-    full_blocks: list[int] = []
-    turns: list[Turn] = []
-    for record, visit in zip(records, tree.visits, strict=True):
-        earlier = sessions.place(visit, full_blocks)
-        full_blocks.append(record.input_length // record.tokens_per_hash)
-        if earlier is not None:
-            gap_s = record.arrived_s - records[earlier].arrived_s
-            new_tokens = record.input_length - records[earlier].input_length
-            turns.append(Turn(sessions.of_request[-1], gap_s, new_tokens))
+    sessions, extended = _placed(tree, records)
+    turns = [
+        Turn(
+            sessions.of_request[request],
+            records[request].arrived_s - records[earlier].arrived_s,
+            records[request].input_length - records[earlier].input_length,
+        )
+        for request, earlier in enumerate(extended)
+        if earlier is not None
+    ]
     return turns, sessions.num_sessions
+
+
+def turn_numbers(tree: PrefixTree, records: Sequence[TraceRecord]) -> list[int]:
+    """Of each request: 1 more than of the one that it extends, 1 when it extends none."""
+    numbers: list[int] = []
+    for earlier in _placed(tree, records)[1]:
+        numbers.append(1 if earlier is None else numbers[earlier] + 1)
+    return numbers
+
+
+def _placed(tree: PrefixTree, records: Sequence[TraceRecord]) -> tuple[_Sessions, list[int | None]]:
+    """The sessions, and of each request the one that it extends."""
+    sessions = _Sessions()
+    full_blocks = [record.input_length // record.tokens_per_hash for record in records]
+    return sessions, [sessions.place(visit, full_blocks) for visit in tree.visits]
 
 
 def describe_sessions(tree: PrefixTree, records: Sequence[TraceRecord]) -> dict[str, Any]:

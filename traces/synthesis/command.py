@@ -1,0 +1,167 @@
+"""`moonserve traces synthesize --out FILE`: from options, from a preset, or in the likeness of a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from protocol.config import load, option
+from protocol.errors import ConfigError
+from traces.analysis.checked import read_checked
+from traces.format import TraceRecord
+from traces.synthesis.arrivals import PROCESSES, ArrivalSpec
+from traces.synthesis.draws import parse_draws
+from traces.synthesis.fitted import Fit, fit
+from traces.synthesis.likeness import Stretch, records_like
+from traces.synthesis.presets import PRESETS
+from traces.synthesis.threads import requests_of
+from traces.synthesis.workload import WorkloadSpec
+from traces.synthesis.writing import bounded, write_trace
+
+PROG = "moonserve traces synthesize"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthesizeConfig:
+    """Options of `moonserve traces synthesize`. A distribution is a number, lognormal:MEAN:SIGMA or empirical:FILE."""
+
+    out: str = option(help="file to write, JSON lines")
+    like: str | None = option(None, help="a trace whose statistics to reproduce")
+    preset: str | None = option(
+        None, help="figures of the published traces", choices=tuple(PRESETS)
+    )
+    requests: int | None = option(
+        None, help="number of requests; without --duration that of the preset or the given trace"
+    )
+    duration: float | None = option(None, help="seconds; requests after that are left out")
+    rate: float | None = option(None, help="requests per second, mean")
+    arrivals: str | None = option(
+        None, help="gaps between requests; with --like those of the given trace", choices=PROCESSES
+    )
+    burstiness: float | None = option(None, help="deviation / mean of gamma gaps; 1 is Poisson")
+    diurnal_amplitude: float | None = option(
+        None, help="how far the rate swings, from 0 to 1; begins at the quietest moment"
+    )
+    diurnal_period_s: float | None = option(None, help="seconds from one such moment to the next")
+    seed: int = option(0, help="equal seeds and options give equal traces")
+    scale_lengths: float = option(1.0, help="factor on prompt lengths, with --like")
+    scale_outputs: float = option(1.0, help="factor on output lengths, with --like")
+    input_tokens: str | None = option(
+        None, help="distribution of a first prompt, without its system prompt or document"
+    )
+    output_tokens: str | None = option(None, help="distribution of answers")
+    max_input_tokens: int | None = option(None, help="sessions end before a longer prompt")
+    system_share: float | None = option(None, help="share of threads with a system prompt")
+    system_prompts: int | None = option(None, help="number of different ones")
+    system_zipf: float | None = option(None, help="exponent of their popularity; 0: all alike")
+    system_tokens: str | None = option(None, help="distribution of their lengths")
+    session_share: float | None = option(None, help="share of threads that are sessions")
+    turns: float | None = option(None, help="mean number of turns (geometric)")
+    turn_tokens: str | None = option(None, help="distribution of what a later turn adds")
+    think_s: str | None = option(None, help="distribution of seconds from a request to the next")
+    document_share: float | None = option(
+        None, help="share of threads that are documents; neither document nor session: one request"
+    )
+    questions: float | None = option(None, help="mean number of questions (geometric)")
+    document_tokens: str | None = option(None, help="distribution of documents' lengths")
+    question_tokens: str | None = option(None, help="distribution of questions' lengths")
+
+
+# Options that are fields of `ArrivalSpec`, those that are distributions, and the other fields of `WorkloadSpec`.
+_ARRIVALS = {
+    "rate": "rate",
+    "arrivals": "process",
+    "burstiness": "burstiness",
+    "diurnal_amplitude": "diurnal_amplitude",
+    "diurnal_period_s": "diurnal_period_s",
+}
+_DRAWS = (
+    "input_tokens", "output_tokens", "system_tokens", "turn_tokens", "think_s", "document_tokens",
+    "question_tokens",
+)  # fmt: skip
+_NUMBERS = (
+    "max_input_tokens", "system_share", "system_prompts", "system_zipf", "session_share", "turns",
+    "document_share", "questions",
+)  # fmt: skip
+
+
+def run(argv: Sequence[str]) -> int:
+    """`argv`: the arguments after `synthesize`. Raises ConfigError and HelpRequested."""
+    config = load(SynthesizeConfig, argv, prog=PROG, environ=os.environ)
+    _check(config)
+    records, usual = _like(config) if config.like else _described(config)
+    wanted = config.requests if config.requests or config.duration else usual
+    number = write_trace(Path(config.out), bounded(records, wanted, config.duration))
+    print(f"{number:,} requests written to {config.out}")
+    return 0
+
+
+def _check(config: SynthesizeConfig) -> None:
+    """Raises ConfigError for options that contradict each other or bound nothing."""
+    if config.requests is not None and config.requests < 1:
+        raise ConfigError("--requests must be at least 1")
+    if config.duration is not None and not 0 < config.duration < float("inf"):
+        raise ConfigError("--duration must be above 0 seconds")
+    foreign = ("preset", *_DRAWS, *_NUMBERS) if config.like else ("scale_lengths", "scale_outputs")
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for name in foreign:
+        if getattr(config, name) != defaults[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} {'and' if config.like else 'needs'} --like{_exclude(config)}"
+            )
+    if config.burstiness is not None and config.arrivals != "gamma":
+        raise ConfigError("--burstiness is for --arrivals gamma")
+
+
+def _exclude(config: SynthesizeConfig) -> str:
+    return " exclude each other: the given trace says that" if config.like else " TRACE"
+
+
+def _described(config: SynthesizeConfig) -> tuple[Iterator[TraceRecord], int]:
+    """Records without end, and how many are usual."""
+    spec = PRESETS[config.preset] if config.preset else WorkloadSpec()
+    changes: dict[str, Any] = _given(config, _NUMBERS)
+    for name, text in _given(config, _DRAWS).items():
+        changes[name] = parse_draws(text, f"--{name.replace('_', '-')}")
+    changes["arrivals"] = _arrivals(config, spec.arrivals)
+    spec = dataclasses.replace(spec, **changes)
+    spec.check()
+    return requests_of(spec, Random(config.seed)), spec.num_requests
+
+
+def _like(config: SynthesizeConfig) -> tuple[Iterator[TraceRecord], int]:
+    """Records without end, and how many the given trace has."""
+    fitted = fit(read_checked(Path(config.like or "")))
+    stretch = Stretch(
+        rate=_rate_factor(config, fitted),
+        lengths=config.scale_lengths,
+        outputs=config.scale_outputs,
+    )
+    stretch.check()
+    own = {name for name in _given(config, _ARRIVALS) if name != "rate"}
+    arrivals = _arrivals(config, ArrivalSpec(rate=fitted.rate)) if own else None
+    if arrivals is not None:
+        arrivals.check()
+    records = records_like(fitted, Random(config.seed), stretch=stretch, arrivals=arrivals)
+    return records, len(fitted.donors)
+
+
+def _rate_factor(config: SynthesizeConfig, fitted: Fit) -> float:
+    return 1.0 if config.rate is None else config.rate / fitted.rate
+
+
+def _arrivals(config: SynthesizeConfig, usual: ArrivalSpec) -> ArrivalSpec:
+    given = _given(config, _ARRIVALS)
+    return dataclasses.replace(usual, **{_ARRIVALS[name]: value for name, value in given.items()})
+
+
+def _given(config: SynthesizeConfig, names: Sequence[str] | dict[str, str]) -> dict[str, Any]:
+    """Of these options the ones that have a value."""
+    values = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}

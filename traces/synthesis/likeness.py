@@ -1,0 +1,148 @@
+"""A trace in the likeness of another: each request takes its figures from a given one and finds its own prefix.
+
+A request takes lengths and reuse of one donor, and begins with the earlier prompt of *this* trace that comes closest to
+what the donor began with: as many blocks, last used as long ago, as popular, as late in its session, extended or left
+midway. So sums of reused and new blocks, times between uses and popularity carry over, and no prompt does.
+
+More requests per second mean more users, who think as long as before.
+Knows the fit only, never the given trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+from protocol.errors import ConfigError
+from traces.format import TOKENS_PER_HASH, TraceRecord
+from traces.synthesis.arrivals import ArrivalSpec, arrival_times
+from traces.synthesis.chain import BlockIds, Chain
+from traces.synthesis.fitted import Donor, Fit, Reuse
+from traces.synthesis.past import REMEMBERED, Past, Prompt, Wish
+from traces.synthesis.stream import DonorStream, GapStream
+
+_MIN_ELAPSED_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """How a likeness differs from what it is like."""
+
+    rate: float = 1.0  # factor on requests per second
+    lengths: float = 1.0  # factor on prompts, shared and new parts alike
+    outputs: float = 1.0  # factor on outputs
+
+    def check(self) -> None:
+        """Raises ConfigError that says what to change."""
+        if not all(0 < factor < math.inf for factor in (self.rate, self.lengths, self.outputs)):
+            raise ConfigError("--rate, --scale-lengths and --scale-outputs must be above 0")
+
+
+def records_like(
+    fit: Fit,
+    random: Random,
+    *,
+    stretch: Stretch | None = None,
+    arrivals: ArrivalSpec | None = None,
+    remembered: int = REMEMBERED,
+) -> Iterator[TraceRecord]:
+    """Records in the order of time, without end. `arrivals`: instead of the gaps of the given trace."""
+    stretch = stretch or Stretch()
+    rate = stretch.rate if arrivals is None else arrivals.rate / fit.rate
+    donors = DonorStream(fit, random, rate)
+    gaps = GapStream(fit, random, rate, donors)
+    times = arrival_times(arrivals, random) if arrivals else _times(gaps)
+    longest = round(fit.longest_input * stretch.lengths)
+    likeness = _Likeness(stretch, rate, longest, Past(remembered))
+    for at_s in times:
+        yield likeness.request(donors.draw(at_s), at_s)
+
+
+def _times(gaps: GapStream) -> Iterator[float]:
+    at_s = 0.0
+    while True:
+        yield at_s
+        at_s += gaps.draw()
+
+
+class _Likeness:
+    def __init__(self, stretch: Stretch, rate: float, longest: int, past: Past) -> None:
+        self._stretch, self._rate, self._past = stretch, rate, past
+        self._longest = longest
+        self._ids = BlockIds()
+
+    def request(self, donor: Donor, at_s: float) -> TraceRecord:
+        prompt = self._prompt(
+            donor, max(1, round(donor.input_length * self._stretch.lengths)), at_s
+        )
+        self._past.add(prompt)
+        return TraceRecord(
+            arrived_s=at_s,
+            input_length=prompt.input_length,
+            output_length=max(1, round(donor.output_length * self._stretch.outputs)),
+            hash_ids=tuple(prompt.chain.ids()),
+        )
+
+    def _prompt(self, donor: Donor, length: int, at_s: float) -> Prompt:
+        reuse = donor.reuse
+        if reuse is None or length < TOKENS_PER_HASH:
+            return self._made(Chain(), length, at_s)
+        wish = self._wish(donor, reuse, length, at_s)
+        joined = self._past.popular(wish) if reuse.uses > 1 else None
+        earlier = joined or self._past.private(wish)
+        if earlier is None:
+            return self._made(Chain(), length, at_s)
+        turn = earlier.turn + 1 if donor.turn > 1 else 1
+        uses = joined.uses + 1 if joined else 2
+        if reuse.repeats:
+            return _again(earlier, uses, turn, at_s)
+        depth = wish.blocks if joined else wish.depth(earlier)
+        earlier.taken = max(earlier.taken, depth)
+        # Longer or shorter by what the earlier prompt is, so that the new part keeps its length.
+        length += (depth - wish.blocks) * TOKENS_PER_HASH
+        return self._made(earlier.chain.head(depth), length, at_s, uses, turn)
+
+    def _wish(self, donor: Donor, reuse: Reuse, length: int, at_s: float) -> Wish:
+        room = length // TOKENS_PER_HASH
+        blocks = min(room, max(1, round(reuse.blocks * self._stretch.lengths)))
+        elapsed = at_s * self._rate / max(donor.arrived_s, _MIN_ELAPSED_S)
+        return Wish(
+            blocks=blocks,
+            most=blocks + (self._longest - length) // TOKENS_PER_HASH,
+            left=round(reuse.left * self._stretch.lengths),
+            arrived_s=at_s - reuse.after_s,
+            now_s=at_s,
+            turn=donor.turn - 1,
+            min_uses=reuse.uses,
+            # What is popular for good has grown with the number of requests since.
+            max_uses=reuse.uses * max(1.0, elapsed),
+        )
+
+    def _made(self, base: Chain, length: int, at_s: float, uses: int = 1, turn: int = 1) -> Prompt:
+        """A prompt of `length` tokens that begins with `base` and is new behind it."""
+        num_new = -(-length // TOKENS_PER_HASH) - base.length
+        return Prompt(
+            arrived_s=at_s,
+            chain=self._ids.extend(base, num_new),
+            input_length=length,
+            whole=length // TOKENS_PER_HASH,
+            shared=base.length,
+            uses=uses,
+            turn=turn,
+        )
+
+
+def _again(earlier: Prompt, uses: int, turn: int, at_s: float) -> Prompt:
+    """The same prompt once more. Its partial last block is shared too, and nothing can follow that."""
+    earlier.taken = earlier.whole
+    return Prompt(
+        arrived_s=at_s,
+        chain=earlier.chain,
+        input_length=earlier.input_length,
+        whole=earlier.whole,
+        shared=earlier.whole,
+        uses=uses,
+        turn=turn,
+    )
