@@ -311,6 +311,7 @@ class AnyHistory(RuleBasedStateMachine):
         super().__init__()
         self.cluster = Cluster(a="h1", b="h1", c="h2", d="h2", e="h3")
         self.under_way: list[Copy] = []
+        self.planned_at: dict[int, float] = {}  # by identity; of all copies ever
         self.made: set[tuple[str, int]] = set()
 
     @rule(name=names, block=blocks)
@@ -323,7 +324,12 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 30.0, 61.0]))
     def time_passes(self, seconds: float) -> None:
+        """Copies have a deadline, long before which they are settled in one way or the other."""
         self.cluster.now += seconds
+        late = [c for c in self.under_way if self.cluster.now - self.planned_at[id(c)] > 60.0]
+        for copy in late:
+            self.under_way.remove(copy)
+            self.cluster.carry_out(copy, succeeded=False)
 
     @rule(pinned=st.sets(st.tuples(names, blocks), max_size=20))
     def plans(self, pinned: set[tuple[str, int]]) -> None:
@@ -333,6 +339,7 @@ class AnyHistory(RuleBasedStateMachine):
         for copy in copies:
             self._check_copy(copy, before)
         self.under_way += copies
+        self.planned_at.update((id(copy), self.cluster.now) for copy in copies)
         for drop in drops:
             self._check_drop(drop)
             for n in numbers(drop.keys):
