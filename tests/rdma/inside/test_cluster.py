@@ -1,6 +1,6 @@
 """The whole cluster over verbs: one request whose KV takes no other way than RDMA, token for token right.
 
-What is right the host has computed with transformers (tests/rdma/test_guest.py): importing it here takes a minute.
+What is right the host has computed with transformers (tests/rdma/test_guest.py): importing it here is slow.
 """
 
 from __future__ import annotations
