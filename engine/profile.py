@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -31,6 +31,7 @@ _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
 _ENOUGH_POINTS = 4  # for three coefficients; measured however long they take
 
 Clock = Callable[[], float]
+_Steps = Sequence[Sequence[Slice]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,34 +104,30 @@ def measure_cached(engine: Engine, folder: Path) -> tuple[PrefillProfile, Decode
 def prefill_points(
     engine: Engine, grid: Grid, clock: Clock, deadline: float
 ) -> Sequence[PrefillPoint]:
-    """Prompts of the grid, shortest first, until `clock()` is past `deadline`. Overwrites the pool."""
-    points: list[PrefillPoint] = []
-    for num_tokens, share in itertools.product(grid.prompt_tokens, grid.cached_shares):
-        cached = min(int(num_tokens * share), num_tokens - 1)
-        if num_tokens > _longest(engine):
-            break
-        if len(points) >= _ENOUGH_POINTS and clock() > deadline:
-            break
-        steps = list(_chunks(engine, cached, num_tokens, grid.chunk_tokens))
-        points.append(PrefillPoint(num_tokens, cached, _time(engine, steps, grid.runs, clock)))
-    return points
+    """Prompts of the grid, shortest first, as many as are done by `deadline` of `clock()`. Overwrites the pool."""
+    shapes = [
+        (num_tokens, min(int(num_tokens * share), num_tokens - 1))
+        for num_tokens, share in itertools.product(grid.prompt_tokens, grid.cached_shares)
+        if num_tokens <= _longest(engine)
+    ]
+    prompts = (list(_chunks(engine, p, n, grid.chunk_tokens)) for n, p in shapes)
+    times = _time(engine, prompts, grid.runs, clock, deadline)
+    return [PrefillPoint(*shape, seconds) for shape, seconds in zip(shapes, times, strict=False)]
 
 
 def decode_points(
     engine: Engine, grid: Grid, clock: Clock, deadline: float
 ) -> Sequence[DecodePoint]:
-    """Steps of the grid, shortest contexts first, until `clock()` is past `deadline`. Overwrites the pool."""
-    points: list[DecodePoint] = []
-    for context, batch in itertools.product(grid.contexts, grid.batches):
-        blocks = engine.layout.blocks_for(context) * batch
-        if blocks > engine.num_blocks or context > _longest(engine):
-            continue
-        if len(points) >= _ENOUGH_POINTS and clock() > deadline:
-            break
-        step = [_slice(engine, row, context - 1, context) for row in range(batch)]
-        seconds = _time(engine, [step], grid.runs, clock)
-        points.append(DecodePoint(batch, batch * context, seconds))
-    return points
+    """Steps of the grid, shortest contexts first, as many as are done by `deadline`. Overwrites the pool."""
+    shapes = [
+        (batch, context)
+        for context, batch in itertools.product(grid.contexts, grid.batches)
+        if engine.layout.blocks_for(context) * batch <= engine.num_blocks
+        and context <= _longest(engine)
+    ]
+    steps = ([[_slice(engine, row, c - 1, c) for row in range(b)]] for b, c in shapes)
+    times = _time(engine, steps, grid.runs, clock, deadline)
+    return [DecodePoint(b, b * c, t) for (b, c), t in zip(shapes, times, strict=False)]
 
 
 def _longest(engine: Engine) -> int:
@@ -161,20 +158,31 @@ def _slice(engine: Engine, row: int, start: int, end: int, *, samples: bool = Tr
     )
 
 
-def _time(engine: Engine, steps: Sequence[Sequence[Slice]], runs: int, clock: Clock) -> float:
-    """Seconds that these steps take one after another; the median of `runs`."""
-
-    def execute() -> None:
-        for step in steps:
-            engine.execute(step)
-
-    execute()  # first calls compile and allocate
-    times: list[float] = []
+def _time(
+    engine: Engine, works: Iterable[_Steps], runs: int, clock: Clock, deadline: float
+) -> Sequence[float]:
+    """Seconds that each of the first works takes, the median of `runs`. The runs of one are far apart, so that a busy
+    neighbour disturbs one of each and not all of one; the first, unmeasured, tells how many works there is time for."""
+    share_s = (deadline - clock()) / (runs + 1)
+    kept: list[_Steps] = []
+    began = clock()
+    for work in works:
+        if len(kept) >= _ENOUGH_POINTS and clock() - began > share_s:
+            break
+        _execute(engine, work)  # first calls compile and allocate
+        kept.append(work)
+    times: list[list[float]] = [[] for _ in kept]
     for _ in range(runs):
-        started_at = clock()
-        execute()
-        times.append(clock() - started_at)
-    return median(times)
+        for work, own in zip(kept, times, strict=True):
+            started_at = clock()
+            _execute(engine, work)
+            own.append(clock() - started_at)
+    return [median(own) for own in times]
+
+
+def _execute(engine: Engine, steps: _Steps) -> None:
+    for step in steps:
+        engine.execute(step)
 
 
 # -- fitting
