@@ -41,13 +41,17 @@ class Timeline:
     @property
     def tbt_s(self) -> float:
         """Mean of the longest 10 % of the gaps (Mooncake, FAST'25); 0 for a single token."""
-        gaps = sorted(self.gaps_s, reverse=True)
-        longest = gaps[: math.ceil(len(gaps) / 10)]
-        return sum(longest) / len(longest) if longest else 0.0
+        return mean_of_longest(self.gaps_s)
 
     def meets(self, *, ttft_slo_s: float, tbt_slo_s: float) -> bool:
         """Whether the request was *effective*: both objectives kept."""
         return self.ttft_s <= ttft_slo_s and self.tbt_s <= tbt_slo_s
+
+
+def mean_of_longest(gaps_s: Sequence[float]) -> float:
+    """Of the longest tenth of a request's gaps, rounded up; 0 for none."""
+    longest = sorted(gaps_s, reverse=True)[: math.ceil(len(gaps_s) / 10)]
+    return sum(longest) / len(longest) if longest else 0.0
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -19,7 +19,13 @@ ALLOWED = {
     "prefill_worker": {"protocol", "engine", "transfer", "kvstore"},
     "decode_worker": {"protocol", "engine", "transfer", "kvstore"},
     "gateway": {"protocol"},
-    "traces": {"protocol", "conductor.state"},
+    "traces": {
+        "protocol",
+        # The pure parts, which the simulator drives in virtual time.
+        *(f"conductor.{part}" for part in ("state", "events", "policies", "decision", "cost")),
+        *(f"kvstore.{part}" for part in ("catalog", "disk.base", "eviction", "native", "stored")),
+        "kvstore.directory",
+    },
     "models": set(),
 }
 PACKAGES = {*ALLOWED, "deploy", "benchmarks", "tests"}

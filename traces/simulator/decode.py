@@ -1,0 +1,163 @@
+"""A decode machine: landings of prompts on their way, and the batch that they join. Pure.
+
+It grants landings as `decode_worker.landings` does: first come, first served, while a block stays free for each running
+sequence, and not before a preempted sequence has its blocks again. Prompts share no blocks here. What it does not
+know: transfers, and how long a landing takes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from protocol.errors import InvalidRequest
+from traces.simulator.batch import Batch
+from traces.simulator.blocks import CountedBlocks
+from traces.simulator.sequence import Finished, Sequence
+from traces.simulator.spec import ModelProfile
+
+
+class Granted(NamedTuple):
+    """A prompt's blocks are reserved: its KV may come."""
+
+    request_id: str
+
+
+DecodeOutcome = Granted | Finished
+
+
+class DecodeMachine:
+    """Every method returns what it caused and what happened until `now`; call `advance` at `wake_at`."""
+
+    def __init__(self, model: ModelProfile, block_size: int, chunk_tokens: int) -> None:
+        self._block_size = block_size
+        self._blocks = CountedBlocks(model.device_tokens // block_size)
+        self._batch = Batch(
+            decode=model.decode,
+            prefill=model.prefill,
+            blocks=self._blocks,
+            block_size=block_size,
+            max_num_seqs=model.max_num_seqs,
+            max_batched_tokens=max(chunk_tokens, model.max_num_seqs + 1),
+        )
+        self._queue: dict[str, int] = {}  # request → blocks wanted, in order of arrival
+        self._landings: dict[str, int] = {}  # request → blocks, granted and not landed
+        self._sequences: dict[str, Sequence] = {}
+        self._num_landed = 0
+
+    @property
+    def wake_at(self) -> float | None:
+        return self._batch.wake_at
+
+    @property
+    def num_running(self) -> int:
+        return len(self._batch.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue) + len(self._batch.waiting)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._blocks.total
+
+    @property
+    def free_blocks(self) -> int:
+        """As of the latest event; blocks that running steps have grown into since are not counted."""
+        return self._blocks.free
+
+    @property
+    def leased_blocks(self) -> int:
+        return sum(self._landings.values())
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._batch.num_preemptions
+
+    def context_tokens(self, now: float) -> int:
+        return self._batch.context_tokens(now)
+
+    def advance(self, now: float) -> list[DecodeOutcome]:
+        outcomes: list[DecodeOutcome] = []
+        self._advance(now, outcomes)
+        self._grant(now, outcomes)
+        return outcomes
+
+    def reserve(self, request_id: str, num_tokens: int, now: float) -> list[DecodeOutcome]:
+        """Wants blocks for a prompt. Raises InvalidRequest for one that never fits."""
+        if -(-(num_tokens + 1) // self._block_size) > self._blocks.total:
+            raise InvalidRequest(f"{num_tokens} tokens never fit", request=request_id)
+        outcomes: list[DecodeOutcome] = []
+        self._advance(now, outcomes)
+        self._queue[request_id] = -(-num_tokens // self._block_size)
+        self._grant(now, outcomes)
+        return outcomes
+
+    def land(
+        self, request_id: str, num_tokens: int, remaining: int, first_token_at: float, now: float
+    ) -> list[DecodeOutcome]:
+        """All KV of a granted prompt is here; its first token came elsewhere, `remaining` ones are to come."""
+        outcomes: list[DecodeOutcome] = []
+        self._advance(now, outcomes)
+        self._num_landed += 1
+        sequence = Sequence(
+            request_id=request_id,
+            rank=(0, self._num_landed),
+            tokens=num_tokens + 1,
+            remaining=remaining,
+            num_blocks=self._landings.pop(request_id),
+            last_token_at=first_token_at,
+        )
+        self._sequences[request_id] = sequence
+        self._batch.add(sequence, now)
+        self._grant(now, outcomes)
+        return outcomes
+
+    def gaps_so_far(self, request_id: str, now: float) -> list[float]:
+        """The times between the tokens that a landed request has had by now; none for any other."""
+        sequence = self._sequences.get(request_id)
+        return [] if sequence is None else self._batch.gaps_so_far(sequence, now)
+
+    def cancel(self, request_id: str, now: float) -> list[DecodeOutcome]:
+        """Nobody wants a request any more, wherever it is. Unknown ones have ended."""
+        outcomes: list[DecodeOutcome] = []
+        self._advance(now, outcomes)
+        self._queue.pop(request_id, None)
+        self._blocks.give_back(self._landings.pop(request_id, 0))
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self._batch.remove(sequence, now)
+        elif self._batch.wake_at is None:
+            self._batch.interrupt(now)  # somebody may have waited for these blocks
+        self._grant(now, outcomes)
+        return outcomes
+
+    def _advance(self, now: float, outcomes: list[DecodeOutcome]) -> None:
+        for outcome in self._batch.advance(now):
+            assert isinstance(outcome, Finished), "first tokens come from elsewhere"
+            self._sequences.pop(outcome.sequence.request_id, None)
+            outcomes.append(outcome)
+
+    def _grant(self, now: float, outcomes: list[DecodeOutcome]) -> None:
+        if not self._queue or self._batch.has_preempted:
+            return
+        self._batch.take_grown(now)
+        for request_id, num_blocks in list(self._queue.items()):
+            if num_blocks + self._batch.num_staying > self._blocks.free:
+                break
+            del self._queue[request_id]
+            self._blocks.take(num_blocks)
+            self._landings[request_id] = num_blocks
+            outcomes.append(Granted(request_id))
+        self._batch.shorten(now)
+
+    def validate(self) -> None:
+        """Raises AssertionError unless free + held + leased = all blocks and requests are in one place."""
+        self._batch.validate()
+        sequences = [*self._batch.running, *self._batch.waiting]
+        held = sum(sequence.num_blocks for sequence in sequences)
+        assert self._blocks.free + held + self.leased_blocks == self._blocks.total, "blocks leak"
+        assert self._blocks.free >= 0
+        live = {s.request_id for s in sequences if not s.gone}
+        assert live == self._sequences.keys(), "a sequence is lost"
+        assert not self._queue.keys() & self._landings.keys()
+        assert not (self._queue.keys() | self._landings.keys()) & live

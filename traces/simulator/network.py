@@ -1,0 +1,179 @@
+"""Bytes on their way between and within machines: flows over links that they share fairly. Pure.
+
+A flow crosses some links (a machine's out and in link, its path from memory to device, its disk) at one rate, the
+max-min fair one. When a flow begins or ends, only the flows that share links with it, directly or through others, get
+new rates. **KV that is still being computed cannot have been sent**: a flow with `not_before` asks for no more than
+brings its last byte there at that instant, and ends later when its links are slower. What this does not know:
+machines, requests, latency (a flow of megabytes does not notice microseconds).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from traces.simulator.fair_share import Demand, fair_rates
+
+FlowId = int
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    """One transfer under way."""
+
+    flow_id: FlowId
+    links: tuple[int, ...]
+    left: float  # bytes, at `as_of`
+    as_of: float
+    not_before: float
+    rate: float = 0.0  # bytes per second, since `as_of`
+    ends_at: float = math.inf
+    version: int = 0  # of `ends_at`
+
+    def demand(self, now: float) -> Demand:
+        time_s = self.not_before - now
+        return Demand(self.links, self.left / time_s if time_s > 0 else math.inf)
+
+    def settle(self, now: float) -> float:
+        """Takes out what was carried since `as_of`, and says how much that was."""
+        if now <= self.as_of:
+            return 0.0
+        carried = min(self.rate * (now - self.as_of), self.left)
+        self.left -= carried
+        self.as_of = now
+        return carried
+
+
+class Network:
+    """Flows by number, in the order in which they were started."""
+
+    def __init__(self, capacities: Mapping[str, float]) -> None:
+        """`capacities`: bytes per second of each link, above 0."""
+        self._number = {name: number for number, name in enumerate(capacities)}
+        self._capacity = dict(enumerate(capacities.values()))
+        self._flows: dict[FlowId, _Flow] = {}
+        self._on: dict[int, dict[FlowId, _Flow]] = {link: {} for link in self._capacity}
+        self._ends: list[tuple[float, FlowId, int]] = []
+        self._num_started = 0
+        self.bytes_started = 0.0
+        self.bytes_carried = 0.0  # as far as flows are settled
+        self.bytes_given_up = 0.0  # of cancelled flows, what had not been carried
+
+    def __len__(self) -> int:
+        return len(self._flows)
+
+    @property
+    def wake_at(self) -> float | None:
+        """When the next flow ends; None = none is under way."""
+        while self._ends:
+            ends_at, flow_id, version = self._ends[0]
+            flow = self._flows.get(flow_id)
+            if flow is not None and flow.version == version:
+                return ends_at
+            heapq.heappop(self._ends)
+        return None
+
+    def start(
+        self, links: Sequence[str], num_bytes: float, now: float, not_before: float = 0.0
+    ) -> FlowId:
+        """A flow of `num_bytes` that ends no sooner than `not_before`. It may end at once: see `advance`."""
+        self._num_started += 1
+        flow = _Flow(
+            self._num_started,
+            tuple(self._number[link] for link in links),
+            float(num_bytes),
+            now,
+            not_before,
+        )
+        self._flows[flow.flow_id] = flow
+        self.bytes_started += num_bytes
+        for link in flow.links:
+            self._on[link][flow.flow_id] = flow
+        self._rate_again(self._component([flow]), now)
+        return flow.flow_id
+
+    def cancel(self, flow_id: FlowId, now: float) -> None:
+        """Nobody wants the rest of a flow. Unknown ones have ended."""
+        flow = self._flows.get(flow_id)
+        if flow is None:
+            return
+        self.bytes_carried += flow.settle(now)
+        self.bytes_given_up += flow.left
+        self._remove(flow)
+        self._rate_again(self._component([flow]), now)
+
+    def advance(self, now: float) -> list[FlowId]:
+        """The flows that end by `now`, in order of their ends. Call it at `wake_at`, or `rate_of` is late."""
+        ended: list[FlowId] = []
+        while (at := self.wake_at) is not None and at <= now:
+            flow = self._flows[heapq.heappop(self._ends)[1]]
+            ended.append(flow.flow_id)
+            self.bytes_carried += flow.left
+            self._remove(flow)
+            self._rate_again(self._component([flow]), at)
+        return ended
+
+    def rate_of(self, flow_id: FlowId) -> float:
+        """Bytes per second; 0 for a flow that has ended."""
+        flow = self._flows.get(flow_id)
+        return 0.0 if flow is None else flow.rate
+
+    def num_on(self, link: str) -> int:
+        """Flows that cross a link."""
+        return len(self._on[self._number[link]])
+
+    def _remove(self, flow: _Flow) -> None:
+        del self._flows[flow.flow_id]
+        for link in flow.links:
+            del self._on[link][flow.flow_id]
+
+    def _component(self, flows: Iterable[_Flow]) -> list[_Flow]:
+        """These flows and all that share a link with one of them, in order of their numbers."""
+        found: dict[FlowId, _Flow] = {}
+        seen: set[int] = set()
+        links = [link for flow in flows for link in flow.links]
+        while links:
+            link = links.pop()
+            if link in seen:
+                continue
+            seen.add(link)
+            for flow_id, flow in self._on[link].items():
+                if flow_id not in found:
+                    found[flow_id] = flow
+                    links += flow.links
+        found.update((f.flow_id, f) for f in flows if f.flow_id in self._flows)
+        return [found[flow_id] for flow_id in sorted(found)]
+
+    def _rate_again(self, flows: Sequence[_Flow], now: float) -> None:
+        for flow in flows:
+            self.bytes_carried += flow.settle(now)
+        rates = fair_rates([flow.demand(now) for flow in flows], self._capacity)
+        for flow, rate in zip(flows, rates, strict=True):
+            flow.rate = rate
+            ends_at = self._end_of(flow, now)
+            if ends_at != flow.ends_at:
+                flow.ends_at = ends_at
+                flow.version += 1
+                heapq.heappush(self._ends, (ends_at, flow.flow_id, flow.version))
+
+    @staticmethod
+    def _end_of(flow: _Flow, now: float) -> float:
+        if flow.left <= 0.0 or math.isinf(flow.rate):
+            return max(now, flow.not_before)
+        return max(now + flow.left / flow.rate, flow.not_before)
+
+    def validate(self) -> None:
+        """Raises AssertionError unless bytes are conserved and no link carries more than it can."""
+        left = sum(flow.left for flow in self._flows.values())
+        told = self.bytes_carried + self.bytes_given_up + left
+        assert math.isclose(told, self.bytes_started, rel_tol=1e-9, abs_tol=1e-3), "bytes are lost"
+        for link, flows in self._on.items():
+            assert all(self._flows[flow_id] is flow for flow_id, flow in flows.items())
+            rate = sum(flow.rate for flow in flows.values())
+            assert rate <= self._capacity[link] * (1 + 1e-9), "a link carries too much"
+        for flow in self._flows.values():
+            assert all(flow.flow_id in self._on[link] for link in flow.links)
+            assert flow.rate > 0.0, "a flow starves"
+            assert flow.ends_at >= flow.not_before

@@ -1,0 +1,221 @@
+"""A prefill machine, or a group of machines that prefill each prompt together (CPP): queue, preparation, chunks. Pure.
+
+As the live worker does it: a few prompts at the head of the queue are *prepared* (their landing is reserved and their
+prefix loaded) while earlier ones compute; of the prepared ones whose landing and prefix are there the best-ranked
+computes its next chunk. In a group a chunk passes one machine after the other, each with its share of the layers, and
+the next chunk follows one machine behind it (chunked pipeline parallelism, FAST'25 §4.2), so that a machine is the
+group of one. What this does not know: where prefixes lie, bytes, decode machines.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from protocol.profile import PrefillProfile
+
+# Of prompts beside the one that computes; `prefill_worker.ledger.Limits.lookahead`.
+PREPARED_AHEAD = 4
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Prompt:
+    """One prompt here. QUEUED (not prepared), prepared, computing (begun), computed (`computed == num_tokens`)."""
+
+    request_id: str
+    rank: tuple[int, int]
+    num_tokens: int
+    submitted_at: float
+    is_prepared: bool = False
+    awaits_landing: bool = False
+    awaits_prefix: bool = False
+    loaded_at: float = 0.0  # once it is prepared and its prefix is there
+    cached: int = 0  # tokens of the prefix that need not be computed
+    dispatched: int = 0  # tokens that are cached, computed or in the pipeline
+    computed: int = 0
+    started_at: float | None = None
+    load_s: float = 0.0  # by which its prefix delayed it
+    compute_s: float = 0.0  # device time
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_prepared and not (self.awaits_landing or self.awaits_prefix)
+
+
+class Prepare(NamedTuple):
+    """Reserve a landing and load the prefix; then say `landing_granted` and `prefix_loaded`."""
+
+    prompt: Prompt
+
+
+class ChunkBegun(NamedTuple):
+    """KV of the tokens [first, end) comes into being until `ends_at`. With the first chunk, [0, cached) is there."""
+
+    prompt: Prompt
+    first: int
+    end: int
+    ends_at: float
+
+
+class Computed(NamedTuple):
+    """The whole prompt is computed; its first token is there."""
+
+    prompt: Prompt
+
+
+class _Chunk(NamedTuple):
+    """On its way through the machines."""
+
+    ends_at: float
+    prompt: Prompt
+    end: int
+
+
+PrefillOutcome = Prepare | ChunkBegun | Computed
+
+
+class PrefillMachine:
+    """Every method returns what it caused and what happened until `now`; call `advance` at `wake_at`."""
+
+    def __init__(
+        self,
+        profile: PrefillProfile,
+        *,
+        chunk_tokens: int,
+        num_stages: int = 1,
+        cached_now: Callable[[Prompt], int] = lambda prompt: prompt.cached,
+    ) -> None:
+        """`cached_now`: how much of a prompt that starts is cached, since earlier ones may have computed more of it."""
+        self._profile = profile
+        self._chunk_tokens = chunk_tokens
+        self._num_stages = num_stages
+        self._cached_now = cached_now
+        self._prompts: dict[str, Prompt] = {}  # all that are not computed
+        self._queue: list[Prompt] = []  # those that are not prepared, by rank
+        self._stage_free_at = [0.0] * num_stages
+        self._pipeline: deque[_Chunk] = deque()  # in order of their ends
+        self._now = 0.0
+
+    @property
+    def wake_at(self) -> float | None:
+        """When a chunk ends, or the next one can begin; None = nothing is under way."""
+        if not self._pipeline:
+            return None
+        ends_at, free_at = self._pipeline[0].ends_at, self._stage_free_at[0]
+        return min(ends_at, free_at) if free_at > self._now else ends_at
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that no machine has begun."""
+        return sum(prompt.started_at is None for prompt in self._prompts.values())
+
+    @property
+    def num_running(self) -> int:
+        return len(self._prompts) - self.num_waiting
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that are neither computed nor known to be cached."""
+        return sum(p.num_tokens - max(p.computed, p.cached) for p in self._prompts.values())
+
+    def queue_s(self) -> float:
+        """Device time of all that is here, as far as known."""
+        seconds = self._profile.seconds
+        return sum(seconds(p.num_tokens, max(p.computed, p.cached)) for p in self._prompts.values())
+
+    def submit(self, prompt: Prompt, now: float) -> list[PrefillOutcome]:
+        """A prompt that nobody here knows."""
+        assert prompt.request_id not in self._prompts
+        self._prompts[prompt.request_id] = prompt
+        insort(self._queue, prompt, key=lambda waiting: waiting.rank)
+        return self.advance(now)
+
+    def landing_granted(self, request_id: str, now: float) -> list[PrefillOutcome]:
+        """Unknown requests were cancelled."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None:
+            prompt.awaits_landing = False
+        return self.advance(now)
+
+    def prefix_loaded(self, request_id: str, cached: int, now: float) -> list[PrefillOutcome]:
+        """The first `cached` tokens need not be computed. Unknown requests were cancelled."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None:
+            assert 0 <= cached < prompt.num_tokens, "the last token is always computed"
+            prompt.awaits_prefix = False
+            prompt.cached, prompt.loaded_at = cached, now
+        return self.advance(now)
+
+    def cancel(self, request_id: str, now: float) -> list[PrefillOutcome]:
+        """Nobody wants a prompt any more; its chunk under way is computed to the end. Unknown ones are no news."""
+        prompt = self._prompts.pop(request_id, None)
+        if prompt in self._queue:
+            self._queue.remove(prompt)
+        return self.advance(now)
+
+    def advance(self, now: float) -> list[PrefillOutcome]:
+        self._now = now
+        outcomes: list[PrefillOutcome] = []
+        while self._pipeline and self._pipeline[0].ends_at <= now:
+            chunk = self._pipeline.popleft()
+            prompt = chunk.prompt
+            prompt.computed = chunk.end
+            if chunk.end == prompt.num_tokens and self._prompts.get(prompt.request_id) is prompt:
+                del self._prompts[prompt.request_id]
+                outcomes.append(Computed(prompt))
+        while self._stage_free_at[0] <= now and (ready := self._best_ready()) is not None:
+            outcomes.append(self._dispatch(ready, now))
+        self._prepare(outcomes)
+        return outcomes
+
+    def _prepare(self, outcomes: list[PrefillOutcome]) -> None:
+        ahead = sum(p.is_prepared and p.started_at is None for p in self._prompts.values())
+        while self._queue and ahead < PREPARED_AHEAD:
+            prompt = self._queue.pop(0)
+            prompt.is_prepared = prompt.awaits_landing = prompt.awaits_prefix = True
+            outcomes.append(Prepare(prompt))
+            ahead += 1
+
+    def _best_ready(self) -> Prompt | None:
+        ready = [p for p in self._prompts.values() if p.is_ready and p.dispatched < p.num_tokens]
+        return min(ready, key=lambda prompt: prompt.rank, default=None)
+
+    def _dispatch(self, prompt: Prompt, now: float) -> ChunkBegun:
+        """Sends the prompt's next chunk into the pipeline."""
+        if prompt.started_at is None:
+            self._start(prompt, now)
+        first = prompt.dispatched
+        end = min(first + self._chunk_tokens, prompt.num_tokens)
+        seconds = self._profile.seconds(end, first)
+        passes_at = now
+        for stage in range(self._num_stages):
+            passes_at = max(passes_at, self._stage_free_at[stage]) + seconds / self._num_stages
+            self._stage_free_at[stage] = passes_at
+        prompt.dispatched = end
+        prompt.compute_s += seconds
+        self._pipeline.append(_Chunk(passes_at, prompt, end))
+        return ChunkBegun(prompt, first, end, passes_at)
+
+    def _start(self, prompt: Prompt, now: float) -> None:
+        free_at = max(self._stage_free_at[0], prompt.submitted_at)
+        prompt.load_s = max(min(now, prompt.loaded_at) - free_at, 0.0)
+        prompt.started_at = now
+        prompt.cached = max(prompt.cached, self._cached_now(prompt))
+        prompt.computed = prompt.dispatched = prompt.cached
+
+    def validate(self) -> None:
+        """Raises AssertionError unless every prompt is in one state and the pipeline is in order."""
+        waiting = set(self._queue)
+        assert waiting <= set(self._prompts.values())
+        ends = [chunk.ends_at for chunk in self._pipeline]
+        assert ends == sorted(ends)
+        assert self._stage_free_at == sorted(self._stage_free_at)
+        for prompt in self._prompts.values():
+            assert prompt.is_prepared == (prompt not in waiting), "a prompt is lost"
+            assert prompt.started_at is None or prompt.is_ready
+            assert 0 <= prompt.computed <= prompt.dispatched <= prompt.num_tokens
+        if self._stage_free_at[0] <= self._now:
+            assert self._best_ready() is None, "a machine idles beside work"
