@@ -62,6 +62,8 @@ class ClusterSpec:
     pool: str = "global"  # global | local: whether prefixes are read from other machines
     seed: int = 0
     faults: tuple[Fault, ...] = field(default=())
+    sample_interval_s: float = 30.0  # of instances and replicas
+    num_ranks: int = 100  # of the most popular blocks, whose replicas are counted
 
     def check(self) -> None:
         """Raises ConfigError that says what to change."""

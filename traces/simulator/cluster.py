@@ -1,0 +1,410 @@
+"""A disaggregated cluster in virtual time: machines, network, gateway, and the conductor's own state machine.
+
+`handle` is the event handler of a `Clock`. It tells the pieces what happened, passes what comes of it from one to the
+next (placement → preparation → chunks → handoff → tokens), and returns when it wants to be called again. Each piece
+is pure and knows nothing of the others; this file knows how they are connected and nothing of how they work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from conductor.policies import make_policy
+from conductor.state import ConductorState, Limits
+from protocol.errors import ConfigError
+from protocol.keys import BlockKey
+from traces.simulator.clock import Timed
+from traces.simulator.decode import DecodeMachine, DecodeOutcome, Granted
+from traces.simulator.events import (
+    Arrive,
+    Beat,
+    Event,
+    FaultBegins,
+    FaultEnds,
+    PlaceAgain,
+    Sample,
+    Wake,
+)
+from traces.simulator.gateway import PAUSE_S, Gateway
+from traces.simulator.handoffs import Handoffs
+from traces.simulator.journey import Journey, Phase
+from traces.simulator.loads import Loaded, PrefixLoads
+from traces.simulator.machines import DecodeNode, Node, PrefillNode, layout_of
+from traces.simulator.membership import Membership
+from traces.simulator.network import Network
+from traces.simulator.pool import Store
+from traces.simulator.prefill import (
+    ChunkBegun,
+    Computed,
+    PrefillMachine,
+    PrefillOutcome,
+    Prepare,
+    Prompt,
+)
+from traces.simulator.sampling import Samples
+from traces.simulator.spec import ClusterSpec, Fault
+
+_LEASES = 5  # heartbeat intervals until a silent instance is removed: the conductor's defaults
+_PLACEMENT_TTL_S = (
+    86_400.0  # nothing is forgotten while requests wait for hours in an overload test
+)
+
+
+class Cluster:
+    """Everything that a run consists of. Call `begin`, give `handle` to a clock, read the journeys."""
+
+    def __init__(self, spec: ClusterSpec, journeys: Sequence[Journey]) -> None:
+        """Raises ConfigError for a spec that cannot be."""
+        spec.check()
+        self.spec = spec
+        self.journeys = journeys
+        self._block_bytes = layout_of(spec).block_bytes
+        self.prefills = [self._prefill_node(i) for i in range(spec.num_prefill)]
+        self.decodes = [self._decode_node(i) for i in range(spec.num_decode)]
+        self._nodes: dict[str, Node] = {n.name: n for n in (*self.prefills, *self.decodes)}
+        self.network = Network(dict(self._links()))
+        self.conductor = ConductorState(
+            make_policy(spec.policy, spec.balancing_threshold, spec.seed), _limits(spec)
+        )
+        self.membership = Membership(spec, self.conductor)
+        self.gateway = Gateway(self.conductor, admits_all=spec.admission == "none")
+        stores = {node.store_id: node for node in self.prefills}
+        self.loads = PrefixLoads(self.network, stores, self._block_bytes)
+        self.handoffs = Handoffs(self.network)
+        self.samples = Samples(
+            (hash_id for j in journeys for hash_id in j.record.hash_ids), spec.num_ranks
+        )
+        self._journey_of: dict[str, Journey] = {}  # by request id, while placed
+        self._woken_at: dict[str, float] = {}  # the wake-up under way of each machine and network
+        self._out: list[Timed[Event]] = []
+        self._touched: dict[str, Node] = {}
+
+    def _prefill_node(self, index: int) -> PrefillNode:
+        spec = self.spec
+        tokens = spec.model.dram_tokens * spec.prefill_group
+        disk = spec.model.disk_tokens * spec.prefill_group
+        store = Store(tokens // spec.block_size, disk // spec.block_size, spec.eviction)
+        return PrefillNode(name=f"prefill-{index}", machine=self._prefill_machine(), store=store)
+
+    def _prefill_machine(self) -> PrefillMachine:
+        return PrefillMachine(
+            self.spec.model.prefill,
+            chunk_tokens=self.spec.chunk_tokens,
+            num_stages=self.spec.prefill_group,
+            cached_now=self._cached_now,
+        )
+
+    def _decode_node(self, index: int) -> DecodeNode:
+        return DecodeNode(name=f"decode-{index}", machine=self._decode_machine())
+
+    def _decode_machine(self) -> DecodeMachine:
+        spec = self.spec
+        return DecodeMachine(spec.model, spec.block_size, spec.chunk_tokens)
+
+    def _links(self) -> Iterator[tuple[str, float]]:
+        model = self.spec.model
+        for node in self._nodes.values():
+            machines = self.spec.prefill_group if isinstance(node, PrefillNode) else 1
+            yield f"{node.name}/out", model.nic_bytes_per_s * machines
+            yield f"{node.name}/in", model.nic_bytes_per_s * machines
+            yield f"{node.name}/device", model.device_bytes_per_s * machines
+            yield f"{node.name}/disk", model.disk_bytes_per_s * machines
+
+    def begin(self) -> Iterator[Timed[Event]]:
+        """The first events. Registers all machines."""
+        for node in self._nodes.values():
+            self.membership.register(node, 0.0)
+            yield Timed(node.beat_at, Beat(node))
+        for journey in self.journeys:
+            self.gateway.num_open += 1
+            yield Timed(journey.record.arrived_s, Arrive(journey))
+        for fault in self.spec.faults:
+            if fault.instance not in self._nodes:
+                raise ConfigError(f"a fault of {fault.instance!r}; there is no such machine")
+            yield Timed(fault.at_s, FaultBegins(fault))
+        yield Timed(0.0, Sample())
+
+    # -- events
+
+    def handle(self, event: Event, now: float) -> list[Timed[Event]]:
+        self._out = []
+        match event:
+            case Arrive(journey):
+                self.samples.used(journey.record.hash_ids)
+                self._place(journey, now)
+            case PlaceAgain(journey, attempt):
+                if journey.phase is Phase.PLACING and journey.attempt == attempt:
+                    self._place(journey, now)
+            case Wake(node):
+                self._wake(node, now)
+            case Beat(node):
+                self._beat(node, now)
+            case FaultBegins(fault):
+                self._fault_begins(fault, now)
+            case FaultEnds(fault):
+                self._fault_ends(self._nodes[fault.instance], fault, now)
+            case Sample():
+                self._sample(now)
+        self._schedule_wakes(now)
+        return self._out
+
+    def _later(self, at: float, event: Event) -> None:
+        self._out.append(Timed(at, event))
+
+    def _schedule_wakes(self, now: float) -> None:
+        for name, node in self._touched.items():
+            assert isinstance(node, PrefillNode | DecodeNode)
+            self._schedule_wake(name, node, node.machine.wake_at, now)
+            if isinstance(node, PrefillNode) and self.membership.changed(node, now):
+                self._later(node.beat_at, Beat(node))
+        self._touched.clear()
+        self._schedule_wake("", None, self.network.wake_at, now)
+
+    def _schedule_wake(self, name: str, node: Node | None, at: float | None, now: float) -> None:
+        if at is not None and self._woken_at.get(name) != at:
+            self._woken_at[name] = at
+            self._later(max(at, now), Wake(node))
+
+    def _touch(self, node: Node) -> None:
+        self._touched[node.name] = node
+
+    def _wake(self, node: Node | None, now: float) -> None:
+        if node is None:
+            for flow_id in self.network.advance(now):
+                self._flow_ended(flow_id, now)
+        elif isinstance(node, PrefillNode):
+            self._prefill_did(node, node.machine.advance(now), now)
+        elif isinstance(node, DecodeNode):
+            self._decode_did(node, node.machine.advance(now), now)
+
+    def _flow_ended(self, flow_id: int, now: float) -> None:
+        loaded = self.loads.flow_ended(flow_id)
+        if loaded is not None:
+            self._loaded(loaded, now)
+        request_id = self.handoffs.flow_ended(flow_id)
+        if request_id is not None:
+            self._land(self._journey_of[request_id], now)
+
+    def _beat(self, node: Node, now: float) -> None:
+        if node.beat_at != now or not node.is_alive or not self.gateway.num_open:
+            return
+        self.membership.beat(node, now)
+        self._later(node.beat_at, Beat(node))
+
+    def _sample(self, now: float) -> None:
+        self.samples.take(self.prefills, self.decodes, now)
+        if self.gateway.num_open:
+            self._later(now + self.spec.sample_interval_s, Sample())
+
+    # -- a request's way
+
+    def _place(self, journey: Journey, now: float) -> None:
+        if not self.gateway.place(journey, now):
+            if journey.phase is Phase.PLACING:
+                self._later(now + PAUSE_S, PlaceAgain(journey, journey.attempt))
+            return
+        prefill = self._machines_of(journey)[0]
+        if not prefill.is_alive:
+            self._lose(journey, prefill, now)
+            return
+        self._journey_of[journey.request_id] = journey
+        prefill.num_submitted += 1
+        prompt = Prompt(
+            request_id=journey.request_id,
+            rank=(0, prefill.num_submitted),
+            num_tokens=journey.num_tokens,
+            submitted_at=now,
+        )
+        self._prefill_did(prefill, prefill.machine.submit(prompt, now), now)
+
+    def _machines_of(self, journey: Journey) -> tuple[PrefillNode, DecodeNode]:
+        placement = journey.placement
+        assert placement is not None
+        prefill = self._nodes[placement.prefill.instance_id]
+        decode = self._nodes[placement.decode.instance_id]
+        assert isinstance(prefill, PrefillNode)
+        assert isinstance(decode, DecodeNode)
+        return prefill, decode
+
+    def _prefill_did(
+        self, node: PrefillNode, outcomes: Iterable[PrefillOutcome], now: float
+    ) -> None:
+        self._touch(node)
+        for outcome in outcomes:
+            journey = self._journey_of.get(outcome.prompt.request_id)
+            if journey is None:  # given up by what an outcome before this one led to
+                continue
+            match outcome:
+                case Prepare(prompt):
+                    self._prepare(node, journey, prompt, now)
+                case ChunkBegun():
+                    self._send(node, journey, outcome, now)
+                case Computed(prompt):
+                    self._computed(node, journey, prompt, now)
+
+    def _prepare(self, node: PrefillNode, journey: Journey, prompt: Prompt, now: float) -> None:
+        """Reserves the landing and loads the prefix."""
+        assert journey.placement is not None
+        decode = self._machines_of(journey)[1]
+        request_id = prompt.request_id
+        if journey.num_remaining == 1:  # the first token is the last
+            self._prefill_did(node, node.machine.landing_granted(request_id, now), now)
+        elif not decode.is_alive:
+            self._lose(journey, decode, now)
+            return
+        else:
+            granted = decode.machine.reserve(request_id, prompt.num_tokens, now)
+            self._decode_did(decode, granted, now)
+        sources = () if self.spec.pool == "local" else journey.placement.prefix_sources
+        loaded = self.loads.begin(request_id, node, self._usable(journey), sources, now)
+        if loaded is not None:
+            self._loaded(loaded, now)
+
+    def _usable(self, journey: Journey) -> Sequence[BlockKey]:
+        """Blocks that need not be computed. The last token always is: its logits are the first token."""
+        return journey.keys[: (journey.num_tokens - 1) // self.spec.block_size]
+
+    def _cached_now(self, prompt: Prompt) -> int:
+        """Tokens in the machine's memory when a prompt begins: earlier ones may have computed more of it."""
+        journey = self._journey_of[prompt.request_id]
+        node = self._machines_of(journey)[0]
+        return node.store.prefix(self._usable(journey)) * self.spec.block_size
+
+    def _loaded(self, loaded: Loaded, now: float) -> None:
+        node = loaded.node
+        cached = loaded.num_blocks * self.spec.block_size
+        outcomes = node.machine.prefix_loaded(loaded.request_id, cached, now)
+        self._prefill_did(node, outcomes, now)
+
+    def _send(self, node: PrefillNode, journey: Journey, chunk: ChunkBegun, now: float) -> None:
+        if journey.num_remaining > 1:
+            first = 0 if chunk.first == chunk.prompt.cached else chunk.first
+            num_bytes = (chunk.end - first) * self.spec.model.kv_bytes_per_token
+            target = self._machines_of(journey)[1].name
+            self.handoffs.send(
+                chunk.prompt.request_id, node.name, target, num_bytes, chunk.ends_at, now
+            )
+
+    def _computed(self, node: PrefillNode, journey: Journey, prompt: Prompt, now: float) -> None:
+        block_size = self.spec.block_size
+        node.store.put(journey.keys, prompt.cached // block_size)
+        if journey.attempt == 1:
+            assert prompt.started_at is not None
+            journey.cached_tokens, journey.prefill_s = prompt.cached, prompt.compute_s
+            journey.load_s = prompt.load_s
+            journey.queue_s = prompt.started_at - prompt.submitted_at - prompt.load_s
+        self.gateway.first_token(journey, prompt.cached, now)
+        if journey.end is not None:
+            del self._journey_of[prompt.request_id]
+        elif self.handoffs.computed(prompt.request_id):
+            self._land(journey, now)
+
+    def _land(self, journey: Journey, now: float) -> None:
+        decode = self._machines_of(journey)[1]
+        journey.phase = Phase.DECODING
+        decode.landed.add(journey.index)
+        outcomes = decode.machine.land(
+            journey.request_id,
+            journey.num_tokens - 1,
+            journey.num_remaining,
+            journey.last_token_at,
+            now,
+        )
+        self._decode_did(decode, outcomes, now)
+
+    def _decode_did(self, node: DecodeNode, outcomes: Iterable[DecodeOutcome], now: float) -> None:
+        self._touch(node)
+        for outcome in outcomes:
+            if isinstance(outcome, Granted):
+                journey = self._journey_of.get(outcome.request_id)
+                if journey is not None:
+                    prefill = self._machines_of(journey)[0]
+                    granted = prefill.machine.landing_granted(outcome.request_id, now)
+                    self._prefill_did(prefill, granted, now)
+            else:
+                journey = self._journey_of.pop(outcome.sequence.request_id)
+                node.landed.discard(journey.index)
+                journey.take_decoded(outcome.gaps_s, outcome.at)
+                self.gateway.finish(journey, now)
+
+    # -- faults
+
+    def _fault_begins(self, fault: Fault, now: float) -> None:
+        node = self._nodes[fault.instance]
+        if fault.for_s is not None:
+            self._later(now + fault.for_s, FaultEnds(fault))
+        if fault.silent:
+            node.is_silent = True
+        elif node.is_alive:
+            self._die(node, now)
+
+    def _die(self, node: Node, now: float) -> None:
+        """Connections break at once; the conductor has to find out by itself."""
+        node.is_alive = False
+        hit = [j for j in self._journey_of.values() if self._is_hit(j, node)]
+        for journey in hit:
+            self._lose(journey, node, now)
+        if isinstance(node, PrefillNode):
+            for loaded in self.loads.source_died(node, now):
+                self._loaded(loaded, now)
+            node.machine = self._prefill_machine()
+        elif isinstance(node, DecodeNode):
+            node.machine = self._decode_machine()
+
+    def _is_hit(self, journey: Journey, node: Node) -> bool:
+        prefill, decode = self._machines_of(journey)
+        return node is decode or (node is prefill and journey.phase is Phase.PREFILLING)
+
+    def _lose(self, journey: Journey, broken: Node, now: float) -> None:
+        """The attempt ends everywhere, and the next one is placed."""
+        request_id = journey.request_id
+        prefill, decode = self._machines_of(journey)
+        self._journey_of.pop(request_id, None)
+        journey.take_decoded(decode.machine.gaps_so_far(request_id, now), now)
+        decode.landed.discard(journey.index)
+        self.handoffs.cancel(request_id, now)
+        self.loads.cancel(request_id, now)
+        if self.gateway.lose(journey, [broken.name], now):
+            self._later(now, PlaceAgain(journey, journey.attempt))
+        if prefill is not broken:
+            self._prefill_did(prefill, prefill.machine.cancel(request_id, now), now)
+        if decode is not broken:
+            self._decode_did(decode, decode.machine.cancel(request_id, now), now)
+
+    def _fault_ends(self, node: Node, fault: Fault, now: float) -> None:
+        if fault.silent:
+            node.is_silent = False
+            return
+        if node.is_alive:
+            return
+        node.is_alive = True
+        node.epoch += 1
+        if isinstance(node, PrefillNode):
+            survivors = node.store.on_disk()
+            node.store = self._prefill_node(0).store
+            node.store.restore(survivors)
+        self.membership.register(node, now)
+        self._later(node.beat_at, Beat(node))
+
+    def validate(self) -> None:
+        """Raises AssertionError unless every piece is sound."""
+        self.network.validate()
+        self.conductor.validate()
+        for prefill in self.prefills:
+            prefill.machine.validate()
+            prefill.store.validate(self.loads.held_at(prefill))
+        for decode in self.decodes:
+            decode.machine.validate()
+        placed = [j for j in self.journeys if j.phase in (Phase.PREFILLING, Phase.DECODING)]
+        assert {j.request_id for j in placed} == self._journey_of.keys(), "a request is lost"
+
+
+def _limits(spec: ClusterSpec) -> Limits:
+    return Limits(
+        ttft_slo_s=spec.ttft_slo_s,
+        tbt_slo_s=spec.tbt_slo_s,
+        lease_s=_LEASES * spec.heartbeat_interval_s,
+        heartbeat_interval_s=spec.heartbeat_interval_s,
+        placement_ttl_s=_PLACEMENT_TTL_S,
+        num_decisions=1,
+    )

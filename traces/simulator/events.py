@@ -1,0 +1,49 @@
+"""What happens to a simulated cluster, and when it looks after whom."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from traces.simulator.journey import Journey
+from traces.simulator.machines import Node
+from traces.simulator.spec import Fault
+
+
+class Arrive(NamedTuple):
+    """A request of the trace reaches the gateway."""
+
+    journey: Journey
+
+
+class PlaceAgain(NamedTuple):
+    """A pause of the gateway is over; of an earlier attempt it means nothing."""
+
+    journey: Journey
+    attempt: int
+
+
+class Wake(NamedTuple):
+    """Something of a machine is due; of the network where there is no machine."""
+
+    node: Node | None
+
+
+class Beat(NamedTuple):
+    """A heartbeat may be due."""
+
+    node: Node
+
+
+class FaultBegins(NamedTuple):
+    fault: Fault
+
+
+class FaultEnds(NamedTuple):
+    fault: Fault
+
+
+class Sample(NamedTuple):
+    """Time to write down how things stand."""
+
+
+Event = Arrive | PlaceAgain | Wake | Beat | FaultBegins | FaultEnds | Sample

@@ -1,0 +1,140 @@
+"""The gateway's side of a request, as `gateway.state` has it: place, place again after a loss, report, end.
+
+It asks the conductor and keeps the journeys; what a placement sets in motion on the machines is `cluster`'s business.
+A rejection ends a request: `retry_after` is not followed. As live: three attempts, whoever broke is avoided, an
+incarnation that broke and that the conductor still offers is handed back, and placings that fail after a loss are
+repeated each `PAUSE_S` until `PATIENCE_S` are over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from conductor.events import Phase as ReportPhase
+from conductor.events import Place, Placed, Refused, Rejected, Report
+from conductor.state import ConductorState
+from protocol.errors import NoWorker
+from protocol.ids import RequestId
+from traces.simulator.journey import Journey, Phase
+from traces.simulator.results import End
+
+MAX_ATTEMPTS = 3  # all of `gateway.state`
+PATIENCE_S = 20.0
+PAUSE_S = 0.25
+DOUBT_S = 6.0
+
+NO_SLO_S = 1e9  # admission never rejects
+
+
+class Gateway:
+    """All requests of a trace."""
+
+    def __init__(self, conductor: ConductorState, *, admits_all: bool) -> None:
+        self._conductor = conductor
+        self._slo_s = NO_SLO_S if admits_all else None
+        self.num_open = 0  # requests that have not ended
+
+    def place(self, journey: Journey, now: float) -> bool:
+        """Asks for a placement. True = it has one; else it ended, or is to be placed again after PAUSE_S."""
+        place = Place(
+            request_id=RequestId(journey.request_id),
+            block_keys=journey.keys,
+            num_prompt_tokens=journey.num_tokens,
+            max_tokens=journey.num_remaining,
+            ttft_slo_s=self._slo_s,
+            tbt_slo_s=self._slo_s,
+            excluded_instances=journey.excluded,
+        )
+        reply = self._conductor.handle(place, now)[-1]
+        if isinstance(reply, Placed):
+            return self._placed(journey, reply, now)
+        assert isinstance(reply, Rejected | Refused)
+        may_recover = isinstance(reply, Rejected) or isinstance(reply.error, NoWorker)
+        reason = reply.reason if isinstance(reply, Rejected) else reply.error.code
+        if journey.attempt > 1 and may_recover:
+            journey.excluded = (
+                frozenset()
+            )  # a restarted instance has the name of the one that was lost
+            self._pause(journey, reason, now)
+        elif isinstance(reply, Rejected):
+            journey.predicted_ttft_s = reply.predicted_ttft_s
+            self.end(journey, End.REJECTED, reason, now)
+        else:
+            self.end(journey, End.FAILED, reason, now)
+        return False
+
+    def _placed(self, journey: Journey, reply: Placed, now: float) -> bool:
+        placement = reply.placement
+        doubted = [
+            endpoint.instance_id
+            for endpoint in (placement.prefill, placement.decode)
+            if now < journey.lost.get((endpoint.instance_id, endpoint.epoch), -math.inf) + DOUBT_S
+        ]
+        if doubted:
+            self._tell(journey, ReportPhase.CANCELLED, 0.0, now)
+            journey.excluded |= frozenset(doubted)
+            self._pause(journey, NoWorker.code, now)
+            return False
+        journey.phase, journey.placement, journey.placed_at = Phase.PREFILLING, placement, now
+        if journey.attempt == 1:
+            journey.predicted_ttft_s = placement.predicted_ttft_s
+        return True
+
+    def _pause(self, journey: Journey, reason: str, now: float) -> None:
+        if journey.impatient_at is None:
+            journey.impatient_at = now + PATIENCE_S
+        if now >= journey.impatient_at:
+            self.end(journey, End.FAILED, reason, now)
+
+    def first_token(self, journey: Journey, cached_tokens: int, now: float) -> None:
+        """The prompt is computed."""
+        journey.impatient_at = None
+        journey.take_token(now)
+        self._tell(journey, ReportPhase.FIRST_TOKEN, now - journey.placed_at, now, cached_tokens)
+        if not journey.num_remaining:
+            self.finish(journey, now)
+
+    def finish(self, journey: Journey, now: float) -> None:
+        """All tokens are there."""
+        self._tell(journey, ReportPhase.FINISHED, now - journey.placed_at, now)
+        self.end(journey, End.COMPLETED, "", now)
+
+    def lose(self, journey: Journey, broken: Iterable[str], now: float) -> bool:
+        """The attempt is over. True = another one is to be placed; else the request has failed."""
+        assert journey.placement is not None
+        self._tell(journey, ReportPhase.FAILED, now - journey.placed_at, now)
+        if journey.attempt == MAX_ATTEMPTS:
+            self.end(journey, End.FAILED, "peer_lost", now)
+            return False
+        names = frozenset(broken)
+        for endpoint in (journey.placement.prefill, journey.placement.decode):
+            if endpoint.instance_id in names:
+                journey.lost[endpoint.instance_id, endpoint.epoch] = now
+        journey.excluded |= names
+        journey.attempt += 1
+        journey.phase = Phase.PLACING
+        return True
+
+    def end(self, journey: Journey, end: End, reason: str, now: float) -> None:
+        assert journey.end is None, "a request ends once"
+        journey.phase, journey.end, journey.reason = Phase.ENDED, end, reason
+        journey.ended_at = now
+        self.num_open -= 1
+
+    def _tell(
+        self,
+        journey: Journey,
+        phase: ReportPhase,
+        elapsed_s: float,
+        now: float,
+        cached_tokens: int = 0,
+    ) -> None:
+        report = Report(
+            request_id=RequestId(journey.request_id),
+            phase=phase,
+            elapsed_s=elapsed_s,
+            cached_tokens=cached_tokens,
+            output_tokens=journey.num_generated,
+        )
+        self._conductor.handle(report, now)

@@ -1,0 +1,59 @@
+"""How things stand, written down now and then: instances, and on how many machines the popular blocks lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from protocol.keys import KEY_BYTES, BlockKey
+from traces.simulator.machines import DecodeNode, Node, PrefillNode
+from traces.simulator.results import InstanceSample, ReplicaSample
+
+
+def key_of(hash_id: int) -> BlockKey:
+    """The block key that stands for a hash id of a trace: both are equal where the prefix is."""
+    return BlockKey((hash_id + 1).to_bytes(KEY_BYTES, "little"))
+
+
+class Samples:
+    """Of one run."""
+
+    def __init__(self, hash_ids: Iterable[int], num_ranks: int) -> None:
+        """`hash_ids`: all of the trace; `num_ranks`: so many of the most popular blocks are followed."""
+        self._row_of = {hash_id: row for row, hash_id in enumerate(dict.fromkeys(hash_ids))}
+        self._hash_ids = list(self._row_of)
+        self._uses = np.zeros(len(self._row_of), np.int64)
+        self._num_ranks = num_ranks
+        self.instances: list[InstanceSample] = []
+        self.replicas: list[ReplicaSample] = []
+
+    def used(self, hash_ids: Sequence[int]) -> None:
+        """A prompt with these blocks came."""
+        self._uses[[self._row_of[hash_id] for hash_id in hash_ids]] += 1
+
+    def take(self, prefills: Sequence[PrefillNode], others: Sequence[Node], now: float) -> None:
+        for node in (*prefills, *others):
+            self.instances.append(_sample(node, now))
+        # Equally popular ones: the one that came first.
+        order = np.argsort(-self._uses, kind="stable")[: self._num_ranks]
+        keys = [key_of(self._hash_ids[row]) for row in order[self._uses[order] > 0]]
+        counts = np.zeros(len(keys), np.int64)
+        for node in prefills:
+            counts += np.array(node.store.present(keys), np.int64)
+        self.replicas.append(ReplicaSample(at_s=now, replicas=tuple(counts.tolist())))
+
+
+def _sample(node: Node, now: float) -> InstanceSample:
+    machine = node.machine if isinstance(node, PrefillNode | DecodeNode) else None
+    assert machine is not None
+    context = node.machine.context_tokens(now) if isinstance(node, DecodeNode) else 0
+    queue_s = node.machine.queue_s() if isinstance(node, PrefillNode) else 0.0
+    return InstanceSample(
+        at_s=now,
+        instance_id=node.name,
+        queued=machine.num_waiting,
+        running=machine.num_running,
+        context_tokens=context,
+        predicted_queue_s=queue_s,
+    )
