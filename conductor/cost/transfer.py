@@ -58,16 +58,14 @@ class TransferBook:
 
     def begin(
         self, key: Hashable, source: int, destination: int, nbytes: float, now: float
-    ) -> float:
-        """A flow was decided. Returns its predicted seconds. A key that is under way begins again."""
-        self.abandon(key, now)
-        row = np.array([destination])
-        predicted_s = float(self.seconds(source, row, np.array([float(nbytes)]), now)[0])
+    ) -> None:
+        """A flow was decided. A key that is under way begins again."""
+        self._advance(now)
+        self._flows.remove(key)
         if source != destination and nbytes > 0:
-            out, into = self.bandwidths.links(source, destination)
-            alone = float(self.bandwidths.alone(source, row)[0])
-            self._flows.add(key, (source, destination), (int(out), int(into)), nbytes, alone)
-        return predicted_s
+            links = self.bandwidths.links_between(source, destination)
+            alone = self.bandwidths.alone_between(source, destination)
+            self._flows.add(key, (source, destination), links, nbytes, alone)
 
     def end(self, key: Hashable, now: float) -> None:
         """All bytes have arrived, which tells how fast their pair is. Unknown keys are ignored."""
