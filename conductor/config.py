@@ -24,6 +24,7 @@ class ConductorConfig(ProcessConfig):
         DEFAULT_BALANCING_THRESHOLD,
         help="fetch a prefix when the best in the cluster is this many times longer; at least 1",
     )
+    policy_seed: int = option(0, help="seed of the random policy")
     # The Mooncake paper's limit for an effective request.
     ttft_slo: float = option(30.0, help="reject when the predicted TTFT exceeds this, seconds")
     # The paper's 0.1 to 0.3 s are for GPUs. A CPU step with several long sequences takes tenths of a second (110M
@@ -35,6 +36,7 @@ class ConductorConfig(ProcessConfig):
         900.0, help="forget a placement whose end nobody reported after this, seconds"
     )
     num_decisions: int = option(4096, help="decisions kept for explanation")
+    decision_mib: int = option(64, help="memory for decisions kept for explanation at most, MiB")
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
     def limits(self) -> Limits:
@@ -44,9 +46,13 @@ class ConductorConfig(ProcessConfig):
                 f"--heartbeat-interval-s ({self.heartbeat_interval_s}) must be positive and "
                 f"shorter than --lease-s ({self.lease_s})"
             )
-        if min(self.ttft_slo, self.tbt_slo, self.placement_ttl_s) <= 0 or self.num_decisions < 1:
+        if (
+            min(self.ttft_slo, self.tbt_slo, self.placement_ttl_s) <= 0
+            or min(self.num_decisions, self.decision_mib) < 1
+        ):
             raise ConfigError(
-                "--ttft-slo, --tbt-slo, --placement-ttl-s and --num-decisions must be positive"
+                "--ttft-slo, --tbt-slo, --placement-ttl-s, --num-decisions and --decision-mib must "
+                "be positive"
             )
         return Limits(
             ttft_slo_s=self.ttft_slo,
@@ -55,4 +61,5 @@ class ConductorConfig(ProcessConfig):
             heartbeat_interval_s=self.heartbeat_interval_s,
             placement_ttl_s=self.placement_ttl_s,
             num_decisions=self.num_decisions,
+            decision_bytes=self.decision_mib * 2**20,
         )

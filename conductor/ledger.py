@@ -18,6 +18,8 @@ from conductor.events import Load
 from protocol.ids import RequestId
 from protocol.profile import PrefillProfile
 
+# What a column holds at most, whatever an instance says about itself; sums of such stay exact.
+_MOST = 2**53
 # Gateway hop, submission and the worker's own bookkeeping, with room for a busy machine.
 SETTLE_S = 0.5
 
@@ -213,9 +215,9 @@ class DecodeBook:
         """
         load = self._load
         return (
-            max(load.num_running - self._gone_seqs, 0) + len(self._unseen),
-            max(load.context_tokens - self._gone_tokens, 0) + self._unseen_tokens,
-            load.free_blocks - max(self._unseen_blocks - load.leased_blocks, 0),
+            max(min(load.num_running, _MOST) - self._gone_seqs, 0) + len(self._unseen),
+            max(min(load.context_tokens, _MOST) - self._gone_tokens, 0) + self._unseen_tokens,
+            min(load.free_blocks, _MOST) - max(self._unseen_blocks - load.leased_blocks, 0),
         )
 
     def _show(self) -> None:

@@ -26,6 +26,7 @@ from conductor.events import (
     InstanceRemoved,
     Placed,
     PlacementForgotten,
+    PolicySwitched,
     Refused,
     Registered,
     Rejected,
@@ -103,6 +104,13 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self._ask(wire.report_from_wire(request), Reported)
         return conductor_pb2.ReportReply()
 
+    async def SetPolicy(
+        self, request: conductor_pb2.SetPolicyRequest, context: Context
+    ) -> conductor_pb2.SetPolicyReply:
+        reply = self._ask(wire.switch_from_wire(request), PolicySwitched)
+        threshold = reply.balancing_threshold
+        return conductor_pb2.SetPolicyReply(name=reply.name, balancing_threshold=threshold or 0.0)
+
     async def GetCluster(
         self, request: conductor_pb2.GetClusterRequest, context: Context
     ) -> conductor_pb2.ClusterView:
@@ -152,6 +160,8 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 log.info("%s %s joined", action.role, action.instance_id)
             case InstanceRemoved():
                 log.warning("%s %s removed: %s", action.role, action.instance_id, action.reason)
+            case PolicySwitched():
+                log.info("placing by %s from now on", action.name)
             case PlacementForgotten():
                 log.warning("nobody reported the end of %s", action.request_id)
 
@@ -166,7 +176,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
 async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     """Runs the conductor until the process is told to stop. Raises ConfigError when it cannot start."""
     registry = CollectorRegistry()
-    policy = make_policy(config.placement_policy, config.balancing_threshold)
+    policy = make_policy(config.placement_policy, config.balancing_threshold, config.policy_seed)
     service = ConductorService(ConductorState(policy, config.limits()), scheduler_metrics(registry))
     server = RpcServer(config.cluster_token)
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)

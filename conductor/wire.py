@@ -14,7 +14,9 @@ from conductor.events import (
     Register,
     Rejected,
     Report,
+    SwitchPolicy,
 )
+from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.view import ClusterView, InstanceView
 from protocol.errors import InvalidRequest
 from protocol.ids import InstanceId, RequestId, Role
@@ -101,6 +103,7 @@ def place_from_wire(message: conductor_pb2.PlaceRequest) -> Place:
         priority=message.priority,
         tenant=message.tenant,
         excluded_instances=frozenset(message.excluded_instances),
+        session_id=message.session_id or None,
     )
 
 
@@ -115,6 +118,14 @@ def report_from_wire(message: conductor_pb2.ReportRequest) -> Report:
         elapsed_s=message.elapsed_s,
         cached_tokens=message.cached_tokens,
         output_tokens=message.output_tokens,
+    )
+
+
+def switch_from_wire(message: conductor_pb2.SetPolicyRequest) -> SwitchPolicy:
+    return SwitchPolicy(
+        name=message.name,
+        balancing_threshold=message.balancing_threshold or DEFAULT_BALANCING_THRESHOLD,
+        seed=message.seed,
     )
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from conductor.draws import digest64, draws
 from conductor.policies.base import Offers, Prompt, Weighed, predict_unfetched
 
-# Times the mean queue: closer to it sessions would move at every burst, far above it they wait while others idle.
-_OVERLOAD = 2.0
+# Times the mean queue, which bounds the busiest instance's also when many prompts look like one session. Nearer to the
+# mean sessions would move at every burst.
+_OVERLOAD = 1.25
 
 
 class SessionAffinity:

@@ -98,11 +98,11 @@ class Directory:
         next_seq: int,
         snapshot: bool,
     ) -> bool:
-        """As `take`; `added` are (key, parent) pairs of blocks in memory."""
-        pairs = list(added)
+        """As `take`; `added` are (key, parent) pairs of blocks in memory, of which repeated ones count once."""
+        parents = dict(added)
         changes = Changes(
-            added=b"".join(key for key, _ in pairs),
-            parents=b"".join(parent for _, parent in pairs),
+            added=b"".join(parents),
+            parents=b"".join(parents.values()),
             removed=b"".join(removed),
         )
         return self.take(instance_id, epoch, changes, first_seq, next_seq, snapshot=snapshot)

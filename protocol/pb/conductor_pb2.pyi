@@ -345,6 +345,7 @@ class PlaceRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     EXCLUDED_INSTANCES_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     block_keys: _builtins.bytes
     """keys of the prompt's full blocks"""
@@ -355,6 +356,8 @@ class PlaceRequest(_message.Message):
     tbt_slo_s: _builtins.float
     priority: _builtins.int
     tenant: _builtins.str
+    session_id: _builtins.str
+    """of the client's conversation; empty = the chain of blocks tells it"""
     @_builtins.property
     def excluded_instances(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """they failed this request before"""
@@ -371,10 +374,11 @@ class PlaceRequest(_message.Message):
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
         excluded_instances: _abc.Iterable[_builtins.str] | None = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_instances", b"excluded_instances", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "tbt_slo_s", b"tbt_slo_s", "tenant", b"tenant", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_instances", b"excluded_instances", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "tbt_slo_s", b"tbt_slo_s", "tenant", b"tenant", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -505,6 +509,56 @@ class ReportReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportReply: _TypeAlias = ReportReply  # noqa: Y015
+
+@_typing.final
+class SetPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BALANCING_THRESHOLD_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    balancing_threshold: _builtins.float
+    """of global-cache-aware; 0 = its default"""
+    seed: _builtins.int
+    """of policies that draw"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        balancing_threshold: _builtins.float = ...,
+        seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancing_threshold", b"balancing_threshold", "name", b"name", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPolicyRequest: _TypeAlias = SetPolicyRequest  # noqa: Y015
+
+@_typing.final
+class SetPolicyReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BALANCING_THRESHOLD_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    balancing_threshold: _builtins.float
+    """0 = the policy has none"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        balancing_threshold: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancing_threshold", b"balancing_threshold", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPolicyReply: _TypeAlias = SetPolicyReply  # noqa: Y015
 
 @_typing.final
 class GetClusterRequest(_message.Message):

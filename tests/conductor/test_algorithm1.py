@@ -5,11 +5,16 @@ A block is 10 tokens, a computed token takes 10 ms, a fetched block 1 ms.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from conductor.decision import Decision
 from conductor.events import Phase
+from conductor.landing import least
 from conductor.policies import make_policy
 from conductor.policies.base import Offers, Prompt
 from protocol.errors import ConfigError
@@ -66,6 +71,42 @@ def test_a_prefix_is_fetched_above_the_threshold_only(own: int, best: int, reuse
     assert weighed.reuse_blocks.tolist() == [reuse]
     assert weighed.transfer_s.tolist() == pytest.approx([(reuse - own) * 0.001])
     assert weighed.prefill_s.tolist() == pytest.approx([(200 - reuse * 10) * 0.01])
+
+
+@given(
+    instances=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 30), st.integers(0, 3)),
+        min_size=1,
+        max_size=12,
+    ),
+    best=st.integers(0, 20),
+    threshold=st.sampled_from([1.0, 1.25, 2.0]),
+)
+@settings(max_examples=300, deadline=None)
+def test_columns_decide_as_the_loop_of_the_paper(
+    instances: list[tuple[int, int, int, int]], best: int, threshold: float
+) -> None:
+    """Algorithm 1 line by line; of equal ones the least recently chosen, then the first."""
+    device = np.array([min(a, b) for a, b, _, _ in instances])
+    prefix = np.array([max(a, b) for a, b, _, _ in instances])
+    queue = np.array([q / 10 for _, _, q, _ in instances])
+    chosen_at = np.array([c for *_, c in instances])
+    given_offers = offers(*prefix.tolist())._replace(
+        device_blocks=device, queue_s=queue, chosen_at=chosen_at
+    )
+    prompt = Prompt(num_tokens=250, block_size=10, best_blocks=best)
+    weighed = make_policy("global-cache-aware", threshold).weigh(prompt, given_offers)
+    expected = []
+    for i, (own, queue_s) in enumerate(zip(prefix.tolist(), queue.tolist(), strict=True)):
+        if (best / own if own else (math.inf if best else 0.0)) > threshold:
+            reuse, transfer_s = best, (best - own) * 0.001
+        else:
+            reuse, transfer_s = own, 0.0
+        ttft_s = transfer_s + queue_s + (250 - reuse * 10) * 0.01
+        ttft_s += (own - int(device[i])) * 0.0001  # from the home store into the device
+        assert weighed.ttft_s[i] == pytest.approx(ttft_s)
+        expected.append((float(weighed.ttft_s[i]), int(chosen_at[i]), i))
+    assert least(weighed.score, chosen_at) == min(expected)[2]
 
 
 def test_ttft_is_loading_and_transfer_and_queue_and_prefill() -> None:

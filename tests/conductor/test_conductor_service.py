@@ -133,6 +133,42 @@ async def test_a_request_is_placed_reported_and_explained(rig: Rig) -> None:
     assert rig.registry.get_sample_value(buckets, {"le": "-0.3"}) == 1
 
 
+async def test_the_policy_is_changed_while_serving(rig: Rig) -> None:
+    await rig.join_pair()
+    await rig.call("Place", wish("r0"))
+    switched = await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name="round-robin"))
+    assert (switched.name, switched.balancing_threshold) == ("round-robin", 0.0)
+    await rig.call("Place", wish("r1"))
+    switched = await rig.call(
+        "SetPolicy", conductor_pb2.SetPolicyRequest(name=DEFAULT_POLICY, balancing_threshold=3.0)
+    )
+    assert switched.balancing_threshold == 3.0
+    policies = []
+    for name in ("r0", "r1"):
+        explained = await rig.call("Explain", conductor_pb2.ExplainRequest(request_id=name))
+        policies.append(json.loads(explained.decision_json)["policy"])
+    assert policies == [DEFAULT_POLICY, "round-robin"]
+    with pytest.raises(InvalidRequest):
+        await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name="nonsense"))
+
+
+async def test_a_session_id_reaches_the_policy(rig: Rig) -> None:
+    for name in ("p0", "p1", "p2", "p3"):
+        await rig.call("Register", registration(name, common_pb2.ROLE_PREFILL))
+    await rig.call("Register", registration("d0", common_pb2.ROLE_DECODE))
+    await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name="session-affinity"))
+    chosen: dict[str, set[str]] = {}
+    cancelled = conductor_pb2.ReportRequest.PHASE_CANCELLED
+    for i in range(40):
+        request = wish(f"r{i}")
+        request.session_id = f"session-{i % 8}"
+        reply = await rig.call("Place", request)
+        chosen.setdefault(request.session_id, set()).add(reply.placement.prefill.instance_id)
+        await rig.call("Report", conductor_pb2.ReportRequest(request_id=f"r{i}", phase=cancelled))
+    assert all(len(instances) == 1 for instances in chosen.values())
+    assert len(set.union(*chosen.values())) > 1
+
+
 async def test_an_unknown_request_is_not_explained(rig: Rig) -> None:
     reply = await rig.call("Explain", conductor_pb2.ExplainRequest(request_id="r0"))
     assert not reply.found
@@ -315,6 +351,7 @@ async def test_a_taken_port_is_a_config_error(rig: Rig) -> None:
         ["--heartbeat-interval-s", "5", "--lease-s", "2"],
         ["--ttft-slo", "0"],
         ["--balancing-threshold", "0.5"],
+        ["--decision-mib", "0"],
     ],
 )
 async def test_values_that_cannot_work_are_config_errors(flags: list[str]) -> None:

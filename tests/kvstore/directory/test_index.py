@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -36,6 +37,14 @@ def test_prefix_lengths_counts_leading_blocks_only() -> None:
     assert directory.prefix_lengths([]) == {}
     assert directory.prefix_lengths([key(99)]) == {}
     assert set(directory.holders(key(1))) == {A, C}
+    directory.validate()
+
+
+def test_a_block_that_is_announced_twice_in_one_message_counts_once() -> None:
+    directory = Directory()
+    pair = (key(1), key(0))
+    assert directory.apply(A, 1, [(key(0), NO_PARENT), pair, pair], [], 1, 4, False)
+    assert directory.num_blocks(A) == 2
     directory.validate()
 
 
@@ -222,3 +231,13 @@ def test_prefix_match_of_many_instances_equals_the_naive_one(
             expected[InstanceId(f"i{index}")] = run
     assert directory.prefix_lengths(KEYS[:length]) == expected
     directory.validate()
+    leading = directory.leading(b"".join(KEYS[:length]))
+    bits = np.array([directory.bit(InstanceId(f"i{n}")) for n in range(len(holdings))])
+    runs = {InstanceId(f"i{n}"): run for n, run in enumerate(leading.runs[bits].tolist()) if run}
+    assert runs == expected
+    for block in range(len(leading.slots)):
+        assert leading.hold(bits, block).tolist() == [block in held for held in holdings]
+    for bit, held in zip(bits.tolist(), holdings, strict=True):
+        for first in range(len(leading.slots)):
+            gaps = (n for n in range(first, len(leading.slots)) if n not in held)
+            assert leading.end_of_run(bit, first) == next(gaps, len(leading.slots))
