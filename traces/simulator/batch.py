@@ -253,6 +253,8 @@ class Batch:
             segment = None
         for sequence in self.running:
             self._note(sequence, now)
+        for sequence in (*self._sampling, *(each for each, _ in self._chunks)):
+            sequence.begun_at = now if sequence.begun_at is None else sequence.begun_at
         self._segment, self._began_at = segment, now
         return segment is not None
 

@@ -386,6 +386,20 @@ class Cluster:
         self.membership.register(node, now)
         self._later(node.beat_at, Beat(node))
 
+    @property
+    def counters(self) -> dict[str, float]:
+        """For the result."""
+        return {
+            "heartbeats": self.membership.num_heartbeats,
+            "bytes_moved": self.network.bytes_carried,
+            "blocks_read_locally": self.loads.blocks_local,
+            "blocks_fetched": self.loads.blocks_fetched,
+            "evicted_blocks": sum(node.store.num_evicted for node in self.prefills),
+            "refused_blocks": sum(node.store.num_refused for node in self.prefills),
+            "preemptions": sum(node.machine.num_preemptions for node in self.decodes),
+            "device_s": sum(journey.prefill_s for journey in self.journeys),
+        }
+
     def validate(self) -> None:
         """Raises AssertionError unless every piece is sound."""
         self.network.validate()

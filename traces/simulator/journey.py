@@ -48,6 +48,7 @@ class Journey:
     reason: str = ""
     ended_at: float = 0.0
     predicted_ttft_s: float = 0.0  # of the first attempt, like the next four
+    served_by: str = ""  # by a machine that does both, where there is no placement
     cached_tokens: int = 0
     queue_s: float = 0.0
     load_s: float = 0.0
@@ -95,8 +96,8 @@ class Journey:
             output_length=self.num_outputs,
             end=self.end,
             reason=self.reason,
-            prefill="" if placement is None else placement.prefill.instance_id,
-            decode="" if placement is None else placement.decode.instance_id,
+            prefill=self.served_by if placement is None else placement.prefill.instance_id,
+            decode=self.served_by if placement is None else placement.decode.instance_id,
             cached_tokens=self.cached_tokens,
             queue_s=self.queue_s,
             load_s=self.load_s,

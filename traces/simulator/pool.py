@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from conductor.events import BlockChanges
 from kvstore.catalog import Catalog
@@ -153,9 +152,11 @@ class Store:
 
     def put(self, keys: Sequence[BlockKey], first: int) -> None:
         """Stores the blocks of a chain from number `first` on; those that are here stay as they are."""
-        for parent, key in pairwise((None, *keys) if first == 0 else keys[first - 1 :]):
-            assert key is not None
-            if self._catalog.find(key) is None and not self._put(key, parent):
+        before = keys[first - 1] if first else None
+        new = keys[first:]
+        for parent, key, is_here in zip((before, *new), new, self.present(new), strict=False):
+            # It may have been evicted for one that came before it in this very loop, which is as good as absent.
+            if not is_here and not self._put(key, parent):
                 self.num_refused += 1
                 return  # what follows would only be found after it
 

@@ -92,3 +92,12 @@ class CoupledSpec:
     tbt_slo_s: float = 0.1
     block_size: int = 512
     seed: int = 0
+
+    def check(self) -> None:
+        """Raises ConfigError that says what to change."""
+        if self.num_instances < 1 or self.block_size < 1 or self.max_num_batched_tokens < 1:
+            raise ConfigError(
+                "--coupled, --block-size and --max-num-batched-tokens must be at least 1"
+            )
+        if min(self.ttft_slo_s, self.tbt_slo_s) <= 0:
+            raise ConfigError("SLOs must be above 0")

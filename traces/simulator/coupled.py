@@ -1,0 +1,188 @@
+"""Baselines: machines that prefill and decode in one batch, as vLLM runs them. Pure but for its result.
+
+Plain: a waiting prompt is computed whole before anybody decodes on. With chunked prefill every step has the decoding
+sequences and as much of the oldest prompt as the token budget leaves. With prefix caching a machine re-uses what its
+own device memory still has. Requests go to the machine with the fewest unfinished ones, none is rejected, and a step
+with a chunk takes as long as the decode step and the chunk one after the other. Several waiting prompts are computed
+one after the other, where vLLM puts them into one step: the last one's first token comes as early, the others' sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from traces.simulator.batch import Batch
+from traces.simulator.blocks import CountedBlocks
+from traces.simulator.cached_blocks import CachedBlocks
+from traces.simulator.clock import Timed
+from traces.simulator.journey import Journey, Phase
+from traces.simulator.results import End, InstanceSample
+from traces.simulator.sequence import Outcome, Sampled
+from traces.simulator.sequence import Sequence as Running
+from traces.simulator.spec import CoupledSpec
+
+_SAMPLE_INTERVAL_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Machine:
+    """One of them."""
+
+    name: str
+    blocks: CountedBlocks
+    batch: Batch
+    num_unfinished: int = 0
+    num_chosen: int = 0  # of the latest request that came here
+    woken_at: float | None = None
+
+
+class Arrive(NamedTuple):
+    """A request reaches the router."""
+
+    journey: Journey
+
+
+class Wake(NamedTuple):
+    """A machine's steps are done."""
+
+    machine: Machine
+
+
+class Sample(NamedTuple):
+    """Time to write down how things stand."""
+
+
+Event = Arrive | Wake | Sample
+
+
+class CoupledCluster:
+    """Give `handle` to a clock, read the journeys."""
+
+    def __init__(self, spec: CoupledSpec, journeys: Sequence[Journey]) -> None:
+        """Raises ConfigError for a spec that cannot be."""
+        spec.check()
+        self.spec = spec
+        self.journeys = journeys
+        self.machines = [self._machine(index) for index in range(spec.num_instances)]
+        self.instances: list[InstanceSample] = []
+        self._journey_of: dict[str, Journey] = {}
+        self._num_open = len(journeys)
+        self._num_arrived = 0
+
+    def _machine(self, index: int) -> Machine:
+        spec, model = self.spec, self.spec.model
+        total = model.device_tokens // spec.block_size
+        blocks = CachedBlocks(total, spec.block_size) if spec.prefix_caching else None
+        kept = blocks or CountedBlocks(total)
+        batch = Batch(
+            decode=model.decode,
+            prefill=model.prefill,
+            blocks=kept,
+            block_size=spec.block_size,
+            max_num_seqs=model.max_num_seqs,
+            max_batched_tokens=max(spec.max_num_batched_tokens, model.max_num_seqs + 1),
+            prompts_first=not spec.chunked_prefill,
+        )
+        return Machine(f"instance-{index}", kept, batch)
+
+    def begin(self) -> Iterator[Timed[Event]]:
+        for journey in self.journeys:
+            yield Timed(journey.record.arrived_s, Arrive(journey))
+        yield Timed(0.0, Sample())
+
+    def handle(self, event: Event, now: float) -> list[Timed[Event]]:
+        match event:
+            case Arrive(journey):
+                return self._arrive(journey, now)
+            case Wake(machine):
+                self._take(machine, machine.batch.advance(now))
+                return self._wake(machine, now)
+            case Sample():
+                self.instances += (_sample(machine, now) for machine in self.machines)
+                return [Timed(now + _SAMPLE_INTERVAL_S, Sample())] if self._num_open else []
+
+    def _arrive(self, journey: Journey, now: float) -> list[Timed[Event]]:
+        tokens = journey.num_tokens + journey.num_outputs
+        if -(-tokens // self.spec.block_size) > self.machines[0].blocks.total:
+            self._end(journey, End.FAILED, "too_long", now)
+            return []
+        machine = min(self.machines, key=lambda m: (m.num_unfinished, m.num_chosen))
+        self._num_arrived += 1
+        machine.num_unfinished += 1
+        machine.num_chosen = self._num_arrived
+        self._take(machine, machine.batch.advance(now))
+        self._journey_of[journey.request_id] = journey
+        journey.phase = Phase.DECODING
+        machine.batch.add(
+            Running(
+                request_id=journey.request_id,
+                rank=(0, self._num_arrived),
+                tokens=journey.num_tokens,
+                remaining=journey.num_outputs,
+                missing=journey.num_tokens,
+                keys=journey.keys,
+            ),
+            now,
+        )
+        return self._wake(machine, now)
+
+    def _wake(self, machine: Machine, now: float) -> list[Timed[Event]]:
+        at = machine.batch.wake_at
+        if at is None or at == machine.woken_at:
+            return []
+        machine.woken_at = at
+        return [Timed(max(at, now), Wake(machine))]
+
+    def _take(self, machine: Machine, outcomes: Iterable[Outcome]) -> None:
+        for outcome in outcomes:
+            sequence = outcome.sequence
+            journey = self._journey_of[sequence.request_id]
+            if isinstance(outcome, Sampled):
+                assert sequence.begun_at is not None
+                journey.take_token(outcome.at)
+                journey.cached_tokens = sequence.cached_tokens
+                journey.queue_s = sequence.begun_at - journey.record.arrived_s
+                journey.prefill_s = sequence.prefill_s
+                journey.served_by = machine.name
+            else:
+                machine.num_unfinished -= 1
+                journey.take_decoded(outcome.gaps_s, outcome.at)
+                self._end(journey, End.COMPLETED, "", outcome.at)
+
+    def _end(self, journey: Journey, end: End, reason: str, now: float) -> None:
+        assert journey.end is None, "a request ends once"
+        journey.phase, journey.end, journey.reason = Phase.ENDED, end, reason
+        journey.ended_at = now
+        self._num_open -= 1
+        self._journey_of.pop(journey.request_id, None)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """For the result."""
+        return {
+            "preemptions": sum(machine.batch.num_preemptions for machine in self.machines),
+            "device_s": sum(journey.prefill_s for journey in self.journeys),
+        }
+
+    def validate(self) -> None:
+        """Raises AssertionError unless every machine is sound."""
+        for machine in self.machines:
+            machine.batch.validate()
+            sequences = [*machine.batch.running, *machine.batch.waiting]
+            assert machine.num_unfinished == len(sequences), "a request is lost"
+            if isinstance(machine.blocks, CachedBlocks):
+                machine.blocks.validate(sequences)
+
+
+def _sample(machine: Machine, now: float) -> InstanceSample:
+    batch = machine.batch
+    return InstanceSample(
+        at_s=now,
+        instance_id=machine.name,
+        queued=len(batch.waiting),
+        running=len(batch.running),
+        context_tokens=batch.context_tokens(now),
+        predicted_queue_s=0.0,
+    )
