@@ -1,0 +1,298 @@
+"""Which of several conductors leads: one candidate's view of one claim in the registry. Pure: `now` is an argument.
+
+Rule: a candidate leads only while nobody else can hold the claim. Its time counts from when it *asked*, on its own
+clock, and is shorter than the claim's by `CLOCK_DRIFT`; whoever cannot renew steps down by itself, whether or not the
+registry can be reached. A claim that was granted although this candidate did not see its predecessor's run out (the
+registry may have lost its memory) is held for a whole `ttl_s` before it counts. Knows no registry and no clock.
+
+```
+FOLLOWING ─ claim ─► CLAIMING ─ granted ─► LEADING ─ renew ─► RENEWING ─ renewed ─► LEADING
+    ▲ ◄── refused, silence ──┘                │ time is over       │ time is over
+    └─────────────────────────────────────────┴─── any answer ─── LAPSED
+```
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+CLOCK_DRIFT = 0.1
+"""Two clocks may run apart by this share of the time; quartz does by 1e-4, so this covers virtual machines too."""
+MARGIN_S = 0.05
+"""After the instant at which another's claim ends: registries round to milliseconds, and timers ring early."""
+_HISTORY = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How long a claim lasts; the same for all candidates."""
+
+    ttl_s: float = 2.0
+
+    @property
+    def held_s(self) -> float:
+        """How long its holder counts on it."""
+        return self.ttl_s * (1 - CLOCK_DRIFT)
+
+    @property
+    def renew_every_s(self) -> float:
+        """Also how long an answer is waited for; three tries fit into `held_s`."""
+        return self.ttl_s / 4
+
+
+class Phase(StrEnum):
+    """Where a candidate is."""
+
+    FOLLOWING = "following"
+    CLAIMING = "claiming"
+    LEADING = "leading"  # or waiting for `leads_from`
+    RENEWING = "renewing"
+    LAPSED = "lapsed"  # the time was over before the renewal's answer came
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed; due at `LeadershipState.due_at`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimed:
+    """The claim is ours, under an epoch above all earlier ones."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Another has the claim, for so long yet unless it renews."""
+
+    retry_after_s: float
+    leader_address: str | None
+    epoch: int  # of the claim, as far as known; else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    """The claim is ours from when the renewal was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """The registry has no claim of ours under this epoch."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistrySilent:
+    """No answer: what was asked for may have been done, or be done yet."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Ask for the claim with an epoch above `known_epoch`."""
+
+    known_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renew:
+    """Ask for more time."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginLeading:
+    """From now on calls are answered, from a state that knows nobody yet."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDown:
+    """Calls are refused again."""
+
+    epoch: int
+    reason: str
+
+
+Answer = Claimed | Refused | Renewed | Lost | RegistrySilent
+Event = Tick | Answer
+Action = Claim | Renew | BeginLeading | StepDown
+
+
+class IllegalEvent(AssertionError):
+    """A bug of the shell: an answer to what was not asked. Says what happened before."""
+
+
+@dataclass(slots=True, eq=False)
+class LeadershipState:
+    """One candidate. At most one question to the registry is under way at a time."""
+
+    terms: Terms
+    due_at: float = 0.0  # FOLLOWING: claim; LEADING: renew or begin; RENEWING: begin or lapse
+    phase: Phase = Phase.FOLLOWING
+    epoch: int = 0  # LEADING, RENEWING: of the claim; LAPSED: of the one that ended
+    known_epoch: int = 0  # the highest that this candidate has heard of
+    leader_address: str | None = None  # of another, as the registry last told
+    _asked_at: float = 0.0  # CLAIMING, RENEWING, LAPSED
+    _leads_from: float = 0.0  # LEADING, RENEWING
+    _leads_until: float = 0.0  # LEADING, RENEWING
+    _renew_at: float = 0.0  # LEADING
+    _has_begun: bool = False  # BeginLeading was given for this claim
+    _other_until: float | None = None  # another's claim, as of the last answer; None = not known
+    _history: deque[str] = field(default_factory=lambda: deque(maxlen=_HISTORY))  # for messages
+
+    def leads(self, now: float) -> bool:
+        """Whether an answer given at `now` is the leader's. Asked at each call: a stopped process wakes up late."""
+        return self._has_begun and self._leads_from <= now < self._leads_until
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Raises IllegalEvent, and changes nothing, for an answer to what was not asked."""
+        name = type(event).__name__
+        if not isinstance(event, Tick) and type(event) not in _AWAITED.get(self.phase, ()):
+            raise IllegalEvent(f"{name} while {self.phase}, after {', '.join(self._history)}")
+        self._history.append(f"{self.phase}/{name}@{now:.3f}")
+        actions = self._lapse(now)
+        actions += _HANDLERS[self.phase, type(event)](self, event, now)
+        self._set_due()
+        return actions
+
+    def validate(self) -> None:
+        """Raises AssertionError where the state contradicts itself."""
+        assert self.epoch <= self.known_epoch
+        if self.phase in _HOLDING:
+            assert self.epoch > 0
+            assert self._leads_from < self._leads_until or not self._has_begun
+            assert self.due_at <= self._leads_until
+        else:
+            assert not self._has_begun, "leads without a claim"
+            assert self._leads_until <= self._leads_from, "a claim that ended counts yet"
+
+    # Time
+
+    def _lapse(self, now: float) -> list[Action]:
+        if self.phase not in _HOLDING or now < self._leads_until:
+            return []
+        phase = Phase.LAPSED if self.phase is Phase.RENEWING else Phase.FOLLOWING
+        return self._give_up(phase, "the claim could not be renewed in time", now)
+
+    def _give_up(self, phase: Phase, reason: str, now: float) -> list[Action]:
+        begun, self._has_begun = self._has_begun, False
+        self._leads_from = self._leads_until = now
+        self._other_until = None
+        self.phase, self.due_at = phase, now
+        return [StepDown(epoch=self.epoch, reason=reason)] if begun else []
+
+    def _begin_if_due(self, now: float) -> list[Action]:
+        if self._has_begun or not self._leads_from <= now < self._leads_until:
+            return []
+        self._has_begun = True
+        self.leader_address = None
+        return [BeginLeading(epoch=self.epoch)]
+
+    def _set_due(self) -> None:
+        if self.phase not in _HOLDING:
+            return
+        times = [self._leads_until]
+        if not self._has_begun:
+            times.append(self._leads_from)
+        if self.phase is Phase.LEADING:
+            times.append(self._renew_at)
+        self.due_at = min(times)
+
+    # Handlers; those of answers are called in the phase after a lapse
+
+    def _on_tick_following(self, event: Tick, now: float) -> list[Action]:
+        if now < self.due_at:
+            return []
+        self.phase, self._asked_at = Phase.CLAIMING, now
+        return [Claim(known_epoch=self.known_epoch)]
+
+    def _on_tick_holding(self, event: Tick, now: float) -> list[Action]:
+        actions = self._begin_if_due(now)
+        if self.phase is Phase.LEADING and now >= self._renew_at:
+            self.phase, self._asked_at = Phase.RENEWING, now
+            actions.append(Renew(epoch=self.epoch))
+        return actions
+
+    def _on_tick_waiting(self, event: Tick, now: float) -> list[Action]:
+        return []
+
+    def _on_claimed(self, event: Claimed, now: float) -> list[Action]:
+        self.epoch, self.known_epoch = event.epoch, max(self.known_epoch, event.epoch)
+        saw_the_end = self._other_until is not None and self._other_until <= self._asked_at
+        self._other_until = None
+        self._leads_from = self._asked_at + (0.0 if saw_the_end else self.terms.ttl_s)
+        self._leads_until = self._asked_at + self.terms.held_s
+        self._renew_at = self._asked_at + self.terms.renew_every_s
+        self.phase = Phase.LEADING
+        if now >= self._leads_until:  # the answer took too long to be of use
+            return self._give_up(Phase.FOLLOWING, "", now)
+        return self._begin_if_due(now)
+
+    def _on_refused(self, event: Refused, now: float) -> list[Action]:
+        self.known_epoch = max(self.known_epoch, event.epoch)
+        self.leader_address = event.leader_address
+        self._other_until = now + event.retry_after_s
+        in_turn = now + self.terms.renew_every_s
+        # A claim asked for just before the other's end could be granted just after it, and would have to wait.
+        ends_at = self._other_until + MARGIN_S
+        self.phase, self.due_at = Phase.FOLLOWING, ends_at if ends_at <= in_turn else in_turn
+        return []
+
+    def _on_unclaimed(self, event: RegistrySilent, now: float) -> list[Action]:
+        self._other_until = None
+        self.phase, self.due_at = Phase.FOLLOWING, now + self.terms.renew_every_s
+        return []
+
+    def _on_renewed(self, event: Renewed, now: float) -> list[Action]:
+        self._leads_until = self._asked_at + self.terms.held_s
+        self._renew_at = self._asked_at + self.terms.renew_every_s
+        self.phase = Phase.LEADING
+        return self._begin_if_due(now)
+
+    def _on_not_renewed(self, event: RegistrySilent, now: float) -> list[Action]:
+        self._renew_at = now + self.terms.renew_every_s / 2
+        self.phase = Phase.LEADING
+        return self._begin_if_due(now)
+
+    def _on_lost(self, event: Lost, now: float) -> list[Action]:
+        return self._give_up(Phase.FOLLOWING, event.reason, now)
+
+    def _on_late_answer(self, event: Answer, now: float) -> list[Action]:
+        self.phase, self.due_at = Phase.FOLLOWING, now
+        return []
+
+
+_HOLDING = frozenset({Phase.LEADING, Phase.RENEWING})
+_RENEWALS = (Renewed, Lost, RegistrySilent)
+_AWAITED: dict[Phase, tuple[type, ...]] = {
+    Phase.CLAIMING: (Claimed, Refused, RegistrySilent),
+    Phase.RENEWING: _RENEWALS,
+    Phase.LAPSED: _RENEWALS,
+}
+
+# One row per phase and event; typed loosely because each handler takes its own event class.
+_HANDLERS: dict[tuple[Phase, type], Callable[..., list[Action]]] = {
+    (Phase.FOLLOWING, Tick): LeadershipState._on_tick_following,
+    (Phase.CLAIMING, Tick): LeadershipState._on_tick_waiting,
+    (Phase.LEADING, Tick): LeadershipState._on_tick_holding,
+    (Phase.RENEWING, Tick): LeadershipState._on_tick_holding,
+    (Phase.LAPSED, Tick): LeadershipState._on_tick_waiting,
+    (Phase.CLAIMING, Claimed): LeadershipState._on_claimed,
+    (Phase.CLAIMING, Refused): LeadershipState._on_refused,
+    (Phase.CLAIMING, RegistrySilent): LeadershipState._on_unclaimed,
+    (Phase.RENEWING, Renewed): LeadershipState._on_renewed,
+    (Phase.RENEWING, Lost): LeadershipState._on_lost,
+    (Phase.RENEWING, RegistrySilent): LeadershipState._on_not_renewed,
+    (Phase.LAPSED, Renewed): LeadershipState._on_late_answer,
+    (Phase.LAPSED, Lost): LeadershipState._on_late_answer,
+    (Phase.LAPSED, RegistrySilent): LeadershipState._on_late_answer,
+}

@@ -1,0 +1,265 @@
+"""Of several candidates at most one leads, whatever messages, clocks and processes do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conductor.leadership import (
+    BeginLeading,
+    Claim,
+    Claimed,
+    IllegalEvent,
+    LeadershipState,
+    Lost,
+    Phase,
+    Refused,
+    RegistrySilent,
+    Renew,
+    Renewed,
+    StepDown,
+    Terms,
+    Tick,
+)
+from protocol.errors import StaleLease
+from protocol.registry.base import Member
+from protocol.registry.table import MembershipTable
+from protocol.request import Endpoint
+
+TERMS = Terms(ttl_s=2.0)
+
+
+def following() -> LeadershipState:
+    """A candidate that has asked once, and was refused just now (0.0): the other's claim ends at 0.2."""
+    state = LeadershipState(TERMS)
+    assert state.handle(Tick(), 0.0) == [Claim(known_epoch=0)]
+    state.handle(Refused(retry_after_s=0.2, leader_address="a:1", epoch=4), 0.0)
+    return state
+
+
+def leading() -> LeadershipState:
+    """Leads with epoch 5 from 1.0 on."""
+    state = following()
+    assert state.handle(Tick(), 1.0) == [Claim(known_epoch=4)]
+    assert state.handle(Claimed(epoch=5), 1.1) == [BeginLeading(epoch=5)]
+    return state
+
+
+def test_a_follower_names_the_leader_and_asks_again_when_its_claim_ends() -> None:
+    state = following()
+    assert state.leader_address == "a:1"
+    assert 0.2 < state.due_at < 0.5
+    state.handle(Tick(), state.due_at)
+    state.handle(Refused(retry_after_s=1.9, leader_address="a:1", epoch=4), 0.3)
+    assert state.due_at == 0.3 + TERMS.renew_every_s
+    state.validate()
+
+
+def test_a_leader_counts_from_when_it_asked_and_on_less_than_the_registry_does() -> None:
+    state = leading()
+    assert state.leads(1.0 + TERMS.held_s - 0.001)
+    assert not state.leads(1.0 + TERMS.held_s)
+    assert TERMS.held_s < TERMS.ttl_s
+
+
+def test_a_renewal_extends_from_its_own_asking() -> None:
+    state = leading()
+    assert state.handle(Tick(), 1.4) == []
+    assert state.handle(Tick(), 1.5) == [Renew(epoch=5)]
+    assert state.handle(Renewed(), 1.9) == []
+    assert state.leads(1.5 + TERMS.held_s - 0.001)
+    assert not state.leads(1.5 + TERMS.held_s)
+    state.validate()
+
+
+def test_a_silent_registry_ends_nothing_before_another_could_have_taken_over() -> None:
+    state = leading()
+    now = state.due_at
+    while now < 1.0 + TERMS.held_s:
+        assert state.leads(now)
+        assert state.handle(Tick(), now) == [Renew(epoch=5)]
+        assert state.handle(RegistrySilent(reason="gone"), now) == []
+        now = state.due_at
+    [step_down, claim] = state.handle(Tick(), now)
+    assert isinstance(step_down, StepDown)
+    assert claim == Claim(known_epoch=5)
+    state.validate()
+
+
+def test_whoever_was_asleep_does_not_lead_when_it_wakes_up_and_says_so_once() -> None:
+    state = leading()
+    assert not state.leads(6.0)
+    assert [type(action) for action in state.handle(Tick(), 6.0)] == [StepDown, Claim]
+
+
+def test_an_answer_after_the_end_of_the_claim_does_not_revive_it() -> None:
+    state = leading()
+    state.handle(Tick(), 1.5)
+    [step_down] = state.handle(Renewed(), 4.0)
+    assert isinstance(step_down, StepDown)
+    assert not state.leads(4.0)
+    assert state.handle(Tick(), 4.0) == [Claim(known_epoch=5)]
+
+
+def test_a_claim_that_another_has_taken_over_ends_at_once() -> None:
+    state = leading()
+    state.handle(Tick(), 1.5)
+    assert state.handle(Lost(reason="superseded"), 1.6) == [StepDown(epoch=5, reason="superseded")]
+    assert not state.leads(1.6)
+    state.validate()
+
+
+def test_a_claim_granted_too_early_counts_only_when_any_other_must_have_ended() -> None:
+    """A registry that restarted empty grants at once what another still counts on."""
+    state = LeadershipState(TERMS)
+    state.handle(Tick(), 0.0)
+    state.handle(Refused(retry_after_s=1.9, leader_address="a:1", epoch=4), 0.0)
+    state.handle(Tick(), 0.5)
+    assert state.handle(Claimed(epoch=5), 0.5) == []
+    now = 0.5
+    while not state.leads(now):
+        assert now < 0.5 + TERMS.ttl_s
+        now = state.due_at
+        if Renew(epoch=5) in state.handle(Tick(), now):
+            state.handle(Renewed(), now)
+        state.validate()
+    assert now == 0.5 + TERMS.ttl_s
+
+
+def test_an_answer_to_what_was_not_asked_is_refused_and_changes_nothing() -> None:
+    state = leading()
+    with pytest.raises(IllegalEvent, match="Renewed while leading, after following/Tick"):
+        state.handle(Renewed(), 1.2)
+    assert state.phase is Phase.LEADING
+    assert state.leads(1.2)
+
+
+class World:
+    """Candidates with clocks of their own, a registry with another, and messages that take their time."""
+
+    def __init__(self, rates: list[float], registry_rate: float) -> None:
+        self.now = 0.0
+        self.rates, self.registry_rate = rates, registry_rate
+        self.table = MembershipTable(first_epoch=1)
+        self.states = [LeadershipState(TERMS, due_at=self.clock(i)) for i in range(len(rates))]
+        self.asked: list[Claim | Renew | None] = [None] * len(rates)  # on its way to the registry
+        self.answers: list[Claimed | Refused | Renewed | Lost | None] = [None] * len(rates)
+        self.strays: list[tuple[int, Claim | Renew]] = []  # given up by who sent them
+        self.epochs_begun: list[int] = []
+
+    def clock(self, number: int) -> float:
+        return 1000.0 * number + self.rates[number] * self.now
+
+    def member(self, number: int, epoch: int) -> Member:
+        endpoint = Endpoint(
+            instance_id="leader",
+            epoch=epoch,
+            rpc_address=f"c{number}:1",
+            transfer_address="",
+            host="",
+        )
+        return Member(endpoint=endpoint, role="conductor", owner=f"c{number}")
+
+    def step(self, verb: str, number: int) -> None:
+        """`verb`: tick, ask (the question arrives), answer (it comes back), drop (given up), stray (arrives late)."""
+        if verb == "tick":
+            self.deliver(number, Tick())
+        elif verb == "ask" and (question := self.asked[number]) is not None:
+            self.asked[number], self.answers[number] = None, self.decide(number, question)
+        elif verb == "answer" and (answer := self.answers[number]) is not None:
+            self.answers[number] = None
+            self.deliver(number, answer)
+        elif verb == "drop":
+            self.drop(number)
+        elif verb == "stray" and self.strays:
+            self.decide(*self.strays.pop(0))
+
+    def drop(self, number: int) -> None:
+        question = self.asked[number]
+        if question is None and self.answers[number] is None:
+            return
+        if question is not None:
+            self.strays.append((number, question))
+        self.asked[number] = self.answers[number] = None
+        self.deliver(number, RegistrySilent(reason="dropped"))
+
+    def decide(self, number: int, question: Claim | Renew) -> Claimed | Refused | Renewed | Lost:
+        now = self.registry_rate * self.now
+        try:
+            if isinstance(question, Claim):
+                member = self.member(number, question.known_epoch)
+                joined = self.table.join(member, TERMS.ttl_s, now)
+                return Claimed(epoch=joined.endpoint.epoch)
+            self.table.renew("leader", question.epoch, TERMS.ttl_s, now)
+            return Renewed()
+        except StaleLease as error:
+            if isinstance(question, Renew):
+                return Lost(reason=error.message)
+            return Refused(retry_after_s=error.retry_after_s or 0.0, leader_address=None, epoch=0)
+
+    def deliver(
+        self, number: int, event: Tick | Claimed | Refused | Renewed | Lost | RegistrySilent
+    ) -> None:
+        for action in self.states[number].handle(event, self.clock(number)):
+            if isinstance(action, Claim | Renew):
+                assert self.asked[number] is None
+                assert self.answers[number] is None
+                self.asked[number] = action
+            elif isinstance(action, BeginLeading):
+                self.epochs_begun.append(action.epoch)
+
+    def check(self) -> None:
+        leaders = [i for i, state in enumerate(self.states) if state.leads(self.clock(i))]
+        assert len(leaders) <= 1, f"{leaders} lead"
+        assert self.epochs_begun == sorted(set(self.epochs_begun)), "an epoch did not grow"
+        for number in leaders:
+            [holder] = self.table.members(self.registry_rate * self.now)
+            assert holder.owner == f"c{number}", "leads without the claim"
+        for state in self.states:
+            state.validate()
+        self.table.validate()
+
+
+RATES = st.floats(0.955, 1.045)  # any two of them apart by less than CLOCK_DRIFT
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["tick", "tick", "ask", "ask", "answer", "answer", "drop", "stray"]),
+        st.integers(0, 2),
+        st.sampled_from([0.0, 0.0, 0.05, 0.3, 0.6, 1.9]),
+    ),
+    max_size=120,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(RATES, min_size=3, max_size=3), RATES, STEPS)
+def test_never_do_two_lead_and_epochs_grow(
+    rates: list[float], registry_rate: float, steps: list[tuple[str, int, float]]
+) -> None:
+    world = World(rates, registry_rate)
+    for verb, number, pause_s in steps:
+        world.step(verb, number)
+        world.check()
+        world.now += pause_s
+        world.check()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(RATES, min_size=3, max_size=3), RATES, STEPS)
+def test_whatever_happened_a_working_registry_has_a_leader_again_soon(
+    rates: list[float], registry_rate: float, steps: list[tuple[str, int, float]]
+) -> None:
+    """Within three times the claim: a lost one's runs out, and one that was granted too early is waited for."""
+    world = World(rates, registry_rate)
+    for verb, number, pause_s in steps:
+        world.step(verb, number)
+        world.now += pause_s
+    gives_up_at = world.now + 3 * TERMS.ttl_s
+    while not any(state.leads(world.clock(i)) for i, state in enumerate(world.states)):
+        assert world.now < gives_up_at
+        for number in range(len(rates)):
+            for verb in ("answer", "tick", "ask", "answer"):
+                world.step(verb, number)
+        world.check()
+        world.now += 0.02
