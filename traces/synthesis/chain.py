@@ -48,4 +48,9 @@ class BlockIds:
         if not count:
             return chain
         first, self._next = self._next, self._next + count
-        return Chain((*chain.runs, (first, count)), chain.length + count)
+        runs = chain.runs
+        if runs and sum(runs[-1]) == first:
+            runs, first, count_of_run = runs[:-1], runs[-1][0], runs[-1][1] + count
+        else:
+            count_of_run = count
+        return Chain((*runs, (first, count_of_run)), chain.length + count)

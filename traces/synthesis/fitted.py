@@ -1,7 +1,8 @@
 """What a trace in the likeness of another takes from it: per request a few numbers, no ids and no order of blocks.
 
-A *donor* is one request of the given trace, reduced to lengths, the gap before it, and how it reuses: how many leading
-blocks, how long after their last use, how popular the deepest of them was, and how much of the earlier prompt it left.
+A *donor* is one request of the given trace, reduced to lengths, the gap before it, which of the widely shared prefixes
+it begins with, and how it reuses beyond that: how many leading blocks, how long after their last use, how popular the
+deepest of them was, and how much of the earlier prompt it left.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from protocol.errors import ConfigError
 from traces.analysis.prefixes import Visit, prefix_tree
 from traces.analysis.sessions import turn_numbers
 from traces.format import TraceRecord
+from traces.synthesis.trunks import Trunk, trunks_of
 
 MIN_REQUESTS = 20
 
@@ -37,7 +39,8 @@ class Donor:
     input_length: int
     output_length: int
     turn: int  # in its session, as `traces.analysis.sessions` counts; 1: extends no earlier prompt
-    reuse: Reuse | None
+    trunk: Trunk
+    reuse: Reuse | None  # that goes deeper than the trunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,12 @@ def fit(records: Sequence[TraceRecord]) -> Fit:
         raise ConfigError("all requests come at once, so there is no rate to be like")
     tree = prefix_tree(records)
     turns = turn_numbers(tree, records)
+    trunks = trunks_of(tree, records, turns)
     uses = [0] * tree.num_blocks
     donors: list[Donor] = []
     for request, record in enumerate(records):
-        visit = tree.visits[request]
+        visit, trunk = tree.visits[request], trunks[request]
+        reuse = _reuse(record, visit, records, uses)
         donors.append(
             Donor(
                 arrived_s=record.arrived_s - records[0].arrived_s,
@@ -82,7 +87,8 @@ def fit(records: Sequence[TraceRecord]) -> Fit:
                 input_length=record.input_length,
                 output_length=record.output_length,
                 turn=turns[request],
-                reuse=_reuse(record, visit, records, uses),
+                trunk=trunk,
+                reuse=reuse if reuse and reuse.blocks > len(trunk.path) else None,
             )
         )
         for block in visit.blocks:

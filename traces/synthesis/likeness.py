@@ -1,8 +1,9 @@
 """A trace in the likeness of another: each request takes its figures from a given one and finds its own prefix.
 
-A request takes lengths and reuse of one donor, and begins with the earlier prompt of *this* trace that comes closest to
-what the donor began with: as many blocks, last used as long ago, as popular, as late in its session, extended or left
-midway. So sums of reused and new blocks, times between uses and popularity carry over, and no prompt does.
+A request takes lengths and reuse of one donor. It begins with the widely shared prefix that the donor had, or beyond it
+with the earlier prompt of *this* trace that comes closest to what the donor began with: as many blocks, last used as
+long ago, as popular, as late in its session, extended or left midway. So sums of reused and new blocks, times between
+uses and popularity carry over, and no prompt does. The denser the traffic, the closer the match.
 
 More requests per second mean more users, who think as long as before.
 Knows the fit only, never the given trace.
@@ -19,11 +20,10 @@ from protocol.errors import ConfigError
 from traces.format import TOKENS_PER_HASH, TraceRecord
 from traces.synthesis.arrivals import ArrivalSpec, arrival_times
 from traces.synthesis.chain import BlockIds, Chain
-from traces.synthesis.fitted import Donor, Fit, Reuse
+from traces.synthesis.fitted import Donor, Fit
 from traces.synthesis.past import REMEMBERED, Past, Prompt, Wish
 from traces.synthesis.stream import DonorStream, GapStream
-
-_MIN_ELAPSED_S = 1.0
+from traces.synthesis.trunks import TrunkChains, TrunkKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,10 @@ def records_like(
     gaps = GapStream(fit, random, rate, donors)
     times = arrival_times(arrivals, random) if arrivals else _times(gaps)
     longest = round(fit.longest_input * stretch.lengths)
-    likeness = _Likeness(stretch, rate, longest, Past(remembered))
+    likeness = _Likeness(stretch, longest, Past(remembered))
     for at_s in times:
-        yield likeness.request(donors.draw(at_s), at_s)
+        donor, round_number = donors.draw(at_s)
+        yield likeness.request(donor, round_number, at_s)
 
 
 def _times(gaps: GapStream) -> Iterator[float]:
@@ -68,15 +69,13 @@ def _times(gaps: GapStream) -> Iterator[float]:
 
 
 class _Likeness:
-    def __init__(self, stretch: Stretch, rate: float, longest: int, past: Past) -> None:
-        self._stretch, self._rate, self._past = stretch, rate, past
-        self._longest = longest
+    def __init__(self, stretch: Stretch, longest: int, past: Past) -> None:
+        self._stretch, self._longest, self._past = stretch, longest, past
         self._ids = BlockIds()
+        self._trunks = TrunkChains(self._ids, stretch.lengths)
 
-    def request(self, donor: Donor, at_s: float) -> TraceRecord:
-        prompt = self._prompt(
-            donor, max(1, round(donor.input_length * self._stretch.lengths)), at_s
-        )
+    def request(self, donor: Donor, round_number: int, at_s: float) -> TraceRecord:
+        prompt = self._prompt(donor, round_number, at_s)
         self._past.add(prompt)
         return TraceRecord(
             arrived_s=at_s,
@@ -85,42 +84,54 @@ class _Likeness:
             hash_ids=tuple(prompt.chain.ids()),
         )
 
-    def _prompt(self, donor: Donor, length: int, at_s: float) -> Prompt:
-        reuse = donor.reuse
-        if reuse is None or length < TOKENS_PER_HASH:
-            return self._made(Chain(), length, at_s)
-        wish = self._wish(donor, reuse, length, at_s)
-        joined = self._past.popular(wish) if reuse.uses > 1 else None
-        earlier = joined or self._past.private(wish)
-        if earlier is None:
-            return self._made(Chain(), length, at_s)
-        turn = earlier.turn + 1 if donor.turn > 1 else 1
-        uses = joined.uses + 1 if joined else 2
-        if reuse.repeats:
-            return _again(earlier, uses, turn, at_s)
-        depth = wish.blocks if joined else wish.depth(earlier)
-        earlier.taken = max(earlier.taken, depth)
-        # Longer or shorter by what the earlier prompt is, so that the new part keeps its length.
-        length += (depth - wish.blocks) * TOKENS_PER_HASH
-        return self._made(earlier.chain.head(depth), length, at_s, uses, turn)
+    def _prompt(self, donor: Donor, round_number: int, at_s: float) -> Prompt:
+        length = max(1, round(donor.input_length * self._stretch.lengths))
+        trunk = self._trunks.chain(donor.trunk, length // TOKENS_PER_HASH, round_number)
+        key = self._trunks.key(donor.trunk, round_number)
+        wish = self._wish(donor, key, length, at_s)
+        if wish is not None and wish.blocks > trunk.length:
+            extended = self._past.session(wish) if wish.turn and not wish.left else None
+            joined = self._past.popular(wish) if not extended and wish.uses > 1 else None
+            earlier = extended or joined or self._past.private(wish)
+            if earlier is not None:
+                depth = wish.blocks if joined else wish.depth(earlier)
+                return self._continued(earlier, depth, donor, wish, length)
+        return self._made(trunk, key, length, at_s)
 
-    def _wish(self, donor: Donor, reuse: Reuse, length: int, at_s: float) -> Wish:
+    def _wish(self, donor: Donor, key: TrunkKey, length: int, at_s: float) -> Wish | None:
+        """What the donor's reuse is here; None when it has none."""
+        reuse = donor.reuse
         room = length // TOKENS_PER_HASH
+        if reuse is None or not room:
+            return None
         blocks = min(room, max(1, round(reuse.blocks * self._stretch.lengths)))
-        elapsed = at_s * self._rate / max(donor.arrived_s, _MIN_ELAPSED_S)
         return Wish(
+            trunk=key,
             blocks=blocks,
             most=blocks + (self._longest - length) // TOKENS_PER_HASH,
             left=round(reuse.left * self._stretch.lengths),
             arrived_s=at_s - reuse.after_s,
             now_s=at_s,
             turn=donor.turn - 1,
-            min_uses=reuse.uses,
-            # What is popular for good has grown with the number of requests since.
-            max_uses=reuse.uses * max(1.0, elapsed),
+            uses=reuse.uses,
         )
 
-    def _made(self, base: Chain, length: int, at_s: float, uses: int = 1, turn: int = 1) -> Prompt:
+    def _continued(
+        self, earlier: Prompt, depth: int, donor: Donor, wish: Wish, length: int
+    ) -> Prompt:
+        """A prompt that begins with `depth` blocks of the earlier one."""
+        turn = earlier.turn + 1 if wish.turn else 1
+        uses = earlier.uses + 1 if depth <= earlier.shared else 2
+        if donor.reuse is not None and donor.reuse.repeats:
+            return _again(earlier, uses, turn, wish.now_s)
+        earlier.taken = max(earlier.taken, depth)
+        # Longer or shorter by what the earlier prompt is, so that the new part keeps its length.
+        length += (depth - wish.blocks) * TOKENS_PER_HASH
+        return self._made(earlier.chain.head(depth), wish.trunk, length, wish.now_s, uses, turn)
+
+    def _made(
+        self, base: Chain, trunk: TrunkKey, length: int, at_s: float, uses: int = 1, turn: int = 1
+    ) -> Prompt:
         """A prompt of `length` tokens that begins with `base` and is new behind it."""
         num_new = -(-length // TOKENS_PER_HASH) - base.length
         return Prompt(
@@ -130,6 +141,7 @@ class _Likeness:
             whole=length // TOKENS_PER_HASH,
             shared=base.length,
             uses=uses,
+            trunk=trunk,
             turn=turn,
         )
 
@@ -144,5 +156,6 @@ def _again(earlier: Prompt, uses: int, turn: int, at_s: float) -> Prompt:
         whole=earlier.whole,
         shared=earlier.whole,
         uses=uses,
+        trunk=earlier.trunk,
         turn=turn,
     )

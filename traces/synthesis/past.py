@@ -16,6 +16,7 @@ from itertools import islice
 from operator import attrgetter
 
 from traces.synthesis.chain import Chain
+from traces.synthesis.trunks import TrunkKey
 
 REMEMBERED = 200_000  # prompts, about 100 MB
 _NEAREST = 3  # prompts of a line that are compared on each side
@@ -35,7 +36,8 @@ class Prompt:
     input_length: int
     whole: int  # blocks without the partial last one
     shared: int  # leading blocks that were there before it
-    uses: int  # of the deepest shared block, this one counted; 1 when nothing is shared
+    uses: int  # of the deepest shared block, this one counted; 1 when only a trunk is shared
+    trunk: TrunkKey
     turn: int = 1  # in its session, as `traces.analysis.sessions` counts
     taken: int = 0  # leading blocks that a later prompt has begun with
 
@@ -52,14 +54,14 @@ class Prompt:
 class Wish:
     """What an earlier prompt should be like."""
 
+    trunk: TrunkKey  # it begins with this one, and no other will do
     blocks: int  # to begin with
     most: int  # that may be begun with, so that the new prompt stays within the longest one
     left: int  # whole blocks of the earlier prompt behind them; 0: the new one extends it
     arrived_s: float
     now_s: float
     turn: int  # in its session; 0: whichever
-    min_uses: float  # of the deepest block; a popular one may have more than it had by then
-    max_uses: float
+    uses: int  # of the deepest block
 
     @property
     def size(self) -> int:
@@ -67,7 +69,7 @@ class Wish:
         return self.blocks + self.left
 
     def depth(self, prompt: Prompt) -> int:
-        """Where the new prompt would leave this one: at its end, if it is to extend it."""
+        """Where the new prompt leaves this one: at its end, if it is to extend it."""
         return self.blocks if self.left else min(prompt.whole, self.most)
 
 
@@ -103,24 +105,40 @@ class _Line:
         ]
 
 
+_Lines = dict[tuple[TrunkKey, int], _Line]
+
+
 class Past:
     """The latest prompts. `add` must be called in the order of time."""
 
     def __init__(self, limit: int = REMEMBERED) -> None:
         self._limit = limit
         self._all: deque[Prompt] = deque()
-        self._by_whole: dict[int, _Line] = {}
-        self._by_shared: dict[int, _Line] = {}
+        self._by_whole: _Lines = {}
+        self._by_shared: _Lines = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
     def add(self, prompt: Prompt) -> None:
         self._all.append(prompt)
-        for line in self._lines_of(prompt):
-            line.add(prompt)
+        for lines, key in self._lines_of(prompt):
+            lines.setdefault(key, _Line()).add(prompt)
         if len(self._all) > self._limit:
             self._forget(self._all.popleft())
+
+    def session(self, wish: Wish) -> Prompt | None:
+        """The last prompt of a session, to be extended."""
+
+        def fits(prompt: Prompt) -> bool:
+            return prompt.taken < prompt.whole <= wish.most
+
+        found = (
+            (prompt, _age_mismatch(prompt, wish) + _session_mismatch(prompt, wish))
+            for whole in _sizes_around(wish.size, at_least=1)
+            for prompt in self._around(self._by_whole.get((wish.trunk, whole)), wish, fits)
+        )
+        return _best(found)
 
     def private(self, wish: Wish) -> Prompt | None:
         """A prompt whose deepest block of the wished ones is its own, and not yet used by another."""
@@ -131,20 +149,20 @@ class Past:
         found = (
             (prompt, _age_mismatch(prompt, wish) + _session_mismatch(prompt, wish))
             for whole in _sizes_around(wish.size, at_least=wish.blocks if wish.left else 1)
-            for prompt in self._around(self._by_whole.get(whole), wish, fits)
+            for prompt in self._around(self._by_whole.get((wish.trunk, whole)), wish, fits)
         )
         return _best(found)
 
     def popular(self, wish: Wish) -> Prompt | None:
-        """The last prompt that begins with the wished blocks, which it shares with others before it."""
+        """The last of those that share as many blocks as wished, or a few more."""
 
         def fits(prompt: Prompt) -> bool:
-            return prompt.taken < wish.blocks <= prompt.whole
+            return prompt.taken < wish.blocks <= prompt.shared
 
         found = (
             (prompt, _popularity_mismatch(prompt, wish))
-            for shared in range(wish.blocks, wish.blocks + _SIZES)
-            for prompt in self._around(self._by_shared.get(shared), wish, fits)
+            for shared in _sizes_around(wish.blocks, at_least=wish.blocks)
+            for prompt in self._around(self._by_shared.get((wish.trunk, shared)), wish, fits)
         )
         return _best(found)
 
@@ -161,15 +179,16 @@ class Past:
     ) -> list[Prompt]:
         return line.around(wish.arrived_s, fits) if line else []
 
-    def _lines_of(self, prompt: Prompt) -> list[_Line]:
-        lines = [self._by_whole.setdefault(prompt.whole, _Line())]
+    def _lines_of(self, prompt: Prompt) -> Iterator[tuple[_Lines, tuple[TrunkKey, int]]]:
+        yield self._by_whole, (prompt.trunk, prompt.whole)
         if prompt.uses > 1:
-            lines.append(self._by_shared.setdefault(prompt.shared, _Line()))
-        return lines
+            yield self._by_shared, (prompt.trunk, prompt.shared)
 
     def _forget(self, prompt: Prompt) -> None:
-        for line in self._lines_of(prompt):
-            line.forget_first()
+        for lines, key in self._lines_of(prompt):
+            lines[key].forget_first()
+            if not lines[key]:
+                del lines[key]
 
 
 def _sizes_around(size: int, at_least: int) -> Iterator[int]:
@@ -184,8 +203,9 @@ def _sizes_around(size: int, at_least: int) -> Iterator[int]:
 
 
 def _popularity_mismatch(prompt: Prompt, wish: Wish) -> float:
-    """Of age and uses; also of the session, when it is one."""
-    mismatch = _age_mismatch(prompt, wish) + _uses_mismatch(prompt, wish)
+    """Of depth, age and uses; also of the session, when it is one."""
+    depth = abs(prompt.shared - wish.blocks) / wish.blocks
+    mismatch = depth + _age_mismatch(prompt, wish) + _uses_mismatch(prompt, wish)
     return mismatch + _session_mismatch(prompt, wish) if wish.turn else mismatch
 
 
@@ -201,9 +221,7 @@ def _session_mismatch(prompt: Prompt, wish: Wish) -> float:
 
 
 def _uses_mismatch(prompt: Prompt, wish: Wish) -> float:
-    if prompt.uses < wish.min_uses:
-        return math.log(wish.min_uses / prompt.uses)
-    return max(0.0, math.log(prompt.uses / wish.max_uses))
+    return abs(math.log(prompt.uses / wish.uses))
 
 
 def _best(found: Iterator[tuple[Prompt, float]]) -> Prompt | None:

@@ -25,8 +25,9 @@ class DonorStream:
         self._donors, self._random = fit.donors, random
         self._per_draw = 1 / rate
         size = min(len(fit.donors), max(_MIN_BUFFER, int(len(fit.donors) * _BUFFER_SHARE)))
-        self._buffer = list(fit.donors[:size])
+        self._buffer = [(donor, 0) for donor in fit.donors[:size]]
         self._next = size
+        self._round = 0
         self._due = 0.0  # donors to take in
 
     @property
@@ -34,27 +35,31 @@ class DonorStream:
         """Index of the donor in the middle of the buffer."""
         return max(0, self._next - len(self._buffer) // 2) % len(self._donors)
 
-    def draw(self, at_s: float) -> Donor:
-        """A donor for a request at `at_s`. One whose reuse is older than the trace waits, if there are others."""
+    def draw(self, at_s: float) -> tuple[Donor, int]:
+        """A donor for a request at `at_s`, and how often the given trace had come round when it joined.
+
+        One whose reuse is older than the trace waits, if there are others.
+        """
         slot = self._random.randrange(len(self._buffer))
         for _ in range(_TRIES):
-            reuse = self._buffer[slot].reuse
+            reuse = self._buffer[slot][0].reuse
             if reuse is None or reuse.after_s <= at_s:
                 break
             slot = self._random.randrange(len(self._buffer))
-        donor = self._buffer[slot]
+        drawn = self._buffer[slot]
         self._due += self._per_draw
         while self._due >= 1:
             self._due -= 1
             self._buffer[slot] = self._following()
             slot = self._random.randrange(len(self._buffer))
-        return donor
+        return drawn
 
-    def _following(self) -> Donor:
+    def _following(self) -> tuple[Donor, int]:
         if self._next == len(self._donors):
             self._next = len(self._donors) // 2
+            self._round += 1
         self._next += 1
-        return self._donors[self._next - 1]
+        return self._donors[self._next - 1], self._round
 
 
 class GapStream:

@@ -8,6 +8,7 @@ after their first request.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -130,8 +131,8 @@ class _Threads:
 
 
 def geometric(mean: float, random: Random) -> int:
-    """A number from 1 up: after each one it goes on with the same probability."""
-    number = 1
-    while random.random() >= 1 / mean:
-        number += 1
-    return number
+    """A number from 1 up: after each one it goes on with the same probability. `mean` is 1 or more."""
+    if mean == 1:
+        return 1
+    # By inversion, since counting up takes as long as the number is large.
+    return 1 + int(math.log1p(-random.random()) / math.log1p(-1 / mean))

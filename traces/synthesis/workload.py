@@ -6,6 +6,7 @@ a single request. Any of them may begin with one of a few system prompts, whose 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from protocol.errors import ConfigError
@@ -47,7 +48,7 @@ class WorkloadSpec:
         if self.session_share + self.document_share > 1:
             raise ConfigError("--session-share and --document-share add up to more than 1")
         for name in ("num_requests", "max_input_tokens", "system_prompts", "turns", "questions"):
-            if not getattr(self, name) >= 1:
+            if not 1 <= getattr(self, name) < math.inf:
                 flag = "requests" if name == "num_requests" else name.replace("_", "-")
                 raise ConfigError(f"--{flag} must be at least 1")
         if not 0 <= self.system_zipf < 100:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import islice, takewhile
 from pathlib import Path
 
@@ -21,21 +20,34 @@ def bounded(
 
 
 def write_trace(path: Path, records: Iterable[TraceRecord]) -> int:
-    """Returns the number of requests. Raises ConfigError when the file cannot be written, or there are none."""
-    if path.is_dir():
-        raise ConfigError(f"cannot write the trace {path}: it is a folder")
-    partial = path.with_name(path.name + ".partial")
+    """Returns the number of requests. Raises ConfigError when the file cannot be written, or there are none.
+
+    A pipe or a device is written as it is, since it cannot be replaced.
+    """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise ConfigError(f"cannot write the trace {path}: it is a folder")
+        number = _write(path, records) if _is_special(path) else _replace(path, records)
+    except OSError as error:
+        raise ConfigError(f"cannot write the trace {path}: {error.strerror}") from error
+    if not number:
+        raise ConfigError("not one request comes in that time; make --duration or --rate larger")
+    return number
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()
+
+
+def _replace(path: Path, records: Iterable[TraceRecord]) -> int:
+    partial = path.with_name(path.name + ".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
         number = _write(partial, records)
         if number:
             partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write the trace {path}: {error.strerror}") from error
     finally:
-        _discard(partial)
-    if not number:
-        raise ConfigError("not one request comes in that time; make --duration or --rate larger")
+        partial.unlink(missing_ok=True)
     return number
 
 
@@ -46,12 +58,6 @@ def _write(path: Path, records: Iterable[TraceRecord]) -> int:
             file.write(line_of(record))
             number += 1
     return number
-
-
-def _discard(path: Path) -> None:
-    """What has been renamed is gone, and a folder that cannot be read holds nothing of ours."""
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
 
 
 def line_of(record: TraceRecord) -> str:

@@ -1,0 +1,163 @@
+"""A likeness has the statistics of its model, and none of its prompts."""
+
+from __future__ import annotations
+
+import os
+from itertools import islice, takewhile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.errors import ConfigError
+from tests.traces.synthesis.laws import check_laws
+from tests.traces.synthesis.test_threads import specs
+from traces.analysis.checked import read_checked
+from traces.analysis.statistics import analyze
+from traces.format import TraceRecord
+from traces.synthesis.arrivals import ArrivalSpec
+from traces.synthesis.fitted import Fit, fit
+from traces.synthesis.likeness import Stretch, records_like
+from traces.synthesis.threads import requests_of
+from traces.synthesis.workload import WorkloadSpec
+
+SMALL = Path(__file__).parent / "small.jsonl"
+SHARED = Path(__file__).parents[3].parent / "shared" / "traces" / "conversation_trace.jsonl"
+TRACE = Path(os.environ.get("MOONSERVE_TRACE", SHARED))
+
+
+@pytest.fixture(scope="module")
+def small() -> list[TraceRecord]:
+    """1,500 requests of `synthesize --requests 1500 …` (docs/traces.md)."""
+    return read_checked(SMALL)
+
+
+def assert_alike(given_trace: dict[str, Any], likeness: dict[str, Any]) -> None:
+    """Means within 3 %, the middle percentiles within 5 %, ideal ratio 0.02, curve 0.03, popularity by rank 2×."""
+    for name in ("input_length", "output_length"):
+        assert likeness[name]["mean"] == pytest.approx(given_trace[name]["mean"], rel=0.03)
+        for percent in ("p10", "p25", "p50", "p75", "p90", "p95"):
+            expected = pytest.approx(given_trace[name][percent], rel=0.05, abs=2)
+            assert likeness[name][percent] == expected, (name, percent)
+    assert likeness["cache_ratio"] == pytest.approx(given_trace["cache_ratio"], abs=0.02)
+    curves = zip(given_trace["lru"]["curve"], likeness["lru"]["curve"], strict=True)
+    for mine, other in curves:
+        assert other["hit_ratio"] == pytest.approx(mine["hit_ratio"], abs=0.03), mine
+    assert_as_popular(given_trace, likeness)
+
+
+def assert_as_popular(given_trace: dict[str, Any], likeness: dict[str, Any]) -> None:
+    """Up to rank 100 within 2.5×, where single sessions decide; the rest within 1.5× or one use."""
+    other = {point["rank"]: point["uses"] for point in likeness["prefixes"]["popularity"]}
+    for point in given_trace["prefixes"]["popularity"]:
+        nearest = min(other, key=lambda rank: abs(rank - point["rank"]))
+        factor = 2.5 if 1 < point["rank"] <= 100 else 1.5
+        low, high = sorted((point["uses"], other[nearest]))
+        assert high <= max(low * factor, low + 1), point
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_statistics_of_a_small_trace_carry_over(small: list[TraceRecord], seed: int) -> None:
+    records = list(islice(records_like(fit(small), Random(seed)), len(small)))
+    check_laws(records)
+    assert_alike(analyze(small), analyze(records))
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason="the public trace is not here")
+@pytest.mark.trace
+@pytest.mark.parametrize("seed", range(2))
+def test_the_statistics_of_the_public_trace_carry_over(seed: int) -> None:
+    given_trace = read_checked(TRACE)
+    records = list(islice(records_like(fit(given_trace), Random(seed)), len(given_trace)))
+    check_laws(records)
+    mine, other = analyze(given_trace), analyze(records)
+    assert_alike(mine, other)
+    for window, dispersion in mine["arrivals"]["dispersion"].items():
+        assert other["arrivals"]["dispersion"][window] == pytest.approx(dispersion, rel=0.5)
+    share = mine["sessions"]["extending_share"]
+    assert other["sessions"]["extending_share"] == pytest.approx(share, abs=0.02)
+
+
+def test_a_longer_trace_goes_on_like_the_second_half(small: list[TraceRecord]) -> None:
+    """Three times as long: the rate stays, the cold start fades, hits stay within 0.04 of the warm half."""
+    model = fit(small)
+    records = until(model, 3 * model.duration_s)
+    check_laws(records)
+    statistics = analyze(records)
+    assert statistics["arrivals"]["mean_rate"] == pytest.approx(model.rate, rel=0.15)
+    warm = analyze(small)["cache_ratio"]
+    assert warm - 0.02 < statistics["cache_ratio"] < warm + 0.06
+
+
+def test_more_users_think_as_long_as_before(small: list[TraceRecord]) -> None:
+    """Four times the rate: sessions' gaps stay, the cache needs more room for the same hits."""
+    model = fit(small)
+    records = until(model, model.duration_s, stretch=Stretch(rate=4))
+    check_laws(records)
+    mine, other = analyze(small), analyze(records)
+    assert other["arrivals"]["mean_rate"] == pytest.approx(4 * model.rate, rel=0.15)
+    gap_s = mine["sessions"]["turn_gap_s"]["p50"]
+    assert other["sessions"]["turn_gap_s"]["p50"] == pytest.approx(gap_s, rel=0.15)
+    assert other["cache_ratio"] == pytest.approx(mine["cache_ratio"], abs=0.03)
+    assert other["lru"]["curve"][0]["hit_ratio"] < mine["lru"]["curve"][0]["hit_ratio"] - 0.02
+
+
+def test_lengths_scale_with_what_is_shared(small: list[TraceRecord]) -> None:
+    """Three times as long: ratios of hits differ only by what rounding to blocks loses."""
+    stretch = Stretch(lengths=3, outputs=0.5)
+    records = list(islice(records_like(fit(small), Random(0), stretch=stretch), len(small)))
+    check_laws(records)
+    mine, other = analyze(small), analyze(records)
+    assert other["input_length"]["mean"] == pytest.approx(
+        3 * mine["input_length"]["mean"], rel=0.04
+    )
+    assert other["output_length"]["mean"] == pytest.approx(
+        mine["output_length"]["mean"] / 2, rel=0.02
+    )
+    assert other["cache_ratio"] == pytest.approx(mine["cache_ratio"], abs=0.05)
+
+
+def test_arrivals_can_be_replaced(small: list[TraceRecord]) -> None:
+    spec = ArrivalSpec(rate=2, process="constant")
+    records = list(islice(records_like(fit(small), Random(0), arrivals=spec), 1000))
+    check_laws(records)
+    arrivals = analyze(records)["arrivals"]
+    assert arrivals["gap_cv"] == pytest.approx(0, abs=1e-6)
+    assert arrivals["mean_rate"] == pytest.approx(2)
+
+
+def until(model: Fit, duration_s: float, stretch: Stretch | None = None) -> list[TraceRecord]:
+    records = records_like(model, Random(0), stretch=stretch)
+    return list(takewhile(lambda record: record.arrived_s < duration_s, records))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    specs(),
+    st.integers(0, 3),
+    st.builds(
+        Stretch, rate=st.floats(0.1, 10), lengths=st.floats(0.05, 4), outputs=st.floats(0.1, 2)
+    ),
+    st.integers(1, 300),
+)
+def test_the_likeness_of_any_trace_obeys_the_format(
+    spec: WorkloadSpec, seed: int, stretch: Stretch, remembered: int
+) -> None:
+    model = fit(list(islice(requests_of(spec, Random(seed)), 120)))
+
+    def made() -> list[TraceRecord]:
+        records = records_like(model, Random(seed), stretch=stretch, remembered=remembered)
+        return list(islice(records, 300))
+
+    check_laws(made())
+    assert made() == made()
+
+
+def test_too_little_to_learn_from_is_refused(small: list[TraceRecord]) -> None:
+    with pytest.raises(ConfigError, match="19 requests are too few"):
+        fit(small[:19])
+    with pytest.raises(ConfigError, match="all requests come at once"):
+        fit([small[0]] * 20)

@@ -1,0 +1,170 @@
+"""Described workloads obey the format and their description."""
+
+from __future__ import annotations
+
+from itertools import islice
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.errors import ConfigError
+from tests.traces.synthesis.laws import check_laws
+from traces.analysis.statistics import analyze
+from traces.format import TraceRecord
+from traces.synthesis import threads
+from traces.synthesis.arrivals import ArrivalSpec
+from traces.synthesis.draws import Constant, Draws, LogNormal
+from traces.synthesis.presets import PRESETS, TABLE_2
+from traces.synthesis.threads import geometric, requests_of
+from traces.synthesis.workload import WorkloadSpec
+
+
+def made(spec: WorkloadSpec, count: int, seed: int = 0) -> list[TraceRecord]:
+    spec.check()
+    return list(islice(requests_of(spec, Random(seed)), count))
+
+
+def lengths() -> st.SearchStrategy[Draws]:
+    return st.one_of(
+        st.builds(Constant, st.floats(0, 4000)),
+        st.builds(LogNormal, st.floats(0.5, 3000), st.floats(0, 2)),
+    )
+
+
+def specs() -> st.SearchStrategy[WorkloadSpec]:
+    arrivals = st.builds(
+        ArrivalSpec,
+        rate=st.floats(0.01, 1000),
+        process=st.sampled_from(["constant", "poisson", "gamma"]),
+        burstiness=st.floats(0.3, 4),
+        diurnal_amplitude=st.floats(0, 1),
+        diurnal_period_s=st.floats(1, 1e5),
+    )
+    return st.builds(
+        WorkloadSpec,
+        arrivals=arrivals,
+        input_tokens=lengths(),
+        output_tokens=lengths(),
+        max_input_tokens=st.integers(1, 20_000),
+        system_share=st.floats(0, 1),
+        system_prompts=st.integers(1, 5),
+        system_zipf=st.floats(0, 3),
+        system_tokens=lengths(),
+        session_share=st.floats(0, 0.5),
+        turns=st.floats(1, 5),
+        turn_tokens=lengths(),
+        think_s=lengths(),
+        document_share=st.floats(0, 0.5),
+        questions=st.floats(1, 5),
+        document_tokens=lengths(),
+        question_tokens=lengths(),
+    )
+
+
+@settings(deadline=None)
+@given(specs(), st.integers(0, 3))
+def test_any_description_gives_a_trace_that_obeys_the_format(spec: WorkloadSpec, seed: int) -> None:
+    records = made(spec, 150, seed)
+    check_laws(records)
+    assert all(record.input_length <= spec.max_input_tokens for record in records)
+    assert records == made(spec, 150, seed)
+
+
+def test_turns_extend_the_last_prompt_and_its_answer() -> None:
+    """A constant session: 1,000 tokens, then 100 for the answer and 24 new ones each turn."""
+    spec = WorkloadSpec(
+        arrivals=ArrivalSpec(rate=1, process="constant"),
+        input_tokens=Constant(1000),
+        output_tokens=Constant(100),
+        system_share=0,
+        session_share=1,
+        turns=1e9,
+        turn_tokens=Constant(24),
+        think_s=Constant(0),
+    )
+    records = made(spec, 4)
+    assert [record.input_length for record in records] == [1000, 1124, 1248, 1372]
+    assert [record.hash_ids for record in records] == [(0, 1), (0, 2, 3), (0, 2, 4), (0, 2, 5)]
+
+
+def test_questions_share_the_document_and_nothing_else() -> None:
+    spec = WorkloadSpec(
+        arrivals=ArrivalSpec(rate=1, process="constant"),
+        system_share=0,
+        session_share=0,
+        document_share=1,
+        document_tokens=Constant(1024),
+        question_tokens=Constant(600),
+        questions=1e9,
+        think_s=Constant(0),
+    )
+    ids = [record.hash_ids for record in made(spec, 3)]
+    assert ids == [(0, 1, 2, 3), (0, 1, 4, 5), (0, 1, 6, 7)]
+
+
+def test_popular_system_prompts_follow_zipf() -> None:
+    spec = WorkloadSpec(
+        session_share=0, system_prompts=3, system_zipf=1, system_tokens=Constant(512)
+    )
+    counts = [0, 0, 0]
+    firsts: list[int] = []
+    for record in made(spec, 6_000):
+        if record.hash_ids[0] not in firsts:
+            firsts.append(record.hash_ids[0])
+        counts[firsts.index(record.hash_ids[0])] += 1
+    ratios = [count / 6_000 for count in sorted(counts, reverse=True)]
+    assert ratios == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.03)
+
+
+def test_threads_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody comes back before the trace is over, and yet no more than the bound are kept."""
+    monkeypatch.setattr(threads, "MAX_WAITING", 10)
+    spec = WorkloadSpec(session_share=1, turns=100, think_s=Constant(1e9))
+    waiting = threads._Threads(spec, Random(0))
+    for second in range(100):
+        waiting.request(float(second))
+    assert len(waiting._waiting) == 10
+    for _, _, thread in waiting._waiting:
+        thread.validate()
+
+
+def test_geometric_numbers_have_the_mean() -> None:
+    random = Random(1)
+    assert sum(geometric(2.5, random) for _ in range(20_000)) / 20_000 == pytest.approx(
+        2.5, rel=0.03
+    )
+    assert {geometric(1.0, random) for _ in range(100)} == {1}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_published_figures(name: str) -> None:
+    """Table 2: requests exactly; for one seed mean input within 8 %, mean output 4 %, cache ratio 0.04."""
+    requests, mean_input, mean_output, cache_ratio = TABLE_2[name]
+    spec = PRESETS[name]
+    statistics = analyze(made(spec, spec.num_requests))
+    assert statistics["num_requests"] == requests
+    assert statistics["input_length"]["mean"] == pytest.approx(mean_input, rel=0.08)
+    assert statistics["output_length"]["mean"] == pytest.approx(mean_output, rel=0.04)
+    assert statistics["cache_ratio"] == pytest.approx(cache_ratio, abs=0.04)
+    assert statistics["arrivals"]["duration_s"] == pytest.approx(3600, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        (WorkloadSpec(session_share=0.7, document_share=0.4), "more than 1"),
+        (WorkloadSpec(system_share=1.5), "--system-share"),
+        (WorkloadSpec(turns=0.5), "--turns"),
+        (WorkloadSpec(num_requests=0), "--requests"),
+        (WorkloadSpec(system_zipf=-1), "--system-zipf"),
+        (WorkloadSpec(arrivals=ArrivalSpec(rate=0)), "--rate"),
+        (WorkloadSpec(arrivals=ArrivalSpec(rate=1, burstiness=0)), "--burstiness"),
+        (WorkloadSpec(arrivals=ArrivalSpec(rate=1, diurnal_amplitude=2)), "--diurnal-amplitude"),
+        (WorkloadSpec(arrivals=ArrivalSpec(rate=float("nan"))), "--rate"),
+    ],
+)
+def test_impossible_descriptions_are_refused(spec: WorkloadSpec, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        spec.check()

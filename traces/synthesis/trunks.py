@@ -1,0 +1,107 @@
+"""Prefixes that many sessions share, such as system prompts, and their ids in a trace that is like another.
+
+A *trunk* is the leading part of a prompt that at least so many sessions begin with. Which trunk a request begins with
+is kept, so that each keeps its length and popularity, and what shares one shares it again. One that the given trace has
+for less than half of its time is *passing*: when a stretched trace comes round again, it is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from traces.analysis.prefixes import PrefixTree
+from traces.format import TraceRecord
+from traces.synthesis.chain import BlockIds, Chain
+
+_MIN_SESSIONS = 10
+_MIN_SHARE = 0.002  # of all requests
+_LASTING_SHARE = 0.5  # of the trace's time, from first to last use
+
+
+@dataclass(frozen=True, slots=True)
+class Trunk:
+    """`path`: its blocks, as the given trace's tree numbers them; of these the first `lasting` are always there."""
+
+    path: tuple[int, ...]
+    lasting: int
+
+
+NO_TRUNK = Trunk((), 0)
+
+
+def trunks_of(
+    tree: PrefixTree, records: Sequence[TraceRecord], turns: Sequence[int]
+) -> list[Trunk]:
+    """Of each request the deepest trunk, in whole blocks. `turns`: number of each request in its session."""
+    popular = _popular_blocks(tree, records, turns)
+    span_s = (records[-1].arrived_s - records[0].arrived_s) * _LASTING_SHARE
+    known: dict[int, Trunk] = {}
+    trunks: list[Trunk] = []
+    for record, visit in zip(records, tree.visits, strict=True):
+        whole = visit.blocks[: record.input_length // record.tokens_per_hash]
+        path = tuple(block for block in whole if block in popular)
+        if path and path[-1] not in known:
+            known[path[-1]] = Trunk(path, sum(popular[block] >= span_s for block in path))
+        trunks.append(known[path[-1]] if path else NO_TRUNK)
+    return trunks
+
+
+def _popular_blocks(
+    tree: PrefixTree, records: Sequence[TraceRecord], turns: Sequence[int]
+) -> dict[int, float]:
+    """Blocks that many sessions begin with, and the seconds from their first use to their last."""
+    sessions = [0] * tree.num_blocks
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for request, (record, visit) in enumerate(zip(records, tree.visits, strict=True)):
+        for block in visit.blocks[: record.input_length // record.tokens_per_hash]:
+            sessions[block] += turns[request] == 1
+            first.setdefault(block, request)
+            last[block] = request
+    enough = max(_MIN_SESSIONS, _MIN_SHARE * len(records))
+    return {
+        block: records[last[block]].arrived_s - records[first[block]].arrived_s
+        for block, count in enumerate(sessions)
+        if count >= enough
+    }
+
+
+TrunkKey = tuple[int, int] | None
+"""Which trunk of a growing trace: the deepest block as the given trace numbers it, and the round; None: no trunk."""
+
+
+class TrunkChains:
+    """Gives trunks their ids when they are first used. `scale`: factor on their length."""
+
+    def __init__(self, ids: BlockIds, scale: float) -> None:
+        self._ids, self._scale = ids, scale
+        self._chains: dict[tuple[int, int, int], Chain] = {}  # block, position, round → up to it
+        self._round = 0
+
+    def key(self, trunk: Trunk, round_number: int) -> TrunkKey:
+        """Equal for the same trunk, and for a passing one only within a round."""
+        if not trunk.path:
+            return None
+        return trunk.path[-1], 0 if trunk.lasting == len(trunk.path) else round_number
+
+    def chain(self, trunk: Trunk, room: int, round_number: int) -> Chain:
+        """At most `room` blocks. `round_number`: how often the given trace has come round; may fall back by one."""
+        self._forget_before(round_number - 1)
+        chain = Chain()
+        for position in range(min(room, round(len(trunk.path) * self._scale))):
+            place = min(int(position / self._scale), len(trunk.path) - 1)
+            key = (trunk.path[place], position, 0 if place < trunk.lasting else round_number)
+            if key not in self._chains:
+                self._chains[key] = self._ids.extend(chain, 1)
+            chain = self._chains[key]
+        return chain
+
+    def _forget_before(self, round_number: int) -> None:
+        """Passing trunks of earlier rounds do not come again."""
+        if round_number <= self._round:
+            return
+        self._round = round_number
+        self._chains = {
+            key: chain for key, chain in self._chains.items() if not 0 < key[2] < round_number
+        }
