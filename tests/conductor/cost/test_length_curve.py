@@ -76,6 +76,13 @@ def test_what_remains_is_between_one_token_and_the_limit(
     curve.validate()
 
 
+@given(_lengths, st.integers(0, 6000))
+def test_a_limit_one_token_away_leaves_exactly_one(lengths: list[int], generated: int) -> None:
+    """Also inside a bin: sums over tokens are those of the curve's own single tokens."""
+    found = remaining(curve_of(lengths), generated, generated + 1)
+    assert found == pytest.approx(1.0, abs=1e-6)
+
+
 @given(_lengths, st.integers(1, 6000))
 def test_a_limit_cuts_the_mean_as_it_cuts_each_length(lengths: list[int], limit: int) -> None:
     expected = np.minimum(lengths, limit).mean()
@@ -124,6 +131,14 @@ def test_scaling_back_changes_nothing() -> None:
     fast.validate()
     assert 0 < fast.quantile(0.25) <= 104
     assert 190 <= fast.quantile(0.75) <= 210
+
+
+def test_a_request_that_used_up_its_limit_is_learned_as_stopped_there() -> None:
+    """By whoever asks next with more room: it may need all of that."""
+    lengths = OutputLengths()
+    for _ in range(ENOUGH):
+        lengths.observe(64, max_tokens=64, prompt_tokens=10, tenant="a")
+    assert lengths.expected(max_tokens=1000, prompt_tokens=10, tenant="a") == 1000
 
 
 def test_without_data_the_limit_is_expected() -> None:
