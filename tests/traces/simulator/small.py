@@ -1,0 +1,76 @@
+"""A machine with round numbers, and traces made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protocol.profile import DecodeProfile, PrefillProfile
+from traces.format import TraceRecord
+from traces.simulator.clock import Clock
+from traces.simulator.cluster import Cluster
+from traces.simulator.events import Event
+from traces.simulator.journey import Journey
+from traces.simulator.run import journeys_of
+from traces.simulator.spec import ClusterSpec, ModelProfile
+
+BLOCK = 10
+
+MODEL = ModelProfile(
+    name="round",
+    prefill=PrefillProfile(c0=0.0, c1=0.01, c2=0.0),  # 100 tokens per second
+    decode=DecodeProfile(c0=0.05, c1=0.0, c2=0.0),
+    kv_bytes_per_token=400,
+    num_layers=2,
+    nic_bytes_per_s=1e9,
+    device_bytes_per_s=1e9,
+    disk_bytes_per_s=1e9,
+    device_tokens=10_000,
+    dram_tokens=10_000,
+    max_num_seqs=64,
+    max_model_len=5_000,
+)
+
+
+def spec(**changes: object) -> ClusterSpec:
+    values: dict[str, object] = {
+        "model": MODEL,
+        "num_prefill": 1,
+        "num_decode": 1,
+        "block_size": BLOCK,
+        "admission": "none",
+    }
+    return ClusterSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def request(
+    at: float,
+    num_tokens: int,
+    num_outputs: int,
+    hash_ids: Sequence[int] | None = None,
+    base: int = 0,
+) -> TraceRecord:
+    """`hash_ids`: leading ones; the rest are `base`, `base` + 1, …"""
+    count = -(-num_tokens // BLOCK)
+    ids = [*(hash_ids or ())][:count]
+    return TraceRecord(
+        arrived_s=at,
+        input_length=num_tokens,
+        output_length=num_outputs,
+        hash_ids=(*ids, *range(base, base + count - len(ids))),
+        tokens_per_hash=BLOCK,
+    )
+
+
+def run_checked(spec: ClusterSpec, records: Sequence[TraceRecord]) -> tuple[Cluster, list[Journey]]:
+    """Runs with every proof after every event."""
+    journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
+    cluster = Cluster(spec, journeys)
+
+    def handle(event: Event, now: float) -> object:
+        following = cluster.handle(event, now)
+        cluster.validate()
+        return following
+
+    clock: Clock[Event] = Clock()
+    clock.run(cluster.begin(), handle)  # type: ignore[arg-type]
+    return cluster, journeys

@@ -1,0 +1,280 @@
+"""A whole cluster: single requests by hand, conservation and determinism for any, what faults do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.errors import ConfigError
+from tests.traces.simulator.small import BLOCK, MODEL, request, run_checked, spec
+from traces.format import TraceRecord
+from traces.simulator.results import End
+from traces.simulator.run import simulate
+from traces.simulator.spec import ClusterSpec, Fault
+
+NEAR = pytest.approx
+
+
+def test_a_request_alone_waits_for_nothing_but_its_prompt() -> None:
+    """TTFT is the prompt's time; its KV was carried while it was computed, so the next token is one step later."""
+    (one,) = simulate(spec(), [request(3.0, 200, 5)]).outcomes
+    assert one.end is End.COMPLETED
+    assert one.ttft_s == NEAR(2.0, abs=1e-6)
+    assert (one.queue_s, one.load_s, one.prefill_s) == (0.0, 0.0, NEAR(2.0))
+    assert (one.mean_gap_s, one.tbt_s) == (NEAR(0.05, abs=1e-6), NEAR(0.05, abs=1e-6))
+    assert one.finished_s == NEAR(2.0 + 4 * 0.05, abs=1e-6)
+
+
+def test_a_link_that_is_slower_than_the_computation_delays_the_second_token() -> None:
+    """200 tokens of 400 bytes at 20,000 bytes/s take 4 s, the prompt 2 s: the second token comes 2 s + a step later."""
+    model = replace(MODEL, nic_bytes_per_s=20_000.0)
+    (one,) = simulate(spec(model=model), [request(0.0, 200, 2)]).outcomes
+    assert one.ttft_s == NEAR(2.0)
+    assert one.mean_gap_s == NEAR(2.05)
+
+
+def test_an_answer_of_one_token_needs_no_decode_machine() -> None:
+    result = simulate(spec(), [request(0.0, 200, 1)])
+    (one,) = result.outcomes
+    assert (one.ttft_s, one.finished_s, one.tbt_s) == (NEAR(2.0), NEAR(2.0), None)
+    assert result.counters["bytes_moved"] == 0
+
+
+def test_a_prefix_is_loaded_instead_of_computed() -> None:
+    """The second of two equal prompts: 19 of its 20 blocks take 190 · 400 / 10,000 = 7.6 s to load, 0.1 s are left."""
+    model = replace(MODEL, device_bytes_per_s=10_000.0)
+    records = [request(0.0, 200, 2), request(50.0, 200, 2)]
+    result = simulate(spec(model=model), records)
+    second = result.outcomes[1]
+    assert (second.cached_tokens, second.load_s) == (190, NEAR(7.6))
+    assert (second.prefill_s, second.ttft_s) == (NEAR(0.1), NEAR(7.7))
+    assert result.counters["blocks_read_locally"] == 19
+
+
+def test_a_prefix_is_fetched_when_its_holder_is_busy() -> None:
+    """Block 0 … 9 lie on one machine, which computes something long: the other one fetches them and keeps a copy."""
+    shared = list(range(10))
+    records = [
+        request(0.0, 105, 2, shared),
+        request(10.0, 2000, 2, shared, base=100),
+        request(10.5, 105, 2, shared, base=900),
+    ]
+    cluster, journeys = run_checked(spec(num_prefill=2), records)
+    first, _, third = (journey.outcome(0.0) for journey in journeys)
+    assert third.prefill != first.prefill
+    assert third.cached_tokens == 100
+    assert cluster.loads.blocks_fetched == 10
+    copies = [node.store.prefix(journeys[0].keys) for node in cluster.prefills]
+    assert copies == [10, 10]
+
+
+def test_a_local_pool_fetches_nothing() -> None:
+    shared = list(range(10))
+    records = [request(float(at), 105, 2, shared, base=100 * at + 100) for at in range(10)]
+    for policy in ("global-cache-aware", "local-cache-aware"):
+        result = simulate(spec(num_prefill=3, pool="local", policy=policy), records)
+        assert result.counters["blocks_fetched"] == 0
+        assert all(each.end is End.COMPLETED for each in result.outcomes)
+        assert sum(each.cached_tokens for each in result.outcomes) > 0
+
+
+def test_a_group_of_machines_computes_a_prompt_sooner() -> None:
+    """8 chunks over 4 machines: (8 + 3) / 32 of the time that one machine takes."""
+    one = simulate(spec(chunk_tokens=100), [request(0.0, 800, 2)]).outcomes[0]
+    group = simulate(spec(chunk_tokens=100, prefill_group=4), [request(0.0, 800, 2)]).outcomes[0]
+    assert one.ttft_s == NEAR(8.0)
+    assert group.ttft_s == NEAR(8.0 * 11 / 32)
+    assert group.prefill_s == NEAR(8.0)
+
+
+def test_admission_rejects_what_would_come_too_late_and_that_is_the_end_of_it() -> None:
+    records = [request(0.0, 1000, 2, base=200 * number) for number in range(4)]
+    result = simulate(spec(admission="current", ttft_slo_s=25.0), records)
+    assert [each.end for each in result.outcomes] == [
+        End.COMPLETED,
+        End.COMPLETED,
+        End.REJECTED,
+        End.REJECTED,
+    ]
+    assert result.outcomes[2].reason == "ttft_slo"
+    assert result.outcomes[2].ttft_s is None
+    everybody = simulate(spec(admission="none", ttft_slo_s=25.0), records)
+    assert all(each.end is End.COMPLETED for each in everybody.outcomes)
+
+
+def test_a_prompt_that_is_too_long_fails_and_says_so() -> None:
+    (one,) = simulate(spec(), [request(0.0, 5_000, 2)]).outcomes
+    assert (one.end, one.reason) == (End.FAILED, "invalid_request")
+
+
+def test_specs_and_traces_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="block-size"):
+        simulate(spec(block_size=20), [request(0.0, 100, 2)])
+    with pytest.raises(ConfigError, match="no such machine"):
+        simulate(spec(faults=(Fault(instance="prefill-9", at_s=1.0),)), [request(0.0, 100, 2)])
+    with pytest.raises(ConfigError, match="policy"):
+        simulate(spec(policy="fastest"), [request(0.0, 100, 2)])
+    with pytest.raises(ConfigError, match="layers"):
+        simulate(spec(model=replace(MODEL, kv_bytes_per_token=401)), [request(0.0, 100, 2)])
+
+
+# -- any trace
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[TraceRecord]:
+    records = []
+    at = 0.0
+    for number in range(draw(st.integers(1, 14))):
+        at += draw(st.sampled_from([0.0, 0.01, 0.3, 2.0]))
+        prefix = draw(st.sampled_from([[], list(range(5)), list(range(20)), [0, 1, 50, 51]]))
+        num_tokens = draw(st.integers(1, 320))
+        outputs = draw(st.integers(0, 40))
+        records.append(request(at, num_tokens, outputs, prefix, base=1000 * (number + 1)))
+    return records
+
+
+SPECS = st.builds(
+    lambda **changes: spec(**changes),
+    num_prefill=st.integers(1, 3),
+    num_decode=st.integers(1, 3),
+    policy=st.sampled_from(["global-cache-aware", "local-cache-aware", "least-loaded", "random"]),
+    admission=st.sampled_from(["none", "current"]),
+    ttft_slo_s=st.sampled_from([2.0, 30.0]),
+    prefill_group=st.integers(1, 2),
+    chunk_tokens=st.sampled_from([50, 1000]),
+    pool=st.sampled_from(["global", "global", "local"]),
+    seed=st.integers(0, 3),
+    model=st.builds(
+        lambda **changes: replace(MODEL, **changes),
+        device_tokens=st.sampled_from([400, 10_000]),
+        dram_tokens=st.sampled_from([400, 10_000]),
+        disk_tokens=st.sampled_from([0, 300]),
+        max_num_seqs=st.sampled_from([2, 64]),
+        nic_bytes_per_s=st.sampled_from([30_000.0, 1e9]),
+    ),
+    faults=st.lists(
+        st.builds(
+            Fault,
+            instance=st.sampled_from(["prefill-0", "decode-0"]),
+            at_s=st.floats(0.0, 12.0),
+            for_s=st.one_of(st.none(), st.floats(0.1, 15.0)),
+            silent=st.booleans(),
+        ),
+        max_size=2,
+    ).map(tuple),
+)
+
+
+@settings(deadline=None, max_examples=80)
+@given(spec=SPECS, records=traces())
+def test_every_request_ends_once_and_nothing_leaks(
+    spec: ClusterSpec, records: list[TraceRecord]
+) -> None:
+    """Any cluster, trace and faults, with every proof after every event: completed requests have all their tokens,
+    blocks and bytes are conserved, and at the end nothing is under way."""
+    cluster, journeys = run_checked(spec, records)
+    for journey in journeys:
+        outcome = journey.outcome(0.0)
+        if outcome.end is End.COMPLETED:
+            assert journey.num_generated == journey.num_outputs == len(journey.gaps_s) + 1
+            assert outcome.ttft_s is not None
+            assert min(journey.gaps_s, default=0.0) >= 0.0
+            assert outcome.cached_tokens < outcome.input_length
+            if journey.attempt == 1 and spec.prefill_group == 1:
+                parts = outcome.queue_s + outcome.load_s + outcome.prefill_s
+                assert outcome.ttft_s >= parts - 1e-9
+    assert cluster.gateway.num_open == 0
+    assert len(cluster.network) == 0
+    for decode in cluster.decodes:
+        assert decode.machine.free_blocks == decode.machine.num_blocks
+    for prefill in cluster.prefills:
+        assert prefill.machine.num_waiting + prefill.machine.num_running == 0
+    if not spec.faults and spec.admission == "none":
+        ends = {journey.end for journey in journeys}
+        assert ends <= {End.COMPLETED, End.FAILED}
+
+
+@settings(deadline=None, max_examples=15)
+@given(spec=SPECS, records=traces())
+def test_equal_specs_and_traces_give_equal_results(
+    spec: ClusterSpec, records: list[TraceRecord]
+) -> None:
+    first, second = simulate(spec, records), simulate(spec, records)
+    assert replace(first, wall_s=0.0) == replace(second, wall_s=0.0)
+    assert repr(replace(first, wall_s=0.0)) == repr(replace(second, wall_s=0.0))
+
+
+def test_more_prefill_machines_shorten_the_queues_of_a_busy_cluster() -> None:
+    """One machine is overloaded by this trace, so that each doubling helps a lot; asserted: at least by half."""
+    records = [request(number * 0.5, 100, 2, base=20 * number) for number in range(200)]
+    queues = []
+    for num_prefill in (1, 2, 4):
+        outcomes = simulate(spec(num_prefill=num_prefill), records).outcomes
+        queues.append(sum(each.queue_s for each in outcomes) / len(outcomes))
+    assert queues[1] <= queues[0] / 2
+    assert queues[2] <= queues[1] / 2 + 1e-9
+
+
+# -- faults
+
+
+def test_a_request_goes_on_elsewhere_when_its_decode_machine_dies() -> None:
+    """The machine dies 1 s into the answer: 20 tokens are there, the others come after another prefill."""
+    faults = (Fault(instance="decode-0", at_s=2.01),)
+    records = [request(0.0, 100, 60)]
+    _, (journey,) = run_checked(spec(num_decode=2, faults=faults), records)
+    assert journey.end is End.COMPLETED
+    assert (journey.attempt, journey.num_generated, len(journey.gaps_s)) == (2, 60, 59)
+    assert max(journey.gaps_s) > 0.1
+    assert journey.outcome(0.0).ttft_s == NEAR(1.0, abs=1e-6)
+    assert journey.placement is not None
+    assert journey.placement.decode.instance_id == "decode-1"
+
+
+def test_prompts_of_a_dead_prefill_machine_are_computed_elsewhere() -> None:
+    records = [request(0.0, 500, 3, base=100 * number) for number in range(4)]
+    faults = (Fault(instance="prefill-0", at_s=1.0),)
+    _, journeys = run_checked(spec(num_prefill=2, faults=faults), records)
+    assert all(journey.end is End.COMPLETED for journey in journeys)
+    assert sum(journey.attempt == 2 for journey in journeys) == 2
+    assert {j.placement.prefill.instance_id for j in journeys if j.placement} == {"prefill-1"}
+
+
+def test_a_request_fails_when_nobody_comes_back_in_time() -> None:
+    faults = (Fault(instance="decode-0", at_s=0.5),)
+    _, (journey,) = run_checked(spec(faults=faults), [request(0.0, 100, 3)])
+    assert (journey.end, journey.reason) == (End.FAILED, "no_worker")
+    assert 20.0 < journey.ended_at < 30.0
+
+
+def test_a_request_waits_for_a_machine_that_comes_back() -> None:
+    faults = (Fault(instance="prefill-0", at_s=0.5, for_s=8.0),)
+    _, (journey,) = run_checked(spec(faults=faults), [request(0.0, 100, 3)])
+    assert journey.end is End.COMPLETED
+    assert journey.first_token_at is not None
+    assert 9.5 <= journey.first_token_at <= 10.0
+
+
+def test_a_silent_machine_finishes_what_it_has_and_gets_nothing_new_until_it_speaks() -> None:
+    """Removed after five silent intervals; what it holds is known again with its first words."""
+    faults = (Fault(instance="prefill-0", at_s=1.0, for_s=20.0, silent=True),)
+    records = [request(float(at), 100, 2, base=0) for at in (0, 10, 15, 30)]
+    _, journeys = run_checked(spec(num_prefill=2, faults=faults), records)
+    placed = [j.placement.prefill.instance_id for j in journeys if j.placement]
+    assert all(journey.end is End.COMPLETED for journey in journeys)
+    assert placed[:3] == ["prefill-0", "prefill-1", "prefill-1"]
+    assert journeys[1].cached_tokens == 0, "a removed store is not read"
+    assert journeys[3].cached_tokens == 9 * BLOCK
+
+
+def test_a_machine_that_was_dead_has_only_what_lay_on_its_disk() -> None:
+    model = replace(MODEL, dram_tokens=200, disk_tokens=5_000)
+    records = [request(float(at), 200, 2, base=at) for at in (0, 100, 200)]
+    faults = (Fault(instance="prefill-0", at_s=150.0, for_s=10.0),)
+    _, journeys = run_checked(spec(model=model, faults=faults), [*records, request(300.0, 200, 2)])
+    assert all(journey.end is End.COMPLETED for journey in journeys)
+    assert journeys[3].cached_tokens == 19 * BLOCK, "the first prompt was demoted to disk before"
