@@ -1,0 +1,136 @@
+"""`moonserve traces synthesize` writes what was asked for, or says in one line what to mend."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import ConfigError
+from tests.traces.synthesis.laws import check_laws
+from traces.analysis.checked import read_checked
+from traces.cli import main
+from traces.synthesis.draws import Constant, Empirical, LogNormal, parse_draws
+
+SMALL = Path(__file__).parent / "small.jsonl"
+
+
+def test_the_command_is_documented_by_the_trace_that_it_made(tmp_path: Path) -> None:
+    """The trace that other tests are like is what these options give."""
+    options = (
+        "--seed 7 --input-tokens lognormal:3000:1 --turn-tokens lognormal:700:1 --system-prompts 3 "
+        "--system-tokens 600 --output-tokens lognormal:300:0.8 --session-share 0.4 --turns 3 "
+        "--think-s lognormal:60:0.8 --rate 5 --arrivals gamma --burstiness 2 --requests 1500 "
+        "--max-input-tokens 32000"
+    )
+    out = tmp_path / "again.jsonl"
+    assert main(["synthesize", "--out", str(out), *options.split()]) == 0
+    assert out.read_bytes() == SMALL.read_bytes()
+    check_laws(read_checked(out))
+
+
+def test_equal_seeds_give_equal_files_and_others_do_not(tmp_path: Path) -> None:
+    def made(seed: int) -> bytes:
+        out = tmp_path / "t.jsonl"
+        assert (
+            main(["synthesize", "--out", str(out), "--like", str(SMALL), "--seed", str(seed)]) == 0
+        )
+        return out.read_bytes()
+
+    assert made(1) == made(1)
+    assert made(1) != made(2)
+
+
+def test_a_likeness_is_as_long_as_its_model_unless_told_otherwise(tmp_path: Path) -> None:
+    out = tmp_path / "t.jsonl"
+    like = ["synthesize", "--out", str(out), "--like", str(SMALL)]
+    assert main(like) == 0
+    assert len(read_checked(out)) == 1500
+    assert main([*like, "--requests", "70", "--rate", "50"]) == 0
+    assert len(read_checked(out)) == 70
+    assert main([*like, "--duration", "30"]) == 0
+    assert 25 < read_checked(out)[-1].arrived_s < 30
+
+
+def test_a_preset_takes_changes(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "t.jsonl"
+    options = ["--preset", "conversation", "--requests", "50", "--output-tokens", "9"]
+    assert main(["synthesize", "--out", str(out), *options]) == 0
+    records = read_checked(out)
+    assert {record.output_length for record in records} == {9}
+    assert {record.hash_ids[0] for record in records} == {0}
+
+
+def test_a_pipe_is_written_and_stays_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    received: list[str] = []
+    reader = threading.Thread(target=lambda: received.append(pipe.read_text()))
+    reader.start()
+    assert main(["synthesize", "--out", str(pipe), "--requests", "5"]) == 0
+    reader.join()
+    assert received[0].count("\n") == 5
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--requests", "0"], "--requests must be at least 1"),
+        (["--duration", "0"], "--duration must be above 0"),
+        (["--duration", "1e-9"], "not one request comes in that time"),
+        (["--rate", "0"], "--rate must be above 0"),
+        (["--preset", "chat"], "--preset is one of conversation"),
+        (["--like", "absent"], "cannot read the trace absent"),
+        (["--like", str(SMALL), "--preset", "synthetic"], "--preset and --like exclude each other"),
+        (["--like", str(SMALL), "--turns", "2"], "--turns and --like exclude each other"),
+        (["--like", str(SMALL), "--rate", "-1"], "must be above 0"),
+        (["--scale-lengths", "2"], "--scale-lengths needs --like"),
+        (["--burstiness", "2"], "--burstiness is for --arrivals gamma"),
+        (["--turn-tokens", "many"], "--turn-tokens: 'many' is no distribution"),
+        (["--turn-tokens", "lognormal:0:1"], "lognormal:MEAN:SIGMA"),
+        (["--think-s", "empirical:absent"], "cannot read absent"),
+        (["--session-share", "2"], "--session-share is a share"),
+        (["--session-share", "0.9", "--document-share", "0.9"], "more than 1"),
+    ],
+)
+def test_bad_options_are_one_line_exit_code_2_and_no_file(
+    tmp_path: Path, options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "t.jsonl"
+    assert main(["synthesize", "--out", str(out), *options]) == 2
+    told = capsys.readouterr().err
+    assert complaint in told
+    assert told.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_model_is_named_by_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.jsonl"
+    model.write_text(SMALL.read_text().replace('"input_length": ', '"input_length": 9', 1))
+    assert main(["synthesize", "--out", str(tmp_path / "t"), "--like", str(model)]) == 2
+    assert "model.jsonl:1: input_length" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["synthesize", "--out", str(tmp_path / "file" / "t")]) == 2
+    assert main(["synthesize", "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert told.count("cannot write the trace") == 2
+
+
+def test_distributions_are_written_as_documented(tmp_path: Path) -> None:
+    (tmp_path / "lengths").write_text("3\n4.5\n")
+    assert parse_draws("300", "--x") == Constant(300)
+    assert parse_draws("lognormal:300:0.5", "--x") == LogNormal(300, 0.5)
+    assert parse_draws(f"empirical:{tmp_path / 'lengths'}", "--x") == Empirical((3, 4.5))
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigError, match="is empty"):
+        parse_draws(f"empirical:{tmp_path / 'empty'}", "--x")

@@ -1,0 +1,106 @@
+"""Chains keep the law of ids, and the past remembers what it should and no more."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from traces.synthesis.chain import BlockIds, Chain
+from traces.synthesis.past import Past, Prompt, Wish
+
+
+def prompt(
+    at_s: float, chain: Chain, *, shared: int = 0, uses: int = 1, trunk: int | None = None
+) -> Prompt:
+    return Prompt(
+        arrived_s=at_s,
+        chain=chain,
+        input_length=chain.length * 512,
+        whole=chain.length,
+        shared=shared,
+        uses=uses,
+        trunk=None if trunk is None else (trunk, 0),
+    )
+
+
+def wish(blocks: int, age_s: float, *, now_s: float = 100, left: int = 0, turn: int = 0) -> Wish:
+    return Wish(
+        trunk=None, blocks=blocks, most=1_000, left=left, arrived_s=now_s - age_s, now_s=now_s,
+        turn=turn, uses=1,
+    )  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=30))
+def test_a_chain_is_the_head_of_another_and_new_ids(steps: list[tuple[int, int]]) -> None:
+    """Against lists: whichever heads are taken, and however long what follows."""
+    ids = BlockIds()
+    chains, lists = [Chain()], [list[int]()]
+    given_out = 0
+    for choice, count in steps:
+        base = choice % len(chains)
+        head = choice % (chains[base].length + 1)
+        chains.append(ids.extend(chains[base].head(head), count))
+        lists.append([*lists[base][:head], *range(given_out, given_out + count)])
+        given_out += count
+        assert list(chains[-1].ids()) == lists[-1]
+        assert chains[-1].length == len(lists[-1])
+
+
+def test_a_head_longer_than_the_chain_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 ids has no head of 3"):
+        BlockIds().extend(Chain(), 2).head(3)
+
+
+@given(st.integers(0, 1_000), st.integers(1, 30))
+def test_only_the_latest_prompts_are_remembered(seed: int, limit: int) -> None:
+    random, ids, past = Random(seed), BlockIds(), Past(limit)
+    for second in range(100):
+        length = random.randrange(1, 6)
+        shared = random.randrange(length)
+        past.add(
+            prompt(
+                second, ids.extend(Chain(), length), shared=shared, uses=random.randrange(1, 3),
+                trunk=random.choice([None, 1, 2]),
+            )
+        )  # fmt: skip
+        past.validate()
+    assert len(past) == limit
+    found = past.private(wish(1, age_s=100, left=1))
+    assert found is None or found.arrived_s >= 100 - limit
+
+
+def test_of_equal_prompts_the_one_of_the_wished_age_is_found() -> None:
+    past, ids = Past(), BlockIds()
+    for at_s in range(0, 100, 10):
+        past.add(prompt(at_s, ids.extend(Chain(), 4)))
+    found = past.session(wish(4, age_s=31, turn=1))
+    assert found is not None
+    assert found.arrived_s == 70
+
+
+def test_a_prompt_that_another_has_extended_is_not_extended_again() -> None:
+    past, ids = Past(), BlockIds()
+    past.add(prompt(0, ids.extend(Chain(), 4)))
+    first = past.session(wish(4, age_s=100, turn=1))
+    assert first is not None
+    first.taken = 4
+    assert past.session(wish(4, age_s=100, turn=1)) is None
+    assert past.private(wish(3, age_s=100, left=1)) is None
+
+
+def test_prompts_of_another_trunk_are_not_found() -> None:
+    past = Past()
+    past.add(prompt(0, BlockIds().extend(Chain(), 4), trunk=7))
+    assert past.session(wish(4, age_s=100, turn=1)) is None
+
+
+def test_a_popular_prefix_is_found_by_its_depth() -> None:
+    past, ids = Past(), BlockIds()
+    past.add(prompt(0, ids.extend(Chain(), 9), shared=3, uses=5))
+    past.add(prompt(1, ids.extend(Chain(), 9), shared=6, uses=5))
+    found = past.popular(wish(6, age_s=100))
+    assert found is not None
+    assert found.arrived_s == 1
