@@ -80,14 +80,15 @@ class PrefixMap:
 
     def _nearest(self, reader: Instance, position: int) -> int | None:
         """The row of the store to read a block from."""
-        stores = self._stores
-        holding = (self._leading.hold(stores.bit, position) & self._is_open).nonzero()[0]
+        stores, leading = self._stores, self._leading
+        prefills, row = self._members.prefills, reader.seat.row
+        if prefills.has_home[row]:
+            home = int(prefills.home[row])
+            if self._is_open[home] and leading.has(int(stores.bit[home]), position):
+                return home
+        holding = (leading.holders(stores.bit, position) & self._is_open).nonzero()[0]
         if not holding.size:
             return None
-        prefills, row = self._members.prefills, reader.seat.row
-        home = int(prefills.home[row])
-        if prefills.has_home[row] and home in holding:
-            return home
         beside = holding[stores.host[holding] == prefills.host[row]]
         among = beside if beside.size else holding
         return int(among[stores.pending_reads[among].argmin()])

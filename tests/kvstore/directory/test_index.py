@@ -236,7 +236,10 @@ def test_prefix_match_of_many_instances_equals_the_naive_one(
     runs = {InstanceId(f"i{n}"): run for n, run in enumerate(leading.runs[bits].tolist()) if run}
     assert runs == expected
     for block in range(len(leading.slots)):
-        assert leading.hold(bits, block).tolist() == [block in held for held in holdings]
+        has = [block in held for held in holdings]
+        assert leading.holders(bits, block).tolist() == has
+        assert leading.hold(bits, np.full(len(bits), block)).tolist() == has
+        assert [leading.has(bit, block) for bit in bits.tolist()] == has
     for bit, held in zip(bits.tolist(), holdings, strict=True):
         for first in range(len(leading.slots)):
             gaps = (n for n in range(first, len(leading.slots)) if n not in held)

@@ -1,0 +1,148 @@
+"""How many requests per second the conductor places, and how long one waits: by instances and by indexed blocks.
+
+`ConductorState.handle` is fed a script in virtual time on one core: placements as a Poisson process, for each of them
+the reports of its first token and of its end, from every instance a heartbeat per second with load and block changes.
+Half of the instances prefill, half decode, and every prefill instance has a store node beside it. Prompts are of 128
+blocks and one token: the leading blocks of an indexed chain (8 of them common to all chains) and then blocks that
+nobody has. `told` is how many new blocks each placed prompt brings into its instance's device cache and store, as many
+being evicted: told in heartbeats of those two, or 256 changes per heartbeat where it is 0.
+
+Rate: placements ÷ CPU seconds in `handle`, of all events. Latency: the waiting (behind whatever was handled before) and
+the handling of a placement at half of that rate, the events arriving in virtual time and each taking the CPU time that
+it took, so that other processes of the machine count as little as they can. Medians over rounds.
+`python -m benchmarks.conductor --json out/conductor.json`
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.conductor_load import Load, Scenario
+from benchmarks.conductor_rpc import rpc_rows
+from benchmarks.measure import medians, table, write_json
+from conductor.events import Event, Place, Placed
+from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
+from conductor.state import ConductorState
+from protocol.timeline import percentile
+
+GROWTH_INSTANCES = (16, 64, 256, 1024)
+GROWTH_BLOCKS = (100_000, 1_000_000, 10_000_000)
+Row = dict[str, Any]
+
+
+def main() -> int:
+    arguments = _arguments()
+    growth = [_growth_row(s, arguments) for s in _scenarios(arguments)]
+    print(table(list(growth[0]), [list(row.values()) for row in growth]))
+    result: Row = {"benchmark": "conductor", "rounds": arguments.rounds, "growth": growth}
+    if arguments.policies:
+        scenario = Scenario(num_instances=64, num_blocks=1_000_000)
+        load = Load(scenario)
+        rows = [{"policy": p, **_measured(load, arguments, p)} for p in POLICY_NAMES]
+        print(table(list(rows[0]), [list(row.values()) for row in rows]))
+        result["policies"] = rows
+    if arguments.rpc:
+        rows = rpc_rows(Scenario(num_instances=64, num_blocks=1_000_000), arguments.rounds)
+        print(table(list(rows[0]), [list(row.values()) for row in rows]))
+        result["rpc"] = rows
+    if arguments.json:
+        write_json(arguments.json, result)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--instances", type=int, nargs="+", default=GROWTH_INSTANCES)
+    parser.add_argument("--blocks", type=int, nargs="+", default=GROWTH_BLOCKS)
+    parser.add_argument("--told", type=int, nargs="+", default=(0, 64), help="at 64 × 1,000,000")
+    parser.add_argument("--placements", type=int, default=4_000, help="of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--policies", action="store_true", help="also a row for every policy")
+    parser.add_argument(
+        "--rpc", action="store_true", help="also through gRPC and the lean transport"
+    )
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
+    grown = [
+        Scenario(num_instances=instances, num_blocks=blocks)
+        for blocks in arguments.blocks
+        for instances in arguments.instances
+    ]
+    told = [
+        Scenario(num_instances=64, num_blocks=1_000_000, told_blocks=blocks)
+        for blocks in arguments.told
+        if blocks
+    ]
+    return grown + told
+
+
+def _growth_row(scenario: Scenario, arguments: argparse.Namespace) -> Row:
+    row: Row = {
+        "instances": scenario.num_instances,
+        "blocks": scenario.num_blocks,
+        "told": scenario.told_blocks,
+    }
+    return row | _measured(Load(scenario), arguments, DEFAULT_POLICY)
+
+
+def _measured(load: Load, arguments: argparse.Namespace, policy: str) -> dict[str, float]:
+    """Medians over the rounds, of one cluster that goes on from round to round."""
+    state = load.cluster(policy)
+    _round(state, load, arguments.placements)  # warms caches and fills the ring of decisions
+    rows = [_round(state, load, arguments.placements) for _ in range(arguments.rounds)]
+    state.validate()
+    return medians(rows)
+
+
+def _round(state: ConductorState, load: Load, num_placements: int) -> dict[str, float]:
+    script = load.script(num_placements, load.rate)
+    took_ns = sum(_handled(state, script))
+    rate = num_placements / took_ns * 1e9
+    load.rate = rate / 2
+    script = load.script(num_placements, load.rate)
+    waits_us = _latencies_us(script, _handled(state, script))
+    return {
+        "placements_per_s": rate,
+        "place_us": took_ns / num_placements / 1e3,
+        "p50_us": percentile(waits_us, 50),
+        "p99_us": percentile(waits_us, 99),
+    }
+
+
+def _handled(state: ConductorState, script: list[tuple[float, Event]]) -> list[int]:
+    """CPU nanoseconds of each event. A placement that is not placed would make the figures mean something else."""
+    clock = time.thread_time_ns
+    gc.collect()
+    gc.freeze()  # the script is not the conductor's
+    took = []
+    for now, event in script:
+        begun = clock()
+        actions = state.handle(event, now)
+        took.append(clock() - begun)
+        if isinstance(event, Place) and not isinstance(actions[-1], Placed):
+            raise RuntimeError(f"not placed: {actions[-1]}")
+    return took
+
+
+def _latencies_us(script: list[tuple[float, Event]], took_ns: list[int]) -> list[float]:
+    """Of placements: from their arrival to their answer, by one server in order of arrival."""
+    free_at, found = 0.0, []
+    for (now, event), ns in zip(script, took_ns, strict=True):
+        free_at = max(free_at, now) + ns / 1e9
+        if isinstance(event, Place):
+            found.append((free_at - now) * 1e6)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""The conductor's rate through RPC on loopback: part of `benchmarks.conductor`.
+
+A server process holds the same cluster and index; the client, another process, keeps so many requests going, each a
+`Place` and then, where there are reports, `Report` of its first token and of its end. Rates are placements per second
+of the clock, with both processes at work, and per CPU second of the server, which is what one core would bear. Through
+gRPC, as the gateway does it, and through the lean transport, which the conductor's process does not offer yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from benchmarks.conductor_load import Load, Scenario
+from benchmarks.measure import medians
+from conductor.events import Place
+from conductor.policies import DEFAULT_POLICY
+from conductor.service import ConductorService
+from protocol.keys import pack_keys
+from protocol.metrics import scheduler_metrics
+from protocol.pb import conductor_pb2, conductor_pb2_grpc
+from protocol.rpc import Channels, RpcServer
+from protocol.timeline import percentile
+
+TOKEN = "benchmark"
+TIMEOUT_S = 30.0
+WIDTH = 64
+NUM_PLACEMENTS = 2_000
+Row = dict[str, Any]
+
+
+def rpc_rows(scenario: Scenario, rounds: int) -> list[Row]:
+    """Place alone and with both reports, through either transport."""
+    rows: list[Row] = []
+    with _served(scenario) as server:
+        for transport, address in server.addresses.items():
+            for reports in (False, True):
+                measured = [_round(server, address, reports) for _ in range(rounds + 1)][1:]
+                calls = "Place, 2 Report" if reports else "Place"
+                rows.append({"transport": transport, "calls": calls, **medians(measured)})
+    return rows
+
+
+class _Server:
+    """The process, and how much CPU time it has used."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._to, self._from = process.stdin, process.stdout
+        self.addresses: dict[str, str] = json.loads(self._from.readline())
+        self.num_rounds = 0
+
+    def cpu_s(self) -> float:
+        self._to.write("\n")
+        self._to.flush()
+        return float(json.loads(self._from.readline()))
+
+
+@contextlib.contextmanager
+def _served(scenario: Scenario) -> Iterator[_Server]:
+    command = [sys.executable, "-m", "benchmarks.conductor_rpc"]
+    command += [str(scenario.num_instances), str(scenario.num_blocks)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield _Server(process)
+        process.communicate()
+
+
+def _round(server: _Server, address: str, reports: bool) -> dict[str, float]:
+    return uvloop.run(_calls(server, address, reports))
+
+
+async def _calls(server: _Server, address: str, reports: bool) -> dict[str, float]:
+    server.num_rounds += 1
+    wishes = asyncio.Queue[conductor_pb2.PlaceRequest]()
+    for wish in _wishes(server.num_rounds):
+        wishes.put_nowait(wish)
+    channels = Channels(TOKEN)
+    stub = conductor_pb2_grpc.ConductorStub(channels.to(address))
+    took: list[float] = []
+    begun_cpu_s, begun_at = server.cpu_s(), time.perf_counter()
+    await asyncio.gather(*(_client(channels, stub, wishes, took, reports) for _ in range(WIDTH)))
+    wall_s, cpu_s = time.perf_counter() - begun_at, server.cpu_s() - begun_cpu_s
+    await channels.close()
+    return {
+        "placements_per_s": NUM_PLACEMENTS / wall_s,
+        "per_server_cpu_s": NUM_PLACEMENTS / cpu_s,
+        f"p50_ms_of_{WIDTH}": percentile(took, 50) * 1e3,
+        f"p99_ms_of_{WIDTH}": percentile(took, 99) * 1e3,
+    }
+
+
+def _wishes(round_number: int) -> Iterator[conductor_pb2.PlaceRequest]:
+    load = Load(Scenario(num_instances=2, num_blocks=10_000))  # other chains: common blocks only
+    for number, (_, event) in enumerate(load.script(NUM_PLACEMENTS, load.rate)):
+        if isinstance(event, Place):
+            yield conductor_pb2.PlaceRequest(
+                request_id=f"{round_number}-{number}",
+                block_keys=pack_keys(event.block_keys),
+                num_prompt_tokens=event.num_prompt_tokens,
+                max_tokens=event.max_tokens,
+            )
+
+
+async def _client(
+    channels: Channels,
+    stub: conductor_pb2_grpc.ConductorAsyncStub,
+    wishes: asyncio.Queue[conductor_pb2.PlaceRequest],
+    took: list[float],
+    reports: bool,
+) -> None:
+    while not wishes.empty():
+        wish = wishes.get_nowait()
+        begun_at = time.perf_counter()
+        reply = await channels.call(stub.Place, wish, timeout_s=TIMEOUT_S)
+        took.append(time.perf_counter() - begun_at)
+        if not reply.HasField("placement"):
+            raise RuntimeError(f"not placed: {reply}")
+        phases = conductor_pb2.ReportRequest
+        for phase in (phases.PHASE_FIRST_TOKEN, phases.PHASE_FINISHED) if reports else ():
+            report = phases(request_id=wish.request_id, phase=phase, elapsed_s=0.05)
+            await channels.call(stub.Report, report, timeout_s=TIMEOUT_S)
+
+
+@contextlib.asynccontextmanager
+async def _serving(scenario: Scenario) -> AsyncIterator[dict[str, str]]:
+    state = Load(scenario).cluster(DEFAULT_POLICY)
+    # Its clock stands still: instances that send no heartbeats must not fall silent meanwhile.
+    service = ConductorService(state, scheduler_metrics(CollectorRegistry()), clock=lambda: 1.0)
+    server = RpcServer(TOKEN)
+    conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
+    server.add_lean("Conductor", service)
+    address = await server.start("127.0.0.1", 0)
+    yield {"grpc": address, "lean": server.lean_address}
+    await server.stop(0)
+
+
+async def _serve(scenario: Scenario) -> None:
+    """Prints its addresses, and its CPU seconds for every line that it is sent, until there are no more."""
+    async with _serving(scenario) as addresses:
+        print(json.dumps(addresses), flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            print(json.dumps(time.process_time()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("num_instances", type=int)
+    parser.add_argument("num_blocks", type=int)
+    arguments = parser.parse_args()
+    scenario = Scenario(num_instances=arguments.num_instances, num_blocks=arguments.num_blocks)
+    uvloop.run(_serve(scenario))
+
+
+if __name__ == "__main__":
+    main()
