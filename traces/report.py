@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.timeline import Timeline, mean, percentile
 from traces.client import Outcome
-
-_PERCENTS = (50, 90, 99)
+from traces.figures import Completed, latency_figures, ratio, request_figures, spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,61 +29,43 @@ def build_report(
 ) -> dict[str, Any]:
     """The figures of a replay; latencies in milliseconds, over the requests that succeeded."""
     done = [s.outcome for s in sent if s.outcome.succeeded]
-    timelines = [outcome.timeline for outcome in done if outcome.timeline]
-    rejected = sum(s.outcome.rejected for s in sent)
-    good = sum(t.meets(ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s) for t in timelines)
-    output_tokens = sum(len(t.token_at) for t in timelines)
-    input_tokens = sum(outcome.prompt_tokens for outcome in done)
+    completed = [_completed(each, ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s) for each in done]
+    gaps_s = [gap for each in done if each.timeline for gap in each.timeline.gaps_s]
     return {
-        "num_requests": len(sent),
-        "completed": len(done),
-        "rejected": rejected,
-        "failed": len(sent) - len(done) - rejected,
-        "duration": duration_s,
-        "total_input_tokens": input_tokens,
-        "total_output_tokens": output_tokens,
-        "request_throughput": len(done) / duration_s,
-        "output_throughput": output_tokens / duration_s,
-        "total_token_throughput": (input_tokens + output_tokens) / duration_s,
-        "ttft_slo_s": ttft_slo_s,
-        "tbt_slo_s": tbt_slo_s,
-        "request_goodput": good / duration_s,
-        "effective_fraction": good / len(sent) if sent else 0.0,
-        "hit_ratio": _ratio(sum(o.cached_tokens for o in done), input_tokens),
-        "ideal_hit_ratio": _ratio(
+        **request_figures(
+            completed,
+            num_requests=len(sent),
+            num_rejected=sum(s.outcome.rejected for s in sent),
+            duration_s=duration_s,
+            ttft_slo_s=ttft_slo_s,
+            tbt_slo_s=tbt_slo_s,
+        ),
+        "ideal_hit_ratio": ratio(
             sum(s.ideal_cached_tokens for s in sent if s.outcome.succeeded),
             sum(s.input_length for s in sent if s.outcome.succeeded),
         ),
-        **_latencies(timelines),
-        **_spread("lateness_ms", [s.lateness_s * 1000 for s in sent]),
+        **latency_figures(completed),
+        **spread("itl_ms", gaps_s),
+        **spread("lateness_ms", (s.lateness_s for s in sent)),
         "errors": _errors(sent),
     }
 
 
-def _latencies(timelines: Sequence[Timeline]) -> dict[str, float]:
-    figures = {
-        "ttft_ms": [t.ttft_s for t in timelines],
-        "tbt_ms": [t.tbt_s for t in timelines if len(t.token_at) > 1],
-        "tpot_ms": [t.tpot_s for t in timelines if len(t.token_at) > 1],
-        "itl_ms": [gap for t in timelines for gap in t.gaps_s],
-        "e2el_ms": [t.e2e_s for t in timelines],
-    }
-    spreads: dict[str, float] = {}
-    for name, seconds in figures.items():
-        spreads.update(_spread(name, [s * 1000 for s in seconds]))
-    return spreads
-
-
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    return {
-        f"mean_{name}": mean(values),
-        f"median_{name}": percentile(values, 50),
-        **{f"p{percent}_{name}": percentile(values, percent) for percent in _PERCENTS},
-    }
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _completed(outcome: Outcome, *, ttft_slo_s: float, tbt_slo_s: float) -> Completed:
+    """A success may be without tokens; then it has no latencies and is no effective request."""
+    timeline = outcome.timeline
+    several = timeline is not None and len(timeline.token_at) > 1
+    return Completed(
+        input_tokens=outcome.prompt_tokens,
+        cached_tokens=outcome.cached_tokens,
+        output_tokens=len(timeline.token_at) if timeline else 0,
+        ttft_s=timeline.ttft_s if timeline else None,
+        tbt_s=timeline.tbt_s if timeline and several else None,
+        tpot_s=timeline.tpot_s if timeline and several else None,
+        e2e_s=timeline.e2e_s if timeline else None,
+        is_effective=timeline is not None
+        and timeline.meets(ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s),
+    )
 
 
 def _errors(sent: Sequence[Sent]) -> dict[str, int]:

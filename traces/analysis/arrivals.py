@@ -28,7 +28,7 @@ def describe_arrivals(arrived_s: Sequence[float], window_s: float) -> dict[str, 
     rates = _counts(times, window_s) / window_s
     return {
         "duration_s": duration_s,
-        "mean_rate": len(gaps) / duration_s if duration_s else None,
+        "mean_rate": mean_rate(arrived_s),
         "gap_s": spread(gaps),
         "gap_cv": _ratio(gaps.std(), gaps.mean()) if len(gaps) else None,
         "window_s": window_s,
@@ -37,6 +37,12 @@ def describe_arrivals(arrived_s: Sequence[float], window_s: float) -> dict[str, 
         "peak_to_mean": _ratio(rates.max(), rates.mean()) if len(rates) else None,
         "dispersion": {f"{w:g}s": _dispersion(times, w) for w in DISPERSION_WINDOWS_S},
     }
+
+
+def mean_rate(arrived_s: Sequence[float]) -> float | None:
+    """Gaps per second, of instants in order; null where all come at once."""
+    duration_s = arrived_s[-1] - arrived_s[0] if arrived_s else 0.0
+    return float((len(arrived_s) - 1) / duration_s) if duration_s else None
 
 
 def _counts(times: Floats, window_s: float) -> Floats:

@@ -1,0 +1,87 @@
+"""Figures of many requests: counts, throughput, goodput, hits, latencies. Pure.
+
+One definition per figure: replays and simulations both call these, so that their reports can be laid side by side.
+Rejected and failed requests are misses of the objective; latencies are those of the completed ones. Does not know
+where a request was computed. Names follow `vllm bench serve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.timeline import mean, percentile
+
+PERCENTS = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """What one completed request brings to the figures."""
+
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft_s: float | None  # None: no token
+    tbt_s: float | None  # None, like the next: fewer than two tokens
+    tpot_s: float | None
+    e2e_s: float | None  # None: no token
+    is_effective: bool  # both objectives kept
+
+
+def request_figures(
+    completed: Sequence[Completed],
+    *,
+    num_requests: int,
+    num_rejected: int,
+    duration_s: float,
+    ttft_slo_s: float,
+    tbt_slo_s: float,
+) -> dict[str, Any]:
+    """Counts, rates per second and ratios. Rates and ratios of nothing are 0."""
+    output_tokens = sum(each.output_tokens for each in completed)
+    input_tokens = sum(each.input_tokens for each in completed)
+    good = sum(each.is_effective for each in completed)
+    return {
+        "num_requests": num_requests,
+        "completed": len(completed),
+        "rejected": num_rejected,
+        "failed": num_requests - len(completed) - num_rejected,
+        "duration": duration_s,
+        "total_input_tokens": input_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": ratio(len(completed), duration_s),
+        "output_throughput": ratio(output_tokens, duration_s),
+        "total_token_throughput": ratio(input_tokens + output_tokens, duration_s),
+        "ttft_slo_s": ttft_slo_s,
+        "tbt_slo_s": tbt_slo_s,
+        "request_goodput": ratio(good, duration_s),
+        "effective_fraction": ratio(good, num_requests),
+        "hit_ratio": ratio(sum(each.cached_tokens for each in completed), input_tokens),
+    }
+
+
+def latency_figures(completed: Sequence[Completed]) -> dict[str, float]:
+    """Spreads of TTFT, TBT, TPOT and E2E in milliseconds."""
+    return {
+        **spread("ttft_ms", (each.ttft_s for each in completed)),
+        **spread("tbt_ms", (each.tbt_s for each in completed)),
+        **spread("tpot_ms", (each.tpot_s for each in completed)),
+        **spread("e2el_ms", (each.e2e_s for each in completed)),
+    }
+
+
+def spread(name_ms: str, seconds: Iterable[float | None]) -> dict[str, float]:
+    """`mean_…`, `median_…`, `p50_…`, `p90_…`, `p99_…` in milliseconds, of what is not None; NaN for nothing."""
+    values = [each * 1000 for each in seconds if each is not None]
+    return {
+        f"mean_{name_ms}": mean(values),
+        f"median_{name_ms}": percentile(values, 50),
+        **{f"p{percent}_{name_ms}": percentile(values, percent) for percent in PERCENTS},
+    }
+
+
+def ratio(part: float, whole: float) -> float:
+    """0 when there is no whole."""
+    return part / whole if whole else 0.0
