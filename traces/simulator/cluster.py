@@ -14,7 +14,7 @@ from conductor.state import ConductorState, Limits
 from protocol.errors import ConfigError
 from protocol.keys import BlockKey
 from traces.simulator.clock import Timed
-from traces.simulator.decode import DecodeMachine, DecodeOutcome, Granted
+from traces.simulator.decode import DecodeOutcome, Granted
 from traces.simulator.events import (
     Arrive,
     Beat,
@@ -32,17 +32,16 @@ from traces.simulator.loads import Loaded, PrefixLoads
 from traces.simulator.machines import DecodeNode, Node, PrefillNode, layout_of
 from traces.simulator.membership import Membership
 from traces.simulator.network import Network
-from traces.simulator.pool import Store
 from traces.simulator.prefill import (
     ChunkBegun,
     Computed,
-    PrefillMachine,
     PrefillOutcome,
     Prepare,
     Prompt,
 )
 from traces.simulator.sampling import Samples
 from traces.simulator.spec import ClusterSpec, Fault
+from traces.simulator.workshop import Workshop
 
 _LEASES = 5  # heartbeat intervals until a silent instance is removed: the conductor's defaults
 _PLACEMENT_TTL_S = (
@@ -59,10 +58,11 @@ class Cluster:
         self.spec = spec
         self.journeys = journeys
         self._block_bytes = layout_of(spec).block_bytes
-        self.prefills = [self._prefill_node(i) for i in range(spec.num_prefill)]
-        self.decodes = [self._decode_node(i) for i in range(spec.num_decode)]
+        self._workshop = Workshop(spec, self._cached_now)
+        self.prefills = [self._workshop.prefill_node(i) for i in range(spec.num_prefill)]
+        self.decodes = [self._workshop.decode_node(i) for i in range(spec.num_decode)]
         self._nodes: dict[str, Node] = {n.name: n for n in (*self.prefills, *self.decodes)}
-        self.network = Network(dict(self._links()))
+        self.network = Network(self._workshop.links(self._nodes.values()))
         self.conductor = ConductorState(
             make_policy(spec.policy, spec.balancing_threshold, spec.seed), _limits(spec)
         )
@@ -78,37 +78,6 @@ class Cluster:
         self._woken_at: dict[str, float] = {}  # the wake-up under way of each machine and network
         self._out: list[Timed[Event]] = []
         self._touched: dict[str, Node] = {}
-
-    def _prefill_node(self, index: int) -> PrefillNode:
-        spec = self.spec
-        tokens = spec.model.dram_tokens * spec.prefill_group
-        disk = spec.model.disk_tokens * spec.prefill_group
-        store = Store(tokens // spec.block_size, disk // spec.block_size, spec.eviction)
-        return PrefillNode(name=f"prefill-{index}", machine=self._prefill_machine(), store=store)
-
-    def _prefill_machine(self) -> PrefillMachine:
-        return PrefillMachine(
-            self.spec.model.prefill,
-            chunk_tokens=self.spec.chunk_tokens,
-            num_stages=self.spec.prefill_group,
-            cached_now=self._cached_now,
-        )
-
-    def _decode_node(self, index: int) -> DecodeNode:
-        return DecodeNode(name=f"decode-{index}", machine=self._decode_machine())
-
-    def _decode_machine(self) -> DecodeMachine:
-        spec = self.spec
-        return DecodeMachine(spec.model, spec.block_size, spec.chunk_tokens)
-
-    def _links(self) -> Iterator[tuple[str, float]]:
-        model = self.spec.model
-        for node in self._nodes.values():
-            machines = self.spec.prefill_group if isinstance(node, PrefillNode) else 1
-            yield f"{node.name}/out", model.nic_bytes_per_s * machines
-            yield f"{node.name}/in", model.nic_bytes_per_s * machines
-            yield f"{node.name}/device", model.device_bytes_per_s * machines
-            yield f"{node.name}/disk", model.disk_bytes_per_s * machines
 
     def begin(self) -> Iterator[Timed[Event]]:
         """The first events. Registers all machines."""
@@ -347,9 +316,9 @@ class Cluster:
         if isinstance(node, PrefillNode):
             for loaded in self.loads.source_died(node, now):
                 self._loaded(loaded, now)
-            node.machine = self._prefill_machine()
+            node.machine = self._workshop.prefill_machine()
         elif isinstance(node, DecodeNode):
-            node.machine = self._decode_machine()
+            node.machine = self._workshop.decode_machine()
 
     def _is_hit(self, journey: Journey, node: Node) -> bool:
         prefill, decode = self._machines_of(journey)
@@ -381,7 +350,7 @@ class Cluster:
         node.epoch += 1
         if isinstance(node, PrefillNode):
             survivors = node.store.on_disk()
-            node.store = self._prefill_node(0).store
+            node.store = self._workshop.store()
             node.store.restore(survivors)
         self.membership.register(node, now)
         self._later(node.beat_at, Beat(node))
