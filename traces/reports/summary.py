@@ -1,0 +1,114 @@
+"""A simulation in figures, and several as one table for a terminal.
+
+The figures are those of a replay (`traces.figures`), under the same names. What only a replay can tell is left out:
+single gaps (ITL), lateness of sending, the ideal hit ratio.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from traces.analysis.arrivals import mean_rate
+from traces.figures import Completed, latency_figures, request_figures, spread
+from traces.reports.numbers import milliseconds, percent, plain
+from traces.simulator.results import End, RequestOutcome, SimulationResult
+
+
+def summary(result: SimulationResult) -> dict[str, Any]:
+    """Latencies in milliseconds, NaN where there are none; `errors`: how often each reason ended a request.
+
+    Beyond a replay's: `request_rate` (arrivals per second; None for fewer than two), what a first token waited for
+    (`queue_ms`, `load_ms`, `prefill_ms`) and `ttft_error_ms`, predicted − actual.
+    """
+    done = [each for each in result.outcomes if each.end is End.COMPLETED]
+    completed = [_completed(each, result) for each in done]
+    return {
+        "name": result.name,
+        "request_rate": mean_rate([each.arrived_s for each in result.outcomes]),
+        **request_figures(
+            completed,
+            num_requests=len(result.outcomes),
+            num_rejected=sum(each.end is End.REJECTED for each in result.outcomes),
+            duration_s=result.duration_s,
+            ttft_slo_s=result.ttft_slo_s,
+            tbt_slo_s=result.tbt_slo_s,
+        ),
+        **latency_figures(completed),
+        **spread("queue_ms", (each.queue_s for each in done)),
+        **spread("load_ms", (each.load_s for each in done)),
+        **spread("prefill_ms", (each.prefill_s for each in done)),
+        **spread("ttft_error_ms", (_ttft_error_s(each) for each in done)),
+        "errors": errors(result),
+    }
+
+
+def errors(result: SimulationResult) -> dict[str, int]:
+    """How often each reason ended a request, rejections included, the most frequent first."""
+    counts = Counter(error_of(each) for each in result.outcomes if each.end is not End.COMPLETED)
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def error_of(outcome: RequestOutcome) -> str:
+    """ "rejected: ttft"."""
+    return f"{outcome.end}: {outcome.reason or 'no reason given'}"
+
+
+def _completed(outcome: RequestOutcome, result: SimulationResult) -> Completed:
+    several = outcome.tbt_s is not None
+    return Completed(
+        input_tokens=outcome.input_length,
+        cached_tokens=outcome.cached_tokens,
+        output_tokens=outcome.output_length,
+        ttft_s=outcome.ttft_s,
+        tbt_s=outcome.tbt_s,
+        tpot_s=outcome.mean_gap_s if several else None,
+        e2e_s=None if outcome.finished_s is None else outcome.finished_s - outcome.arrived_s,
+        is_effective=outcome.is_effective(ttft_slo_s=result.ttft_slo_s, tbt_slo_s=result.tbt_slo_s),
+    )
+
+
+def _ttft_error_s(outcome: RequestOutcome) -> float | None:
+    """None where nothing was predicted."""
+    if outcome.ttft_s is None or not outcome.predicted_ttft_s:
+        return None
+    return outcome.predicted_ttft_s - outcome.ttft_s
+
+
+_LATENCIES = ("mean_ttft_ms", "p50_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "p90_tbt_ms")
+_HEADER = (
+    "result", "requests", "rejected", "failed", "goodput/s", "effective", "hits",
+    "TTFT ms mean", "p50", "p90", "p99", "TBT ms p90", "took s",
+)  # fmt: skip
+
+
+_MAX_NAME = 32
+
+
+def format_summary(results: Sequence[SimulationResult]) -> str:
+    """One row per result; rejections stand beside the latencies that they bought."""
+    rows = [list(_HEADER), *(_row(summary(each), each.wall_s) for each in results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    )
+
+
+def _row(figures: dict[str, Any], wall_s: float) -> list[str]:
+    return [
+        _short(" ".join(figures["name"].split())),
+        plain(figures["num_requests"]),
+        plain(figures["rejected"]),
+        plain(figures["failed"]),
+        f"{figures['request_goodput']:.2f}",
+        percent(figures["effective_fraction"]),
+        percent(figures["hit_ratio"]),
+        *(milliseconds(figures[name]) for name in _LATENCIES),
+        f"{wall_s:.1f}",
+    ]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
