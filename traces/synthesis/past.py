@@ -18,7 +18,7 @@ from operator import attrgetter
 from traces.synthesis.chain import Chain
 from traces.synthesis.trunks import TrunkKey
 
-REMEMBERED = 200_000  # prompts, about 100 MB
+REMEMBERED = 200_000  # prompts, about 200 MB
 _NEAREST = 3  # prompts of a line that are compared on each side
 _REACH = 48  # prompts of a line that are passed by on each side in search of these
 _GRACE_S = 2.0  # ages closer than that are alike: traces have clocks as coarse as 3 s
