@@ -22,6 +22,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "doctor": ("deploy.doctor", "main", "examine this machine, its transports and a peer"),
     "profile": ("deploy.profile", "main", "measure a model on this machine: profile [MODEL]"),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),
+    "simulate": ("traces.simulator.command", "main", "a cluster in virtual time: simulate TRACE"),
     "traces": ("traces.cli", "main", "traces of requests: traces fetch | analyze | synthesize"),
 }
 

@@ -91,8 +91,7 @@ def heat_map_colours() -> Any:
     from matplotlib.colors import ListedColormap
 
     colours = ListedColormap([(*HEAT_RGB, 0.07 + 0.93 * step / 63) for step in range(64)])
-    colours.set_bad((0, 0, 0, 0))
-    return colours
+    return colours.with_extremes(bad=(0, 0, 0, 0))
 
 
 def logarithmic(axis: Any, low: float, high: float) -> None:

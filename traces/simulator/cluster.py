@@ -55,6 +55,8 @@ class Cluster:
     def __init__(self, spec: ClusterSpec, journeys: Sequence[Journey]) -> None:
         """Raises ConfigError for a spec that cannot be."""
         spec.check()
+        if spec.admission == "predicted":
+            raise ConfigError("--admission predicted: the conductor does not have it yet")
         self.spec = spec
         self.journeys = journeys
         self._block_bytes = layout_of(spec).block_bytes

@@ -1,0 +1,98 @@
+"""`moonserve simulate`: a table, a folder that can be read back, and clear words for bad input."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import main
+from protocol.errors import ConfigError
+from traces.reports import read_results
+from traces.simulator.command import parse_fault
+from traces.simulator.profiles import LLAMA3_70B_8XA800, write_profile
+from traces.simulator.spec import Fault
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Twenty requests over ten seconds; every second one begins as the first does."""
+    path = tmp_path / "trace.jsonl"
+    lines = []
+    for number in range(20):
+        shared = [0, 1, 2, 3] if number % 2 else []
+        own = range(100 * number + 10, 100 * number + 20 - len(shared))
+        entry = {
+            "timestamp": 500 * number,
+            "input_length": 5_000,
+            "output_length": 20,
+            "hash_ids": [*shared, *own],
+        }
+        lines.append(json.dumps(entry))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_several_runs_are_one_table_and_one_folder(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two policies and a baseline; the JSON holds all that happened and is the same when it is done again."""
+    arguments = ["simulate", str(trace), "--prefill", "2", "--decode", "1"]
+    arguments += ["--policy", "random,global-cache-aware", "--coupled", "plain"]
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        assert main([*arguments, "--report", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("random", "global-cache-aware", "coupled plain"))
+    first, second = (read_results(folder / "results.json") for folder in folders)
+    assert [replace(each, wall_s=0.0) for each in first] == [
+        replace(each, wall_s=0.0) for each in second
+    ]
+    assert [len(each.outcomes) for each in first] == [20, 20, 20]
+    cached = [sum(outcome.cached_tokens for outcome in each.outcomes) for each in first]
+    assert cached[1] > 0
+    assert cached[2] == 0
+
+
+def test_a_measured_profile_and_changes_to_it_are_used(trace: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    write_profile(replace(LLAMA3_70B_8XA800, name="measured", dram_tokens=500_000), profile)
+    arguments = ["simulate", str(trace), "--prefill", "1", "--decode", "1"]
+    arguments += ["--model-profile", str(profile), "--report", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    assert read_results(tmp_path / "out/results.json")[0].capacity_tokens == 500_000
+    assert main([*arguments, "--dram-tokens", "5120"]) == 0
+    assert read_results(tmp_path / "out/results.json")[0].capacity_tokens == 5120
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--prefill", "0"], "--prefill"),
+        (["--policy", "fastest"], "fastest"),
+        (["--coupled", "loosely"], "loosely"),
+        (["--model-profile", "gpt"], "--model-profile"),
+        (["--faults", "prefill-0"], "INSTANCE@SECONDS"),
+        (["--faults", "prefill-7@1"], "prefill-7"),
+        (["--block-size", "256"], "--block-size"),
+        (["--admission", "predicted"], "predicted"),
+        (["--speedup", "0"], "--speedup"),
+        (["--nic-gbit", "0"], "--nic-gbit"),
+        (["--report", "/proc/nothing"], "--report"),
+    ],
+)
+def test_bad_input_is_refused_with_the_option_at_fault(
+    trace: Path, arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", str(trace), "--prefill", "1", "--decode", "1", *arguments]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_faults_are_written_as_instance_and_times() -> None:
+    assert parse_fault("prefill-3@600") == Fault(instance="prefill-3", at_s=600.0)
+    expected = Fault(instance="decode-0", at_s=1.5, for_s=60.0, silent=True)
+    assert parse_fault("decode-0@1.5+60:silent") == expected
+    with pytest.raises(ConfigError, match="prefill-3@600"):
+        parse_fault("decode-0@soon")

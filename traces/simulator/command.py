@@ -1,0 +1,202 @@
+"""`moonserve simulate TRACE`: a cluster, or several side by side, in virtual time; a table, and a folder with more."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
+from kvstore.eviction import DEFAULT_POLICY as DEFAULT_EVICTION
+from kvstore.eviction import POLICY_NAMES as EVICTION_NAMES
+from protocol.config import HelpRequested, load, option
+from protocol.errors import ConfigError
+from protocol.process import EXIT_CONFIG
+from traces.format import TOKENS_PER_HASH, read_trace
+from traces.reports import format_summary, write_page
+from traces.simulator.profiles import LLAMA3_70B_8XA800, PROFILES, read_profile
+from traces.simulator.run import simulate
+from traces.simulator.spec import ClusterSpec, CoupledSpec, Fault, ModelProfile
+
+PROG = "moonserve simulate"
+_BITS = 8
+_FAULT = re.compile(r"(?P<instance>[\w-]+)@(?P<at>[\d.]+)(\+(?P<for>[\d.]+))?(?P<silent>:silent)?")
+_COUPLED = {
+    "plain": {},
+    "caching": {"prefix_caching": True},
+    "chunked": {"chunked_prefill": True},
+    "chunked-caching": {"prefix_caching": True, "chunked_prefill": True},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig:
+    """Options of `moonserve simulate`. `policy` and `coupled` may name several: each is a run of its own."""
+
+    trace: str = option(help="trace file, JSON lines; also as the first argument")
+    limit: int | None = option(None, help="only this many requests, the first ones")
+    speedup: float = option(1.0, help="factor on the trace's clock")
+    prefill: int = option(8, help="prefill machines (or groups, see --prefill-group)")
+    decode: int = option(8, help="decode machines")
+    model_profile: str = option(
+        LLAMA3_70B_8XA800.name,
+        help=f"{', '.join(PROFILES)}, or a file that moonserve profile --json wrote",
+    )
+    policy: tuple[str, ...] = option(
+        (DEFAULT_POLICY,), help=f"placement, commas between: {', '.join(POLICY_NAMES)}"
+    )
+    balancing_threshold: float = option(
+        1.25, help="fetch a prefix when the best in the cluster is this many times longer"
+    )
+    admission: str = option(
+        "current",
+        help="which predictions reject requests",
+        choices=("none", "current", "predicted"),
+    )
+    eviction: str = option(
+        DEFAULT_EVICTION, help="what leaves a machine's memory first", choices=EVICTION_NAMES
+    )
+    pool: str = option(
+        "global", help="whether prefixes are read from other machines", choices=("global", "local")
+    )
+    ttft_slo: float = option(30.0, help="objective for the first token, seconds")
+    tbt_slo: float = option(0.1, help="objective between tokens, seconds")
+    block_size: int = option(TOKENS_PER_HASH, help="tokens per block, and per hash id of the trace")
+    chunk_tokens: int = option(8192, help="prompt tokens computed at once")
+    prefill_group: int = option(1, help="machines that prefill one prompt together")
+    heartbeat_interval_s: float = option(1.0, help="how often machines report, seconds")
+    nic_gbit: float | None = option(
+        None, help="a machine's network, Gbit/s; the profile's if not given"
+    )
+    dram_tokens: int | None = option(None, help="of KV in a machine's part of the pool, likewise")
+    disk_tokens: int | None = option(None, help="of KV on a machine's disk, likewise")
+    faults: tuple[str, ...] = option(
+        (), help="INSTANCE@SECONDS[+SECONDS][:silent], commas between: prefill-3@600+60"
+    )
+    coupled: tuple[str, ...] = option(
+        (), help=f"baselines beside it, on as many machines: {', '.join(_COUPLED)}"
+    )
+    seed: int = option(0, help="of the random policy")
+    report: str | None = option(None, help="folder for index.html and results.json")
+
+
+def main(argv: Sequence[str]) -> int:
+    """`argv`: the arguments after `simulate`; the first one may be the trace."""
+    arguments = list(argv)
+    if arguments and not arguments[0].startswith("-"):
+        arguments[0:1] = ["--trace", arguments[0]]
+    try:
+        return run(load(SimulateConfig, arguments, prog=PROG, environ=os.environ))
+    except HelpRequested as request:
+        print(request)
+        return 0
+    except ConfigError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+
+
+def run(config: SimulateConfig) -> int:
+    """Raises ConfigError for what cannot be simulated, before anything is."""
+    if config.speedup <= 0 or (config.limit is not None and config.limit < 1):
+        raise ConfigError("--speedup must be above 0 and --limit at least 1")
+    specs = list(specs_of(config))
+    for _, spec in specs:
+        spec.check()
+    if config.report is not None:
+        _make_folder(Path(config.report))  # now, not after minutes of computing
+    records = read_trace(Path(config.trace), config.limit)
+    records = [record.scaled(1.0, 1.0, config.speedup) for record in records]
+    results = [simulate(spec, records, name=name) for name, spec in specs]
+    print(format_summary(results))
+    if config.report is not None:
+        print(write_page(results, config.report))
+    return 0
+
+
+def specs_of(config: SimulateConfig) -> Iterator[tuple[str, ClusterSpec | CoupledSpec]]:
+    """What is to be simulated, with the names under which it is reported."""
+    model = _model(config)
+    common = ClusterSpec(
+        model=model,
+        num_prefill=config.prefill,
+        num_decode=config.decode,
+        balancing_threshold=config.balancing_threshold,
+        admission=config.admission,
+        eviction=config.eviction,
+        ttft_slo_s=config.ttft_slo,
+        tbt_slo_s=config.tbt_slo,
+        block_size=config.block_size,
+        heartbeat_interval_s=config.heartbeat_interval_s,
+        prefill_group=config.prefill_group,
+        chunk_tokens=config.chunk_tokens,
+        pool=config.pool,
+        seed=config.seed,
+        faults=tuple(map(parse_fault, config.faults)),
+    )
+    for policy in config.policy:
+        if policy not in POLICY_NAMES:
+            raise ConfigError(f"--policy is {policy!r}; it is one of {', '.join(POLICY_NAMES)}")
+        yield policy, replace(common, policy=policy)
+    for kind in config.coupled:
+        if kind not in _COUPLED:
+            raise ConfigError(f"--coupled is {kind!r}; it is one of {', '.join(_COUPLED)}")
+        yield (
+            f"coupled {kind}",
+            CoupledSpec(
+                model=model,
+                num_instances=config.prefill * config.prefill_group + config.decode,
+                ttft_slo_s=config.ttft_slo,
+                tbt_slo_s=config.tbt_slo,
+                block_size=config.block_size,
+                **_COUPLED[kind],
+            ),
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to --report {folder}: {error.strerror}") from error
+
+
+def _model(config: SimulateConfig) -> ModelProfile:
+    """Raises ConfigError for a profile that is neither known nor a file."""
+    name = config.model_profile
+    if name in PROFILES:
+        model = PROFILES[name]
+    elif Path(name).suffix:
+        model = read_profile(Path(name))
+    else:
+        known = ", ".join(PROFILES)
+        raise ConfigError(f"--model-profile is {name!r}; it is a .json file or one of {known}")
+    if config.nic_gbit is not None:
+        model = replace(model, nic_bytes_per_s=config.nic_gbit * 1e9 / _BITS)
+    if config.dram_tokens is not None:
+        model = replace(model, dram_tokens=config.dram_tokens)
+    if config.disk_tokens is not None:
+        model = replace(model, disk_tokens=config.disk_tokens)
+    if model.nic_bytes_per_s <= 0 or min(model.dram_tokens, model.disk_tokens) < 0:
+        raise ConfigError("--nic-gbit must be above 0, --dram-tokens and --disk-tokens at least 0")
+    return model
+
+
+def parse_fault(text: str) -> Fault:
+    """Raises ConfigError for what is none."""
+    match = _FAULT.fullmatch(text)
+    try:
+        if match is None:
+            raise ValueError
+        return Fault(
+            instance=match["instance"],
+            at_s=float(match["at"]),
+            for_s=None if match["for"] is None else float(match["for"]),
+            silent=match["silent"] is not None,
+        )
+    except ValueError:
+        raise ConfigError(
+            f"--faults has {text!r}; one is INSTANCE@SECONDS[+SECONDS][:silent], as prefill-3@600+60"
+        ) from None
