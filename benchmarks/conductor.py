@@ -16,7 +16,6 @@ it took, so that other processes of the machine count as little as they can. Med
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from benchmarks.conductor_rpc import rpc_rows
 from benchmarks.measure import medians, table, write_json
 from conductor.events import Event, Place, Placed
 from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
+from conductor.service import seldom_collected
 from conductor.state import ConductorState
 from protocol.timeline import percentile
 
@@ -122,15 +122,14 @@ def _round(state: ConductorState, load: Load, num_placements: int) -> dict[str, 
 def _handled(state: ConductorState, script: list[tuple[float, Event]]) -> list[int]:
     """CPU nanoseconds of each event. A placement that is not placed would make the figures mean something else."""
     clock = time.thread_time_ns
-    gc.collect()
-    gc.freeze()  # the script is not the conductor's
     took = []
-    for now, event in script:
-        begun = clock()
-        actions = state.handle(event, now)
-        took.append(clock() - begun)
-        if isinstance(event, Place) and not isinstance(actions[-1], Placed):
-            raise RuntimeError(f"not placed: {actions[-1]}")
+    with seldom_collected():  # as the conductor's process
+        for now, event in script:
+            begun = clock()
+            actions = state.handle(event, now)
+            took.append(clock() - begun)
+            if isinstance(event, Place) and not isinstance(actions[-1], Placed):
+                raise RuntimeError(f"not placed: {actions[-1]}")
     return took
 
 

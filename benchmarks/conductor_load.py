@@ -35,6 +35,7 @@ from protocol.request import Endpoint
 PROMPT_BLOCKS = 128
 COMMON_BLOCKS = 8  # of every chain
 IDLE_CHANGES = 256  # of a heartbeat where placed prompts tell nothing
+KEPT_BLOCKS = 512  # of those that an instance told last; few, so that the index soon stops growing
 HEARTBEAT_S = 1.0
 LAYOUT = KvLayout(num_layers=8, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 PREFILL = PrefillProfile(
@@ -164,7 +165,7 @@ class Load:
             free_blocks=POOL_BLOCKS - running * PROMPT_BLOCKS,
             queued_tokens=0,
         )
-        changes = self._tellers[name].changes(fresh, 4_096) if fresh else None
+        changes = self._tellers[name].changes(fresh, KEPT_BLOCKS) if fresh else None
         return Heartbeat(instance_id=InstanceId(name), epoch=1, load=load, changes=changes)
 
     def _register(self, name: str) -> Register:
