@@ -374,6 +374,8 @@ class Cluster:
     def validate(self) -> None:
         """Raises AssertionError unless every piece is sound."""
         self.network.validate()
+        self.loads.validate()
+        self.handoffs.validate()
         self.conductor.validate()
         for prefill in self.prefills:
             prefill.machine.validate()

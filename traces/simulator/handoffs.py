@@ -63,3 +63,9 @@ class Handoffs:
             return False
         del self._handoffs[request_id]
         return True
+
+    def validate(self) -> None:
+        """Raises AssertionError unless every flow is one handoff's, and none waits for nothing."""
+        flows = {flow: name for name, each in self._handoffs.items() for flow in each.flows}
+        assert flows == self._of_flow
+        assert all(each.flows or not each.is_computed for each in self._handoffs.values())

@@ -163,3 +163,15 @@ class PrefixLoads:
         """What is being read from a machine; for its store's proof."""
         parts = (part for load in self._loads.values() for part in load.parts)
         return [part.held for part in parts if part.source is node]
+
+    def validate(self) -> None:
+        """Raises AssertionError unless every flow belongs to exactly one part of a load under way."""
+        flows = [
+            (flow, load, part)
+            for load in self._loads.values()
+            for part in load.parts
+            for flow in part.flows
+        ]
+        assert len(flows) == len(self._of_flow)
+        assert all(self._of_flow[flow] == (load, part) for flow, load, part in flows)
+        assert not any(load.is_done for load in self._loads.values()), "a load waits for nothing"
