@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
 EXIT_USAGE = 2
+EXIT_PIPE = 128 + 13  # as a shell reports a program that SIGPIPE ended
 
 # verb → (module, function taking the remaining arguments, one line of help)
 VERBS: dict[str, tuple[str, str, str]] = {
@@ -29,7 +31,16 @@ VERBS: dict[str, tuple[str, str, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the verb that comes first in `argv` and returns its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has seen enough: `moonserve … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return EXIT_PIPE
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return 0

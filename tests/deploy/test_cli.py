@@ -47,6 +47,17 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert hint in capsys.readouterr().err
 
 
+def test_whoever_reads_only_the_beginning_sees_no_traceback() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deploy", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()  # before it has printed anything
+    _, told = process.communicate(timeout=60)
+    assert told == b""
+    assert process.returncode == 141
+
+
 def refused(*arguments: str) -> str:
     """The one line of a `serve` that could not start."""
     result = moonserve("serve", *arguments)
