@@ -78,12 +78,25 @@ def to_svg(figure: Any, key: str, description: str) -> str:
     assert opening is not None, "matplotlib writes SVG"
     view = re.search(r'viewBox="[^"]*"', opening.group())
     assert view is not None
-    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{key}-", text[opening.end() :])
+    body = _with_own_ids(text[opening.end() :], key)
     body = re.sub(r"\n\s*", "\n", body).replace("'DejaVu Sans'", FONTS).strip()
     label = html.escape(description)
     return with_variables(
         f'<svg class="plot" {view.group()} role="img" aria-label="{label}">\n{body}'
     )
+
+
+def _with_own_ids(body: str, key: str) -> str:
+    """Ids that something refers to, each once and with `key` in front; matplotlib repeats equal ones."""
+    wanted = set(re.findall(r'(?:href="#|url\(#)([^")]+)', body))
+
+    def named(match: re.Match[str]) -> str:
+        if match.group(1) not in wanted:
+            return ""
+        wanted.remove(match.group(1))
+        return f' id="{key}-{match.group(1)}"'
+
+    return re.sub(r'(href="#|url\(#)', rf"\g<1>{key}-", re.sub(r' id="([^"]*)"', named, body))
 
 
 def heat_map_colours() -> Any:

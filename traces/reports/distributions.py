@@ -37,7 +37,7 @@ def distributions(subjects: Sequence[Subject]) -> Section:
         note="Share of all requests that completed with at most this latency; a curve that ends below 100 % lacks the"
         " rejected and failed ones. TBT is the mean of the longest tenth of a request's gaps between tokens.",
         pictures=tuple(each for each in pictures if each is not None),
-        legend=keys_of(subjects),
+        legend=keys_of(subjects) if len(subjects) > 1 else (),
     )
 
 

@@ -7,6 +7,7 @@ queue, as prefill machines do, its load is that queue in seconds; else it is the
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -82,8 +83,9 @@ def _scales(results: Sequence[SimulationResult]) -> dict[str, Scale]:
     scales = {}
     for kind, members in samples.items():
         in_seconds = any(sample.predicted_queue_s > 0 for sample in members)
-        top = max(_load(sample, in_seconds=in_seconds) for sample in members)
-        scales[kind] = Scale(in_seconds=in_seconds, top=top or 1.0)
+        found = [_load(sample, in_seconds=in_seconds) for sample in members]
+        top = max(filter(math.isfinite, found), default=0.0) or 1.0
+        scales[kind] = Scale(in_seconds=in_seconds, top=top)
     return scales
 
 
@@ -92,35 +94,48 @@ def _load(sample: InstanceSample, *, in_seconds: bool) -> float:
 
 
 def _picture(subject: Subject, scales: Mapping[str, Scale], axis: TimeAxis) -> Picture:
-    kinds = kinds_of(subject.result.instances)
-    rows = sum(map(len, kinds.values()))
-    row_in = min(ROW_IN, MAX_HEIGHT_IN / rows)
+    samples = subject.result.instances
+    kinds = kinds_of(samples)
+    row_in = min(ROW_IN, MAX_HEIGHT_IN / sum(map(len, kinds.values())))
     heights = [max(len(names) * row_in, 0.3) for names in kinds.values()]
+    length_s = column_length_s(samples, axis.end_s)
     key = f"load{subject.number}"
     with canvas.drawing(key):
         figure = canvas.new_figure(canvas.WIDTH_IN, sum(heights) + _ROOM_IN * len(kinds))
         cells = figure.add_gridspec(len(kinds), 2, width_ratios=[40, 1], height_ratios=heights)
         for index, (kind, names) in enumerate(kinds.items()):
             panel, bar = figure.add_subplot(cells[index, 0]), figure.add_subplot(cells[index, 1])
+            scale = scales[kind]
             table = table_of(
-                subject.result.instances, names, in_seconds=scales[kind].in_seconds, axis=axis
+                samples, names, in_seconds=scale.in_seconds, end_s=axis.end_s, length_s=length_s
             )
-            _draw_kind(panel, table, names, scales[kind], axis, row_in)
-            panel.set_title(f"{kind}: {scales[kind].label}", loc="left", fontsize=9)
+            _draw_table(panel, table / scale.top, table.shape[1] * length_s, axis)
+            _name_rows(panel, names, row_in)
+            panel.set_title(f"{kind}: {scale.label}", loc="left", fontsize=9)
             if index == len(kinds) - 1:
                 panel.set_xlabel(axis.label)
-            _draw_scale(bar, scales[kind])
+            _draw_scale(bar, scale)
         svg = canvas.to_svg(figure, key, f"Load of instances over time, {subject.title}")
     return Picture(title=subject.title, svg=svg)
 
 
-def table_of(
-    samples: Sequence[InstanceSample], names: Sequence[str], *, in_seconds: bool, axis: TimeAxis
-) -> npt.NDArray[np.float64]:
-    """`[instance, column]` mean loads of equal stretches of the axis; NaN where nothing was sampled."""
+def column_length_s(samples: Sequence[InstanceSample], end_s: float) -> float:
+    """A whole multiple of the usual time between samples, so that each column has equally many."""
     times = sorted({sample.at_s for sample in samples})
-    typical_s = float(np.median(np.diff(times))) if len(times) > 1 else axis.end_s
-    num_columns = max(1, min(MAX_COLUMNS, round(axis.end_s / typical_s)))
+    typical_s = float(np.median(np.diff(times))) if len(times) > 1 else end_s
+    return typical_s * math.ceil(end_s / typical_s / MAX_COLUMNS)
+
+
+def table_of(
+    samples: Sequence[InstanceSample],
+    names: Sequence[str],
+    *,
+    in_seconds: bool,
+    end_s: float,
+    length_s: float,
+) -> npt.NDArray[np.float64]:
+    """`[instance, column]` mean loads of stretches of `length_s`; NaN where nothing was sampled."""
+    num_columns = math.ceil(end_s / length_s)
     row_of = {name: row for row, name in enumerate(names)}
     sums = np.zeros((len(names), num_columns))
     counts = np.zeros((len(names), num_columns))
@@ -128,25 +143,28 @@ def table_of(
         row = row_of.get(sample.instance_id)
         if row is not None:
             # The nudge keeps samples at a column's very begin from falling into the one before.
-            column = int(sample.at_s / axis.end_s * num_columns + 1e-9)
-            column = min(column, num_columns - 1)
+            column = min(int(sample.at_s / length_s + 1e-6), num_columns - 1)
             sums[row, column] += _load(sample, in_seconds=in_seconds)
             counts[row, column] += 1
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
 
 
-def _draw_kind(
-    panel: Any, table: Any, names: Sequence[str], scale: Scale, axis: TimeAxis, row_in: float
-) -> None:
+def _draw_table(panel: Any, shares: Any, end_s: float, axis: TimeAxis) -> None:
+    """`shares`: of full opacity. The last column may reach beyond the axis."""
     panel.imshow(
-        np.sqrt(table / scale.top), cmap=canvas.heat_map_colours(), vmin=0, vmax=1, aspect="auto",
-        interpolation="none", extent=(0, axis.end, len(names) - 0.5, -0.5),
+        np.sqrt(shares), cmap=canvas.heat_map_colours(), vmin=0, vmax=1, aspect="auto",
+        interpolation="none",
+        extent=(0, end_s / axis.seconds_per_unit, len(shares) - 0.5, -0.5),
     )  # fmt: skip
-    step = max(1, -int(-LABEL_IN // row_in))
-    rows = range(0, len(names), step)
+    panel.set_xlim(0, axis.end)
+    panel.grid(visible=False)
+
+
+def _name_rows(panel: Any, names: Sequence[str], row_in: float) -> None:
+    """As many as there is room for."""
+    rows = range(0, len(names), max(1, math.ceil(LABEL_IN / row_in)))
     panel.set_yticks(list(rows), [_short(names[row]) for row in rows], fontsize=8)
     panel.tick_params(axis="y", length=0)
-    panel.grid(visible=False)
 
 
 def _short(name: str) -> str:

@@ -97,7 +97,7 @@ def _stacks(
     found: Sequence[tuple[float, str]], reasons: Sequence[str], axis: TimeAxis, length_s: float
 ) -> Any:
     """`[reason, bin]` counts."""
-    counts = np.zeros((len(reasons), math.floor(axis.end_s / length_s) + 1), np.int64)
+    counts = np.zeros((len(reasons), math.ceil(axis.end_s / length_s)), np.int64)
     for arrived_s, reason in found:
         row = reasons.index(reason if reason in reasons else OTHER)
         counts[row, min(int(arrived_s / length_s), counts.shape[1] - 1)] += 1
@@ -121,7 +121,7 @@ def _rejections(
             )  # fmt: skip
             floor = floor + counts
         svg = canvas.to_svg(figure, key, f"Rejections over time, {subject.title}")
-    return Picture(title=subject.title, note=f"{int(stacks.sum()):,} requests", svg=svg)
+    return Picture(title=subject.title, note=f"{int(stacks.sum()):,} in all", svg=svg)
 
 
 def _panel(axis: TimeAxis, label: str, top: float) -> tuple[Any, Any]:

@@ -46,7 +46,7 @@ def page(results: Sequence[SimulationResult]) -> str:
         parts.append(f'<p class="notice">{html.escape(_sentence(NO_PLOTS))}</p>')
     parts.append(summary_table(subjects))
     if has_plots:
-        parts += [_section(draw(subjects), subjects) for draw in _DRAWN]
+        parts += [_section(draw(subjects)) for draw in _DRAWN]
     parts += _tables(subjects)
     return _document("\n".join(part for part in parts if part))
 
@@ -83,22 +83,22 @@ def _tables(subjects: Sequence[Subject]) -> list[str]:
     ]
 
 
-def _section(section: Section, subjects: Sequence[Subject]) -> str:
+def _section(section: Section) -> str:
     if not section.pictures:
         return ""
     kind = "grid narrow" if section.narrow else "grid"
-    pictures = "\n".join(_picture(each, is_only=len(subjects) == 1) for each in section.pictures)
+    pictures = "\n".join(_picture(each) for each in section.pictures)
     return (
         f"<section>\n<h2>{section.title}</h2>\n<p>{html.escape(section.note)}</p>\n"
         f'{_legend(section.legend)}<div class="{kind}">\n{pictures}\n</div></section>'
     )
 
 
-def _picture(picture: Picture, *, is_only: bool) -> str:
+def _picture(picture: Picture) -> str:
     note = f" <small>{html.escape(picture.note)}</small>" if picture.note else ""
     return (
         f"<figure><figcaption>{html.escape(picture.title)}{note}</figcaption>\n"
-        f"{picture.svg}\n{'' if is_only else _legend(picture.legend)}</figure>"
+        f"{picture.svg}\n{_legend(picture.legend)}</figure>"
     )
 
 

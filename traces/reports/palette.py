@@ -132,14 +132,16 @@ svg.plot image {{ image-rendering: pixelated; }}
   tbody th .key {{ width: 16px; }}
 }}
 @media print {{
+  :root {{ font-size: 12px; }}
   body {{ font-size: 11px; print-color-adjust: exact; -webkit-print-color-adjust: exact; }}
   main {{ max-width: none; padding: 0; }}
   .scroll {{ overflow: visible; }}
   table {{ font-size: 8.5px; }}
   th, td {{ padding: .1rem .2rem; }}
-  .grid {{ grid-template-columns: 1fr 1fr; }}
-  .grid.narrow {{ grid-template-columns: 1fr 1fr 1fr; }}
-  h2 {{ break-after: avoid; }}
+  .grid {{ grid-template-columns: 1fr; }}
+  .grid.narrow {{ grid-template-columns: 1fr 1fr; }}
+  .grid:not(.narrow) figure {{ max-width: 150mm; }}
+  h2, h2 + p, p + .legend {{ break-after: avoid; }}
   tr {{ break-inside: avoid; }}
 }}
 """

@@ -31,7 +31,7 @@ def predictions(subjects: Sequence[Subject]) -> Section:
     if told:
         all_of = np.concatenate([values for _, values in told])
         high = float(np.log10(all_of.max())) + 0.05
-        low = max(float(np.log10(all_of.min())) - 0.05, high - MAX_DECADES)
+        low = min(max(float(np.log10(all_of.min())) - 0.05, high - MAX_DECADES), high - 1)
         pictures = tuple(_picture(each, values, low, high) for each, values in told)
     return Section(
         title="Predicted against actual TTFT",

@@ -1,0 +1,114 @@
+"""Figures of simulations, worked out by hand, and their table."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from protocol.timeline import Timeline
+from tests.traces.reports.made_up import made_up, outcome, rejected, result
+from traces.client import Outcome
+from traces.report import Sent, build_report
+from traces.reports import format_summary, summary
+from traces.simulator.results import End, RequestOutcome
+
+
+def four() -> list[RequestOutcome]:
+    """Effective; too late; rejected; failed after its first token."""
+    return [
+        outcome(0, ttft_s=1.0, predicted_ttft_s=1.5, queue_s=0.25, finished_s=3.0),
+        outcome(1, ttft_s=40.0, predicted_ttft_s=0.0, input_length=300, cached_tokens=0,
+                queue_s=0.75, finished_s=51.0),
+        rejected(2, predicted_ttft_s=70.0),
+        outcome(4, end=End.FAILED, reason="peer_lost", ttft_s=2.0, finished_s=None),
+    ]  # fmt: skip
+
+
+def test_counts_rates_and_hits_are_those_of_a_replay() -> None:
+    figures = summary(result("four", *four(), duration_s=50.0))
+    counts = [figures[name] for name in ("num_requests", "completed", "rejected", "failed")]
+    assert counts == [4, 2, 1, 1]
+    assert figures["request_throughput"] == 2 / 50
+    assert figures["request_goodput"] == 1 / 50
+    assert figures["effective_fraction"] == 1 / 4
+    assert figures["hit_ratio"] == 50 / 400
+    assert figures["output_throughput"] == 22 / 50
+    assert figures["request_rate"] == 3 / 4  # three gaps in four seconds
+
+
+def test_latencies_are_of_the_completed_ones_in_milliseconds() -> None:
+    figures = summary(result("four", *four()))
+    assert figures["mean_ttft_ms"] == 20_500
+    assert figures["p50_ttft_ms"] == figures["median_ttft_ms"] == 20_500
+    assert figures["p90_ttft_ms"] == pytest.approx(36_100)
+    assert figures["mean_tbt_ms"] == 50
+    assert figures["mean_tpot_ms"] == 40
+    assert figures["mean_e2el_ms"] == pytest.approx((3_000 + 50_000) / 2)
+    assert figures["mean_queue_ms"] == 500
+
+
+def test_errors_of_prediction_count_only_what_was_predicted() -> None:
+    assert summary(result("four", *four()))["mean_ttft_error_ms"] == 500
+
+
+def test_reasons_are_counted_the_most_frequent_first() -> None:
+    outcomes = [rejected(0, "tbt"), rejected(1, "ttft"), rejected(2, "ttft"), rejected(3, "")]
+    assert list(summary(result("r", *outcomes))["errors"].items()) == [
+        ("rejected: ttft", 2), ("rejected: no reason given", 1), ("rejected: tbt", 1),
+    ]  # fmt: skip
+
+
+def test_a_single_token_has_a_ttft_and_no_gaps() -> None:
+    figures = summary(result("one", outcome(0, output_length=1, tbt_s=None, mean_gap_s=None)))
+    assert figures["mean_ttft_ms"] == 1000
+    assert math.isnan(figures["mean_tbt_ms"])
+    assert math.isnan(figures["mean_tpot_ms"])
+    assert figures["request_goodput"] == 0.1
+
+
+def test_no_requests_at_all_are_figures_too() -> None:
+    figures = summary(result("none", duration_s=0.0))
+    assert figures["num_requests"] == figures["request_goodput"] == figures["hit_ratio"] == 0
+    assert figures["request_rate"] is None
+    assert math.isnan(figures["p99_ttft_ms"])
+
+
+def test_a_replay_and_a_simulation_of_the_same_requests_have_the_same_figures() -> None:
+    """Each figure that both have, of requests that ended alike."""
+    timelines = [Timeline(0.0, (1.0, 1.04, 1.1)), Timeline(2.0, (2.5, 2.75)), Timeline(3.0, (3.5,))]
+    simulated = [
+        outcome(
+            index, arrived_s=each.arrived_at, output_length=len(each.token_at), ttft_s=each.ttft_s,
+            tbt_s=each.tbt_s or None, mean_gap_s=each.tpot_s or None, finished_s=each.token_at[-1],
+        )
+        for index, each in enumerate(timelines)
+    ]  # fmt: skip
+    replayed = [
+        Outcome(status=200, error=None, timeline=each, prompt_tokens=100, cached_tokens=50)
+        for each in timelines
+    ] + [Outcome(status=429, error="busy", timeline=None)]
+    report = build_report(
+        [
+            Sent(lateness_s=0.0, ideal_cached_tokens=0, input_length=100, outcome=each)
+            for each in replayed
+        ],
+        duration_s=10.0, ttft_slo_s=30.0, tbt_slo_s=0.1,
+    )  # fmt: skip
+    figures = summary(result("same", *simulated, rejected(3, "busy")))
+    shared = report.keys() & figures.keys() - {"errors"}
+    assert {"mean_ttft_ms", "p90_tbt_ms", "p99_tpot_ms", "mean_e2el_ms", "hit_ratio"} < shared
+    assert {name: figures[name] for name in shared} == {name: report[name] for name in shared}
+
+
+def test_the_table_has_a_row_per_result_with_rejections_beside_latencies() -> None:
+    lines = format_summary(
+        [result("four", *four()), result("none"), made_up("a\nname " * 9)]
+    ).splitlines()
+    assert len(lines) == 4
+    assert lines[0].split()[:4] == ["result", "requests", "rejected", "failed"]
+    assert lines[1].split()[:7] == ["four", "4", "1", "1", "0.10", "25.0%", "12.5%"]
+    assert lines[1].split()[7:] == ["20,500", "20,500", "36,100", "39,610", "50.0", "0.0"]
+    assert lines[2].split()[7:12] == ["–"] * 5
+    assert lines[3].startswith("a name a name")
+    assert "…  " in lines[3]
