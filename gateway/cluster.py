@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.tasks import TaskGroup
+from protocol.conductors import Conductors
 from protocol.errors import MoonserveError, NoWorker, Overloaded, PeerLost
 from protocol.ids import GatewayId, RequestId, Role
-from protocol.pb import conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
 from protocol.request import Endpoint, Placement
 from protocol.rpc import Channels, failure_from_wire
 from protocol.wire import endpoint_from_wire, placement_from_wire, role_from_wire
@@ -48,7 +49,7 @@ class Cluster:
     def __init__(
         self,
         channels: Channels,
-        conductor_address: str,
+        conductor_addresses: str,
         gateway_id: GatewayId,
         *,
         on_batch: Callable[[str, worker_pb2.EventBatch], None],
@@ -56,7 +57,7 @@ class Cluster:
         on_view: Callable[[conductor_pb2.ClusterView], None],
     ) -> None:
         self._channels = channels
-        self._conductor = conductor_pb2_grpc.ConductorStub(channels.to(conductor_address))
+        self._conductors = Conductors(channels, conductor_addresses)
         self._gateway_id = gateway_id
         self._on_batch = on_batch
         self._on_lost = on_lost
@@ -78,8 +79,9 @@ class Cluster:
         return self.view is not None and self.view.ready
 
     def facts(self) -> ModelFacts:
-        """Raises NoWorker while no worker has told."""
-        view = self.view
+        """Raises NoWorker while no worker has told. Unlike who is alive, they do not age: while no conductor leads,
+        requests are taken and wait."""
+        view = self._view
         if view is None or not view.fingerprint:
             raise NoWorker("no worker has joined the cluster yet")
         return ModelFacts(
@@ -97,8 +99,8 @@ class Cluster:
     async def refresh(self) -> None:
         """One look at the cluster; a failure leaves the old view to age."""
         try:
-            view = await self._channels.call(
-                self._conductor.GetCluster,
+            view = await self._conductors.call(
+                lambda conductor: conductor.GetCluster,
                 conductor_pb2.GetClusterRequest(),
                 timeout_s=_CALL_TIMEOUT_S,
             )
@@ -111,8 +113,8 @@ class Cluster:
 
     async def place(self, request: conductor_pb2.PlaceRequest, timeout_s: float) -> Placement:
         """Raises Overloaded, NoWorker or PeerLost among others."""
-        reply = await self._channels.call(
-            self._conductor.Place, request, timeout_s=min(timeout_s, _CALL_TIMEOUT_S)
+        reply = await self._conductors.call(
+            lambda conductor: conductor.Place, request, timeout_s=min(timeout_s, _CALL_TIMEOUT_S)
         )
         match reply.WhichOneof("outcome"):
             case "placement":
@@ -142,12 +144,12 @@ class Cluster:
     async def report(self, request: conductor_pb2.ReportRequest) -> None:
         """Best effort: the conductor lets predicted load expire."""
         with contextlib.suppress(MoonserveError):
-            await self._channels.call(self._conductor.Report, request, timeout_s=_CALL_TIMEOUT_S)
+            await self._conductors.call(lambda c: c.Report, request, timeout_s=_CALL_TIMEOUT_S)
 
     async def explain(self, request_id: str) -> conductor_pb2.ExplainReply:
         """Why a request went where it went."""
-        return await self._channels.call(
-            self._conductor.Explain,
+        return await self._conductors.call(
+            lambda conductor: conductor.Explain,
             conductor_pb2.ExplainRequest(request_id=request_id),
             timeout_s=_CALL_TIMEOUT_S,
         )

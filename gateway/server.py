@@ -38,7 +38,7 @@ _KEEP_ALIVE_S = 60
 async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
     """Runs the gateway until the lifecycle stops."""
     if config.conductor is None:
-        raise ConfigError("--conductor HOST:PORT must be given")
+        raise ConfigError("--conductor HOST:PORT[,…] must be given")
     listener = bind(config.host, config.port)
     lifecycle.progress("loading tokenizer")
     tokenizer = load_tokenizer(Path(config.model))
@@ -47,7 +47,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
     registry = CollectorRegistry()
     gateway = Gateway(
         channels=channels,
-        conductor_address=config.conductor,
+        conductor_addresses=config.conductor,
         # Streams of an earlier life must not be taken for ours.
         gateway_id=GatewayId(new_id(config.instance_id)),
         tokenizer=tokenizer,

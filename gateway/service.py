@@ -81,7 +81,7 @@ class Gateway:
         self,
         *,
         channels: Channels,
-        conductor_address: str,
+        conductor_addresses: str,
         gateway_id: GatewayId,
         tokenizer: Tokenizer,
         metrics: RequestMetrics,
@@ -93,7 +93,7 @@ class Gateway:
         self._tasks = TaskGroup()
         self.cluster = Cluster(
             channels,
-            conductor_address,
+            conductor_addresses,
             gateway_id,
             on_batch=self._on_batch,
             on_lost=self._on_lost,

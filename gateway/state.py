@@ -46,6 +46,7 @@ from protocol.errors import (
     DeadlineExceeded,
     IntegrityError,
     MoonserveError,
+    NotLeader,
     NoWorker,
     Overloaded,
     PeerLost,
@@ -185,7 +186,7 @@ class RequestState:
     def _on_place_failed(self, event: PlaceFailed, now: float) -> list[Action]:
         if self.phase is not Phase.PLACING:
             return []
-        may_recover = isinstance(event.error, PeerLost) or (
+        may_recover = isinstance(event.error, PeerLost | NotLeader) or (
             self.attempt > 1 and isinstance(event.error, NoWorker | Overloaded)
         )
         if not may_recover:

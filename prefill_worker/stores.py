@@ -16,8 +16,9 @@ from kvstore.objects import PutObject
 from prefill_worker import events as ev
 from prefill_worker.actions import LoadPrefix, PrefetchPrefix, PrefixPart, PutBlocks
 from prefill_worker.landing import KvMemory
+from protocol.conductors import Conductors
 from protocol.errors import MoonserveError
-from protocol.pb import conductor_pb2, conductor_pb2_grpc
+from protocol.pb import conductor_pb2
 from protocol.request import Endpoint
 from protocol.rpc import Channels
 from protocol.wire import endpoint_from_wire
@@ -144,10 +145,7 @@ class HomeFinder:
     def __init__(
         self, channels: Channels, conductor: str, home_store: str, found: Callable[[Endpoint], None]
     ) -> None:
-        self._channels = channels
-        self._stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(
-            channels.to(conductor)
-        )
+        self._conductors = Conductors(channels, conductor)
         self._home_store = home_store
         self._found = found
         self._wanted = asyncio.Event()
@@ -171,8 +169,10 @@ class HomeFinder:
 
     async def _find(self) -> Endpoint | None:
         try:
-            view = await self._channels.call(
-                self._stub.GetCluster, conductor_pb2.GetClusterRequest(), timeout_s=CALL_TIMEOUT_S
+            view = await self._conductors.call(
+                lambda conductor: conductor.GetCluster,
+                conductor_pb2.GetClusterRequest(),
+                timeout_s=CALL_TIMEOUT_S,
             )
         except MoonserveError as error:
             log.info("home store not found: %s", error)

@@ -86,6 +86,13 @@ class PeerLost(PeerError):
     code = "peer_lost"
 
 
+class NotLeader(PeerError):
+    """This conductor does not lead, or has led for too short a time to know the cluster. Who asks again, here or at the
+    leader, may be answered; `ids["leader"]` is the leader's address where it is known."""
+
+    code = "not_leader"
+
+
 class IntegrityError(PeerError):
     """Bytes did not match their checksum; they were dropped."""
 

@@ -13,9 +13,10 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
+from protocol.conductors import Conductors
 from protocol.errors import Incompatible, MoonserveError, StaleLease, Unauthenticated
 from protocol.keys import NO_PARENT, BlockKey, pack_keys
-from protocol.pb import conductor_pb2, conductor_pb2_grpc
+from protocol.pb import conductor_pb2
 from protocol.process import ProcessConfig, host_identity, running
 from protocol.request import Endpoint
 from protocol.rpc import Channels
@@ -125,17 +126,14 @@ class Membership:
     def __init__(
         self,
         channels: Channels,
-        conductor_address: str,
+        conductor_addresses: str,
         registration: conductor_pb2.RegisterRequest,
         load: Callable[[], conductor_pb2.Load],
         block_log: BlockLog,
     ) -> None:
         self.registered = asyncio.Event()
         self.draining = False
-        self._channels = channels
-        self._stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(
-            channels.to(conductor_address)
-        )
+        self._conductors = Conductors(channels, conductor_addresses)
         self._registration = registration
         self._load = load
         self._block_log = block_log
@@ -169,13 +167,16 @@ class Membership:
             instance_id=endpoint.instance_id, epoch=endpoint.epoch
         )
         try:
-            await self._channels.call(self._stub.Deregister, request, timeout_s=1.0)
+            await self._conductors.call(lambda c: c.Deregister, request, timeout_s=1.0)
         except MoonserveError as error:
             log.info("left without a word: %s", error)
 
     async def _register(self) -> None:
-        reply = await self._channels.call(
-            self._stub.Register, self._registration, timeout_s=CALL_TIMEOUT_S, wait_for_ready=True
+        reply = await self._conductors.call(
+            lambda conductor: conductor.Register,
+            self._registration,
+            timeout_s=CALL_TIMEOUT_S,
+            wait_for_ready=True,
         )
         self._interval_s = reply.heartbeat_interval_s
         await self._send(self._block_log.snapshot())
@@ -205,7 +206,9 @@ class Membership:
             events=events,
             draining=self.draining,
         )
-        reply = await self._channels.call(self._stub.Heartbeat, heartbeat, timeout_s=CALL_TIMEOUT_S)
+        reply = await self._conductors.call(
+            lambda conductor: conductor.Heartbeat, heartbeat, timeout_s=CALL_TIMEOUT_S
+        )
         if not reply.known:
             self.registered.clear()
             return

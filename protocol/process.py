@@ -41,7 +41,9 @@ class ProcessConfig:
     instance_id: str = option(help="name of this process in the cluster, stable across restarts")
     host: str = option("127.0.0.1", help="address to listen on and to publish to the cluster")
     port: int = option(0, help="port to listen on; 0 lets the system choose")
-    conductor: str | None = option(None, help="host:port of the conductor")
+    conductor: str | None = option(
+        None, help="host:port of the conductor; several with commas between"
+    )
     cluster_token: str = option("", help="shared secret of the cluster's processes", secret=True)
     log_format: str = option("human", help="form of log lines", choices=("human", "json"))
     log_level: str = option(

@@ -1,0 +1,210 @@
+"""A call reaches the conductor that leads, over real sockets, whichever of several that is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from protocol.conductors import Conductors, parse_addresses
+from protocol.errors import ConfigError, NotLeader, Overloaded, PeerLost
+from protocol.pb import (
+    conductor_pb2,
+    conductor_pb2_grpc,
+    leadership_pb2,
+    leadership_pb2_grpc,
+)
+from protocol.rpc import Channels, RpcServer
+from tests.ports import free_port
+
+TOKEN = "secret"
+TIMEOUT_S = 10.0
+
+
+class Scripted(conductor_pb2_grpc.ConductorServicer, leadership_pb2_grpc.LeadershipServicer):
+    """Explains with its own name while it leads."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.epoch = 0  # it leads when above 0
+        self.hint = ""
+        self.answers = asyncio.Event()  # cleared: it is silent, as a stopped process is
+        self.answers.set()
+        self.asked = asyncio.Event()
+        self.num_asked = 0
+        self.error: Exception | None = None
+
+    async def Explain(self, request: Any, context: Any) -> conductor_pb2.ExplainReply:
+        self.num_asked += 1
+        self.asked.set()
+        await self.answers.wait()
+        if self.error is not None:
+            raise self.error
+        if not self.epoch:
+            raise NotLeader("not me")
+        return conductor_pb2.ExplainReply(found=True, decision_json=self.name)
+
+    async def Who(self, request: Any, context: Any) -> leadership_pb2.WhoReply:
+        await self.answers.wait()
+        return leadership_pb2.WhoReply(
+            leads=self.epoch > 0, epoch=self.epoch, leader_address=self.hint
+        )
+
+
+class Rig:
+    """Two conductors, a and b, that clients know, and one that they do not."""
+
+    def __init__(self) -> None:
+        self.a, self.b, self.unknown = Scripted("a"), Scripted("b"), Scripted("unknown")
+        self.channels = Channels(TOKEN)
+        self.addresses: dict[str, str] = {}
+        self.servers: dict[str, RpcServer] = {}
+
+    async def start(self, scripted: Scripted) -> None:
+        server = self.servers[scripted.name] = RpcServer(TOKEN)
+        conductor_pb2_grpc.add_ConductorServicer_to_server(scripted, server.grpc)
+        leadership_pb2_grpc.add_LeadershipServicer_to_server(scripted, server.grpc)
+        self.addresses[scripted.name] = await server.start("127.0.0.1", 0)
+
+    def client(self) -> Conductors:
+        return Conductors(self.channels, f"{self.addresses['a']}, {self.addresses['b']}")
+
+    async def close(self) -> None:
+        for scripted in (self.a, self.b, self.unknown):
+            scripted.answers.set()
+        await self.channels.close()
+        for server in self.servers.values():
+            await server.stop(0)
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    for scripted in (rig.a, rig.b, rig.unknown):
+        await rig.start(scripted)
+    try:
+        yield rig
+    finally:
+        await rig.close()
+
+
+async def explain(conductors: Conductors, timeout_s: float = TIMEOUT_S) -> str:
+    """The name of who answered."""
+    request = conductor_pb2.ExplainRequest(request_id="r")
+    reply = await conductors.call(lambda c: c.Explain, request, timeout_s=timeout_s)
+    return str(reply.decision_json)
+
+
+async def test_the_one_that_leads_answers_and_is_remembered(rig: Rig) -> None:
+    rig.b.epoch = 1
+    conductors = rig.client()
+    assert [await explain(conductors) for _ in range(3)] == ["b"] * 3
+    assert rig.a.num_asked == 0
+
+
+async def test_a_call_follows_the_leadership(rig: Rig) -> None:
+    rig.a.epoch = 1
+    conductors = rig.client()
+    assert await explain(conductors) == "a"
+    rig.a.epoch, rig.b.epoch = 0, 2
+    assert await explain(conductors) == "b"
+
+
+async def test_a_call_waits_until_one_leads(rig: Rig) -> None:
+    conductors = rig.client()
+    waiting = [asyncio.create_task(explain(conductors)) for _ in range(3)]
+    await asyncio.wait(waiting, timeout=0)
+    assert not any(task.done() for task in waiting)
+    rig.b.epoch = 1
+    assert await asyncio.gather(*waiting) == ["b"] * 3
+
+
+async def test_a_dead_leader_is_replaced_within_the_call(rig: Rig) -> None:
+    rig.a.epoch = 1
+    conductors = rig.client()
+    assert await explain(conductors) == "a"
+    await rig.servers["a"].stop(0)
+    rig.b.epoch = 2
+    assert await explain(conductors) == "b"
+
+
+async def test_a_silent_leader_is_left_once_another_leads(rig: Rig) -> None:
+    rig.a.epoch = 1
+    conductors = rig.client()
+    assert await explain(conductors) == "a"
+    rig.a.answers.clear()
+    rig.a.asked.clear()
+    call = asyncio.create_task(explain(conductors))
+    async with asyncio.timeout(TIMEOUT_S):
+        await rig.a.asked.wait()
+        assert not call.done()
+        rig.b.epoch = 2
+        assert await call == "b"
+
+
+async def test_a_slow_leader_is_believed_in_while_no_other_leads(rig: Rig) -> None:
+    rig.a.epoch = 1
+    conductors = rig.client()
+    assert await explain(conductors) == "a"
+    rig.a.answers.clear()
+    asked = rig.a.num_asked
+    with pytest.raises(PeerLost):
+        await explain(conductors, timeout_s=1.0)
+    assert rig.a.num_asked == asked + 1, "asked again although it was only slow"
+
+
+async def test_a_hint_leads_to_a_conductor_that_was_not_known(rig: Rig) -> None:
+    rig.unknown.epoch, rig.a.hint = 3, rig.addresses["unknown"]
+    assert await explain(rig.client()) == "unknown"
+
+
+async def test_of_two_that_say_they_lead_the_later_epoch_counts(rig: Rig) -> None:
+    rig.a.epoch, rig.b.epoch = 1, 2
+    assert await explain(rig.client()) == "b"
+
+
+async def test_what_the_leader_refuses_is_not_asked_again(rig: Rig) -> None:
+    rig.a.epoch, rig.a.error = 1, Overloaded("full", retry_after_s=2.0)
+    with pytest.raises(Overloaded):
+        await explain(rig.client())
+    assert rig.a.num_asked == 1
+
+
+async def test_nobody_leading_is_said_within_the_deadline(rig: Rig) -> None:
+    with pytest.raises(NotLeader, match="leads"):
+        await explain(rig.client(), timeout_s=0.3)
+
+
+async def test_a_caller_that_gives_up_takes_nothing_from_the_others(rig: Rig) -> None:
+    conductors = rig.client()
+    impatient = asyncio.create_task(explain(conductors))
+    patient = asyncio.create_task(explain(conductors))
+    await asyncio.wait([impatient], timeout=0)
+    impatient.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await impatient
+    rig.a.epoch = 1
+    assert await patient == "a"
+
+
+async def test_one_address_is_asked_directly(rig: Rig) -> None:
+    rig.a.epoch = 0
+    conductors = Conductors(rig.channels, rig.addresses["a"])
+    with pytest.raises(NotLeader, match="not me"):
+        await explain(conductors)
+    nobody = Conductors(rig.channels, f"127.0.0.1:{free_port()}")
+    with pytest.raises(PeerLost):
+        await explain(nobody)
+
+
+@pytest.mark.parametrize("text", ["", "host", "a:1,", "a:1,b:x", ":1"])
+def test_addresses_that_cannot_be_dialled_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="host:port"):
+        parse_addresses(text)
+
+
+def test_addresses_are_separated_by_commas_and_named_once() -> None:
+    assert parse_addresses("a:1, b:2,a:1") == ("a:1", "b:2")
