@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from conductor.leadership import Terms
 from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.state import Limits
 from protocol.config import option
 from protocol.errors import ConfigError
 from protocol.process import ProcessConfig
+
+DEFAULT_TERMS = Terms()
+MIN_LEADER_TTL_S = 0.5  # a quarter of it is what an answer of the registry may take
+MAX_LEADER_TTL_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,26 @@ class ConductorConfig(ProcessConfig):
     )
     num_decisions: int = option(4096, help="decisions kept for explanation")
     decision_mib: int = option(64, help="memory for decisions kept for explanation at most, MiB")
+    registry: str | None = option(
+        None,
+        help="where several conductors agree which of them leads: redis://…, redis+sentinel://… or the "
+        "host:port of a directory; without it, this one leads",
+        masked=True,
+    )
+    leader_ttl_s: float = option(
+        DEFAULT_TERMS.ttl_s,
+        help="with --registry: a leader that is dead or silent is replaced after this, seconds",
+    )
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
+
+    def terms(self) -> Terms:
+        """Raises ConfigError."""
+        if not MIN_LEADER_TTL_S <= self.leader_ttl_s <= MAX_LEADER_TTL_S:
+            raise ConfigError(
+                f"--leader-ttl-s ({self.leader_ttl_s}) must be {MIN_LEADER_TTL_S} to "
+                f"{MAX_LEADER_TTL_S:.0f}"
+            )
+        return Terms(ttl_s=self.leader_ttl_s)
 
     def limits(self) -> Limits:
         """Raises ConfigError for values that cannot work together."""

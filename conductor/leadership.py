@@ -14,6 +14,7 @@ FOLLOWING ─ claim ─► CLAIMING ─ granted ─► LEADING ─ renew ─► 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -136,7 +137,7 @@ class LeadershipState:
     """One candidate. At most one question to the registry is under way at a time."""
 
     terms: Terms
-    due_at: float = 0.0  # FOLLOWING: claim; LEADING: renew or begin; RENEWING: begin or lapse
+    due_at: float = 0.0  # of the next Tick; infinite where only an answer helps
     phase: Phase = Phase.FOLLOWING
     epoch: int = 0  # LEADING, RENEWING: of the claim; LAPSED: of the one that ended
     known_epoch: int = 0  # the highest that this candidate has heard of
@@ -198,6 +199,8 @@ class LeadershipState:
         return [BeginLeading(epoch=self.epoch)]
 
     def _set_due(self) -> None:
+        if self.phase in (Phase.CLAIMING, Phase.LAPSED):
+            self.due_at = math.inf
         if self.phase not in _HOLDING:
             return
         times = [self._leads_until]

@@ -37,6 +37,7 @@ from conductor.events import (
     TtftObserved,
 )
 from conductor.policies import make_policy
+from conductor.standby import STOP_GRACE_S, serve_among_others
 from conductor.state import ConductorState
 from protocol.ids import RequestId, Role
 from protocol.metrics import SchedulerMetrics, exposed, scheduler_metrics
@@ -47,8 +48,6 @@ from protocol.wire import placement_to_wire
 
 log = logging.getLogger(__name__)
 
-# Calls under way when the process stops answer within milliseconds.
-STOP_GRACE_S = 0.5
 
 # Net allocations between two looks for cycles. The state makes none, and a look takes 3 ms per 10,000 objects, within
 # which 15 placements would wait.
@@ -133,9 +132,13 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
     async def housekeep(self, interval_s: float) -> None:
         """Until cancelled: notices what time alone changes."""
         while True:
-            self._handle(Tick())
-            self._gauge()
+            self.keep_house()
             await asyncio.sleep(interval_s)
+
+    def keep_house(self) -> None:
+        """Once."""
+        self._handle(Tick())
+        self._gauge()
 
     def _ask(self, event: Event, expected: type[R]) -> R:
         """The reply to `event`; raises the error of a refusal."""
@@ -196,15 +199,30 @@ def seldom_collected() -> Iterator[None]:
 async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     """Runs the conductor until the process is told to stop. Raises ConfigError when it cannot start."""
     registry = CollectorRegistry()
-    policy = make_policy(config.placement_policy, config.balancing_threshold, config.policy_seed)
-    service = ConductorService(ConductorState(policy, config.limits()), scheduler_metrics(registry))
+    metrics = scheduler_metrics(registry)
+
+    def fresh() -> ConductorService:
+        policy = make_policy(
+            config.placement_policy, config.balancing_threshold, config.policy_seed
+        )
+        return ConductorService(ConductorState(policy, config.limits()), metrics)
+
+    with seldom_collected(), exposed(registry, config.host, config.metrics_port):
+        if config.registry is None:
+            await _serve_alone(config, lifecycle, fresh())
+        else:
+            await serve_among_others(config, config.registry, lifecycle, fresh, registry)
+
+
+async def _serve_alone(
+    config: ConductorConfig, lifecycle: Lifecycle, service: ConductorService
+) -> None:
     server = RpcServer(config.cluster_token)
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
-    with seldom_collected(), exposed(registry, config.host, config.metrics_port):
-        address = await server.start(config.host, config.port)
-        try:
-            async with running(service.housekeep(config.heartbeat_interval_s / 2)) as task:
-                lifecycle.ready(rpc=address)
-                await lifecycle.until_stopped(task)
-        finally:
-            await server.stop(STOP_GRACE_S)
+    address = await server.start(config.host, config.port)
+    try:
+        async with running(service.housekeep(config.heartbeat_interval_s / 2)) as task:
+            lifecycle.ready(rpc=address)
+            await lifecycle.until_stopped(task)
+    finally:
+        await server.stop(STOP_GRACE_S)

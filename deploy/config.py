@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from conductor.config import DEFAULT_TERMS, ConductorConfig
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from kvstore.config import StoreConfig
 from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
@@ -28,6 +29,17 @@ class ServeConfig(TransferConfig, PatienceConfig):
     host: str = option("127.0.0.1", help="address of the HTTP endpoint")
     port: int = option(8000, help="port of the HTTP endpoint")
     served_model_name: tuple[str, ...] = option((), help="names clients may use for the model")
+    conductors: int = option(1, help="number of conductors, of which one leads; needs --registry")
+    registry: str | None = option(
+        None,
+        help="where several conductors agree which of them leads: redis://…, redis+sentinel://… or the "
+        "host:port of a directory",
+        masked=True,
+    )
+    leader_ttl_s: float = option(
+        DEFAULT_TERMS.ttl_s,
+        help="a conductor that is dead or silent is replaced after this, seconds",
+    )
     prefill_workers: int = option(1, help="number of prefill workers")
     decode_workers: int = option(1, help="number of decode workers")
     store_nodes: int = option(1, help="number of KV store nodes")
@@ -106,7 +118,12 @@ class ServeConfig(TransferConfig, PatienceConfig):
         self.transfer_patience()
         self.transfer_options("127.0.0.1")  # says what is wrong before any process is started
         require_at_least_1(
-            self, "prefill_workers", "decode_workers", "block_size", "max_num_batched_tokens"
+            self,
+            "conductors",
+            "prefill_workers",
+            "decode_workers",
+            "block_size",
+            "max_num_batched_tokens",
         )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -114,6 +131,11 @@ class ServeConfig(TransferConfig, PatienceConfig):
                 f"--max-num-seqs {self.max_num_seqs}: each sequence of a step computes a token"
             )
         self._check_stores()
+        if self.conductors > 1 and self.registry is None:
+            raise ConfigError(
+                f"--conductors {self.conductors} needs --registry, where they agree which of them leads"
+            )
+        ConductorConfig(leader_ttl_s=self.leader_ttl_s).terms()
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
 

@@ -35,13 +35,14 @@ class ProcessSpec:
     stop_grace_s: float = STOP_GRACE_S  # from SIGTERM to SIGKILL
 
 
-def conductor_spec(config: ServeConfig, port: str = "0") -> ProcessSpec:
-    """The process that must be ready before the others can be told its address."""
-    return _spec(config, "conductor", "conductor", ConductorConfig, {"port": port})
+def conductor_spec(config: ServeConfig, port: str = "0", number: int = 0) -> ProcessSpec:
+    """A process that must be ready before the others can be told its address."""
+    instance_id = "conductor" if config.conductors == 1 else f"conductor-{number}"
+    return _spec(config, instance_id, "conductor", ConductorConfig, {"port": port})
 
 
 def member_specs(config: ServeConfig, model_path: str, conductor: str) -> list[ProcessSpec]:
-    """All other processes: store nodes, workers, gateway."""
+    """All other processes: store nodes, workers, gateway. `conductor`: addresses with commas between."""
     shared = {"conductor": conductor}
     worker = {
         **shared,

@@ -86,11 +86,14 @@ async def _start_or_stop(
 
 
 async def _start(supervisor: Supervisor, config: ServeConfig, model_path: Path) -> None:
-    (conductor,) = await supervisor.start([conductor_spec(config)])
-    address = conductor.facts["rpc"]
-    # A restarted conductor must be found where the others look for it.
-    conductor.spec = conductor_spec(config, port=address.rpartition(":")[2])
-    await supervisor.start(member_specs(config, str(model_path), address))
+    conductors = await supervisor.start(
+        [conductor_spec(config, number=number) for number in range(config.conductors)]
+    )
+    addresses = [conductor.facts["rpc"] for conductor in conductors]
+    for number, (conductor, address) in enumerate(zip(conductors, addresses, strict=True)):
+        # A restarted conductor must be found where the others look for it.
+        conductor.spec = conductor_spec(config, address.rpartition(":")[2], number)
+    await supervisor.start(member_specs(config, str(model_path), ",".join(addresses)))
 
 
 def _model_path(config: ServeConfig) -> Path:

@@ -1,0 +1,176 @@
+"""A conductor among others: the one that leads answers, the others say who does.
+
+Rules: whether it leads is asked before and after each call, by the clock and not by a timer, so that a process that was
+stopped refuses when it wakes up. Each leadership begins with a state that knows nobody: instances register again within
+a heartbeat and tell what they hold. Until silent instances would count as gone, "nobody is there" is no answer yet, and
+whoever asks is sent to ask again. Knows what may be asked only from conductor.proto.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, cast
+
+import grpc.aio
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from conductor.candidate import Candidate
+from conductor.config import ConductorConfig
+from protocol.errors import NotLeader, NoWorker
+from protocol.pb import conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
+from protocol.process import Lifecycle, running
+from protocol.registry.connect import connect
+from protocol.rpc import RpcServer
+
+# Calls under way when the process stops answer within milliseconds.
+STOP_GRACE_S = 0.5
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_METHODS = frozenset(
+    method.name for method in conductor_pb2.DESCRIPTOR.services_by_name["Conductor"].methods
+)
+
+
+class Service(Protocol):
+    """`ConductorService`; has the methods of conductor.proto besides."""
+
+    def keep_house(self) -> None: ...
+
+
+class LeaderMetrics:
+    """Registered once per registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.leads = Gauge(
+            "moonserve_conductor_leads", "1 where this conductor leads.", registry=registry
+        )
+        self.terms = Counter(
+            "moonserve_conductor_terms",
+            "Times that this conductor began to lead.",
+            registry=registry,
+        )
+
+
+class Led:
+    """Answers the calls of the Conductor service while its candidate leads. `fresh` makes an empty conductor;
+    `gather_s` is how long a new leader waits for instances before it says that there are none."""
+
+    def __init__(
+        self,
+        fresh: Callable[[], Service],
+        gather_s: float,
+        metrics: LeaderMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.candidate: Candidate | None = None  # known once the address is
+        self._fresh = fresh
+        self._gather_s = gather_s
+        self._metrics = metrics
+        self._clock = clock
+        self._service: Service | None = None  # while it leads
+        self._began_at = 0.0  # with the service
+
+    def __getattr__(self, name: str) -> Callable[[Any, Context], Awaitable[Any]]:
+        if name not in _METHODS:
+            raise AttributeError(name)
+        return functools.partial(self._answer, name)
+
+    def begin(self, epoch: int) -> None:
+        self._service, self._began_at = self._fresh(), self._clock()
+        self._metrics.leads.set(1)
+        self._metrics.terms.inc()
+
+    def step_down(self, reason: str) -> None:
+        self._service = None
+        self._metrics.leads.set(0)
+
+    async def housekeep(self, interval_s: float) -> None:
+        """Until cancelled."""
+        while True:
+            if self._service is not None:
+                self._service.keep_house()
+            await asyncio.sleep(interval_s)
+
+    async def _answer(self, name: str, request: Any, context: Context) -> Any:
+        service = self._leading()
+        reply = await getattr(service, name)(request, context)
+        if self._leading() is not service:
+            raise NotLeader("this conductor led until just now")
+        if self._clock() < self._began_at + self._gather_s and tells_of_nobody(reply):
+            raise NotLeader("this conductor leads since just now and does not know the cluster yet")
+        return reply
+
+    def _leading(self) -> Service:
+        """Raises NotLeader."""
+        candidate = self.candidate
+        if candidate is not None and candidate.leads and self._service is not None:
+            return self._service
+        other = candidate.other_address if candidate is not None else None
+        if other is None:
+            raise NotLeader("this conductor does not lead, and knows of none that does")
+        raise NotLeader("this conductor does not lead", leader=other)
+
+
+def tells_of_nobody(reply: Any) -> bool:
+    """An answer that would be another one if more instances were known."""
+    match reply:
+        case conductor_pb2.PlaceReply():
+            lacking = reply.failure.code == NoWorker.code
+            return bool(lacking or reply.WhichOneof("outcome") == "overloaded")
+        case conductor_pb2.ClusterView():
+            return not reply.ready
+    return False
+
+
+class LeadershipService(leadership_pb2_grpc.LeadershipServicer):
+    """Says who leads."""
+
+    def __init__(self, led: Led) -> None:
+        self._led = led
+
+    async def Who(
+        self, request: leadership_pb2.WhoRequest, context: Context
+    ) -> leadership_pb2.WhoReply:
+        candidate = self._led.candidate
+        if candidate is None:
+            return leadership_pb2.WhoReply()
+        return leadership_pb2.WhoReply(
+            leads=candidate.leads,
+            epoch=candidate.epoch,
+            leader_address=candidate.other_address or "",
+        )
+
+
+async def serve_among_others(
+    config: ConductorConfig,
+    registry_url: str,
+    lifecycle: Lifecycle,
+    fresh: Callable[[], Service],
+    metrics: CollectorRegistry,
+) -> None:
+    """Runs one of several conductors until the process is told to stop. Raises ConfigError when it cannot start."""
+    terms = config.terms()
+    registry = connect(registry_url, cluster_token=config.cluster_token)
+    led = Led(fresh, config.limits().lease_s, LeaderMetrics(metrics))
+    server = RpcServer(config.cluster_token)
+    conductor_pb2_grpc.add_ConductorServicer_to_server(
+        cast(conductor_pb2_grpc.ConductorServicer, led), server.grpc
+    )
+    leadership_pb2_grpc.add_LeadershipServicer_to_server(LeadershipService(led), server.grpc)
+    address = await server.start(config.host, config.port)
+    candidate = Candidate(registry, address, terms, begin=led.begin, step_down=led.step_down)
+    led.candidate = candidate
+    try:
+        async with (
+            running(led.housekeep(config.heartbeat_interval_s / 2)) as keeping,
+            running(candidate.run()) as standing,
+        ):
+            lifecycle.ready(rpc=address)
+            await lifecycle.until_stopped(keeping, standing)
+    finally:
+        await server.stop(STOP_GRACE_S)
+        await registry.close()

@@ -1,0 +1,208 @@
+"""Conductors that stand by for each other, over a real registry and real sockets, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from conductor.config import ConductorConfig
+from conductor.service import serve
+from protocol.conductors import Conductors
+from protocol.config import load
+from protocol.errors import ConfigError, NotLeader, NoWorker, Unauthenticated
+from protocol.keys import NO_PARENT
+from protocol.membership import BlockLog, Membership
+from protocol.pb import common_pb2, conductor_pb2, leadership_pb2, leadership_pb2_grpc
+from protocol.process import Lifecycle, running
+from protocol.rpc import Channels, failure_from_wire
+from tests.conductor.cluster import chain
+from tests.conductor.test_conductor_service import registration, wish
+from tests.protocol.registry.conftest import served
+
+TOKEN = "secret"
+TIMEOUT_S = 30.0
+
+
+class FactsOfReady(Lifecycle):
+    """A lifecycle that keeps what the process said when it was ready."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def ready(self, **facts: str) -> None:
+        self.address.set_result(facts["rpc"])
+
+
+class Cluster:
+    """Conductors under names, their common registry, and clients of them all."""
+
+    def __init__(self, registry: str) -> None:
+        self._registry = registry
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._lifecycles: dict[str, FactsOfReady] = {}
+        self.addresses: dict[str, str] = {}
+        self.channels = Channels(TOKEN)
+
+    async def start(self, name: str, lease_s: float = 1.0) -> None:
+        config = ConductorConfig(
+            cluster_token=TOKEN,
+            registry=self._registry,
+            leader_ttl_s=0.6,
+            lease_s=lease_s,
+            heartbeat_interval_s=0.1,
+        )
+        lifecycle = self._lifecycles[name] = FactsOfReady()
+        self._tasks[name] = asyncio.create_task(serve(config, lifecycle))
+        self.addresses[name] = await lifecycle.address
+
+    async def stop(self, name: str) -> None:
+        self._lifecycles[name].stopping.set()
+        await self._tasks.pop(name)
+
+    async def who(self, name: str) -> leadership_pb2.WhoReply:
+        stub: leadership_pb2_grpc.LeadershipAsyncStub = leadership_pb2_grpc.LeadershipStub(
+            self.channels.to(self.addresses[name])
+        )
+        request = leadership_pb2.WhoRequest()
+        return await self.channels.call(stub.Who, request, timeout_s=TIMEOUT_S)
+
+    async def until(self, name: str, condition: Callable[[leadership_pb2.WhoReply], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition(await self.who(name)):  # noqa: ASYNC110 - it is elsewhere
+                await asyncio.sleep(0.01)
+
+    def clients(self) -> Conductors:
+        return Conductors(self.channels, ",".join(self.addresses.values()))
+
+    def only(self, name: str) -> Conductors:
+        return Conductors(self.channels, self.addresses[name])
+
+    async def close(self) -> None:
+        for name in list(self._tasks):
+            await self.stop(name)
+        await self.channels.close()
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    async with served() as registry:
+        cluster = Cluster(registry)
+        try:
+            yield cluster
+        finally:
+            await cluster.close()
+
+
+@pytest.fixture
+async def pair(cluster: Cluster) -> Cluster:
+    """`a` leads and `b` stands by."""
+    await cluster.start("a")
+    await cluster.until("a", lambda reply: reply.leads)
+    await cluster.start("b")
+    await cluster.until("b", lambda reply: bool(reply.leader_address))
+    return cluster
+
+
+async def call(conductors: Conductors, method: str, request: Any) -> Any:
+    return await conductors.call(lambda c: getattr(c, method), request, timeout_s=TIMEOUT_S)
+
+
+async def test_a_standby_refuses_every_call_and_names_the_leader(pair: Cluster) -> None:
+    for method, request in [
+        ("Register", registration("p0", common_pb2.ROLE_PREFILL)),
+        ("Place", wish("r0")),
+        ("GetCluster", conductor_pb2.GetClusterRequest()),
+        ("Explain", conductor_pb2.ExplainRequest(request_id="r0")),
+    ]:
+        with pytest.raises(NotLeader) as caught:
+            await call(pair.only("b"), method, request)
+        assert caught.value.ids == {"leader": pair.addresses["a"]}
+
+
+async def test_clients_of_both_reach_the_leader(pair: Cluster) -> None:
+    await call(pair.clients(), "Register", registration("p0", common_pb2.ROLE_PREFILL))
+    await call(pair.clients(), "Register", registration("d0", common_pb2.ROLE_DECODE))
+    reply = await call(pair.clients(), "Place", wish("r0"))
+    assert reply.placement.prefill.instance_id == "p0"
+
+
+@contextlib.asynccontextmanager
+async def living(cluster: Cluster, name: str, role: common_pb2.Role) -> AsyncIterator[Membership]:
+    """An instance that can serve nine blocks of chain a, with the client that every instance has."""
+    log = BlockLog()
+    for key in chain("a", 9):
+        log.added(key, NO_PARENT)
+    addresses = ",".join(cluster.addresses.values())
+    message = registration(name, role)
+    member = Membership(cluster.channels, addresses, message, conductor_pb2.Load, log)
+    async with running(member.run()):
+        yield member
+
+
+async def test_the_next_leader_learns_members_and_blocks_from_them(pair: Cluster) -> None:
+    async with (
+        living(pair, "p0", common_pb2.ROLE_PREFILL),
+        living(pair, "d0", common_pb2.ROLE_DECODE),
+        living(pair, "s0", common_pb2.ROLE_STORE),
+    ):
+        conductors = pair.clients()
+        await call(conductors, "Place", wish("r0"))
+        epoch = (await pair.who("a")).epoch
+        await pair.stop("a")
+        placed = await call(conductors, "Place", wish("r1", keys=chain("a", 10)))
+        assert placed.placement.prefill.instance_id == "p0"
+        reply = await pair.who("b")
+        assert reply.leads
+        assert reply.epoch > epoch
+        await call(conductors, "Report", report("r0"))  # of the former leader's placement
+        async with asyncio.timeout(TIMEOUT_S):
+            while not await blocks_known(conductors):  # noqa: ASYNC110 - it is elsewhere
+                await asyncio.sleep(0.01)
+
+
+async def blocks_known(conductors: Conductors) -> bool:
+    view = await call(conductors, "GetCluster", conductor_pb2.GetClusterRequest())
+    return {i.endpoint.instance_id: i.indexed_blocks for i in view.instances}.get("s0") == 9
+
+
+def report(request_id: str) -> conductor_pb2.ReportRequest:
+    return conductor_pb2.ReportRequest(
+        request_id=request_id, phase=conductor_pb2.ReportRequest.PHASE_FINISHED
+    )
+
+
+async def test_a_new_leader_says_that_nobody_is_there_only_after_a_lease(cluster: Cluster) -> None:
+    await cluster.start("a", lease_s=1.0)
+    await cluster.until("a", lambda reply: reply.leads)
+    with pytest.raises(NotLeader, match="since just now"):
+        await call(cluster.only("a"), "Place", wish("r0"))
+    async with asyncio.timeout(TIMEOUT_S):
+        while (reply := await place_unless_young(cluster)) is None:  # noqa: ASYNC110 - it is elsewhere
+            await asyncio.sleep(0.02)
+    assert isinstance(failure_from_wire(reply.failure), NoWorker)
+
+
+async def place_unless_young(cluster: Cluster) -> Any:
+    try:
+        return await call(cluster.only("a"), "Place", wish("r0"))
+    except NotLeader:
+        return None
+
+
+async def test_a_registry_that_refuses_the_credentials_ends_the_start(cluster: Cluster) -> None:
+    config = ConductorConfig(cluster_token="another", registry=cluster._registry)
+    with pytest.raises(Unauthenticated):
+        await serve(config, FactsOfReady())
+
+
+@pytest.mark.parametrize("ttl", ["0", "0.1", "nan", "100000"])
+async def test_a_leaders_time_that_cannot_work_is_refused(ttl: str) -> None:
+    arguments = ["--registry", "127.0.0.1:1", "--leader-ttl-s", ttl]
+    config = load(ConductorConfig, arguments, prog="conductor", environ={})
+    with pytest.raises(ConfigError, match="leader-ttl-s"):
+        await serve(config, FactsOfReady())

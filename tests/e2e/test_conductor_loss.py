@@ -1,0 +1,218 @@
+"""Two conductors: whichever of them is killed or stopped, or whether their registry is, no request fails."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from protocol.errors import NotLeader
+from protocol.failures import failure_from_wire
+from protocol.pb import (
+    common_pb2,
+    conductor_pb2,
+    conductor_pb2_grpc,
+    leadership_pb2,
+    leadership_pb2_grpc,
+)
+from protocol.rpc import FAILURE_HEADER, TOKEN_HEADER
+from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.sse import stream_tokens
+from tests.random_models import make_model
+from tests.redis_server import RedisServer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+NAMES = ("conductor-0", "conductor-1")
+WISH = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+NUM_CLIENTS = 3
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("conductors")
+    make_model("llama", folder / "model", max_position_embeddings=4096)
+    flags = ("--conductors", "2", "--registry", redis.url, "--dtype", "float32")
+    limits = ("--ttft-slo", "10000", "--tbt-slo", "10000", "--num-threads", "1")
+    with running_cluster(folder / "model", folder / "logs", *flags, *limits) as cluster:
+        yield cluster
+
+
+def address(cluster: Cluster, name: str) -> str:
+    log = (cluster.log_dir / f"{name}.log").read_text()
+    return re.findall(r"ready rpc=(\S+)", log)[-1]
+
+
+def who(cluster: Cluster, name: str) -> leadership_pb2.WhoReply | None:
+    """What it says of itself; None where it does not answer."""
+    with grpc.insecure_channel(address(cluster, name)) as channel:
+        try:
+            return leadership_pb2_grpc.LeadershipStub(channel).Who(
+                leadership_pb2.WhoRequest(),
+                metadata=((TOKEN_HEADER, cluster.token),),
+                timeout=2,
+            )
+        except grpc.RpcError:
+            return None
+
+
+def leaders(cluster: Cluster) -> dict[str, int]:
+    """Epochs of those that say that they lead, by name."""
+    answers = {name: who(cluster, name) for name in NAMES}
+    return {name: reply.epoch for name, reply in answers.items() if reply and reply.leads}
+
+
+def leader(cluster: Cluster) -> str:
+    cluster.wait_for("a leader", lambda: len(leaders(cluster)) == 1)
+    [name] = leaders(cluster)
+    return name
+
+
+def follows(cluster: Cluster, name: str, other: str) -> bool:
+    """`name` stands by and tells where `other` is."""
+    reply = who(cluster, name)
+    return reply is not None and not reply.leads and reply.leader_address == address(cluster, other)
+
+
+class Clients:
+    """Ask without a pause, each for one short answer after the other, beside one long stream."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._ending = threading.Event()
+        self.begun_and_done: list[tuple[float, float]] = []  # of answers that were complete
+
+    def stream(self) -> list[int]:
+        prompt = random.Random("long").choices(range(256), k=50)
+        with self._cluster.client() as client:
+            return stream_tokens(client, {"prompt": prompt, "max_tokens": 1500, **WISH})
+
+    def ask_on(self, number: int) -> None:
+        rng = random.Random(number)
+        while not self._ending.is_set():
+            prompt = rng.choices(range(256), k=40)
+            begun = time.monotonic()
+            answer = self._cluster.complete(prompt, max_tokens=4, **WISH)
+            assert len(answer["choices"][0]["token_ids"]) == 4
+            self.begun_and_done.append((begun, time.monotonic()))
+
+    def placed_since(self, began: float) -> list[float]:
+        """When answers ended whose requests came after `began`."""
+        return [done for begun, done in self.begun_and_done if begun > began]
+
+    def end(self) -> None:
+        self._ending.set()
+
+
+@contextmanager
+def busy(cluster: Cluster) -> Iterator[Clients]:
+    """Fails where any request did."""
+    clients = Clients(cluster)
+    with ThreadPoolExecutor(NUM_CLIENTS + 1) as pool:
+        futures: list[Future[object]] = [pool.submit(clients.stream)]
+        futures += [pool.submit(clients.ask_on, number) for number in range(NUM_CLIENTS)]
+        try:
+            cluster.wait_for("answers", lambda: len(clients.begun_and_done) > NUM_CLIENTS)
+            yield clients
+        finally:
+            clients.end()
+        for future in futures:
+            future.result(timeout=120)
+
+
+def wait_for_placements(cluster: Cluster, clients: Clients, began: float) -> float:
+    """Seconds from `began` to the first answer to a request that came later."""
+    cluster.wait_for(
+        "new requests to be placed", lambda: len(clients.placed_since(began)) > NUM_CLIENTS
+    )
+    return min(clients.placed_since(began)) - began
+
+
+def say(since: str, taken_s: float) -> None:
+    """For people who run this with `-s`; how long it takes depends on the machine's other work."""
+    sys.stdout.write(f"{taken_s:.2f} s {since} to a new request's answer\n")
+
+
+def test_a_killed_leader_costs_no_request_and_comes_back_as_the_standby(cluster: Cluster) -> None:
+    old = leader(cluster)
+    [new] = set(NAMES) - {old}
+    cluster.wait_for("the standby's knowledge", lambda: follows(cluster, new, old))
+    epoch = leaders(cluster)[old]
+    with busy(cluster) as clients:
+        began = time.monotonic()
+        os.kill(cluster.pids()[old], signal.SIGKILL)
+        taken_s = wait_for_placements(cluster, clients, began)
+        say("from the kill", taken_s)
+    assert leaders(cluster)[new] > epoch
+    cluster.wait_for("the killed one as standby", lambda: follows(cluster, old, new))
+    assert leader(cluster) == new
+
+
+def test_a_stopped_leader_refuses_when_it_wakes_up_and_nothing_is_placed_twice(
+    cluster: Cluster,
+) -> None:
+    old = leader(cluster)
+    [new] = set(NAMES) - {old}
+    pid = cluster.pids()[old]
+    handed_off = cluster.counters("prefill-0")["handed_off_requests"]
+    with busy(cluster) as clients:
+        began = time.monotonic()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            taken_s = wait_for_placements(cluster, clients, began)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        say("from the stop", taken_s)
+        refusal = place_at(cluster, old)
+        assert isinstance(refusal, NotLeader)
+        assert refusal.ids in ({}, {"leader": address(cluster, new)})
+        cluster.wait_for("the stopped one as standby", lambda: follows(cluster, old, new))
+    num_requests = len(clients.begun_and_done) + 1
+    assert cluster.counters("prefill-0")["handed_off_requests"] == handed_off + num_requests
+    assert pid == cluster.pids()[old], "it did not restart"
+    assert "Traceback" not in (cluster.log_dir / f"{old}.log").read_text()
+
+
+def place_at(cluster: Cluster, name: str) -> Exception:
+    """The failure of a placement asked for right there."""
+    request = conductor_pb2.PlaceRequest(request_id="misled", num_prompt_tokens=10, max_tokens=1)
+    with (
+        grpc.insecure_channel(address(cluster, name)) as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        conductor_pb2_grpc.ConductorStub(channel).Place(
+            request, metadata=((TOKEN_HEADER, cluster.token),), timeout=10
+        )
+    trailing = dict(caught.value.trailing_metadata())
+    return failure_from_wire(common_pb2.Failure.FromString(trailing[FAILURE_HEADER]))
+
+
+def test_while_the_registry_is_away_streams_go_on_and_new_requests_wait(
+    cluster: Cluster, redis: RedisServer
+) -> None:
+    """Nobody can know who holds the claim, so nobody leads; one does again afterwards."""
+    epoch = leaders(cluster)[leader(cluster)]
+    with busy(cluster) as clients:
+        redis.kill()
+        cluster.wait_for("nobody leading", lambda: not leaders(cluster))
+        began = time.monotonic()
+        redis.start()
+        taken_s = wait_for_placements(cluster, clients, began)
+        say("from the registry's return", taken_s)
+    assert leaders(cluster)[leader(cluster)] > epoch
