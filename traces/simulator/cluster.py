@@ -140,6 +140,9 @@ class Cluster:
         self._touched[node.name] = node
 
     def _wake(self, node: Node | None, now: float) -> None:
+        name = "" if node is None else node.name
+        if self._woken_at.get(name) == now:
+            del self._woken_at[name]  # it may have to be woken again at this very instant
         if node is None:
             for flow_id in self.network.advance(now):
                 self._flow_ended(flow_id, now)

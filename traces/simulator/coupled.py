@@ -35,7 +35,7 @@ class Machine:
     batch: Batch
     num_unfinished: int = 0
     num_chosen: int = 0  # of the latest request that came here
-    woken_at: float | None = None
+    woken_at: float | None = None  # the latest wake-up under way; None = none
 
 
 class Arrive(NamedTuple):
@@ -97,6 +97,8 @@ class CoupledCluster:
             case Arrive(journey):
                 return self._arrive(journey, now)
             case Wake(machine):
+                if machine.woken_at == now:
+                    machine.woken_at = None  # it may have to be woken again at this very instant
                 self._take(machine, machine.batch.advance(now))
                 return self._wake(machine, now)
             case Sample():
