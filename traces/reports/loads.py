@@ -24,6 +24,10 @@ from traces.reports.time_axis import TimeAxis, time_axis
 from traces.simulator.results import InstanceSample, SimulationResult
 
 MAX_COLUMNS = 180
+
+NUDGE = 1e-6
+"""Of a column: rounding moves no sample at a column's begin into the one before, and adds no column at the end."""
+
 ROW_IN = 0.14
 MAX_HEIGHT_IN = 9.0
 LABEL_IN = 0.13  # a row's name needs so much
@@ -135,15 +139,14 @@ def table_of(
     length_s: float,
 ) -> npt.NDArray[np.float64]:
     """`[instance, column]` mean loads of stretches of `length_s`; NaN where nothing was sampled."""
-    num_columns = math.ceil(end_s / length_s)
+    num_columns = max(1, math.ceil(end_s / length_s - NUDGE))
     row_of = {name: row for row, name in enumerate(names)}
     sums = np.zeros((len(names), num_columns))
     counts = np.zeros((len(names), num_columns))
     for sample in samples:
         row = row_of.get(sample.instance_id)
         if row is not None:
-            # The nudge keeps samples at a column's very begin from falling into the one before.
-            column = min(int(sample.at_s / length_s + 1e-6), num_columns - 1)
+            column = min(int(sample.at_s / length_s + NUDGE), num_columns - 1)
             sums[row, column] += _load(sample, in_seconds=in_seconds)
             counts[row, column] += 1
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
