@@ -15,6 +15,7 @@ from conductor.events import BlockChanges, Event, Heartbeat, Load, Register
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId, Role
 from protocol.layout import KvLayout
+from protocol.profile import PrefillProfile
 from protocol.request import Endpoint
 from traces.simulator.decode import DecodeMachine
 from traces.simulator.pool import Store
@@ -96,12 +97,17 @@ def prefill_registrations(node: PrefillNode, spec: ClusterSpec) -> Iterator[Regi
         layout=layout_of(spec),
         fingerprint=model.name,
         num_blocks=model.device_tokens * spec.prefill_group // spec.block_size,
-        prefill_profile=model.prefill,
+        prefill_profile=_of_group(model.prefill, spec.prefill_group),
         decode_profile=model.decode,
         home_store=store_id if is_shared else None,
         max_model_len=model.max_model_len,
         bytes_per_s=rate,
     )
+
+
+def _of_group(profile: PrefillProfile, num_machines: int) -> PrefillProfile:
+    """What a group would measure of long prompts: its pipeline is full, and each token costs a share of the time."""
+    return PrefillProfile(c0=profile.c0, c1=profile.c1 / num_machines, c2=profile.c2 / num_machines)
 
 
 def decode_registration(node: DecodeNode, spec: ClusterSpec) -> Register:

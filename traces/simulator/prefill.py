@@ -122,9 +122,11 @@ class PrefillMachine:
         return sum(p.num_tokens - max(p.computed, p.cached) for p in self._prompts.values())
 
     def queue_s(self) -> float:
-        """Device time of all that is here, as far as known."""
+        """How long the machines compute all that is here, as far as known."""
         seconds = self._profile.seconds
-        return sum(seconds(p.num_tokens, max(p.computed, p.cached)) for p in self._prompts.values())
+        prompts = self._prompts.values()
+        work_s = sum(seconds(p.num_tokens, max(p.computed, p.cached)) for p in prompts)
+        return work_s / self._num_stages
 
     def submit(self, prompt: Prompt, now: float) -> list[PrefillOutcome]:
         """A prompt that nobody here knows."""

@@ -89,6 +89,7 @@ def test_a_group_of_machines_computes_a_prompt_sooner() -> None:
     assert one.ttft_s == NEAR(8.0)
     assert group.ttft_s == NEAR(8.0 * 11 / 32)
     assert group.prefill_s == NEAR(8.0)
+    assert group.predicted_ttft_s == NEAR(2.0), "the pipeline's throughput, without its filling"
 
 
 def test_admission_rejects_what_would_come_too_late_and_that_is_the_end_of_it() -> None:
