@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from conductor.events import Phase as ReportPhase
 from conductor.events import Place, Placed, Refused, Rejected, Report
 from conductor.state import ConductorState
-from protocol.errors import NoWorker
+from protocol.errors import NoWorker, PeerLost
 from protocol.ids import RequestId
 from traces.simulator.journey import Journey, Phase
 from traces.simulator.results import End
@@ -105,7 +105,7 @@ class Gateway:
         assert journey.placement is not None
         self._tell(journey, ReportPhase.FAILED, now - journey.placed_at, now)
         if journey.attempt == MAX_ATTEMPTS:
-            self.end(journey, End.FAILED, "peer_lost", now)
+            self.end(journey, End.FAILED, PeerLost.code, now)
             return False
         names = frozenset(broken)
         for endpoint in (journey.placement.prefill, journey.placement.decode):
