@@ -1,9 +1,10 @@
 """The conductors of a cluster as its other processes know them: calls reach the one that leads.
 
-Rules: with one address nothing is decided here. With several, whoever does not lead says so and names the leader; a
-call that met no leader is made again until its deadline; a leader that is silent is believed in until another one
-says that it leads, since giving up a slow one helps nobody. Calls that are given up are cancelled, so that a late
-answer of a former leader reaches nobody. Calls must be such that making them twice is harmless. Knows no registry.
+Rules: an address that leads is asked, and while it is the only one no more is decided. Whoever does not lead says so
+and names the leader; a call that met no leader is made again until its deadline; a leader that is silent is believed
+in until another one says that it leads, since giving up a slow one helps nobody. Calls that are given up are cancelled,
+so that a late answer of a former leader reaches nobody. Calls must be such that making them twice is harmless. Knows
+no registry.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ class Conductors:
     def __init__(self, channels: Channels, addresses: str) -> None:
         self._channels = channels
         self._addresses = parse_addresses(addresses)
+        self._is_alone = len(self._addresses) == 1  # and never spoke of a leader
         self._leader: Leader | None = None
         self._newest_epoch = 0  # of all leaders so far
+        self._hinted: str | None = None  # the last leader's; the operator may not have named it
         self._search: asyncio.Task[Leader | None] | None = None  # shared by all calls that wait
 
     async def call(
@@ -70,11 +73,14 @@ class Conductors:
     ) -> Reply:
         """`lambda conductor: conductor.Place` and its request. Raises what the leader raised, PeerLost when no
         conductor answered in time, NotLeader when none of them led."""
-        if len(self._addresses) == 1:
-            chosen = method(self._stub(self._addresses[0]))
-            return await self._channels.call(
-                chosen, request, timeout_s=timeout_s, wait_for_ready=wait_for_ready
-            )
+        if self._is_alone:
+            try:
+                chosen = method(self._stub(self._addresses[0]))
+                return await self._channels.call(
+                    chosen, request, timeout_s=timeout_s, wait_for_ready=wait_for_ready
+                )
+            except NotLeader:
+                self._is_alone = False
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + timeout_s
         while True:
@@ -132,21 +138,27 @@ class Conductors:
 
     async def _ask_all(self) -> Leader | None:
         newest = self._newest_epoch
-        found, hints = await self._ask(self._addresses)
+        known = dict.fromkeys((*self._addresses, *filter(None, (self._hinted,))))
+        if self._leader is not None:  # it is silent, and waited for already
+            known.pop(self._leader.address, None)
+        found, hints = await self._ask(tuple(known))
         if found is None or found.epoch < newest:
-            unknown = hints - {"", *self._addresses}
+            unknown = hints - {"", *self._addresses, self._hinted}
             if unknown:  # a conductor that was started after us
                 hinted, _ = await self._ask(tuple(unknown))
                 found = max(filter(None, (found, hinted)), key=_epoch, default=None)
         if found is not None:
             self._newest_epoch = max(newest, found.epoch)
+            self._hinted = found.address
         return found
 
     async def _ask(self, addresses: tuple[str, ...]) -> tuple[Leader | None, set[str]]:
         """The one that leads, and whom the others take for it. One that is no earlier than the last leader ends the
-        asking: who is silent would be waited for in vain."""
+        asking: a dead one would be waited for in vain."""
         found: Leader | None = None
         hints: set[str] = set()
+        if not addresses:
+            return found, hints
         questions = [asyncio.create_task(self._who(address)) for address in addresses]
         try:
             for question in asyncio.as_completed(questions):
@@ -165,11 +177,11 @@ class Conductors:
         return found, hints
 
     async def _who(self, address: str) -> tuple[str, leadership_pb2.WhoReply | None]:
-        stub: leadership_pb2_grpc.LeadershipAsyncStub = leadership_pb2_grpc.LeadershipStub(
-            self._channels.to(address)
-        )
         request = leadership_pb2.WhoRequest()
         try:
+            stub: leadership_pb2_grpc.LeadershipAsyncStub = leadership_pb2_grpc.LeadershipStub(
+                self._channels.to(address)
+            )
             return address, await self._channels.call(stub.Who, request, timeout_s=ASK_TIMEOUT_S)
         except MoonserveError as error:
             log.debug("%s does not say who leads: %s", address, error)

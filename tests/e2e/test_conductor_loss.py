@@ -153,12 +153,13 @@ def test_a_killed_leader_costs_no_request_and_comes_back_as_the_standby(cluster:
     old = leader(cluster)
     [new] = set(NAMES) - {old}
     cluster.wait_for("the standby's knowledge", lambda: follows(cluster, new, old))
-    epoch = leaders(cluster)[old]
+    epoch, pid = leaders(cluster)[old], cluster.pids()[old]
     with busy(cluster) as clients:
+        os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
-        os.kill(cluster.pids()[old], signal.SIGKILL)
         taken_s = wait_for_placements(cluster, clients, began)
         say("from the kill", taken_s)
+        assert leader(cluster) == new
     assert leaders(cluster)[new] > epoch
     cluster.wait_for("the killed one as standby", lambda: follows(cluster, old, new))
     assert leader(cluster) == new
@@ -172,8 +173,8 @@ def test_a_stopped_leader_refuses_when_it_wakes_up_and_nothing_is_placed_twice(
     pid = cluster.pids()[old]
     handed_off = cluster.counters("prefill-0")["handed_off_requests"]
     with busy(cluster) as clients:
-        began = time.monotonic()
         os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
         try:
             taken_s = wait_for_placements(cluster, clients, began)
         finally:

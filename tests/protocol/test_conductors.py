@@ -156,6 +156,17 @@ async def test_a_slow_leader_is_believed_in_while_no_other_leads(rig: Rig) -> No
     assert rig.a.num_asked == asked + 1, "asked again although it was only slow"
 
 
+async def test_a_slow_leader_that_is_the_only_one_is_waited_for(rig: Rig) -> None:
+    conductors = Conductors(rig.channels, rig.addresses["a"])
+    with pytest.raises(NotLeader):
+        await explain(conductors, timeout_s=0.1)
+    rig.a.epoch = 1
+    assert await explain(conductors) == "a"
+    rig.a.answers.clear()
+    with pytest.raises(PeerLost):
+        await explain(conductors, timeout_s=1.0)
+
+
 async def test_a_hint_leads_to_a_conductor_that_was_not_known(rig: Rig) -> None:
     rig.unknown.epoch, rig.a.hint = 3, rig.addresses["unknown"]
     assert await explain(rig.client()) == "unknown"
@@ -190,11 +201,23 @@ async def test_a_caller_that_gives_up_takes_nothing_from_the_others(rig: Rig) ->
     assert await patient == "a"
 
 
-async def test_one_address_is_asked_directly(rig: Rig) -> None:
-    rig.a.epoch = 0
+async def test_a_leader_that_only_a_hint_named_stays_known_when_the_hint_is_gone(rig: Rig) -> None:
+    rig.unknown.epoch, rig.a.hint = 3, rig.addresses["unknown"]
     conductors = Conductors(rig.channels, rig.addresses["a"])
-    with pytest.raises(NotLeader, match="not me"):
-        await explain(conductors)
+    assert await explain(conductors) == "unknown"
+    await rig.servers["a"].stop(0)
+    rig.unknown.error = PeerLost("for once")
+    call = asyncio.create_task(explain(conductors))
+    rig.unknown.asked.clear()
+    async with asyncio.timeout(TIMEOUT_S):
+        await rig.unknown.asked.wait()
+        rig.unknown.error = None
+        assert await call == "unknown"
+
+
+async def test_one_address_is_asked_directly(rig: Rig) -> None:
+    rig.a.epoch = 1
+    assert await explain(Conductors(rig.channels, rig.addresses["a"])) == "a"
     nobody = Conductors(rig.channels, f"127.0.0.1:{free_port()}")
     with pytest.raises(PeerLost):
         await explain(nobody)
