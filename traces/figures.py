@@ -75,10 +75,11 @@ def latency_figures(completed: Sequence[Completed]) -> dict[str, float]:
 def spread(name_ms: str, seconds: Iterable[float | None]) -> dict[str, float]:
     """`mean_…`, `median_…`, `p50_…`, `p90_…`, `p99_…` in milliseconds, of what is not None; NaN for nothing."""
     values = [each * 1000 for each in seconds if each is not None]
+    ordered = sorted(values)  # sorting what is sorted costs little
     return {
         f"mean_{name_ms}": mean(values),
-        f"median_{name_ms}": percentile(values, 50),
-        **{f"p{percent}_{name_ms}": percentile(values, percent) for percent in PERCENTS},
+        f"median_{name_ms}": percentile(ordered, 50),
+        **{f"p{percent}_{name_ms}": percentile(ordered, percent) for percent in PERCENTS},
     }
 
 

@@ -51,9 +51,12 @@ def _replicas(subject: Subject, ranks: Sequence[int], axis: TimeAxis, most: int)
     key = f"replicas{subject.number}"
     with canvas.drawing(key):
         figure, panel = _panel(axis, "machines", most * 1.06 or 1)
-        for index, rank in enumerate(ranks):
+        for index, rank in enumerate(ranks):  # later ones thinner: equal ones stay visible
             held = [s.replicas[rank - 1] if len(s.replicas) >= rank else math.nan for s in samples]
-            panel.plot(times, held, drawstyle="steps-post", color=look_of(index).colour)
+            panel.plot(
+                times, held, drawstyle="steps-post", color=look_of(index).colour,
+                linewidth=1.2 + 0.9 * (len(ranks) - 1 - index),
+            )  # fmt: skip
         svg = canvas.to_svg(figure, key, f"Replicas over time, {subject.title}")
     return Picture(title=subject.title, svg=svg)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from traces.reports.palette import Look, look_of
+from traces.reports.summary import summary
 from traces.simulator.results import SimulationResult
 
 
@@ -16,6 +18,7 @@ class Subject:
     number: int
     look: Look
     result: SimulationResult
+    figures: Mapping[str, Any]  # its summary
 
     @property
     def title(self) -> str:
@@ -24,7 +27,7 @@ class Subject:
 
 def subjects_of(results: Sequence[SimulationResult]) -> list[Subject]:
     return [
-        Subject(number=index + 1, look=look_of(index), result=result)
+        Subject(number=index + 1, look=look_of(index), result=result, figures=summary(result))
         for index, result in enumerate(results)
     ]
 

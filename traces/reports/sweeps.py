@@ -12,7 +12,6 @@ from typing import Any
 from traces.reports import canvas
 from traces.reports.palette import MUTED
 from traces.reports.picture import Picture, Section, Subject, keys_of
-from traces.reports.summary import summary
 
 SAME_RATE = 1.01
 """Rates this close are one rate: the same trace, cut a little differently."""
@@ -23,11 +22,10 @@ WIDE = 8
 
 def goodput_against_rate(subjects: Sequence[Subject]) -> Section:
     """Without pictures unless the results' rates differ."""
-    figures = [(each, summary(each.result)) for each in subjects]
     points = [
-        (each, float(f["request_rate"]), float(f["request_goodput"]))
-        for each, f in figures
-        if f["request_rate"] is not None
+        (each, float(each.figures["request_rate"]), float(each.figures["request_goodput"]))
+        for each in subjects
+        if each.figures["request_rate"] is not None
     ]
     rates = [x for _, x, _ in points]
     pictures: tuple[Picture, ...] = ()
@@ -44,7 +42,7 @@ def goodput_against_rate(subjects: Sequence[Subject]) -> Section:
 def hits_against_capacity(subjects: Sequence[Subject]) -> Section:
     """Without pictures unless capacities are known and differ."""
     points = [
-        (each, float(each.result.capacity_tokens), float(summary(each.result)["hit_ratio"]))
+        (each, float(each.result.capacity_tokens), float(each.figures["hit_ratio"]))
         for each in subjects
         if each.result.capacity_tokens
     ]

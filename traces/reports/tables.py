@@ -9,7 +9,6 @@ from typing import Any
 
 from traces.reports.numbers import NOTHING, percent, plain, scaled, seconds
 from traces.reports.picture import Key, Subject
-from traces.reports.summary import summary
 
 _GROUPS = (
     ("", ("result",)),
@@ -28,9 +27,7 @@ def summary_table(subjects: Sequence[Subject]) -> str:
     )
     names = [name for _, columns in _GROUPS for name in columns]
     head = f"<tr>{groups}</tr>\n<tr>{_header(names)}</tr>"
-    return _table(
-        head, [_row(_named(each), _summary_cells(summary(each.result))) for each in subjects]
-    )
+    return _table(head, [_row(_named(each), _summary_cells(each.figures)) for each in subjects])
 
 
 def _summary_cells(figures: Mapping[str, Any]) -> list[str]:
@@ -67,9 +64,8 @@ def parts_table(subjects: Sequence[Subject]) -> str:
     head = f"<tr><th></th>{groups}</tr>\n<tr>{_header(names)}</tr>"
     rows = []
     for each in subjects:
-        figures = summary(each.result)
         cells = [
-            seconds(figures[f"{kind}_{name}"])
+            seconds(each.figures[f"{kind}_{name}"])
             for name in (*(name for _, name in columns), "ttft_error_ms")
             for kind in ("mean", "p90")
         ]
@@ -81,7 +77,7 @@ def counters_table(subjects: Sequence[Subject]) -> str:
     """A row per error and counter, a column per result; empty without any."""
     found = [
         (
-            {name: float(count) for name, count in summary(each.result)["errors"].items()},
+            {name: float(count) for name, count in each.figures["errors"].items()},
             dict(each.result.counters),
         )
         for each in subjects
