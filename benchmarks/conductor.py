@@ -7,9 +7,10 @@ blocks and one token: the leading blocks of an indexed chain (8 of them common t
 nobody has. `told` is how many new blocks each placed prompt brings into its instance's device cache and store, as many
 being evicted: told in heartbeats of those two, or 256 changes per heartbeat where it is 0.
 
-Rate: placements ÷ CPU seconds in `handle`, of all events. Latency: the waiting (behind whatever was handled before) and
-the handling of a placement at half of that rate, the events arriving in virtual time and each taking the CPU time that
-it took, so that other processes of the machine count as little as they can. Medians over rounds.
+Rate: placements ÷ CPU seconds in `handle`, of all events, which come at about that rate themselves. Latency: the
+waiting (behind whatever was handled before) and the handling of a placement at half of that rate, the events arriving
+in virtual time and each taking the CPU time that it took, so that other processes of the machine count as little as
+they can. Medians over rounds.
 `python -m benchmarks.conductor --json out/conductor.json`
 """
 
@@ -64,6 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--told", type=int, nargs="+", default=(0, 64), help="at 64 × 1,000,000")
     parser.add_argument("--placements", type=int, default=4_000, help="of a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--latency-rate", type=float, help="instead of half the measured rate")
     parser.add_argument("--policies", action="store_true", help="also a row for every policy")
     parser.add_argument(
         "--rpc", action="store_true", help="also through gRPC and the lean transport"
@@ -98,18 +100,20 @@ def _growth_row(scenario: Scenario, arguments: argparse.Namespace) -> Row:
 def _measured(load: Load, arguments: argparse.Namespace, policy: str) -> dict[str, float]:
     """Medians over the rounds, of one cluster that goes on from round to round."""
     state = load.cluster(policy)
-    _round(state, load, arguments.placements)  # warms caches and fills the ring of decisions
-    rows = [_round(state, load, arguments.placements) for _ in range(arguments.rounds)]
+    rows = [_round(state, load, arguments) for _ in range(arguments.rounds + 1)]
     state.validate()
-    return medians(rows)
+    return medians(rows[1:])  # the first warms caches and fills the ring of decisions
 
 
-def _round(state: ConductorState, load: Load, num_placements: int) -> dict[str, float]:
+def _round(state: ConductorState, load: Load, arguments: argparse.Namespace) -> dict[str, float]:
+    num_placements: int = arguments.placements
     script = load.script(num_placements, load.rate)
     took_ns = sum(_handled(state, script))
     rate = num_placements / took_ns * 1e9
-    load.rate = rate / 2
-    script = load.script(num_placements, load.rate)
+    load.rate = (
+        rate  # heartbeats take a share of every second: the next round comes nearer to what is left
+    )
+    script = load.script(num_placements, arguments.latency_rate or rate / 2)
     waits_us = _latencies_us(script, _handled(state, script))
     return {
         "placements_per_s": rate,
