@@ -8,9 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from conductor.candidate import Candidate, boot_clock
 from conductor.config import ConductorConfig
+from conductor.leadership import Terms
 from conductor.service import serve
+from conductor.standby import LeaderMetrics, Led
 from protocol.conductors import Conductors
 from protocol.config import load
 from protocol.errors import ConfigError, NotLeader, NoWorker, Unauthenticated
@@ -24,6 +28,7 @@ from protocol.pb import (
     leadership_pb2_grpc,
 )
 from protocol.process import Lifecycle, running
+from protocol.registry.embedded import EmbeddedRegistry
 from protocol.rpc import Channels, failure_from_wire
 from tests.conductor.cluster import chain
 from tests.conductor.test_conductor_service import registration, wish
@@ -214,3 +219,48 @@ async def test_a_leaders_time_that_cannot_work_is_refused(ttl: str) -> None:
     config = load(ConductorConfig, arguments, prog="conductor", environ={})
     with pytest.raises(ConfigError, match="leader-ttl-s"):
         await serve(config, FactsOfReady())
+
+
+class Sleepy:
+    """A conductor that is put to sleep while it answers."""
+
+    def __init__(self, fall_asleep: Callable[[], None]) -> None:
+        self._fall_asleep = fall_asleep
+
+    def keep_house(self) -> None: ...
+
+    async def Place(self, request: Any, context: Any) -> conductor_pb2.PlaceReply:
+        self._fall_asleep()
+        return conductor_pb2.PlaceReply()
+
+
+async def test_an_answer_made_before_a_long_sleep_is_not_given_after_it() -> None:
+    slept_s = 0.0
+
+    def sleep_long() -> None:
+        nonlocal slept_s
+        slept_s += 60.0
+
+    metrics, registry = CollectorRegistry(), EmbeddedRegistry()
+    led = Led(lambda: Sleepy(sleep_long), 0.0, LeaderMetrics(metrics))
+    began = asyncio.Event()
+
+    def begin(epoch: int) -> None:
+        led.begin(epoch)
+        began.set()
+
+    candidate = led.candidate = Candidate(
+        registry,
+        "a:1",
+        Terms(ttl_s=0.6),
+        begin=begin,
+        step_down=led.step_down,
+        clock=lambda: boot_clock() + slept_s,
+    )
+    async with running(candidate.run()), asyncio.timeout(TIMEOUT_S):
+        await began.wait()
+        assert metrics.get_sample_value("moonserve_conductor_leads") == 1
+        with pytest.raises(NotLeader):
+            await led.Place(conductor_pb2.PlaceRequest(), None)
+        assert not candidate.leads
+    await registry.close()

@@ -1,13 +1,19 @@
-"""The gateway's connections to workers."""
+"""The gateway's view of the cluster and its connections to workers."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import pytest
+
+import gateway.cluster
 from gateway.cluster import Cluster
+from protocol.errors import NoWorker
 from protocol.ids import GatewayId
+from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from protocol.request import Endpoint
-from protocol.rpc import Channels
+from protocol.rpc import Channels, RpcServer
 
 
 class RecordingChannels(Channels):
@@ -58,3 +64,41 @@ async def test_a_replaced_incarnation_is_lost_at_once_and_its_own_channel_closed
     assert channels.forgotten.empty()
     await cluster.close()
     await channels.close()
+
+
+class OneView(conductor_pb2_grpc.ConductorServicer):
+    async def GetCluster(
+        self, request: conductor_pb2.GetClusterRequest, context: Any
+    ) -> conductor_pb2.ClusterView:
+        layout = common_pb2.KvLayout(block_size=32)
+        return conductor_pb2.ClusterView(
+            fingerprint="f", layout=layout, max_model_len=99, ready=True
+        )
+
+
+async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_facts_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So requests are taken, and wait, while no conductor leads."""
+    server, channels = RpcServer(""), Channels("")
+    conductor_pb2_grpc.add_ConductorServicer_to_server(OneView(), server.grpc)
+    cluster = Cluster(
+        channels,
+        await server.start("127.0.0.1", 0),
+        GatewayId("g"),
+        on_batch=lambda instance_id, batch: None,
+        on_lost=lambda instance_id, error: None,
+        on_view=lambda view: None,
+    )
+    try:
+        with pytest.raises(NoWorker):
+            cluster.facts()
+        await cluster.refresh()
+        assert cluster.is_ready
+        monkeypatch.setattr(gateway.cluster, "_VIEW_LIFETIME_S", 0.0)
+        assert not cluster.is_ready
+        assert cluster.facts().max_model_len == 99
+    finally:
+        await cluster.close()
+        await channels.close()
+        await server.stop(0)

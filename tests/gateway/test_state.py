@@ -36,6 +36,7 @@ from protocol.errors import (
     IntegrityError,
     InvalidRequest,
     MoonserveError,
+    NotLeader,
     NoWorker,
     Overloaded,
     PeerLost,
@@ -253,6 +254,19 @@ def test_a_failure_that_repeating_cannot_help_ends_the_request(state: RequestSta
 @pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=2.0), NoWorker("none")])
 def test_the_first_placement_is_refused_at_once(state: RequestState, error: MoonserveError) -> None:
     (fail,) = state.handle(PlaceFailed(attempt=1, error=error), 0.0)
+    assert fail.error is error
+
+
+@pytest.mark.parametrize("error", [NotLeader("not me"), PeerLost("gone")])
+def test_a_new_request_waits_while_no_conductor_leads(
+    state: RequestState, error: MoonserveError
+) -> None:
+    (pause,) = state.handle(PlaceFailed(attempt=1, error=error), 0.0)
+    assert isinstance(pause, Pause)
+    (place,) = state.handle(RetryDue(attempt=1), 0.5)
+    assert isinstance(place, Place)
+    assert place.attempt == 1
+    (fail,) = state.handle(PlaceFailed(attempt=1, error=error), 30.0)
     assert fail.error is error
 
 
