@@ -84,11 +84,12 @@ class Candidate:
         self._question: asyncio.Task[Answer] | None = None
         self._was_heard = False  # the registry has answered
         self._is_silent = False  # it did not answer last time
+        self._has_ended = False
 
     @property
     def leads(self) -> bool:
         """At this moment, by this candidate's clock."""
-        return self._state.leads(self._clock())
+        return not self._has_ended and self._state.leads(self._clock())
 
     @property
     def epoch(self) -> int:
@@ -194,7 +195,8 @@ class Candidate:
         return dataclasses.replace(self._member, endpoint=endpoint)
 
     async def _end(self) -> None:
-        """No question is under way afterwards, and the next leader need not wait for this one's end."""
+        """Refuses from now on, then gives the claim up; no question is under way afterwards."""
+        self._has_ended = True
         if self._question is not None:
             self._question.cancel()
             await asyncio.wait({self._question})

@@ -264,3 +264,21 @@ async def test_an_answer_made_before_a_long_sleep_is_not_given_after_it() -> Non
             await led.Place(conductor_pb2.PlaceRequest(), None)
         assert not candidate.leads
     await registry.close()
+
+
+async def test_a_candidate_that_ends_leads_no_more_and_gives_its_claim_up() -> None:
+    registry, began = EmbeddedRegistry(), asyncio.Event()
+    candidate = Candidate(
+        registry,
+        "a:1",
+        Terms(ttl_s=0.6),
+        begin=lambda epoch: began.set(),
+        step_down=lambda reason: None,
+    )
+    async with running(candidate.run()), asyncio.timeout(TIMEOUT_S):
+        await began.wait()
+        assert candidate.leads
+        assert len(await registry.members()) == 1
+    assert not candidate.leads
+    assert await registry.members() == []
+    await registry.close()
