@@ -148,6 +148,9 @@ class LeadershipState:
     _renew_at: float = 0.0  # LEADING
     _has_begun: bool = False  # BeginLeading was given for this claim
     _other_until: float | None = None  # another's claim, as of the last answer; None = not known
+    _follows_since: float | None = (
+        None  # when another's claim was first met, since the last own one
+    )
     _history: deque[str] = field(default_factory=lambda: deque(maxlen=_HISTORY))  # for messages
 
     def leads(self, now: float) -> bool:
@@ -187,7 +190,7 @@ class LeadershipState:
     def _give_up(self, phase: Phase, reason: str, now: float) -> list[Action]:
         begun, self._has_begun = self._has_begun, False
         self._leads_from = self._leads_until = now
-        self._other_until = None
+        self._other_until = self._follows_since = None
         self.phase, self.due_at = phase, now
         return [StepDown(epoch=self.epoch, reason=reason)] if begun else []
 
@@ -244,11 +247,20 @@ class LeadershipState:
         self.known_epoch = max(self.known_epoch, event.epoch)
         self.leader_address = event.leader_address
         self._other_until = now + event.retry_after_s
+        if self._follows_since is None:
+            self._follows_since = now
         in_turn = now + self.terms.renew_every_s
         # A claim asked for just before the other's end could be granted just after it, and would have to wait.
-        ends_at = self._other_until + MARGIN_S
-        self.phase, self.due_at = Phase.FOLLOWING, ends_at if ends_at <= in_turn else in_turn
+        is_early = in_turn + MARGIN_S < self._other_until
+        self.phase, self.due_at = Phase.FOLLOWING, in_turn if is_early else self._in_order(now)
         return []
+
+    def _in_order(self, now: float) -> float:
+        """When to claim what another's end leaves: a leader that was started again lets its standby go first."""
+        assert self._other_until is not None
+        assert self._follows_since is not None
+        is_new = now - self._follows_since < self.terms.ttl_s
+        return self._other_until + MARGIN_S + (self.terms.renew_every_s / 2 if is_new else 0.0)
 
     def _on_unclaimed(self, event: RegistrySilent, now: float) -> list[Action]:
         self._other_until = None

@@ -51,11 +51,23 @@ def leading() -> LeadershipState:
 def test_a_follower_names_the_leader_and_asks_again_when_its_claim_ends() -> None:
     state = following()
     assert state.leader_address == "a:1"
-    assert 0.2 < state.due_at < 0.5
+    assert 0.2 < state.due_at <= 0.5
     state.handle(Tick(), state.due_at)
     state.handle(Refused(retry_after_s=1.9, leader_address="a:1", epoch=4), 0.3)
     assert state.due_at == 0.3 + TERMS.renew_every_s
     state.validate()
+
+
+def test_whoever_has_stood_by_for_long_claims_before_whoever_was_just_started() -> None:
+    due = {}
+    for name, first_refused_at in [("standby", 0.0), ("new", 4.5)]:
+        state = LeadershipState(TERMS, due_at=first_refused_at)
+        for now in (first_refused_at, 5.0):
+            state.handle(Tick(), max(now, state.due_at))
+            state.handle(Refused(retry_after_s=5.3 - now, leader_address="a:1", epoch=4), now)
+            state.validate()
+        due[name] = state.due_at
+    assert 5.3 < due["standby"] < due["new"]
 
 
 def test_a_leader_counts_from_when_it_asked_and_on_less_than_the_registry_does() -> None:
