@@ -49,8 +49,8 @@ from protocol.wire import placement_to_wire
 log = logging.getLogger(__name__)
 
 
-# Net allocations between two looks for cycles. The state makes none, and a look takes 3 ms per 10,000 objects, within
-# which 15 placements would wait.
+# Net allocations between two looks for cycles. The state makes none, and with the default a look took up to 3.5 ms (5,000
+# placements/s, 64 instances), within which 17 placements arrive.
 _COLLECT_AFTER = 100_000
 
 Context = grpc.aio.ServicerContext[Any, Any]
