@@ -119,7 +119,9 @@ class Conductors:
             await asyncio.wait({answer}, timeout=PATIENCE_S)
             if answer.done():
                 return
-            successor = await self._find()
+            # Another call may have found one meanwhile, whom a search would then leave out.
+            successor = self._leader if self._leader != leader else None
+            successor = successor or await self._find()
             if successor is not None and successor != leader and not answer.done():
                 raise PeerLost(
                     f"{leader.address} is silent, and {successor.address} leads instead of it"

@@ -149,7 +149,11 @@ def say(since: str, taken_s: float) -> None:
     sys.stdout.write(f"{taken_s:.2f} s {since} to a new request's answer\n")
 
 
-def test_a_killed_leader_costs_no_request_and_comes_back_as_the_standby(cluster: Cluster) -> None:
+def test_a_killed_leader_costs_no_request_and_two_stand_by_for_each_other_again(
+    cluster: Cluster,
+) -> None:
+    """It is restarted before its claim has ended, and lets the standby go first (tests/conductor/test_leadership.py);
+    on a machine that is busy enough it may yet be the one that leads again."""
     old = leader(cluster)
     [new] = set(NAMES) - {old}
     cluster.wait_for("the standby's knowledge", lambda: follows(cluster, new, old))
@@ -159,10 +163,11 @@ def test_a_killed_leader_costs_no_request_and_comes_back_as_the_standby(cluster:
         began = time.monotonic()
         taken_s = wait_for_placements(cluster, clients, began)
         say("from the kill", taken_s)
-        assert leader(cluster) == new
-    assert leaders(cluster)[new] > epoch
-    cluster.wait_for("the killed one as standby", lambda: follows(cluster, old, new))
-    assert leader(cluster) == new
+    leading = leader(cluster)
+    [standby] = set(NAMES) - {leading}
+    assert leaders(cluster)[leading] > epoch
+    cluster.wait_for("a standby again", lambda: follows(cluster, standby, leading))
+    cluster.wait_for("the restart", lambda: cluster.pids().get(old, pid) != pid)
 
 
 def test_a_stopped_leader_refuses_when_it_wakes_up_and_nothing_is_placed_twice(

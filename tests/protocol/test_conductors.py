@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from protocol.conductors import Conductors, parse_addresses
+from protocol.conductors import PATIENCE_S, Conductors, parse_addresses
 from protocol.errors import ConfigError, NotLeader, Overloaded, PeerLost
 from protocol.pb import (
     conductor_pb2,
@@ -143,6 +143,22 @@ async def test_a_silent_leader_is_left_once_another_leads(rig: Rig) -> None:
         assert not call.done()
         rig.b.epoch = 2
         assert await call == "b"
+
+
+async def test_all_who_wait_for_a_silent_leader_leave_it(rig: Rig) -> None:
+    """Also those whose turn to look comes when others have found the next one already."""
+    rig.a.epoch = 1
+    conductors = rig.client()
+    assert await explain(conductors) == "a"
+    rig.a.answers.clear()
+    calls = []
+    for _ in range(6):
+        rig.a.asked.clear()
+        calls.append(asyncio.create_task(explain(conductors)))
+        await rig.a.asked.wait()
+        await asyncio.wait(calls, timeout=PATIENCE_S / 4)
+    rig.b.epoch = 2
+    assert await asyncio.gather(*calls) == ["b"] * 6
 
 
 async def test_a_slow_leader_is_believed_in_while_no_other_leads(rig: Rig) -> None:
