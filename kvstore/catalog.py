@@ -143,7 +143,9 @@ class Catalog:
         assert stored.offset is not None
         del self._reserved[stored.key]
         self.reserved_bytes -= stored.space
-        stored.generation = self.take_generation()  # later than what was removed while it was written
+        stored.generation = (
+            self.take_generation()
+        )  # later than what was removed while it was written
         stored.checksum = checksum
         self._admit(stored)
 
