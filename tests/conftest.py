@@ -28,8 +28,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The guest is what takes longest: it goes first and all others stand back for it, as
-    nobody can step forward again."""
+    """The guest is what takes longest: it goes first and all others stand back for it, as nobody can step forward
+    again."""
     if hasattr(item.config, "workerinput") and "rdma" not in item.keywords:
         os.nice(max(0, _started_with + _BACK - os.nice(0)))
 

@@ -28,7 +28,7 @@ class InLoop:
         def act() -> None:
             try:
                 results.append(work())
-            except BaseException as error:
+            except BaseException as error:  # raised where the result is waited for
                 errors.append(error)
             finally:
                 done.release()

@@ -68,7 +68,7 @@ class Storing:
         """What became of each value."""
         try:
             arrived, announced = self._arrive(link, reservation, give_up_at)
-        except BaseException:
+        except BaseException:  # whatever broke, what is reserved must be given back
             self._in_loop.run(lambda: self._writes.give_up(reservation))
             raise
         outcomes = [frames.OUTCOMES[slot.outcome] for slot in reservation.slots]

@@ -4,8 +4,7 @@ Rules: a block that is read often gains one replica at a time, on the least-used
 its whole chain comes with it, parents first, since a block is of no use without what leads to it; heat never makes
 more than `extra_replicas` of any block. Only what heat made is dropped for being cold, children first, never the last
 replica and never a block that another one on the same node follows; a replica with a pin never goes while one without
-is left. Knows the nodes by their `NodeView`s; what becomes
-of a plan it is told by `settled`.
+is left. Knows the nodes by their `NodeView`s; what becomes of a plan it is told by `settled`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 from protocol.errors import ConfigError
 
-INSTALL = "pip install 'moonserve[train]'"
+INSTALL = "pip install 'moonserve[plots]'"
 
 
 def require_matplotlib() -> None:

@@ -20,7 +20,7 @@ from traces.reports.sweeps import goodput_against_rate, hits_against_capacity
 from traces.reports.tables import counters_table, key_mark, parts_table, summary_table
 from traces.simulator.results import SimulationResult
 
-INSTALL = "pip install 'moonserve[train]'"
+INSTALL = "pip install 'moonserve[plots]'"
 NO_PLOTS = f"the plots are left out: they need matplotlib, {INSTALL}"
 
 _DRAWN = (

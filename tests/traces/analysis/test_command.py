@@ -91,4 +91,4 @@ def test_without_matplotlib_a_plot_is_refused_with_the_install_line(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["analyze", "t.jsonl", "--plot", "p.png"]) == 2
-    assert "pip install 'moonserve[train]'" in capsys.readouterr().err
+    assert "pip install 'moonserve[plots]'" in capsys.readouterr().err

@@ -127,7 +127,7 @@ def test_without_matplotlib_there_are_tables_json_and_the_install_line(
     assert document.num_plots == 0
     assert document.headings == ["What first tokens waited for", "Counters"]
     for text in (document.text, capsys.readouterr().err):
-        assert "need matplotlib, pip install 'moonserve[train]'" in text
+        assert "need matplotlib, pip install 'moonserve[plots]'" in text
     assert read_results(tmp_path / "results.json")[0].name == "m"
 
 
