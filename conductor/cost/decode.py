@@ -40,14 +40,6 @@ def fit_decode(num_seqs: Counts, context_tokens: Counts, seconds: Floats) -> Dec
     )
 
 
-def step_seconds(coefficients: Floats, num_seqs: Counts, context_tokens: Counts) -> Floats:
-    """Seconds of shape [instances] by `coefficients` of shape [instances, 3]: every candidate at once. Counts have
-    shape [instances] or are one for all. An instance's factor is the caller's to multiply."""
-    columns = _columns(np.asarray(num_seqs), np.asarray(context_tokens))
-    seconds: Floats = (coefficients * columns).sum(axis=-1)
-    return seconds
-
-
 def _columns(num_seqs: Counts, context_tokens: Counts) -> Floats:
     return np.stack(np.broadcast_arrays(1.0, num_seqs, context_tokens), axis=-1).astype(float)
 

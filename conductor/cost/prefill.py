@@ -38,14 +38,6 @@ def fit_prefill(num_tokens: Tokens, num_cached: Tokens, seconds: Floats) -> Pref
     )
 
 
-def prefill_seconds(coefficients: Floats, num_tokens: Tokens, num_cached: Tokens) -> Floats:
-    """Seconds of shape [instances] by `coefficients` of shape [instances, 3]: every candidate at once. Token counts
-    have shape [instances] or are one for all. An instance's factor is the caller's to multiply."""
-    columns = _columns(np.asarray(num_tokens), np.asarray(num_cached))
-    seconds: Floats = (coefficients * columns).sum(axis=-1)
-    return seconds
-
-
 def _columns(num_tokens: Tokens, num_cached: Tokens) -> Floats:
     linear, square = num_tokens - num_cached, num_tokens**2 - num_cached**2
     return np.stack(np.broadcast_arrays(1.0, linear, square), axis=-1).astype(float)

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.cost.decode import DecodeCost, fit_decode, step_seconds
-from conductor.cost.prefill import PrefillCost, fit_prefill, prefill_seconds
+from conductor.cost.decode import DecodeCost, fit_decode
+from conductor.cost.prefill import PrefillCost, fit_prefill
 from conductor.cost.residuals import report_errors
+from conductor.policies.base import Offers, Prompt
 from protocol.errors import InvalidRequest
 from protocol.profile import DecodeProfile, PrefillProfile
 
@@ -43,8 +44,7 @@ def test_a_fit_through_noise_errs_by_the_noise(c: tuple[float, float, float], se
     p = (n * random.random(200)).astype(np.int64)
     truth = c[0] + c[1] * (n - p) + c[2] * (n**2 - p**2)
     fit = fit_prefill(n, p, truth * np.exp(random.normal(0, 0.05, 200)))
-    coefficients = np.array([[fit.profile.c0, fit.profile.c1, fit.profile.c2]])
-    assert np.quantile(np.abs(prefill_seconds(coefficients, n, p) / truth - 1), 0.9) < 0.05
+    assert np.quantile(np.abs(fit.profile.seconds(n, p) / truth - 1), 0.9) < 0.05
 
 
 def test_a_report_names_the_worst_points_first() -> None:
@@ -57,16 +57,24 @@ def test_a_report_names_the_worst_points_first() -> None:
 
 def test_all_candidates_at_once_are_each_by_itself() -> None:
     """Columns of instances, one prompt; large enough for squares beyond 32 bits."""
-    coefficients = np.array([[0.01, 1e-4, 1e-9], [0.02, 2e-4, 0.0]])
-    cached = np.array([0, 90_000])
-    for row, seconds in enumerate(prefill_seconds(coefficients, np.array(100_000), cached)):
-        c0, c1, c2 = coefficients[row].tolist()
-        profile = PrefillProfile(c0=c0, c1=c1, c2=c2)
-        assert seconds == pytest.approx(profile.seconds(100_000, int(cached[row])))
-    for row, seconds in enumerate(step_seconds(coefficients, np.array([4, 8]), np.array([9, 7]))):
-        c0, c1, c2 = coefficients[row].tolist()
-        decode = DecodeProfile(c0=c0, c1=c1, c2=c2)
-        assert seconds == pytest.approx(decode.step_s((4, 8)[row], (9, 7)[row]))
+    cached_blocks = np.array([0, 90])
+    none, seconds = np.zeros(2, np.int64), np.zeros(2)
+    offers = Offers(
+        identity=np.zeros(2, np.uint64),
+        chosen_at=none,
+        device_blocks=none,
+        prefix_blocks=cached_blocks,
+        queue_s=seconds,
+        local_s_per_block=0.0,
+        remote_s_per_block=seconds,
+        c0=np.array([0.01, 0.02]),
+        c1=np.array([1e-4, 2e-4]),
+        c2=np.array([1e-9, 0.0]),
+    )
+    prompt = Prompt(num_tokens=100_000, block_size=1_000, best_blocks=0)
+    for row, predicted in enumerate(offers.prefill_s(prompt, cached_blocks)):
+        profile = PrefillProfile(c0=offers.c0[row], c1=offers.c1[row], c2=offers.c2[row])
+        assert predicted == pytest.approx(profile.seconds(100_000, (0, 90_000)[row]))
 
 
 def test_costs_follow_a_machine_that_became_slower() -> None:
