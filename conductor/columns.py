@@ -85,17 +85,15 @@ class PrefillTable(Table):
     c0: Floats = field(default_factory=_FLOATS)  # of its profile
     c1: Floats = field(default_factory=_FLOATS)
     c2: Floats = field(default_factory=_FLOATS)
-    queued_s: Floats = field(
-        default_factory=_FLOATS
-    )  # predicted, of the placed prompts, the head's included
-    head_s: Floats = field(default_factory=_FLOATS)
-    head_since: Floats = field(default_factory=_FLOATS)
+    waiting_s: Floats = field(default_factory=_FLOATS)  # predicted, of placed prompts but the first
+    running_s: Floats = field(default_factory=_FLOATS)  # of the first
+    began_at: Floats = field(default_factory=_FLOATS)  # the first, as far as known
     surplus_s: Floats = field(default_factory=_FLOATS)
 
     def estimate_s(self, now: float) -> Floats:
-        """Seconds until a prompt placed now would begin to run; `PrefillQueue.estimate_s` of every row."""
-        elapsed = np.minimum(np.maximum(now - self.head_since, 0.0), self.head_s)
-        waiting: Floats = np.maximum(self.queued_s - elapsed, 0.0) + self.surplus_s
+        """Seconds until all that is there has run; `PrefillQueue.estimate_s` of every row."""
+        left_s = np.maximum(self.running_s - np.maximum(now - self.began_at, 0.0), 0.0)
+        waiting: Floats = left_s + self.waiting_s + self.surplus_s
         return waiting
 
 

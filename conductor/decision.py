@@ -119,6 +119,9 @@ class Decision:
     decode_columns: DecodeColumns
     prefill: str  # the best one, also when it was not good enough
     decode: str
+    rank: (
+        float  # with which it waits at the prefill instance: lowest first, then in order of arrival
+    )
     sources: tuple[tuple[str, int, int], ...]  # (store, first block, number of blocks)
     predicted_ttft_s: float
     predicted_tbt_s: float

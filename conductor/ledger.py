@@ -8,11 +8,10 @@ Each book shows its sums in its instance's row (`conductor.columns`) whenever th
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from conductor.columns import DecodeTable, PrefillTable, Seat, StoreTable
+from conductor.cost.queue import WorkQueue
 from conductor.endings import Drain, Endings
 from conductor.events import Load
 from protocol.ids import RequestId
@@ -24,25 +23,22 @@ _MOST = 2**53
 SETTLE_S = 0.5
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class _Job:
     """One placed prompt that is not known to be prefilled."""
 
     placed_at: float
-    seconds: float  # predicted
     tokens: int  # uncached
 
 
 class PrefillQueue:
-    """Predicted prefill work of one instance, in the order of placement."""
+    """Predicted prefill work of one instance, lowest rank first, in order of placement within a rank."""
 
     def __init__(self, seat: Seat[PrefillTable]) -> None:
         self._seat = seat
-        # Linked, since the first is asked for often: a plain dictionary looks for it behind all that were removed.
-        self._jobs: OrderedDict[RequestId, _Job] = OrderedDict()
-        self._total_s = 0.0
+        self._jobs: dict[RequestId, _Job] = {}
+        self._work: WorkQueue[RequestId] = WorkQueue()
         self._total_tokens = 0
-        self._head_since = 0.0  # when the head began to run, as far as known
         self._surplus_s = 0.0  # work the instance reports beyond what was placed by this conductor
 
     def __len__(self) -> int:
@@ -51,39 +47,36 @@ class PrefillQueue:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._jobs
 
-    def add(self, request_id: RequestId, seconds: float, tokens: int, now: float) -> None:
-        if not self._jobs:
-            self._head_since = now
-        self._jobs[request_id] = _Job(now, seconds, tokens)
-        self._total_s += seconds
+    def add(
+        self, request_id: RequestId, seconds: float, tokens: int, now: float, rank: float = 0.0
+    ) -> None:
+        """A prompt that is not here is placed, and predicted to run for `seconds`."""
+        self._jobs[request_id] = _Job(now, tokens)
+        self._work.add(request_id, seconds, now, rank)
         self._total_tokens += tokens
         self._show()
 
     def remove(self, request_id: RequestId, now: float) -> None:
         """The prompt is prefilled, or given up. Unknown ids are ignored: a heartbeat may have told it first."""
-        if request_id not in self._jobs:
+        job = self._jobs.pop(request_id, None)
+        if job is None:
             return
-        was_head = next(iter(self._jobs)) == request_id
-        job = self._jobs.pop(request_id)
-        self._total_s -= job.seconds
+        self._work.remove(request_id, now)
         self._total_tokens -= job.tokens
-        if was_head:
-            self._head_since = now
-        if not self._jobs:  # floating-point residue must not accumulate
-            self._total_s = 0.0
         self._show()
 
     def estimate_s(self, now: float) -> float:
-        """Seconds until a prompt placed now would begin to run."""
-        if not self._jobs:
-            return self._surplus_s
-        head = next(iter(self._jobs.values()))
-        elapsed = min(max(now - self._head_since, 0.0), head.seconds)
-        return max(self._total_s - elapsed, 0.0) + self._surplus_s
+        """Seconds until all that is there has run."""
+        return self._work.total_s(now) + self._surplus_s
+
+    def wait_s(self, now: float, rank: float) -> float:
+        """Seconds until a prompt placed now with this rank would begin to run. What others placed goes before it."""
+        return self._work.wait_s(now, rank) + self._surplus_s
 
     def correct(self, load: Load, profile: PrefillProfile, now: float) -> None:
         """Takes over what the instance says that it has left: settled prompts beyond it are prefilled already."""
-        settled = {r: j for r, j in self._jobs.items() if j.placed_at + SETTLE_S <= now}
+        in_order = ((r, self._jobs[r]) for r in self._work.in_order())
+        settled = {r: job for r, job in in_order if job.placed_at + SETTLE_S <= now}
         tokens_left = sum(job.tokens for job in settled.values())
         for request_id, job in settled.items():
             tokens_left -= job.tokens
@@ -94,24 +87,22 @@ class PrefillQueue:
         self._surplus_s = profile.c0 + profile.c1 * surplus if surplus > 0 else 0.0
         self._show()
 
-    def _head_s(self) -> float:
-        return next(iter(self._jobs.values())).seconds if self._jobs else 0.0
+    def _shown(self) -> tuple[float, float, float, float]:
+        work = self._work
+        return work.waiting_s, work.running_s, work.began_at, self._surplus_s
 
     def _show(self) -> None:
         table, row = self._seat.table, self._seat.row
-        table.queued_s[row] = self._total_s
-        table.head_s[row] = self._head_s()
-        table.head_since[row] = self._head_since
-        table.surplus_s[row] = self._surplus_s
+        waiting_s, running_s, began_at, surplus_s = self._shown()
+        table.waiting_s[row], table.running_s[row] = waiting_s, running_s
+        table.began_at[row], table.surplus_s[row] = began_at, surplus_s
 
     def validate(self) -> None:
         table, row = self._seat.table, self._seat.row
-        shown = (table.queued_s[row], table.head_s[row], table.surplus_s[row])
-        assert shown == (self._total_s, self._head_s(), self._surplus_s), "the row is stale"
-        assert not self._jobs or table.head_since[row] == self._head_since
-        assert math.isclose(
-            self._total_s, sum(j.seconds for j in self._jobs.values()), rel_tol=1e-6, abs_tol=1e-6
-        )
+        columns = (table.waiting_s, table.running_s, table.began_at, table.surplus_s)
+        assert tuple(column[row] for column in columns) == self._shown(), "the row is stale"
+        self._work.validate()
+        assert set(self._work.in_order()) == self._jobs.keys(), "a prompt without its work"
         assert self._total_tokens == sum(j.tokens for j in self._jobs.values())
         assert self._surplus_s >= 0.0
 

@@ -41,6 +41,7 @@ class Plan(NamedTuple):
     decode: Instance
     sources: tuple[PrefixSource, ...]
     prefill_s: float  # predicted service time
+    rank: float  # with which it waits for prefill
     uncached_tokens: int
     needed_blocks: int
 
@@ -64,6 +65,7 @@ class _Choice(NamedTuple):
     wait_s: float
     sources: tuple[PrefixSource, ...]
     best_blocks: int
+    rank: float
 
 
 class Planner:
@@ -94,7 +96,7 @@ class Planner:
         leading = self._directory.leading(pack_keys(keys))
         prefixes = PrefixMap(leading, self._members, excluded)
         prompt = self._prompt(place, keys, leading, layout, prefixes.best_blocks)
-        offers = _offers(prefills.table, prefixes, self._members.stores, layout, now)
+        offers = _offers(prefills, prefixes, self._members.stores, layout, now)
         weighed = self.policy.weigh(prompt, offers)
         best = least(weighed.score, offers.chosen_at)
         prefill, reuse_blocks = prefills.instances[best], int(weighed.reuse_blocks[best])
@@ -110,6 +112,7 @@ class Planner:
             wait_s=wait_s,
             sources=prefixes.sources(prefill, int(offers.device_blocks[best]), reuse_blocks),
             best_blocks=prefixes.best_blocks,
+            rank=0.0 if weighed.rank is None else float(weighed.rank[best]),
         )
         return Plan(
             decision=self._decide(place, choice, now),
@@ -117,6 +120,7 @@ class Planner:
             decode=choice.decode_instance,
             sources=choice.sources,
             prefill_s=float(weighed.prefill_s[best]),
+            rank=choice.rank,
             uncached_tokens=place.num_prompt_tokens - reuse_blocks * layout.block_size,
             needed_blocks=needed_blocks,
         )
@@ -165,6 +169,7 @@ class Planner:
             decode_columns=choice.decodes,
             prefill=prefills.instance_id[row],
             decode=choice.decode_instance.instance_id,
+            rank=choice.rank,
             sources=tuple(
                 (s.store.instance_id, s.first_block, s.num_blocks) for s in choice.sources
             ),
@@ -244,8 +249,13 @@ def _fitting(
 
 
 def _offers(
-    prefills: PrefillTable, prefixes: PrefixMap, stores: StoreTable, layout: KvLayout, now: float
+    able: _Able[PrefillTable],
+    prefixes: PrefixMap,
+    stores: StoreTable,
+    layout: KvLayout,
+    now: float,
 ) -> Offers:
+    prefills, instances = able.table, able.instances
     device_blocks, prefix_blocks = prefixes.own_blocks(prefills)
     local_s = layout.block_bytes / LOCAL_BYTES_PER_S
     sender = prefixes.best_store
@@ -266,6 +276,8 @@ def _offers(
         prefills.c0,
         prefills.c1,
         prefills.c2,
+        now,
+        lambda row, rank: instances[row].queue.wait_s(now, rank),
     )
 
 
@@ -277,7 +289,7 @@ def _record(prefills: PrefillTable, offers: Offers, weighed: Weighed) -> Prefill
         weighed.reuse_blocks,
         weighed.load_s,
         weighed.transfer_s,
-        offers.queue_s,
+        offers.queue_s if weighed.queue_s is None else weighed.queue_s,
         weighed.prefill_s,
         weighed.ttft_s,
         offers.chosen_at,

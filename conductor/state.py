@@ -250,6 +250,7 @@ class ConductorState:
             prefix_sources=plan.sources,
             predicted_ttft_s=decision.predicted_ttft_s,
             predicted_tbt_s=decision.predicted_tbt_s,
+            rank=plan.rank,
         )
         return [Placed(placement=placement, decision=decision)]
 
@@ -258,7 +259,7 @@ class ConductorState:
         prefill, decode = plan.prefill, plan.decode
         prefill.choose(self._num_placements)
         decode.choose(self._num_placements)
-        prefill.queue.add(event.request_id, plan.prefill_s, plan.uncached_tokens, now)
+        prefill.queue.add(event.request_id, plan.prefill_s, plan.uncached_tokens, now, plan.rank)
         decode.decode.add(
             event.request_id,
             tokens=event.num_prompt_tokens,
@@ -338,6 +339,10 @@ class ConductorState:
     def explain(self, request_id: RequestId) -> Decision | None:
         """The latest decision about a request; None when it was never decided or has left the record."""
         return self._decisions.find(request_id)
+
+    @property
+    def decisions(self) -> DecisionLog:
+        return self._decisions
 
     def cluster(self, now: float) -> ClusterView:
         instances: Sequence[InstanceView] = [

@@ -140,3 +140,6 @@ class Placement:
     prefix_sources: tuple[PrefixSource, ...] = field(default=())
     predicted_ttft_s: float = 0.0
     predicted_tbt_s: float = 0.0
+    rank: float = (
+        0.0  # prompts wait at the prefill worker: lowest first, in order of arrival within a rank
+    )

@@ -96,6 +96,7 @@ def placement_to_wire(placement: Placement) -> common_pb2.Placement:
         ],
         predicted_ttft_s=placement.predicted_ttft_s,
         predicted_tbt_s=placement.predicted_tbt_s,
+        rank=placement.rank,
     )
 
 
@@ -114,6 +115,7 @@ def placement_from_wire(message: common_pb2.Placement) -> Placement:
         ),
         predicted_ttft_s=message.predicted_ttft_s,
         predicted_tbt_s=message.predicted_tbt_s,
+        rank=message.rank,
     )
 
 

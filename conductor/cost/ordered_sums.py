@@ -6,6 +6,7 @@ children at every change and never subtracted, so that no rounding error is left
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 Place = tuple[float, int]  # rank, then number
@@ -59,6 +60,18 @@ class OrderedSums:
         while node is not None and node.left is not None:
             node = node.left
         return None if node is None else node.place
+
+    def places(self) -> Iterator[Place]:
+        """From the lowest."""
+        above: list[_Node] = []
+        node = self._root
+        while above or node is not None:
+            while node is not None:
+                above.append(node)
+                node = node.left
+            node = above.pop()
+            yield node.place
+            node = node.right
 
     def validate(self) -> None:
         places = _validate(self._root)

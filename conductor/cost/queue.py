@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from conductor.cost.ordered_sums import OrderedSums, Place
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,24 +23,24 @@ class _Work:
     seconds: float  # predicted
 
 
-class WorkQueue:
+class WorkQueue(Generic[K]):
     """Predicted work of one instance, in the order in which it will run. Changes and questions are O(log n)."""
 
     def __init__(self) -> None:
-        self._work: dict[Hashable, _Work] = {}
-        self._by_number: dict[int, Hashable] = {}
+        self._work: dict[K, _Work] = {}
+        self._by_number: dict[int, K] = {}
         self._waiting = OrderedSums()
         self._num_arrived = 0
-        self._running: Hashable | None = None
+        self._running: K | None = None
         self._began_at = 0.0
 
     def __len__(self) -> int:
         return len(self._work)
 
-    def __contains__(self, key: Hashable) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._work
 
-    def add(self, key: Hashable, seconds: float, now: float, rank: float = 0.0) -> None:
+    def add(self, key: K, seconds: float, now: float, rank: float = 0.0) -> None:
         """Arrives now behind its equals; a key that is here already gives up its place."""
         self.remove(key, now)
         self._num_arrived += 1
@@ -48,7 +51,7 @@ class WorkQueue:
         if self._running is None:
             self._begin_next(now)
 
-    def remove(self, key: Hashable, now: float) -> None:
+    def remove(self, key: K, now: float) -> None:
         """It ended or was given up. Unknown keys are ignored. One that should still wait has run already."""
         work = self._work.pop(key, None)
         if work is None:
@@ -58,6 +61,26 @@ class WorkQueue:
             self._begin_next(now)
         else:
             self._waiting.remove(work.place)
+
+    @property
+    def waiting_s(self) -> float:
+        """Of all but the one that runs."""
+        return self._waiting.total
+
+    @property
+    def running_s(self) -> float:
+        """Predicted, of the one that runs from its beginning; 0 when none does."""
+        return 0.0 if self._running is None else self._work[self._running].seconds
+
+    @property
+    def began_at(self) -> float:
+        """When the one that runs began, as far as known."""
+        return self._began_at
+
+    def in_order(self) -> list[K]:
+        """All keys as they will run. O(n)."""
+        waiting = [self._by_number[number] for _, number in self._waiting.places()]
+        return waiting if self._running is None else [self._running, *waiting]
 
     def residual_s(self, now: float) -> float:
         """What is left of the one that runs; 0 when it should have ended, which is all that is known then."""
@@ -69,7 +92,7 @@ class WorkQueue:
         """Seconds until one that arrives now with this rank begins."""
         return self.residual_s(now) + self._waiting.before((rank, self._num_arrived + 1))
 
-    def wait_of_s(self, key: Hashable, now: float) -> float:
+    def wait_of_s(self, key: K, now: float) -> float:
         """Seconds until this one begins; 0 when it runs. Raises KeyError."""
         work = self._work[key]
         if key == self._running:

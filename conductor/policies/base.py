@@ -2,10 +2,15 @@
 
 Policies see numbers only: a `Prompt` and the columns of all instances that may serve it (`Offers`, one row each). They
 are stateless and deterministic. Ties between equal scores are broken by the caller: least recently chosen first.
+
+A policy may also say in which order prompts wait at their instance: by *rank*, lowest first, in order of arrival within
+a rank. The column `queue_s` is what waits for a rank that is behind all others; who gives lower ones takes the column
+for a first look at all instances and asks `wait_s` of the few best.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,12 +37,15 @@ class Offers(NamedTuple):
     chosen_at: Ints  # number of the placement that last went there; 0 = none yet
     device_blocks: Ints
     prefix_blocks: Ints  # ≥ device_blocks: continued by the home store node
-    queue_s: Floats
+    queue_s: Floats  # until all that is there now is prefilled: the wait in order of arrival
     local_s_per_block: float  # from the home store node
     remote_s_per_block: Floats  # from the best store node
     c0: Floats  # of the prefill profiles
     c1: Floats
     c2: Floats
+    now: float  # monotonic seconds, the clock of ranks that depend on time
+    # Seconds that a prompt of this rank waits at the instance of this row, exactly: O(log of what waits there).
+    wait_s: Callable[[int, float], float]
 
     def prefill_s(self, prompt: Prompt, cached_blocks: Ints | int) -> Floats:
         """`PrefillProfile.seconds` of every instance."""
@@ -59,6 +67,8 @@ class Weighed(NamedTuple):
     prefill_s: Floats
     ttft_s: Floats
     score: Floats | Ints  # the smallest is chosen
+    rank: Floats | None = None  # with which it would wait; None: 0 everywhere, in order of arrival
+    queue_s: Floats | None = None  # that `ttft_s` counts on; None: the offers' column
 
     def by(self, score: Floats | Ints) -> Weighed:
         return self._replace(score=score)

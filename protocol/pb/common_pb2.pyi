@@ -250,9 +250,12 @@ class Placement(_message.Message):
     PREFIX_SOURCES_FIELD_NUMBER: _builtins.int
     PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
     PREDICTED_TBT_S_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     predicted_ttft_s: _builtins.float
     predicted_tbt_s: _builtins.float
+    rank: _builtins.float
+    """prompts wait at the prefill worker: lowest first, in order of arrival within a rank"""
     @_builtins.property
     def prefill(self) -> Global___Endpoint: ...
     @_builtins.property
@@ -268,10 +271,11 @@ class Placement(_message.Message):
         prefix_sources: _abc.Iterable[Global___PrefixSource] | None = ...,
         predicted_ttft_s: _builtins.float = ...,
         predicted_tbt_s: _builtins.float = ...,
+        rank: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "prefix_sources", b"prefix_sources", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "prefix_sources", b"prefix_sources", "rank", b"rank", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,8 @@ def offers(*prefixes: int, device: int | None = None, queue_s: float = 0.0) -> O
         c0=ones * 0.0,
         c1=ones * 0.01,
         c2=ones * 0.0,
+        now=0.0,
+        wait_s=lambda _row, _rank: queue_s,
     )
 
 

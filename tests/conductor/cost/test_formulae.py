@@ -70,6 +70,8 @@ def test_all_candidates_at_once_are_each_by_itself() -> None:
         c0=np.array([0.01, 0.02]),
         c1=np.array([1e-4, 2e-4]),
         c2=np.array([1e-9, 0.0]),
+        now=0.0,
+        wait_s=lambda _row, _rank: 0.0,
     )
     prompt = Prompt(num_tokens=100_000, block_size=1_000, best_blocks=0)
     for row, predicted in enumerate(offers.prefill_s(prompt, cached_blocks)):
