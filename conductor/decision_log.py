@@ -27,7 +27,7 @@ class DecisionLog:
     """Oldest first; a decision that has left is forgotten."""
 
     def __init__(self, capacity: int, max_bytes: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._max_bytes = max_bytes
         self._entries: OrderedDict[RequestId, _Entry] = OrderedDict()
         self.num_bytes = 0
@@ -44,7 +44,7 @@ class DecisionLog:
         self._entries[decision.request_id] = entry
         self.num_bytes += entry.num_bytes
         entries = self._entries
-        while len(entries) > self._capacity or (
+        while len(entries) > self.capacity or (
             self.num_bytes > self._max_bytes and len(entries) > 1
         ):
             _, oldest = entries.popitem(last=False)
@@ -62,7 +62,7 @@ class DecisionLog:
 
     def validate(self) -> None:
         entries = self._entries
-        assert len(entries) <= self._capacity
+        assert len(entries) <= self.capacity
         assert len(entries) <= 1 or self.num_bytes <= self._max_bytes
         assert self.num_bytes == sum(entry.num_bytes for entry in entries.values())
         assert all(key == entry.decision.request_id for key, entry in entries.items())

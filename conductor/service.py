@@ -125,9 +125,12 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self, request: conductor_pb2.ExplainRequest, context: Context
     ) -> conductor_pb2.ExplainReply:
         decision = self._state.explain(RequestId(request.request_id))
-        if decision is None:
-            return conductor_pb2.ExplainReply(found=False)
-        return conductor_pb2.ExplainReply(found=True, decision_json=decision.to_json())
+        return conductor_pb2.ExplainReply(
+            found=decision is not None,
+            decision_json="" if decision is None else decision.to_json(),
+            num_decisions=len(self._state.decisions),
+            max_decisions=self._state.decisions.capacity,
+        )
 
     async def housekeep(self, interval_s: float) -> None:
         """Until cancelled: notices what time alone changes."""

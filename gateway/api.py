@@ -35,6 +35,8 @@ from gateway.tokenizer import Tokenizer
 from gateway.whole import render_chat, render_completion
 from gateway.wish import Choice, Wish
 
+_MAX_SESSION_ID = 256  # characters; the conductor hashes it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
@@ -278,6 +280,8 @@ def _wants(body: SamplingBody, *, logprobs: bool) -> Wants:
 def _wish(request: Request, body: SamplingBody, choices: tuple[Choice, ...]) -> Wish:
     return Wish(
         request_id=request.state.cluster_id,
+        client_id=request.state.request_id,
+        session_id=_session_id(request),
         choices=choices,
         priority=body.priority or 0,
         tenant=body.user or "",
@@ -285,6 +289,18 @@ def _wish(request: Request, body: SamplingBody, choices: tuple[Choice, ...]) -> 
         ttft_slo_s=_milliseconds(request, "x-slo-ttft-ms"),
         tbt_slo_s=_milliseconds(request, "x-slo-tbt-ms"),
     )
+
+
+def _session_id(request: Request) -> str:
+    given = request.headers.get("x-session-id", "")
+    if len(given) > _MAX_SESSION_ID:
+        raise ApiError(
+            400,
+            f"x-session-id is longer than {_MAX_SESSION_ID} characters",
+            param="x-session-id",
+            code="invalid_value",
+        )
+    return given
 
 
 def _milliseconds(request: Request, header: str) -> float:

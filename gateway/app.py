@@ -64,6 +64,7 @@ def _add_gets(app: FastAPI, api: Api, operations: Operations) -> None:
         ("/v1/models", api.models),
         ("/v1/models/{name:path}", api.model),
         ("/v1/cluster", operations.cluster),
+        ("/v1/requests/{request_id:path}/explain", operations.explain),
         ("/v1/explain/{request_id:path}", operations.explain),
         ("/health", operations.health),
         ("/ready", operations.ready),

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.avoidance import Incarnation
 from gateway.tasks import TaskGroup
 from protocol.conductors import Conductors
 from protocol.errors import MoonserveError, NoWorker, Overloaded, PeerLost
@@ -153,6 +154,14 @@ class Cluster:
             conductor_pb2.ExplainRequest(request_id=request_id),
             timeout_s=_CALL_TIMEOUT_S,
         )
+
+    def still_there(self, incarnations: Iterable[Incarnation]) -> set[str]:
+        """Names of those that have no successor yet, as far as we know."""
+        return {
+            instance_id
+            for instance_id, epoch in incarnations
+            if (stream := self._streams.get(instance_id)) is None or stream.endpoint.epoch <= epoch
+        }
 
     def listen(self, endpoint: Endpoint) -> None:
         """Makes sure that the worker's tokens reach us."""

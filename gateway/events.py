@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from gateway.avoidance import Incarnation
 from protocol.errors import MoonserveError
 from protocol.ids import RequestId
 from protocol.request import Endpoint, FinishReason, Placement, PrefillReport, Token
@@ -111,7 +112,7 @@ class Place:
     request_id: RequestId
     token_ids: tuple[int, ...]  # the prompt and what has been generated
     max_tokens: int  # still to come
-    excluded: frozenset[str]
+    excluded: frozenset[Incarnation]
     timeout_s: float
 
 

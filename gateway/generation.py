@@ -194,7 +194,8 @@ class Generation:
             tbt_slo_s=self._wish.tbt_slo_s,
             priority=self._wish.priority,
             tenant=self._wish.tenant,
-            excluded_instances=sorted(action.excluded),
+            excluded_instances=sorted(self._around.cluster.still_there(action.excluded)),
+            session_id=self._wish.session_id,
         )
 
     async def _submit(self, action: Submit) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from gateway.errors import ApiError
+from gateway.explanations import Explanation
 from gateway.service import Gateway
 from protocol.errors import NoWorker
 from protocol.pb import conductor_pb2
 from protocol.wire import role_from_wire
 
-_BODY_ID = re.compile("^(?:chat)?cmpl-")
 _PAGE = Path(__file__).with_name("dashboard.html")
 
 
@@ -71,14 +70,14 @@ class Operations:
         )
 
     async def explain(self, request: Request) -> Response:
-        """GET /v1/explain/{request_id}: why a request went where it went; takes the id in its body too."""
-        request_id = request.path_params["request_id"]
-        reply = await self._gateway.cluster.explain(request_id)
-        if not reply.found and (bare := _BODY_ID.sub("", request_id)) != request_id:
-            reply = await self._gateway.cluster.explain(bare)
-        if not reply.found:
-            raise ApiError(404, f"no decision about {request_id!r} is remembered", code="not_found")
-        return Response(reply.decision_json, media_type="application/json")
+        """GET /v1/requests/{request_id}/explain: why a request went where it went, and what then happened."""
+        known_id = request.path_params["request_id"]
+        explanation = await self._gateway.explain(known_id)
+        if not explanation.decisions:
+            raise ApiError(404, _not_remembered(known_id, explanation), code="not_found")
+        return JSONResponse(
+            {"request_id": explanation.request_id, "decisions": explanation.decisions}
+        )
 
     async def dashboard(self, request: Request) -> Response:
         """GET /dashboard: the cluster's state for people."""
@@ -91,6 +90,14 @@ def package_version() -> str:
         return version("moonserve")
     except PackageNotFoundError:
         return "unknown"  # run from a source tree that is not installed
+
+
+def _not_remembered(known_id: str, explanation: Explanation) -> str:
+    return (
+        f"no decision about {known_id!r} is remembered; the conductor keeps those of the last"
+        f" {explanation.max_decisions} requests and has {explanation.num_decisions} now: give the id of the reply's"
+        " body or its header x-request-id, ask sooner, or start the conductor with a larger --num-decisions"
+    )
 
 
 def _instance(instance: conductor_pb2.InstanceView) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from gateway.cluster import Cluster
 from gateway.decode_figures import DecodeFigures
 from gateway.detokenize import TextOutput
 from gateway.events import Event, InstanceLost, PrefillReported, TokensArrived, WorkerFailed
+from gateway.explanations import ClientNames, Explanation, choice_id, explain
 from gateway.feed import Feed, Piece
 from gateway.generation import Generation, Surroundings
 from gateway.routes import Routes
@@ -21,7 +22,7 @@ from gateway.tasks import TaskGroup
 from gateway.tokenizer import Tokenizer
 from gateway.wish import Choice, Wish
 from protocol.errors import Cancelled, MoonserveError, NoWorker
-from protocol.ids import GatewayId, RequestId
+from protocol.ids import GatewayId
 from protocol.metrics import RequestMetrics
 from protocol.pb import worker_pb2
 from protocol.request import Placement, Token
@@ -106,6 +107,7 @@ class Gateway:
             metrics=metrics,
             routes=self._routes,
         )
+        self._names = ClientNames()
         self.is_draining = False
 
     @property
@@ -121,11 +123,17 @@ class Gateway:
         """Starts a wish's generations. Raises NoWorker while the gateway stops."""
         if self.is_draining:
             raise NoWorker("this gateway is shutting down")
+        if wish.client_id:
+            self._names.remember(wish.client_id, wish.request_id)
         answer = Answer(len(wish.choices))
         answer.generations = [self._generation(wish, choice, answer) for choice in wish.choices]
         for generation in answer.generations:
             generation.start()
         return answer
+
+    async def explain(self, known_id: str) -> Explanation:
+        """Why a request went where it went; `known_id` is what the client knows, from a header or from a body."""
+        return await explain(known_id, self._names, self.cluster.explain)
 
     async def run(self) -> None:
         """Follows the cluster until cancelled."""
@@ -148,9 +156,8 @@ class Gateway:
         await self.cluster.close()
 
     def _generation(self, wish: Wish, choice: Choice, answer: Answer) -> Generation:
-        suffix = f".{choice.index}" if choice.index else ""
         return Generation(
-            request_id=RequestId(wish.request_id + suffix),
+            request_id=choice_id(wish.request_id, choice.index),
             wish=wish,
             choice=choice,
             output=TextOutput(

@@ -13,12 +13,12 @@ Pure: events in, actions out. Does not know HTTP, gRPC, tokenizers or the clock.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from gateway.avoidance import Avoidance
 from gateway.events import (
     Aborted,
     Action,
@@ -52,15 +52,13 @@ from protocol.errors import (
     PeerLost,
 )
 from protocol.ids import RequestId
-from protocol.request import Endpoint, FinishReason, Placement, PrefillReport, SamplingParams, Token
+from protocol.request import FinishReason, Placement, PrefillReport, SamplingParams, Token
 
 MAX_ATTEMPTS = 3
 
 # A killed worker's restart: its import of torch, its weights, its registration, the conductor's lease.
 _PATIENCE_S = 20.0
 _PAUSE_S = 0.25
-# More than the conductor's lease: an incarnation still listed that long after its loss lives; only a connection broke.
-_DOUBT_S = 6.0
 
 
 class Phase(StrEnum):
@@ -73,9 +71,6 @@ class Phase(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
 
-
-Incarnation = tuple[str, int]
-"""An instance's id and epoch."""
 
 LIVE = frozenset({Phase.PLACING, Phase.PAUSED, Phase.PREFILLING, Phase.DECODING})
 _WITH_WORKERS = frozenset({Phase.PREFILLING, Phase.DECODING})
@@ -112,8 +107,7 @@ class RequestState:
         default_factory=dict
     )  # PREFILLING: from decode, before the first
     report: PrefillReport | None = None  # of the first attempt that had one
-    excluded: frozenset[str] = frozenset()
-    lost: dict[Incarnation, float] = field(default_factory=dict)  # broke under us; when
+    avoidance: Avoidance = field(default_factory=Avoidance)
     impatient_at: float | None = None  # from the first failed placing to the next token
     error: MoonserveError | None = None  # FAILED
 
@@ -144,6 +138,7 @@ class RequestState:
         assert self.phase not in _WITH_WORKERS or self.placement is not None
         assert not self.early or self.phase is Phase.PREFILLING
         assert self.first_index <= len(self.generated)
+        self.avoidance.validate()
 
     # Placing
 
@@ -161,7 +156,7 @@ class RequestState:
                 request_id=self.attempt_id,
                 token_ids=self._tokens(),
                 max_tokens=self.sampling.max_tokens - len(self.generated),
-                excluded=self.excluded,
+                excluded=self.avoidance.incarnations,
                 timeout_s=self.deadline_at - now,
             )
         ]
@@ -169,8 +164,10 @@ class RequestState:
     def _on_placed(self, event: Placed, now: float) -> list[Action]:
         if self.phase is not Phase.PLACING:
             return []
-        if lost := self._lost_among(event.placement, now):
-            return [self._hand_back(), *self._await_return(lost, now)]
+        if dead := self.avoidance.dead_among(event.placement, now):
+            # Others may come, or these restarted; it costs no attempt.
+            error = NoWorker(f"{', '.join(sorted(dead))} broke and is not back yet")
+            return [self._hand_back(), *self._pause(error, now)]
         self.phase = Phase.PREFILLING
         self.placement, self.placed_at = event.placement, now
         return [
@@ -191,21 +188,9 @@ class RequestState:
         )
         if not may_recover:
             return self._fail(event.error, now)
-        self.excluded = frozenset()  # a restarted instance has the name of the one that was lost
+        if isinstance(event.error, NoWorker):
+            self.avoidance.found_nobody_else(now)
         return self._pause(event.error, now)
-
-    def _lost_among(self, placement: Placement, now: float) -> frozenset[str]:
-        """The placement's instances that the conductor has not yet found dead, though we have."""
-        return frozenset(
-            endpoint.instance_id
-            for endpoint in (placement.prefill, placement.decode)
-            if now < self.lost.get(_incarnation(endpoint), -math.inf) + _DOUBT_S
-        )
-
-    def _await_return(self, lost: frozenset[str], now: float) -> list[Action]:
-        """Waits for other instances, or these restarted; it costs no attempt."""
-        self.excluded |= lost
-        return self._pause(NoWorker(f"{', '.join(sorted(lost))} broke and is not back yet"), now)
 
     def _pause(self, error: MoonserveError, now: float) -> list[Action]:
         """Places again soon, until patience ends."""
@@ -322,18 +307,16 @@ class RequestState:
             return self._fail(error, now)
         actions: list[Action] = [self._cancel(), self._report(ReportPhase.FAILED, now)]
         self.early.clear()
-        self._remember(error, excluded or set(), now)
+        self._avoid(error, excluded or set(), now)
         self.attempt += 1
         return [*actions, *self._place(now)]
 
-    def _remember(self, error: MoonserveError, excluded: set[str], now: float) -> None:
-        """Who is to be avoided: anybody at fault by name, whoever broke as an incarnation too."""
-        self.excluded |= excluded
-        if self.placement is None or not isinstance(error, PeerLost):
+    def _avoid(self, error: MoonserveError, at_fault: set[str], now: float) -> None:
+        if self.placement is None:
             return
         for endpoint in (self.placement.prefill, self.placement.decode):
-            if endpoint.instance_id in excluded:
-                self.lost[_incarnation(endpoint)] = now
+            if endpoint.instance_id in at_fault:
+                self.avoidance.add(endpoint, now, broke=isinstance(error, PeerLost))
 
     def _fail(self, error: MoonserveError, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -384,10 +367,6 @@ class RequestState:
 def attempt_id(request_id: RequestId, attempt: int) -> RequestId:
     """Workers remember cancelled ids for a while, so that each attempt needs its own."""
     return request_id if attempt == 1 else RequestId(f"{request_id}~{attempt}")
-
-
-def _incarnation(endpoint: Endpoint) -> Incarnation:
-    return endpoint.instance_id, endpoint.epoch
 
 
 def suspects(event: WorkerFailed, placement: Placement) -> set[str]:

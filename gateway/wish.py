@@ -23,6 +23,8 @@ class Wish:
     """All choices of one request and what they share."""
 
     request_id: str
+    client_id: str = ""  # its header x-request-id, as the client knows it
+    session_id: str = ""  # of the client's conversation; empty = it names none
     choices: tuple[Choice, ...]
     priority: int = 0
     tenant: str = ""

@@ -676,18 +676,26 @@ class ExplainReply(_message.Message):
 
     FOUND_FIELD_NUMBER: _builtins.int
     DECISION_JSON_FIELD_NUMBER: _builtins.int
+    NUM_DECISIONS_FIELD_NUMBER: _builtins.int
+    MAX_DECISIONS_FIELD_NUMBER: _builtins.int
     found: _builtins.bool
     decision_json: _builtins.str
     """conductor.decision.Decision"""
+    num_decisions: _builtins.int
+    """of how many requests decisions are remembered now"""
+    max_decisions: _builtins.int
+    """and of how many at most"""
     def __init__(
         self,
         *,
         found: _builtins.bool = ...,
         decision_json: _builtins.str = ...,
+        num_decisions: _builtins.int = ...,
+        max_decisions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_json", b"decision_json", "found", b"found"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_json", b"decision_json", "found", b"found", "max_decisions", b"max_decisions", "num_decisions", b"num_decisions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ stopped) unless the test gives a script. What the gateway said is recorded, and 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -301,4 +302,7 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
         self, request: conductor_pb2.ExplainRequest, context: Context
     ) -> conductor_pb2.ExplainReply:
         known = any(place.request_id == request.request_id for place in self.places)
-        return conductor_pb2.ExplainReply(found=known, decision_json='{"because":"scripted"}')
+        decision = {"because": "scripted", "request_id": request.request_id}
+        return conductor_pb2.ExplainReply(
+            found=known, decision_json=json.dumps(decision), max_decisions=4096
+        )

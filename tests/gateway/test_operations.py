@@ -13,7 +13,7 @@ import pytest
 
 from gateway.__main__ import main
 from gateway.server import bind
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, PeerLost
 from tests.gateway.conftest import MODEL, running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
 
@@ -75,7 +75,6 @@ async def test_small_endpoints_answer(
     document = json.loads(await get(http, "/openapi.json"))
     schema = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
     assert "messages" in schema["content"]["application/json"]["schema"]["properties"]
-    await get(http, "/v1/explain/unknown", 404)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +90,65 @@ async def test_a_reply_is_explained_by_its_id_also_when_the_client_named_it(
     for headers in ({"X-Request-Id": "abc"}, {"X-Request-Id": "cmpl-abc"}, {}):
         async with http.post(path, json=prompt | {"max_tokens": 2}, headers=headers) as reply:
             request_id = (await reply.json())["id"]
-            assert headers.get("X-Request-Id", "req-") in reply.headers["x-request-id"]
+            named = reply.headers["x-request-id"]
+            assert headers.get("X-Request-Id", "req-") in named
         assert request_id.startswith(prefix)
-        for accepted in (request_id, request_id.removeprefix(prefix)):
-            assert "because" in json.loads(await get(http, f"/v1/explain/{accepted}"))
+        for accepted in (request_id, request_id.removeprefix(prefix), named):
+            reply = json.loads(await get(http, f"/v1/requests/{accepted}/explain"))
+            assert reply["request_id"] == request_id.removeprefix(prefix)
+            assert [d["because"] for d in reply["decisions"]] == ["scripted"]
+
+
+async def test_a_name_that_is_used_again_means_its_latest_request(
+    http: aiohttp.ClientSession,
+) -> None:
+    for _ in range(2):
+        async with http.post(
+            "/v1/completions", json=TEXT, headers={"X-Request-Id": "abc"}
+        ) as reply:
+            request_id = (await reply.json())["id"]
+    explained = json.loads(await get(http, "/v1/requests/abc/explain"))
+    assert f"cmpl-{explained['request_id']}" == request_id
+
+
+async def test_all_choices_and_attempts_are_explained(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    async def dies(run: Run) -> None:
+        run.fail(PeerLost("gone"), by=run.prefill)
+
+    cluster.scripts = [dies]
+    async with http.post("/v1/completions", json=TEXT | {"n": 2}) as reply:
+        request_id = (await reply.json())["id"].removeprefix("cmpl-")
+    explained = json.loads(await get(http, f"/v1/requests/{request_id}/explain"))
+    ids = {decision["request_id"] for decision in explained["decisions"]}
+    assert len(explained["decisions"]) == 3
+    assert ids in (
+        {request_id, f"{request_id}~2", f"{request_id}.1"},
+        {request_id, f"{request_id}.1", f"{request_id}.1~2"},
+    )
+
+
+async def test_an_unknown_request_is_404_and_says_how_many_are_remembered(
+    http: aiohttp.ClientSession,
+) -> None:
+    error = json.loads(await get(http, "/v1/requests/unknown/explain", 404))["error"]
+    assert error["code"] == "not_found"
+    assert error["type"] == "invalid_request_error"
+    assert "the last 4096 requests" in error["message"]
+
+
+async def test_the_client_says_which_conversation_a_request_belongs_to(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    for headers in ({"x-session-id": "tuesday"}, {}):
+        async with http.post("/v1/completions", json=TEXT, headers=headers) as reply:
+            assert reply.status == 200
+    assert [place.session_id for place in cluster.places] == ["tuesday", ""]
+    long = {"x-session-id": "x" * 300}
+    async with http.post("/v1/completions", json=TEXT, headers=long) as reply:
+        assert reply.status == 400
+        assert (await reply.json())["error"]["param"] == "x-session-id"
 
 
 async def test_a_gateway_without_workers_is_alive_but_not_ready(cluster: ScriptedCluster) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.avoidance import DOUBT_S
 from gateway.events import (
     Aborted,
     CancelAt,
@@ -195,7 +196,7 @@ def test_a_lost_decode_worker_is_excluded(decoding: RequestState) -> None:
     (place,) = of(
         Place, decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
     )
-    assert place.excluded == {"d0"}
+    assert place.excluded == {("d0", 1)}
 
 
 def test_a_lost_prefill_worker_does_not_matter_after_the_handoff(decoding: RequestState) -> None:
@@ -208,7 +209,7 @@ def test_a_prefill_worker_lost_before_the_handoff_is_replaced(state: RequestStat
     arrived(state, 0)
     event = InstanceLost(instance_id="p0", error=PeerLost("gone"))
     (place,) = of(Place, state.handle(event, 3.0))
-    assert place.excluded == {"p0"}
+    assert place.excluded == {("p0", 1)}
     assert place.token_ids == (7, 8, 9, 0)
 
 
@@ -232,7 +233,7 @@ def test_who_is_avoided_next_time(
     placed(state)
     event = WorkerFailed(attempt=1, instance_id=instance_id, error=error)
     (place,) = of(Place, state.handle(event, 2.0))
-    assert place.excluded == excluded
+    assert place.excluded == {(name, 1) for name in excluded}
 
 
 def test_three_attempts_are_enough(state: RequestState) -> None:
@@ -278,15 +279,42 @@ def test_a_request_with_tokens_waits_for_a_worker_to_come_back(
     (pause,) = decoding.handle(PlaceFailed(attempt=2, error=error), 3.0)
     assert isinstance(pause, Pause)
     (place,) = decoding.handle(RetryDue(attempt=2), 3.5)
-    assert place.excluded == frozenset()
+    assert place.excluded == {("d0", 1)}
     (fail,) = decoding.handle(PlaceFailed(attempt=2, error=error), 30.0)
     assert fail.error is error
+
+
+def test_who_failed_is_still_avoided_after_a_rejected_second_attempt(state: RequestState) -> None:
+    placed(state)
+    failed = WorkerFailed(attempt=1, instance_id="p0", error=IntegrityError("bad bytes"))
+    state.handle(failed, 2.0)
+    state.handle(PlaceFailed(attempt=2, error=Overloaded("full", retry_after_s=2.0)), 2.0)
+    (place,) = state.handle(RetryDue(attempt=2), 2.25)
+    assert place.excluded == {("p0", 1)}
+
+
+def test_who_only_failed_gets_another_chance_when_there_is_nobody_else(state: RequestState) -> None:
+    placed(state)
+    failed = WorkerFailed(attempt=1, instance_id="p0", error=IntegrityError("bad bytes"))
+    state.handle(failed, 2.0)
+    state.handle(PlaceFailed(attempt=2, error=NoWorker("none")), 2.0)
+    (place,) = state.handle(RetryDue(attempt=2), 2.25)
+    assert place.excluded == frozenset()
+
+
+def test_who_broke_is_let_in_again_once_the_conductor_must_have_noticed_its_death(
+    decoding: RequestState,
+) -> None:
+    decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
+    decoding.handle(PlaceFailed(attempt=2, error=NoWorker("none")), 3.0 + DOUBT_S)
+    (place,) = decoding.handle(RetryDue(attempt=2), 3.25 + DOUBT_S)
+    assert place.excluded == frozenset()
 
 
 def test_a_failed_submission_avoids_that_prefill_worker(state: RequestState) -> None:
     placed(state)
     (place,) = of(Place, state.handle(SubmitFailed(attempt=1, error=PeerLost("x")), 2.0))
-    assert place.excluded == {"p0"}
+    assert place.excluded == {("p0", 1)}
 
 
 def test_no_attempt_begins_after_the_deadline(state: RequestState) -> None:
@@ -328,10 +356,10 @@ def test_a_lost_incarnation_is_waited_out_without_an_attempt(decoding: RequestSt
         assert (report.request_id, report.phase) == ("r~2", ReportPhase.CANCELLED)
         assert isinstance(pause, Pause)
         (place,) = decoding.handle(RetryDue(attempt=2), 3.75)
-        assert (place.attempt, place.excluded) == (2, {"d0"})
+        assert (place.attempt, place.excluded) == (2, {("d0", 1)})
         decoding.handle(PlaceFailed(attempt=2, error=NoWorker("none")), 3.75)
         (place,) = decoding.handle(RetryDue(attempt=2), 4.0)
-        assert place.excluded == frozenset()
+        assert place.excluded == {("d0", 1)}
     (submit,) = placed(decoding, epoch=2, now=8.0)
     assert isinstance(submit, Submit)
     assert submit.token_ids == (7, 8, 9, 0, 1)

@@ -237,7 +237,7 @@ async def test_a_stream_survives_a_decode_worker_that_a_newer_epoch_replaces(
     cluster.scripts = [is_replaced]
     chunks = await events(http, "/v1/completions", TEXT | {"return_token_ids": True})
     assert joined(c["choices"][0]["token_ids"] for c in chunks) == cluster.tokens[:6]
-    assert list(cluster.places[1].excluded_instances) == ["decode-0"]
+    assert not cluster.places[1].excluded_instances  # the newer one is welcome
     await old.kill()
 
 

@@ -1,0 +1,94 @@
+"""Why a request went where it went: from an id that a client knows to the conductor's records of all its placements.
+
+Clients name requests as they like, and use a name again; the cluster's id differs then. Owns the memory of the names
+that this gateway saw last. Does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.state import MAX_ATTEMPTS, attempt_id
+from protocol.ids import RequestId
+from protocol.pb import conductor_pb2
+
+# As many as the conductor keeps decisions when nothing else is said.
+_MAX_NAMES = 4096
+_BODY_ID = re.compile("^(?:chat)?cmpl-")
+
+Ask = Callable[[str], Awaitable[conductor_pb2.ExplainReply]]
+
+
+def choice_id(request_id: str, index: int) -> RequestId:
+    """The id under which the cluster knows one choice of a request."""
+    return RequestId(f"{request_id}.{index}" if index else request_id)
+
+
+class ClientNames:
+    """The cluster's id of the latest request of each name."""
+
+    def __init__(self, capacity: int = _MAX_NAMES) -> None:
+        self._ids: OrderedDict[str, str] = OrderedDict()
+        self._capacity = capacity
+
+    def remember(self, name: str, request_id: str) -> None:
+        """Of more than `capacity` names the oldest is forgotten."""
+        self._ids[name] = request_id
+        self._ids.move_to_end(name)
+        if len(self._ids) > self._capacity:
+            self._ids.popitem(last=False)
+
+    def meanings(self, known_id: str) -> Iterator[str]:
+        """Ids that the cluster may know for what a client calls so, likeliest first."""
+        bare = _BODY_ID.sub("", known_id)
+        for name in dict.fromkeys((known_id, bare)):
+            if name in self._ids:
+                yield self._ids[name]
+            yield name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """`decisions`: conductor.decision.Decision as JSON objects, one per choice and attempt, in that order; empty when
+    nothing is remembered about the request."""
+
+    request_id: str
+    decisions: tuple[dict[str, Any], ...]
+    num_decisions: int  # of how many requests the conductor remembers decisions
+    max_decisions: int  # at most
+
+
+async def explain(known_id: str, names: ClientNames, ask: Ask) -> Explanation:
+    """Raises what `ask` raises. Asks for one id after the other: most requests have one choice and one attempt."""
+    for request_id in names.meanings(known_id):
+        decisions, last = await _decisions(request_id, ask)
+        if decisions:
+            break
+    return Explanation(
+        request_id=request_id,
+        decisions=tuple(decisions),
+        num_decisions=last.num_decisions,
+        max_decisions=last.max_decisions,
+    )
+
+
+async def _decisions(
+    request_id: str, ask: Ask
+) -> tuple[list[dict[str, Any]], conductor_pb2.ExplainReply]:
+    """Of all choices, until one is not known, and the last reply."""
+    decisions: list[dict[str, Any]] = []
+    for index in itertools.count():
+        choice = choice_id(request_id, index)
+        ids = [attempt_id(choice, attempt) for attempt in range(1, MAX_ATTEMPTS + 1)]
+        replies = [await ask(each) for each in ids]
+        found = [json.loads(reply.decision_json) for reply in replies if reply.found]
+        decisions += found
+        if not found:
+            return decisions, replies[-1]
+    raise AssertionError("counting does not end")
