@@ -1,0 +1,125 @@
+"""An explanation of a request's placements as tables for people. Knows the fields of `conductor.decision` as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deploy.kvctl.output import Output, Table, count
+
+Record = Mapping[str, Any]
+_CHOSEN = "→"
+
+
+def show(explanation: Record, output: Output) -> None:
+    """One section per decision: of each choice of the request, and of each attempt after a loss."""
+    for position, decision in enumerate(explanation["decisions"]):
+        if position:
+            output.line()
+        _heading(decision, output)
+        output.line()
+        _prefills(decision, output)
+        output.line()
+        _decodes(decision, output)
+        output.line()
+        _ending(decision, output)
+
+
+def _heading(decision: Record, output: Output) -> None:
+    output.line(f"{decision['request_id']}: {count(decision['num_prompt_tokens'], 'prompt token')}")
+    threshold = decision["balancing_threshold"]
+    policy = decision["policy"] + (
+        "" if threshold is None else f", balancing threshold {threshold:g}"
+    )
+    output.line(f"placed by {policy}; longest prefix in a store {decision['best_blocks']} blocks")
+    if decision["excluded_instances"]:
+        output.line(f"excluded, since they failed it: {', '.join(decision['excluded_instances'])}")
+
+
+def _prefills(decision: Record, output: Output) -> None:
+    table = Table(
+        output, " ", "prefill", ">device", ">prefix", ">reused", ">queue", ">load", ">transfer",
+        ">compute", ">TTFT",
+    )  # fmt: skip
+    for each in decision["prefill_candidates"]:
+        table.add(
+            _mark(each, decision["prefill"]),
+            each["instance_id"],
+            *(str(each[f"{name}_blocks"]) for name in ("device", "prefix", "reuse")),
+            *(seconds(each[f"{name}_s"]) for name in ("queue", "load", "transfer", "prefill")),
+            seconds(each["ttft_s"]),
+        )
+    table.flush()
+    for store, first, number in decision["sources"]:
+        output.line(f"  blocks {first} to {first + number - 1} from {store}")
+
+
+def _decodes(decision: Record, output: Output) -> None:
+    table = Table(
+        output, " ", "decode", ">sequences", ">context", ">free", ">needed", "fits", ">TBT"
+    )
+    for each in decision["decode_candidates"]:
+        table.add(
+            _mark(each, decision["decode"]),
+            each["instance_id"],
+            *(f"{each[name]:,}" for name in ("num_seqs", "context_tokens", "free_blocks")),
+            f"{each['needed_blocks']:,}",
+            _fits(each),
+            seconds(each["tbt_s"]),
+        )
+    table.flush()
+
+
+def _ending(decision: Record, output: Output) -> None:
+    rejection, outcome = decision["rejection"], decision["outcome"]
+    if rejection is not None:
+        output.line(
+            f"rejected: {rejection['reason']}; again after {seconds(rejection['retry_after_s'])}"
+        )
+    elif outcome is None:
+        output.line("under way: no token has been reported yet")
+    else:
+        output.line(_summary(outcome))
+    table = Table(output, "", ">predicted", ">limit", ">actual")
+    actual_ttft, actual_tbt = (None, None) if outcome is None else actual(outcome)
+    for name, happened in (("TTFT", actual_ttft), ("TBT", actual_tbt)):
+        key = name.lower()
+        figures = (decision[f"predicted_{key}_s"], decision[f"{key}_slo_s"], happened)
+        table.add(name, *map(seconds, figures))
+    table.flush()
+
+
+def actual(outcome: Record) -> tuple[float | None, float | None]:
+    """Seconds to the first token and, on average, between tokens; None where nothing was reported."""
+    ttft_s, elapsed_s, tokens = (outcome[key] for key in ("ttft_s", "elapsed_s", "output_tokens"))
+    if ttft_s is None or elapsed_s is None or not tokens or tokens < 2:
+        return ttft_s, None
+    return ttft_s, (elapsed_s - ttft_s) / (tokens - 1)
+
+
+def _summary(outcome: Record) -> str:
+    if outcome["phase"] == "first_token":
+        return "under way: the first token has come"
+    tokens = count(outcome["output_tokens"] or 0, "token")
+    cached = count(outcome["cached_tokens"] or 0, "prompt token")
+    after = seconds(outcome["elapsed_s"])
+    return f"{outcome['phase']} after {after} with {tokens}; the KV of {cached} was re-used"
+
+
+def _mark(candidate: Record, chosen: str) -> str:
+    return _CHOSEN if candidate["instance_id"] == chosen else ""
+
+
+def _fits(candidate: Record) -> str:
+    if not candidate["fits"]:
+        return "no: blocks"
+    return "yes" if candidate["has_slot"] else "no: slots"
+
+
+def seconds(value: float | None) -> str:
+    """`1.25 s`, `13.2 ms`, `0`, `-` for what is not known."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"

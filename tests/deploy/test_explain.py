@@ -1,0 +1,102 @@
+"""`moonserve explain`: what it makes of records, and how it ends without a gateway."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from deploy import explain
+from deploy.explanation import actual, show
+from deploy.kvctl.output import EXIT_UNREACHABLE, Output
+from tests.ports import free_port
+
+
+def decision(**changes: Any) -> dict[str, Any]:
+    prefill = {"instance_id": "p0", "device_blocks": 1, "prefix_blocks": 2, "reuse_blocks": 3}
+    terms = {f"{name}_s": 0.5 for name in ("load", "transfer", "queue", "prefill", "ttft")}
+    decode = {
+        "instance_id": "d0",
+        "num_seqs": 4,
+        "context_tokens": 5000,
+        "free_blocks": 6,
+        "needed_blocks": 7,
+        "has_slot": True,
+        "fits": False,
+        "tbt_s": 0.02,
+    }
+    record = {
+        "request_id": "r",
+        "policy": "global-cache-aware",
+        "balancing_threshold": 1.5,
+        "num_prompt_tokens": 100,
+        "best_blocks": 3,
+        "ttft_slo_s": 30.0,
+        "tbt_slo_s": 1.0,
+        "excluded_instances": [],
+        "prefill_candidates": [prefill | terms, prefill | terms | {"instance_id": "p1"}],
+        "decode_candidates": [decode],
+        "prefill": "p1",
+        "decode": "d0",
+        "sources": [["store-0", 0, 3]],
+        "predicted_ttft_s": 0.5,
+        "predicted_tbt_s": 0.02,
+        "rejection": None,
+        "outcome": None,
+    }
+    return record | changes
+
+
+def shown(*decisions: dict[str, Any]) -> str:
+    stdout = io.StringIO()
+    show({"request_id": "r", "decisions": decisions}, Output(stdout=stdout))
+    return stdout.getvalue()
+
+
+def test_the_chosen_are_marked_and_sources_are_named() -> None:
+    text = shown(decision())
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("→")] == ["p1", "d0"]
+    assert "blocks 0 to 2 from store-0" in text
+    assert "no: blocks" in text
+    assert "under way" in text
+
+
+def test_a_rejection_says_why_and_when_to_come_back() -> None:
+    text = shown(decision(rejection={"reason": "ttft", "retry_after_s": 2.5}))
+    assert "rejected: ttft; again after 2.50 s" in text
+
+
+def test_predicted_stands_beside_actual() -> None:
+    outcome = {"phase": "finished", "ttft_s": 0.75, "elapsed_s": 1.25, "cached_tokens": 64,
+               "output_tokens": 11}  # fmt: skip
+    text = shown(decision(outcome=outcome))
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if "ms" in line}
+    assert rows["TTFT"] == ["500.0", "ms", "30.00", "s", "750.0", "ms"]
+    assert rows["TBT"] == ["20.0", "ms", "1.00", "s", "50.0", "ms"]
+
+
+def test_one_token_has_no_time_between_tokens() -> None:
+    assert actual({"ttft_s": 0.5, "elapsed_s": 0.5, "output_tokens": 1}) == (0.5, None)
+    assert actual({"ttft_s": None, "elapsed_s": None, "output_tokens": None}) == (None, None)
+
+
+def test_every_attempt_has_its_section() -> None:
+    retried = decision(request_id="r~2", excluded_instances=["p0"])
+    text = shown(decision(), retried)
+    assert "r: 100 prompt tokens" in text
+    assert "r~2: 100 prompt tokens" in text
+    assert "excluded, since they failed it: p0" in text
+
+
+def test_no_gateway_is_one_line_that_names_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    assert explain.main(["x", "--url", url], {}) == EXIT_UNREACHABLE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert url in line
+    assert "--url" in line
+
+
+def test_the_address_may_be_in_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(["x"], {"MOONSERVE_URL": "nonsense"}) == EXIT_UNREACHABLE
+    assert "nonsense" in capsys.readouterr().err
