@@ -83,7 +83,10 @@ class PrefillQueue:
             if tokens_left < load.queued_tokens:
                 break
             self.remove(request_id, now)
-        surplus = load.queued_tokens - self._total_tokens
+        # An instance counts what waits as uncached until it has looked, so that more tokens than were placed are
+        # others' only where there are more prompts too.
+        is_shared = load.num_waiting + load.num_running > len(self._jobs)
+        surplus = load.queued_tokens - self._total_tokens if is_shared else 0
         self._surplus_s = profile.c0 + profile.c1 * surplus if surplus > 0 else 0.0
         self._show()
 

@@ -212,8 +212,18 @@ def test_a_heartbeat_corrects_the_queue_both_ways() -> None:
     cluster.now += 10.0
     cluster.heartbeat("p0", Load(queued_tokens=0))
     assert cluster.place("r4").predicted_ttft_s == pytest.approx(1.0)
-    cluster.heartbeat("p0", Load(queued_tokens=600))
+    cluster.heartbeat("p0", Load(num_waiting=2, queued_tokens=600))
     assert cluster.place("r5").predicted_ttft_s == pytest.approx(1.0 + 5.0 + 1.0)
+
+
+def test_tokens_that_may_be_cached_are_not_mistaken_for_others_work() -> None:
+    """An instance that has not looked yet reports all tokens of a prompt that waits. It is the prompt placed here."""
+    cluster = with_slo()
+    cluster.place("r0")
+    cluster.heartbeat("p0", Load(num_running=1, queued_tokens=900))
+    assert cluster.place("r1").predicted_ttft_s == pytest.approx(1.0 + 1.0)
+    cluster.heartbeat("p0", Load(num_running=1, num_waiting=2, queued_tokens=900))
+    assert cluster.place("r2").predicted_ttft_s == pytest.approx(2.0 + 7.0 + 1.0)
 
 
 def test_placing_a_request_again_frees_its_first_placement() -> None:

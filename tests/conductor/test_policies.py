@@ -65,7 +65,7 @@ def test_random_depends_on_its_seed_and_spreads_what_an_excluded_instance_had() 
 
 def test_round_robin_takes_turns_whatever_the_queues_and_prefixes() -> None:
     cluster = four("round-robin")
-    cluster.heartbeat("p2", Load(queued_tokens=500), holds=SHARED[:9])
+    cluster.heartbeat("p2", Load(num_waiting=1, queued_tokens=500), holds=SHARED[:9])
     turns = [cluster.place(f"r{i}", keys=SHARED[:10]).prefill.instance_id for i in range(8)]
     assert turns == ["p0", "p1", "p2", "p3"] * 2
 
@@ -97,7 +97,7 @@ def test_a_session_stays_with_its_instance_and_others_do_not_move_it() -> None:
 def test_a_session_leaves_an_overloaded_instance_and_comes_back() -> None:
     cluster = four("session-affinity")
     home = placed_and_ended(cluster, "r0", session_id="x")
-    cluster.heartbeat(home, Load(queued_tokens=900))
+    cluster.heartbeat(home, Load(num_waiting=1, queued_tokens=900))
     away = placed_and_ended(cluster, "r1", session_id="x")
     assert away != home
     assert placed_and_ended(cluster, "r2", session_id="x") == away, "to the same other one"

@@ -127,7 +127,7 @@ class Player:
             yield Heartbeat(
                 instance_id=InstanceId(name),
                 epoch=1,
-                load=Load(queued_tokens=self.queued.get(name, 0)),
+                load=Load(num_running=1, queued_tokens=self.queued.get(name, 0)),
                 changes=BlockChanges(
                     first_seq=first,
                     next_seq=first + len(keys),
