@@ -11,6 +11,7 @@ stands still, as engines without chunked prefill do it. What this does not know:
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 
 from protocol.profile import DecodeProfile, PrefillProfile
 from traces.simulator.blocks import Blocks
@@ -35,7 +36,9 @@ class Batch:
         max_num_seqs: int,
         max_batched_tokens: int,
         prompts_first: bool = False,
+        slowdown: Callable[[], float] | None = None,
     ) -> None:
+        """`slowdown`: how many times as long steps take that begin now; call `interrupt` when it changes."""
         self._decode = decode
         self._prefill = prefill
         self._blocks = blocks
@@ -43,6 +46,7 @@ class Batch:
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
         self._prompts_first = prompts_first
+        self._slowdown = slowdown
         self.running: list[Sequence] = []  # in order of admission
         self.waiting: list[Sequence] = []  # by rank
         self.num_preemptions = 0
@@ -255,8 +259,14 @@ class Batch:
             self._note(sequence, now)
         for sequence in (*self._sampling, *(each for each, _ in self._chunks)):
             sequence.begun_at = now if sequence.begun_at is None else sequence.begun_at
-        self._segment, self._began_at = segment, now
+        self._segment, self._began_at = segment and self._slowed(segment), now
         return segment is not None
+
+    def _slowed(self, segment: Segment) -> Segment:
+        if self._slowdown is None:
+            return segment
+        factor = self._slowdown()
+        return Segment(segment.num_steps, segment.first_s * factor, segment.growth_s * factor)
 
     def _note(self, sequence: Sequence, now: float) -> None:
         """Opens or closes the run of a sequence, as it takes part in the segment that begins."""

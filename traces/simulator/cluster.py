@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from conductor.policies import make_policy
-from conductor.state import ConductorState, Limits
 from protocol.errors import ConfigError
 from protocol.keys import BlockKey
 from traces.simulator.clock import Timed
@@ -21,12 +19,15 @@ from traces.simulator.events import (
     Event,
     FaultBegins,
     FaultEnds,
+    LandingKnown,
     PlaceAgain,
     Sample,
+    TakeOver,
     Wake,
 )
 from traces.simulator.gateway import PAUSE_S, Gateway
 from traces.simulator.handoffs import Handoffs
+from traces.simulator.host import Host
 from traces.simulator.journey import Journey, Phase
 from traces.simulator.loads import Loaded, PrefixLoads
 from traces.simulator.machines import DecodeNode, Node, PrefillNode, layout_of
@@ -41,12 +42,8 @@ from traces.simulator.prefill import (
 )
 from traces.simulator.sampling import Samples
 from traces.simulator.spec import ClusterSpec, Fault
+from traces.simulator.wakes import Wakes, computes
 from traces.simulator.workshop import Workshop
-
-_LEASES = 5  # heartbeat intervals until a silent instance is removed: the conductor's defaults
-_PLACEMENT_TTL_S = (
-    86_400.0  # nothing is forgotten while requests wait for hours in an overload test
-)
 
 
 class Cluster:
@@ -60,14 +57,14 @@ class Cluster:
         self.spec = spec
         self.journeys = journeys
         self._block_bytes = layout_of(spec).block_bytes
-        self._workshop = Workshop(spec, self._cached_now)
+        self._overheads = spec.model.overheads
+        self._host = Host(spec.model.crowding)
+        self._workshop = Workshop(spec, self._host, self._cached_now)
         self.prefills = [self._workshop.prefill_node(i) for i in range(spec.num_prefill)]
         self.decodes = [self._workshop.decode_node(i) for i in range(spec.num_decode)]
         self._nodes: dict[str, Node] = {n.name: n for n in (*self.prefills, *self.decodes)}
         self.network = Network(self._workshop.links(self._nodes.values()))
-        self.conductor = ConductorState(
-            make_policy(spec.policy, spec.balancing_threshold, spec.seed), _limits(spec)
-        )
+        self.conductor = self._workshop.conductor()
         self.membership = Membership(spec, self.conductor)
         self.gateway = Gateway(self.conductor, admits_all=spec.admission == "none")
         stores = {node.store_id: node for node in self.prefills}
@@ -77,9 +74,7 @@ class Cluster:
             (hash_id for j in journeys for hash_id in j.record.hash_ids), spec.num_ranks
         )
         self._journey_of: dict[str, Journey] = {}  # by request id, while placed
-        self._woken_at: dict[str, float] = {}  # the wake-up under way of each machine and network
-        self._out: list[Timed[Event]] = []
-        self._touched: dict[str, Node] = {}
+        self._wakes, self._out = Wakes(), list[Timed[Event]]()
 
     def begin(self) -> Iterator[Timed[Event]]:
         """The first events. Registers all machines."""
@@ -88,7 +83,8 @@ class Cluster:
             yield Timed(node.beat_at, Beat(node))
         for journey in self.journeys:
             self.gateway.num_open += 1
-            yield Timed(journey.record.arrived_s, Arrive(journey))
+            # Spent before the machines see a request, also the way back: to its client that is the same.
+            yield Timed(journey.record.arrived_s + self._overheads.request_s, Arrive(journey))
         for fault in self.spec.faults:
             if fault.instance not in self._nodes:
                 raise ConfigError(f"a fault of {fault.instance!r}; there is no such machine")
@@ -106,6 +102,10 @@ class Cluster:
             case PlaceAgain(journey, attempt):
                 if journey.phase is Phase.PLACING and journey.attempt == attempt:
                     self._place(journey, now)
+            case LandingKnown(request_id):
+                self._landing_known(request_id, now)
+            case TakeOver(request_id):
+                self._take_over(request_id, now)
             case Wake(node):
                 self._wake(node, now)
             case Beat(node):
@@ -123,26 +123,23 @@ class Cluster:
         self._out.append(Timed(at, event))
 
     def _schedule_wakes(self, now: float) -> None:
-        for name, node in self._touched.items():
-            assert isinstance(node, PrefillNode | DecodeNode)
-            self._schedule_wake(name, node, node.machine.wake_at, now)
+        if self._host.is_shared:
+            self._note_who_computes(now)
+        for node in self._wakes.take_touched():
+            self._out += self._wakes.of_machine(node, now)
             if isinstance(node, PrefillNode) and self.membership.changed(node, now):
                 self._later(node.beat_at, Beat(node))
-        self._touched.clear()
-        self._schedule_wake("", None, self.network.wake_at, now)
+        self._out += self._wakes.of_network(self.network, now)
 
-    def _schedule_wake(self, name: str, node: Node | None, at: float | None, now: float) -> None:
-        if at is not None and self._woken_at.get(name) != at:
-            self._woken_at[name] = at
-            self._later(max(at, now), Wake(node))
-
-    def _touch(self, node: Node) -> None:
-        self._touched[node.name] = node
+    def _note_who_computes(self, now: float) -> None:
+        """Steps of others take longer, or less long, from their next one on."""
+        touched = self._wakes.touched
+        is_news = [self._host.note(node.name, computes(node)) for node in touched]
+        for decode in self.decodes if any(is_news) else ():
+            self._decode_did(decode, decode.machine.slowdown_changed(now), now)
 
     def _wake(self, node: Node | None, now: float) -> None:
-        name = "" if node is None else node.name
-        if self._woken_at.get(name) == now:
-            del self._woken_at[name]  # it may have to be woken again at this very instant
+        self._wakes.woken(node, now)
         if node is None:
             for flow_id in self.network.advance(now):
                 self._flow_ended(flow_id, now)
@@ -157,7 +154,7 @@ class Cluster:
             self._loaded(loaded, now)
         request_id = self.handoffs.flow_ended(flow_id)
         if request_id is not None:
-            self._land(self._journey_of[request_id], now)
+            self._after(self._overheads.handoff_s, TakeOver(request_id), now)
 
     def _beat(self, node: Node, now: float) -> None:
         if node.beat_at != now or not node.is_alive or not self.gateway.num_open:
@@ -203,7 +200,7 @@ class Cluster:
     def _prefill_did(
         self, node: PrefillNode, outcomes: Iterable[PrefillOutcome], now: float
     ) -> None:
-        self._touch(node)
+        self._wakes.touch(node)
         for outcome in outcomes:
             journey = self._journey_of.get(outcome.prompt.request_id)
             if journey is None:  # given up by what an outcome before this one led to
@@ -271,9 +268,21 @@ class Cluster:
         if journey.end is not None:
             del self._journey_of[prompt.request_id]
         elif self.handoffs.computed(prompt.request_id):
-            self._land(journey, now)
+            self._after(self._overheads.handoff_s, TakeOver(prompt.request_id), now)
 
-    def _land(self, journey: Journey, now: float) -> None:
+    def _after(self, seconds: float, event: LandingKnown | TakeOver, now: float) -> None:
+        """At once where there is nothing to wait for, so that nothing comes between."""
+        if seconds > 0.0:
+            self._later(now + seconds, event)
+        elif isinstance(event, LandingKnown):
+            self._landing_known(event.request_id, now)
+        else:
+            self._take_over(event.request_id, now)
+
+    def _take_over(self, request_id: str, now: float) -> None:
+        journey = self._journey_of.get(request_id)
+        if journey is None:  # given up meanwhile
+            return
         decode = self._machines_of(journey)[1]
         journey.phase = Phase.DECODING
         decode.landed.add(journey.index)
@@ -287,19 +296,21 @@ class Cluster:
         self._decode_did(decode, outcomes, now)
 
     def _decode_did(self, node: DecodeNode, outcomes: Iterable[DecodeOutcome], now: float) -> None:
-        self._touch(node)
+        self._wakes.touch(node)
         for outcome in outcomes:
             if isinstance(outcome, Granted):
-                journey = self._journey_of.get(outcome.request_id)
-                if journey is not None:
-                    prefill = self._machines_of(journey)[0]
-                    granted = prefill.machine.landing_granted(outcome.request_id, now)
-                    self._prefill_did(prefill, granted, now)
+                self._after(self._overheads.landing_s, LandingKnown(outcome.request_id), now)
             else:
                 journey = self._journey_of.pop(outcome.sequence.request_id)
                 node.landed.discard(journey.index)
                 journey.take_decoded(outcome.gaps_s, outcome.at)
                 self.gateway.finish(journey, now)
+
+    def _landing_known(self, request_id: str, now: float) -> None:
+        journey = self._journey_of.get(request_id)
+        if journey is not None:
+            prefill = self._machines_of(journey)[0]
+            self._prefill_did(prefill, prefill.machine.landing_granted(request_id, now), now)
 
     # -- faults
 
@@ -321,9 +332,9 @@ class Cluster:
         if isinstance(node, PrefillNode):
             for loaded in self.loads.source_died(node, now):
                 self._loaded(loaded, now)
-            node.machine = self._workshop.prefill_machine()
+            node.machine = self._workshop.prefill_machine(node.name)
         elif isinstance(node, DecodeNode):
-            node.machine = self._workshop.decode_machine()
+            node.machine = self._workshop.decode_machine(node.name)
 
     def _is_hit(self, journey: Journey, node: Node) -> bool:
         prefill, decode = self._machines_of(journey)
@@ -387,14 +398,3 @@ class Cluster:
             decode.machine.validate()
         placed = [j for j in self.journeys if j.phase in (Phase.PREFILLING, Phase.DECODING)]
         assert {j.request_id for j in placed} == self._journey_of.keys(), "a request is lost"
-
-
-def _limits(spec: ClusterSpec) -> Limits:
-    return Limits(
-        ttft_slo_s=spec.ttft_slo_s,
-        tbt_slo_s=spec.tbt_slo_s,
-        lease_s=_LEASES * spec.heartbeat_interval_s,
-        heartbeat_interval_s=spec.heartbeat_interval_s,
-        placement_ttl_s=_PLACEMENT_TTL_S,
-        num_decisions=1,
-    )

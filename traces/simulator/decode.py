@@ -7,6 +7,7 @@ know: transfers, and how long a landing takes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from protocol.errors import InvalidRequest
@@ -28,7 +29,14 @@ DecodeOutcome = Granted | Finished
 class DecodeMachine:
     """Every method returns what it caused and what happened until `now`; call `advance` at `wake_at`."""
 
-    def __init__(self, model: ModelProfile, block_size: int, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        model: ModelProfile,
+        block_size: int,
+        chunk_tokens: int,
+        slowdown: Callable[[], float] | None = None,
+    ) -> None:
+        """`slowdown`: see `Batch`."""
         self._block_size = block_size
         self._blocks = CountedBlocks(model.device_tokens // block_size)
         self._batch = Batch(
@@ -38,6 +46,7 @@ class DecodeMachine:
             block_size=block_size,
             max_num_seqs=model.max_num_seqs,
             max_batched_tokens=max(chunk_tokens, model.max_num_seqs + 1),
+            slowdown=slowdown,
         )
         self._queue: dict[str, int] = {}  # request → blocks wanted, in order of arrival
         self._landings: dict[str, int] = {}  # request → blocks, granted and not landed
@@ -47,6 +56,10 @@ class DecodeMachine:
     @property
     def wake_at(self) -> float | None:
         return self._batch.wake_at
+
+    @property
+    def is_computing(self) -> bool:
+        return self._batch.wake_at is not None
 
     @property
     def num_running(self) -> int:
@@ -80,6 +93,13 @@ class DecodeMachine:
         outcomes: list[DecodeOutcome] = []
         self._advance(now, outcomes)
         self._grant(now, outcomes)
+        return outcomes
+
+    def slowdown_changed(self, now: float) -> list[DecodeOutcome]:
+        """Steps that begin after the one under way take longer, or less long."""
+        outcomes = self.advance(now)
+        if self.is_computing:
+            self._batch.interrupt(now)
         return outcomes
 
     def reserve(self, request_id: str, num_tokens: int, now: float) -> list[DecodeOutcome]:

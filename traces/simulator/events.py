@@ -22,6 +22,18 @@ class PlaceAgain(NamedTuple):
     attempt: int
 
 
+class LandingKnown(NamedTuple):
+    """A prefill machine hears that its prompt has blocks on the decode machine."""
+
+    request_id: str  # of one attempt
+
+
+class TakeOver(NamedTuple):
+    """A decode machine has all KV of a prompt, and has verified it."""
+
+    request_id: str
+
+
 class Wake(NamedTuple):
     """Something of a machine is due; of the network where there is no machine."""
 
@@ -46,4 +58,6 @@ class Sample(NamedTuple):
     """Time to write down how things stand."""
 
 
-Event = Arrive | PlaceAgain | Wake | Beat | FaultBegins | FaultEnds | Sample
+Event = (
+    Arrive | PlaceAgain | LandingKnown | TakeOver | Wake | Beat | FaultBegins | FaultEnds | Sample
+)

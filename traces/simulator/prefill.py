@@ -2,9 +2,10 @@
 
 As the live worker does it: a few prompts at the head of the queue are *prepared* (their landing is reserved and their
 prefix loaded) while earlier ones compute; of the prepared ones whose landing and prefix are there the best-ranked
-computes its next chunk. In a group a chunk passes one machine after the other, each with its share of the layers, and
-the next chunk follows one machine behind it (chunked pipeline parallelism, FAST'25 §4.2), so that a machine is the
-group of one. What this does not know: where prefixes lie, bytes, decode machines.
+computes its next chunk; with `mixes_prompts` what that leaves of the chunk goes to those behind it, and all of them
+wait for its end. In a group a chunk passes one machine after the other, each with its share of the layers, and the
+next chunk follows one machine behind it (chunked pipeline parallelism, FAST'25 §4.2), so that a machine is the group
+of one. What this does not know: where prefixes lie, bytes, decode machines.
 """
 
 from __future__ import annotations
@@ -66,12 +67,19 @@ class Computed(NamedTuple):
     prompt: Prompt
 
 
+class _Part(NamedTuple):
+    """The tokens [first, end) of a prompt."""
+
+    prompt: Prompt
+    first: int
+    end: int
+
+
 class _Chunk(NamedTuple):
     """On its way through the machines."""
 
     ends_at: float
-    prompt: Prompt
-    end: int
+    parts: tuple[_Part, ...]
 
 
 PrefillOutcome = Prepare | ChunkBegun | Computed
@@ -86,13 +94,18 @@ class PrefillMachine:
         *,
         chunk_tokens: int,
         num_stages: int = 1,
+        mixes_prompts: bool = False,
         cached_now: Callable[[Prompt], int] = lambda prompt: prompt.cached,
+        slowdown: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`cached_now`: how much of a prompt that starts is cached, since earlier ones may have computed more of it."""
+        """`cached_now`: how much of a prompt that starts is cached, since earlier ones may have computed more of it.
+        `slowdown`: how many times as long a chunk takes that begins now."""
         self._profile = profile
         self._chunk_tokens = chunk_tokens
         self._num_stages = num_stages
+        self._mixes_prompts = mixes_prompts
         self._cached_now = cached_now
+        self._slowdown = slowdown
         self._prompts: dict[str, Prompt] = {}  # all that are not computed
         self._queue: list[Prompt] = []  # those that are not prepared, by rank
         self._stage_free_at = [0.0] * num_stages
@@ -106,6 +119,10 @@ class PrefillMachine:
             return None
         ends_at, free_at = self._pipeline[0].ends_at, self._stage_free_at[0]
         return min(ends_at, free_at) if free_at > self._now else ends_at
+
+    @property
+    def is_computing(self) -> bool:
+        return bool(self._pipeline)
 
     @property
     def num_waiting(self) -> int:
@@ -162,16 +179,19 @@ class PrefillMachine:
         self._now = now
         outcomes: list[PrefillOutcome] = []
         while self._pipeline and self._pipeline[0].ends_at <= now:
-            chunk = self._pipeline.popleft()
-            prompt = chunk.prompt
-            prompt.computed = chunk.end
-            if chunk.end == prompt.num_tokens and self._prompts.get(prompt.request_id) is prompt:
-                del self._prompts[prompt.request_id]
-                outcomes.append(Computed(prompt))
-        while self._stage_free_at[0] <= now and (ready := self._best_ready()) is not None:
-            outcomes.append(self._dispatch(ready, now))
+            for part in self._pipeline.popleft().parts:
+                self._computed(part, outcomes)
+        while self._stage_free_at[0] <= now and (ready := self._best_ready()):
+            outcomes += self._dispatch(ready, now)
         self._prepare(outcomes)
         return outcomes
+
+    def _computed(self, part: _Part, outcomes: list[PrefillOutcome]) -> None:
+        prompt = part.prompt
+        prompt.computed = part.end
+        if part.end == prompt.num_tokens and self._prompts.get(prompt.request_id) is prompt:
+            del self._prompts[prompt.request_id]
+            outcomes.append(Computed(prompt))
 
     def _prepare(self, outcomes: list[PrefillOutcome]) -> None:
         ahead = sum(p.is_prepared and p.started_at is None for p in self._prompts.values())
@@ -181,25 +201,48 @@ class PrefillMachine:
             outcomes.append(Prepare(prompt))
             ahead += 1
 
-    def _best_ready(self) -> Prompt | None:
+    def _best_ready(self) -> list[Prompt]:
+        """Those that the next chunk may be of, best first."""
         ready = [p for p in self._prompts.values() if p.is_ready and p.dispatched < p.num_tokens]
-        return min(ready, key=lambda prompt: prompt.rank, default=None)
+        if self._mixes_prompts or not ready:
+            return sorted(ready, key=lambda prompt: prompt.rank)
+        return [min(ready, key=lambda prompt: prompt.rank)]
 
-    def _dispatch(self, prompt: Prompt, now: float) -> ChunkBegun:
-        """Sends the prompt's next chunk into the pipeline."""
-        if prompt.started_at is None:
-            self._start(prompt, now)
-        first = prompt.dispatched
-        end = min(first + self._chunk_tokens, prompt.num_tokens)
-        seconds = self._profile.seconds(end, first)
-        passes_at = now
+    def _dispatch(self, prompts: list[Prompt], now: float) -> list[ChunkBegun]:
+        """Sends the next chunk of these prompts into the pipeline."""
+        parts = self._parts(prompts, now)
+        passes_at, seconds = now, self._take_s(parts)
         for stage in range(self._num_stages):
             passes_at = max(passes_at, self._stage_free_at[stage]) + seconds / self._num_stages
             self._stage_free_at[stage] = passes_at
-        prompt.dispatched = end
-        prompt.compute_s += seconds
-        self._pipeline.append(_Chunk(passes_at, prompt, end))
-        return ChunkBegun(prompt, first, end, passes_at)
+        self._pipeline.append(_Chunk(passes_at, parts))
+        return [ChunkBegun(*part, passes_at) for part in parts]
+
+    def _parts(self, prompts: list[Prompt], now: float) -> tuple[_Part, ...]:
+        """What the next chunk has of each prompt, as far as it reaches."""
+        parts: list[_Part] = []
+        room = self._chunk_tokens
+        for prompt in prompts:
+            if not room:
+                break
+            if prompt.started_at is None:
+                self._start(prompt, now)
+            first = prompt.dispatched
+            prompt.dispatched = min(first + room, prompt.num_tokens)
+            room -= prompt.dispatched - first
+            parts.append(_Part(prompt, first, prompt.dispatched))
+        return tuple(parts)
+
+    def _take_s(self, parts: tuple[_Part, ...]) -> float:
+        """How long a chunk takes; each prompt notes its share. The constant of the formula is the chunk's, not a
+        prompt's."""
+        profile, slowdown, total_s = self._profile, self._slowdown(), 0.0
+        shared_s = profile.c0 * (1 - 1 / len(parts))
+        for part in parts:
+            own_s = (profile.seconds(part.end, part.first) - shared_s) * slowdown
+            part.prompt.compute_s += own_s
+            total_s += own_s
+        return total_s
 
     def _start(self, prompt: Prompt, now: float) -> None:
         free_at = max(self._stage_free_at[0], prompt.submitted_at)
@@ -220,4 +263,4 @@ class PrefillMachine:
             assert prompt.started_at is None or prompt.is_ready
             assert 0 <= prompt.computed <= prompt.dispatched <= prompt.num_tokens
         if self._stage_free_at[0] <= self._now:
-            assert self._best_ready() is None, "a machine idles beside work"
+            assert not self._best_ready(), "a machine idles beside work"

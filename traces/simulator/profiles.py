@@ -21,7 +21,7 @@ from typing import Any
 
 from protocol.errors import ConfigError, InvalidRequest
 from protocol.profile import DecodeProfile, PrefillProfile
-from traces.simulator.spec import ModelProfile
+from traces.simulator.spec import Crowding, ModelProfile, Overheads
 
 _KV_BYTES_PER_TOKEN = 327_680  # l · (2d / gqa) · s: 80 · (2 · 8192 / 8) · 2 bytes
 _DECODE_PER_TOKEN_S = (0.031 - 0.026) / (
@@ -111,6 +111,10 @@ def _value(name: str, value: Any) -> Any:
         return value
     if name in _COEFFICIENTS:
         return _coefficients(name, value)
+    if name == "overheads":
+        return _overheads(value)
+    if name == "crowding":
+        return _crowding(value)
     whole = _TYPES[name] is int
     if not _is_number(value) or (whole and not isinstance(value, int)):
         raise ValueError(f"{name} must be a {'whole ' * whole}number, not {value!r}")
@@ -128,6 +132,25 @@ def _coefficients(name: str, value: Any) -> PrefillProfile | DecodeProfile:
         return _COEFFICIENTS[name](**{c: float(number) for c, number in value.items()})
     except InvalidRequest as error:
         raise ValueError(f"{name}: {error.message}") from error
+
+
+def _overheads(value: Any) -> Overheads:
+    known = {field.name for field in dataclasses.fields(Overheads)}
+    if not isinstance(value, dict) or not value.keys() <= known:
+        raise ValueError(f"overheads may have {', '.join(sorted(known))}")
+    if not all(_is_number(seconds) and seconds >= 0 for seconds in value.values()):
+        raise ValueError("overheads are seconds, none below 0")
+    return Overheads(**{name: float(seconds) for name, seconds in value.items()})
+
+
+def _crowding(value: Any) -> Crowding:
+    known = {field.name for field in dataclasses.fields(Crowding)}
+    if not isinstance(value, dict) or not value.keys() <= known:
+        raise ValueError(f"crowding may have {', '.join(sorted(known))}")
+    for name, factors in value.items():
+        if not isinstance(factors, list) or not all(_is_number(f) and f > 0 for f in factors):
+            raise ValueError(f"crowding: {name} must be a list of factors above 0")
+    return Crowding(**{name: tuple(map(float, factors)) for name, factors in value.items()})
 
 
 def _is_number(value: Any) -> bool:

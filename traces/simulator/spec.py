@@ -12,6 +12,24 @@ from protocol.profile import DecodeProfile, PrefillProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """What serving adds to computing and to moving KV, in seconds; each is measured where nothing else is under way."""
+
+    request_s: float = 0.0  # HTTP, keys, placement, submission, and the first token's way back
+    landing_s: float = 0.0  # from asking a decode machine for blocks to having them
+    handoff_s: float = 0.0  # from a prompt's last chunk to its place in a decode step, KV aside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowding:
+    """How many times as long a step takes while others on the same host compute: by their number, from 0 on, the last
+    one also for more. Empty: each machine is a host of its own."""
+
+    prefill: tuple[float, ...] = ()
+    decode: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """One kind of machine with one model on it. Rates are per machine and direction."""
 
@@ -28,6 +46,8 @@ class ModelProfile:
     disk_tokens: int = 0
     max_num_seqs: int = 256  # per decoding machine
     max_model_len: int = 131_072
+    overheads: Overheads = Overheads()
+    crowding: Crowding = Crowding()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +79,7 @@ class ClusterSpec:
         1  # machines that prefill one prompt together (CPP); num_prefill counts groups
     )
     chunk_tokens: int = 8192
+    mixes_prompts: bool = False  # a step takes chunks of several prompts, as live workers do
     pool: str = "global"  # global | local: whether prefixes are read from other machines
     seed: int = 0
     faults: tuple[Fault, ...] = field(default=())

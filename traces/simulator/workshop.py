@@ -1,36 +1,60 @@
-"""Builds the machines that a spec asks for, new ones and those that take a dead one's place."""
+"""Builds what a spec asks for: the conductor, the machines, and those that take a dead one's place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from conductor.policies import make_policy
+from conductor.state import ConductorState, Limits
 from traces.simulator.decode import DecodeMachine
+from traces.simulator.host import Host
 from traces.simulator.machines import DecodeNode, Node, PrefillNode
 from traces.simulator.pool import Store
 from traces.simulator.prefill import PrefillMachine, Prompt
 from traces.simulator.spec import ClusterSpec
 
+_LEASES = 5  # heartbeat intervals until a silent instance is removed: the conductor's defaults
+_PLACEMENT_TTL_S = (
+    86_400.0  # nothing is forgotten while requests wait for hours in an overload test
+)
+
 
 class Workshop:
     """A group that prefills together (CPP) has the memory and the links of all its machines."""
 
-    def __init__(self, spec: ClusterSpec, cached_now: Callable[[Prompt], int]) -> None:
+    def __init__(self, spec: ClusterSpec, host: Host, cached_now: Callable[[Prompt], int]) -> None:
         """`cached_now`: see `PrefillMachine`."""
         self._spec = spec
+        self._host = host
         self._cached_now = cached_now
 
-    def prefill_node(self, index: int) -> PrefillNode:
-        return PrefillNode(
-            name=f"prefill-{index}", machine=self.prefill_machine(), store=self.store()
+    def conductor(self) -> ConductorState:
+        """Raises ConfigError for an unknown policy."""
+        spec = self._spec
+        limits = Limits(
+            ttft_slo_s=spec.ttft_slo_s,
+            tbt_slo_s=spec.tbt_slo_s,
+            lease_s=_LEASES * spec.heartbeat_interval_s,
+            heartbeat_interval_s=spec.heartbeat_interval_s,
+            placement_ttl_s=_PLACEMENT_TTL_S,
+            num_decisions=1,
         )
+        policy = make_policy(spec.policy, spec.balancing_threshold, spec.seed)
+        return ConductorState(policy, limits)
 
-    def prefill_machine(self) -> PrefillMachine:
+    def prefill_node(self, index: int) -> PrefillNode:
+        name = f"prefill-{index}"
+        return PrefillNode(name=name, machine=self.prefill_machine(name), store=self.store())
+
+    def prefill_machine(self, name: str) -> PrefillMachine:
         spec = self._spec
         return PrefillMachine(
             spec.model.prefill,
             chunk_tokens=spec.chunk_tokens,
             num_stages=spec.prefill_group,
+            mixes_prompts=spec.mixes_prompts,
             cached_now=self._cached_now,
+            slowdown=self._host.prefill_slowdown(name),
         )
 
     def store(self) -> Store:
@@ -41,11 +65,13 @@ class Workshop:
         return Store(tokens // spec.block_size, disk_tokens // spec.block_size, spec.eviction)
 
     def decode_node(self, index: int) -> DecodeNode:
-        return DecodeNode(name=f"decode-{index}", machine=self.decode_machine())
+        name = f"decode-{index}"
+        return DecodeNode(name=name, machine=self.decode_machine(name))
 
-    def decode_machine(self) -> DecodeMachine:
-        spec = self._spec
-        return DecodeMachine(spec.model, spec.block_size, spec.chunk_tokens)
+    def decode_machine(self, name: str) -> DecodeMachine:
+        spec, host = self._spec, self._host
+        slowdown = host.decode_slowdown(name) if host.is_shared else None
+        return DecodeMachine(spec.model, spec.block_size, spec.chunk_tokens, slowdown)
 
     def links(self, nodes: Iterable[Node]) -> dict[str, float]:
         """Bytes per second of every link: in and out, memory to devices, disk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from protocol.errors import ConfigError
 from traces.simulator.profiles import FORMAT, PROFILES, read_profile, write_profile
+from traces.simulator.spec import Crowding, Overheads
 
 _ANY = next(iter(PROFILES.values()))
 
@@ -83,3 +85,28 @@ def test_files_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
         read_profile(tmp_path / "absent.json")
     with pytest.raises(ConfigError, match="cannot write"):
         write_profile(_ANY, tmp_path / "absent" / "profile.json")
+
+
+def test_what_serving_adds_is_read_back_and_checked(tmp_path: Path) -> None:
+    """Overheads and crowding are part of the file; what is wrong in them is named."""
+    profile = replace(
+        _ANY,
+        overheads=Overheads(request_s=0.01, handoff_s=0.002),
+        crowding=Crowding(prefill=(1.0, 1.25), decode=(1.0,)),
+    )
+    write_profile(profile, tmp_path / "serving.json")
+    assert read_profile(tmp_path / "serving.json") == profile
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"overheads": {"reply_s": 1}}, "overheads may have handoff_s, landing_s, request_s"),
+        ({"overheads": {"landing_s": -1}}, "none below 0"),
+        ({"crowding": {"prefill": [1, 0]}}, "crowding: prefill must be a list of factors above 0"),
+        ({"crowding": [1, 2]}, "crowding may have decode, prefill"),
+    ],
+)
+def test_wrong_serving_terms_are_named(changes: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_profile(written(tmp_path, **changes))

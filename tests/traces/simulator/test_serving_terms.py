@@ -1,0 +1,179 @@
+"""What serving adds to the formulae: overheads, steps of several prompts, machines that share a host's processors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.profile import PrefillProfile
+from tests.traces.simulator.small import BLOCK, MODEL, request, run_checked, spec
+from traces.simulator.host import Host
+from traces.simulator.prefill import ChunkBegun, Computed, PrefillMachine, Prompt
+from traces.simulator.results import End
+from traces.simulator.run import simulate
+from traces.simulator.spec import Crowding, Fault, Overheads
+
+NEAR = pytest.approx
+
+
+def test_each_overhead_is_spent_once_and_where_it_belongs() -> None:
+    """A prompt of 2 s: the request's and the landing's come before its first token, the handoff's before its second."""
+    overheads = Overheads(request_s=0.25, landing_s=0.125, handoff_s=0.5)
+    (one,) = simulate(
+        spec(model=replace(MODEL, overheads=overheads)), [request(3.0, 200, 3)]
+    ).outcomes
+    assert one.ttft_s == NEAR(2.375)
+    assert one.mean_gap_s == NEAR((0.55 + 0.05) / 2, abs=1e-6)
+    assert one.finished_s == NEAR(2.375 + 0.6, abs=1e-6)
+
+
+def test_a_landing_is_asked_for_while_an_earlier_prompt_computes() -> None:
+    """So its overhead delays only the first of two."""
+    model = replace(MODEL, overheads=Overheads(landing_s=0.5))
+    first, second = simulate(
+        spec(model=model), [request(0.0, 200, 2), request(0.0, 100, 2, base=50)]
+    ).outcomes
+    assert (first.ttft_s, second.ttft_s) == (NEAR(2.5), NEAR(3.5))
+
+
+def prompts_of(*lengths: int) -> list[Prompt]:
+    return [
+        Prompt(request_id=f"r{i}", rank=(0, i), num_tokens=length, submitted_at=0.0)
+        for i, length in enumerate(lengths)
+    ]
+
+
+def test_a_mixed_chunk_goes_on_with_the_next_prompt_and_all_wait_for_its_end() -> None:
+    """Chunks of 100: a first one alone, then the rest of `a` (50 tokens) and half of `b`; the constant counts once."""
+    profile = PrefillProfile(c0=1.0, c1=0.01, c2=0.0)
+    machine = PrefillMachine(profile, chunk_tokens=100, mixes_prompts=True)
+    for prompt in prompts_of(150, 100):
+        machine.submit(prompt, 0.0)
+    for name in ("r0", "r1"):
+        machine.prefix_loaded(name, 0, 0.0)
+        machine.landing_granted(name, 0.0)
+    outcomes = machine.advance(2.0)
+    assert [(o.prompt.request_id, o.first, o.end, o.ends_at) for o in begun(outcomes)] == [
+        ("r0", 100, 150, NEAR(4.0)),
+        ("r1", 0, 50, NEAR(4.0)),
+    ]
+    outcomes = machine.advance(4.0)
+    done = [outcome.prompt for outcome in outcomes if isinstance(outcome, Computed)]
+    assert [(p.request_id, p.compute_s) for p in done] == [("r0", NEAR(2.0 + 0.5 + 0.5))]
+    assert [(o.first, o.end, o.ends_at) for o in begun(outcomes)] == [(50, 100, NEAR(5.5))]
+    machine.validate()
+
+
+def begun(outcomes: list[object]) -> list[ChunkBegun]:
+    return [outcome for outcome in outcomes if isinstance(outcome, ChunkBegun)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=8),
+    chunk=st.integers(1, 200),
+)
+def test_mixing_computes_the_same_tokens_in_no_more_time(lengths: list[int], chunk: int) -> None:
+    """Every token once; with a constant per chunk, full chunks are never slower in the end."""
+    ends = {}
+    for mixes in (False, True):
+        machine = PrefillMachine(
+            PrefillProfile(c0=1.0, c1=1.0, c2=0.0), chunk_tokens=chunk, mixes_prompts=mixes
+        )
+        computed = dict.fromkeys((f"r{i}" for i in range(len(lengths))), 0)
+        pending = [o for p in prompts_of(*lengths) for o in machine.submit(p, 0.0)]
+        now = 0.0
+        while pending or machine.wake_at is not None:
+            for outcome in pending:
+                if isinstance(outcome, ChunkBegun):
+                    assert outcome.first == computed[outcome.prompt.request_id]
+                    computed[outcome.prompt.request_id] = outcome.end
+            names = [o.prompt.request_id for o in pending if type(o).__name__ == "Prepare"]
+            pending = []
+            for name in names:
+                pending += machine.landing_granted(name, now)
+                pending += machine.prefix_loaded(name, 0, now)
+            if not pending and machine.wake_at is not None:
+                now = machine.wake_at
+                pending += machine.advance(now)
+            machine.validate()
+        assert list(computed.values()) == lengths
+        ends[mixes] = now
+    assert ends[True] <= ends[False] + 1e-9
+
+
+def test_a_chunk_that_begins_beside_a_computing_machine_takes_longer() -> None:
+    """The first request decodes from 1 s on; the second one's prompt of 1 s begins then and takes 1.5 s."""
+    model = replace(MODEL, crowding=Crowding(prefill=(1.0, 1.5)))
+    first, second = simulate(
+        spec(model=model), [request(0.0, 100, 100), request(1.5, 100, 2, base=50)]
+    ).outcomes
+    assert (first.prefill_s, second.prefill_s) == (NEAR(1.0), NEAR(1.5))
+    assert second.ttft_s == NEAR(1.5)
+
+
+def test_decode_steps_take_longer_while_a_prompt_is_computed_and_no_longer() -> None:
+    """50 ms alone, 100 ms for the ten steps that begin while the prompt of 1 s is computed."""
+    model = replace(MODEL, crowding=Crowding(decode=(1.0, 2.0)))
+    records = [request(0.0, 100, 101), request(2.02, 100, 1, base=50)]
+    _, journeys = run_checked(spec(model=model), records)
+    assert journeys[0].gaps_s == NEAR([0.05] * 21 + [0.1] * 10 + [0.05] * 69, abs=1e-6)
+
+
+def test_without_figures_machines_have_hosts_of_their_own() -> None:
+    host = Host(Crowding())
+    host.note("a", True)
+    assert (host.prefill_slowdown("b")(), host.decode_slowdown("b")()) == (1.0, 1.0)
+    assert not host.is_shared
+
+
+def test_a_machine_is_not_in_its_own_way_and_the_last_factor_holds_for_more() -> None:
+    host = Host(Crowding(prefill=(1.0, 1.2, 1.7)))
+    for name in "abcd":
+        assert host.note(name, True)
+        assert not host.note(name, True)
+    assert host.prefill_slowdown("a")() == 1.7
+    host.note("b", False)
+    host.note("c", False)
+    assert (host.prefill_slowdown("a")(), host.prefill_slowdown("b")()) == (1.2, 1.7)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.floats(0, 20), st.integers(1, 300), st.integers(1, 40)),
+        min_size=1,
+        max_size=12,
+    ),
+    factors=st.lists(st.floats(0.5, 3.0), max_size=3),
+    overhead_s=st.sampled_from([0.0, 0.01, 0.7]),
+    dies_at=st.none() | st.floats(0.1, 15),
+)
+def test_nothing_is_lost_on_a_crowded_host(
+    requests: list[tuple[float, int, int]],
+    factors: list[float],
+    overhead_s: float,
+    dies_at: float | None,
+) -> None:
+    """Every request ends, whatever is under way when a machine dies; all proofs hold after every event."""
+    model = replace(
+        MODEL,
+        crowding=Crowding(prefill=tuple(factors), decode=tuple(factors)),
+        overheads=Overheads(request_s=overhead_s, landing_s=overhead_s, handoff_s=overhead_s),
+    )
+    faults = () if dies_at is None else (Fault(instance="decode-0", at_s=dies_at, for_s=3.0),)
+    records = [
+        request(at, num_tokens, num_outputs, base=BLOCK * 100 * index)
+        for index, (at, num_tokens, num_outputs) in enumerate(sorted(requests))
+    ]
+    cluster_spec = spec(
+        model=model, num_prefill=2, num_decode=2, mixes_prompts=True, faults=faults, chunk_tokens=64
+    )
+    _, journeys = run_checked(cluster_spec, records)
+    assert all(journey.end in (End.COMPLETED, End.FAILED) for journey in journeys)
+    completed = [journey for journey in journeys if journey.end is End.COMPLETED]
+    assert all(journey.num_generated == journey.num_outputs for journey in completed)
+    assert dies_at is not None or len(completed) == len(journeys)

@@ -1,0 +1,42 @@
+"""One host whose processors all machines of a cluster share, as on a laptop: who computes, and what that costs others.
+
+Owns the set of machines that compute now. Its rule: a machine is never in its own way. What this does not know: cores,
+threads, steps. How much longer steps take is measured (`moonserve profile --serving`), not derived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from traces.simulator.spec import Crowding
+
+
+class Host:
+    """Without figures in `crowding` every machine has a host of its own, and nothing here has any effect."""
+
+    def __init__(self, crowding: Crowding) -> None:
+        self._crowding = crowding
+        self._computing: set[str] = set()
+
+    @property
+    def is_shared(self) -> bool:
+        return bool(self._crowding.prefill or self._crowding.decode)
+
+    def note(self, name: str, computes: bool) -> bool:
+        """Whether a machine computes from now on. True = that is news to the others."""
+        if computes == (name in self._computing):
+            return False
+        self._computing ^= {name}
+        return True
+
+    def prefill_slowdown(self, name: str) -> Callable[[], float]:
+        """How many times as long a chunk takes that this machine begins now."""
+        return lambda: self._of(self._crowding.prefill, name)
+
+    def decode_slowdown(self, name: str) -> Callable[[], float]:
+        """Likewise a decode step."""
+        return lambda: self._of(self._crowding.decode, name)
+
+    def _of(self, factors: Sequence[float], name: str) -> float:
+        others = len(self._computing) - (name in self._computing)
+        return factors[min(others, len(factors) - 1)] if factors else 1.0
