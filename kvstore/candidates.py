@@ -7,7 +7,7 @@ tier or a slower one, and it is not hard-pinned. Knows neither bytes nor what be
 from __future__ import annotations
 
 from kvstore.disk.base import Pin
-from kvstore.native.base import NO_RECORD, KeyIndex, Record
+from kvstore.native.base import NO_RECORD, KeyIndex, Record, RecordArray
 from kvstore.records import Records
 from kvstore.shares import Offers, Share, Shares
 from kvstore.stored import Tier
@@ -42,6 +42,15 @@ class Candidates:
 
     def used(self, record: Record) -> None:
         self._offers(record).policy.used(record)
+
+    def used_all(self, records: RecordArray) -> None:
+        """As `used` for each in order, as far as it matters: policies know nothing of each other."""
+        in_memory = self._rows.in_memory_all(records)
+        for share, is_its in self._shares.apart(self._rows.tenants_all(records)):
+            for tier, is_there in ((Tier.MEMORY, in_memory), (Tier.DISK, ~in_memory)):
+                used = records[is_its & is_there]
+                if len(used):
+                    share.offers[tier].policy.used_all(used)
 
     def reconsider(self, record: Record) -> None:
         """Offers it if nothing speaks against that, withdraws it otherwise."""

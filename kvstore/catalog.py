@@ -20,7 +20,14 @@ from kvstore.disk.base import Pin, Place
 from kvstore.eviction import EvictionPolicy
 from kvstore.followers import Followers
 from kvstore.hidden import Hidden, Remains
-from kvstore.native.base import MAX_OBJECT_BYTES, NO_RECORD, Entry, KeyIndex, Record
+from kvstore.native.base import (
+    MAX_OBJECT_BYTES,
+    NO_RECORD,
+    Entry,
+    KeyIndex,
+    Record,
+    RecordArray,
+)
 from kvstore.records import NO_PLACE, Records
 from kvstore.reserving import Reserving
 from kvstore.room import Room
@@ -91,6 +98,12 @@ class Catalog:
     def present(self, keys: Sequence[BlockKey]) -> list[bool]:
         return self._visible.present(keys)
 
+    def records_among(self, packed_keys: bytes) -> RecordArray:
+        """The records of those that are visible, in order; 16-byte keys, back to back."""
+        records = self._index.records_in(packed_keys)
+        there: RecordArray = records[records != NO_RECORD]
+        return there
+
     def objects(self) -> Iterator[StoredObject]:
         """All visible ones; see `Visible`."""
         return iter(self._visible)
@@ -102,6 +115,10 @@ class Catalog:
         """Counts as a use of each of the visible objects, the last one the most recent."""
         for stored in objects:
             self._candidates.used(stored.record)
+
+    def used_all(self, records: RecordArray) -> None:
+        """As `used`, of the records of visible objects."""
+        self._candidates.used_all(records)
 
     def check_size(self, length: int) -> None:
         """Raises InvalidRequest when an object could never fit."""

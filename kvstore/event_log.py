@@ -7,11 +7,11 @@ events are only counted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.stored import Announcements, Tier
-from protocol.keys import BlockKey
+from protocol.keys import KEY_BYTES, BlockKey
 
 KEPT_EVENTS = 50_000
 """About a second of a busy node; a follower that is further behind is better served by an inventory."""
@@ -31,7 +31,7 @@ class Follower:
     """One listener's place in the log."""
 
     next_seq: int
-    reads: list[BlockKey] = field(default_factory=list)
+    reads: bytearray = field(default_factory=bytearray)  # keys, back to back
     wake: Callable[[], None] = lambda: None
 
 
@@ -73,15 +73,15 @@ class EventLog:
         follower.next_seq += behind
         return [self._kept[start + index] for index in range(behind)]
 
-    def take_reads(self, follower: Follower) -> list[BlockKey]:
-        reads, follower.reads = follower.reads, []
-        return reads
+    def take_reads(self, follower: Follower) -> bytes:
+        """Their keys, back to back."""
+        reads, follower.reads = follower.reads, bytearray()
+        return bytes(reads)
 
-    def read(self, keys: Iterable[BlockKey]) -> None:
-        """These objects were read."""
-        found = list(keys) if self._followers else []
+    def read(self, packed_keys: bytes) -> None:
+        """These objects were read: 16-byte keys, back to back."""
         for follower in self._followers:
-            follower.reads += found[: KEPT_EVENTS - len(follower.reads)]
+            follower.reads += packed_keys[: KEPT_EVENTS * KEY_BYTES - len(follower.reads)]
 
     def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
         self._note(Event(key, parent, tier))

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.disk.base import Pin, Place
-from kvstore.native.base import Record
+from kvstore.native.base import Record, RecordArray
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
 
 NO_PLACE = Place(2**64 - 1)
@@ -68,6 +71,15 @@ class Records:
 
     def in_memory(self, record: Record) -> bool:
         return bool(self._flags[record] & _IN_MEMORY)
+
+    def in_memory_all(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Of each."""
+        flags = np.frombuffer(self._flags, np.uint8)[records]  # the view ends here: columns grow
+        return (flags & _IN_MEMORY).astype(np.bool_)
+
+    def tenants_all(self, records: RecordArray) -> npt.NDArray[np.uint16]:
+        """The tenants' numbers of each."""
+        return np.frombuffer(self.tenants, np.uint16)[records]
 
     def set_in_memory(self, record: Record, present: bool) -> None:
         flags = self._flags[record]

@@ -35,7 +35,7 @@ from kvstore.state import StoreState
 from kvstore.stored import Usage
 from kvstore.verification import Verifier, batched
 from protocol.errors import Overloaded
-from protocol.keys import BlockKey
+from protocol.keys import KEY_BYTES, BlockKey, pack_keys
 from protocol.pb import conductor_pb2, kvstore_pb2
 from protocol.request import Endpoint
 from protocol.rpc import Channels
@@ -51,6 +51,8 @@ NUM_THREADS = 2
 ROOM_WAIT_S = 0.5
 DRAINING_RETRY_S = 5.0
 OBJECTS_PER_MESSAGE = 2_000
+# Of keys in a report of use, between turns of the loop: 0.02 ms with LRU, 0.2 ms with a policy that counts in Python.
+TOUCHED_BYTES = 128 * KEY_BYTES
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
@@ -179,7 +181,7 @@ class StoreService(LastingCalls):
         lease = self._state.readers.lease(request.lease_id, keys, ttl_s, self._clock())
         if needed:
             lease = await self._brought_to_memory(lease)
-        self._events.read(stored.key for stored in lease.objects)
+        self._events.read(pack_keys([stored.key for stored in lease.objects]))
         self._changed()
         return wire.lease_to_wire(lease, self._segment.segment_id)
 
@@ -239,8 +241,11 @@ class StoreService(LastingCalls):
     async def Touch(
         self, request: kvstore_pb2.StoreTouchRequest, context: Context
     ) -> kvstore_pb2.StoreTouchReply:
-        keys = wire.keys_from_wire(request.keys)
-        self._state.touch(keys)
+        keys = wire.packed_keys_from_wire(request.keys)
+        for first in reversed(range(0, len(keys), TOUCHED_BYTES)):  # a chain's head is used last
+            self._state.touch(keys[first : first + TOUCHED_BYTES])
+            if first:
+                await asyncio.sleep(0)
         self._events.read(keys)
         return kvstore_pb2.StoreTouchReply()
 

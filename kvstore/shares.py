@@ -7,8 +7,11 @@ Between shares it is the one that takes most for its size. Soft-pinned objects g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.disk.base import Pin
 from kvstore.eviction import EvictionPolicy
@@ -97,6 +100,19 @@ class Shares:
 
     def of(self, number: int) -> Share:
         return self._of_number[number]
+
+    def apart(
+        self, tenants: npt.NDArray[np.uint16]
+    ) -> Iterator[tuple[Share, npt.NDArray[np.bool_]]]:
+        """The shares of these numbers, each with where its tenants are among them."""
+        if not self._own:
+            yield self._common, np.ones(len(tenants), np.bool_)
+            return
+        numbers: dict[int, list[int]] = {}
+        for number in np.unique(tenants).tolist():
+            numbers.setdefault(id(self.of(number)), []).append(number)
+        for each in numbers.values():
+            yield self.of(each[0]), np.isin(tenants, each)
 
     def charge(self, tenant: str, nbytes: int) -> None:
         """So many bytes more (or fewer) are the tenant's."""

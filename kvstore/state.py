@@ -77,11 +77,12 @@ class StoreState:
         found = (self._catalog.find(key) for key in keys)
         return [Pin.NONE if stored is None else stored.pin for stored in found]
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Counts as a use: these objects, in the order of their chain, were read without a lease."""
-        found = [stored for key in keys if (stored := self._catalog.find(key)) is not None]
-        self.counters["lease_hits"] += len(found)
-        self.moves.used(found)
+    def touch(self, packed_keys: bytes) -> None:
+        """Counts as a use: these objects, in the order of their chain, were read without a lease. 16-byte keys, back to
+        back. Raises ValueError."""
+        records = self._catalog.records_among(packed_keys)
+        self.counters["lease_hits"] += len(records)
+        self.moves.touched(records)
 
     def pin(self, keys: Sequence[BlockKey], pin: Pin) -> int:
         """How much these objects may be evicted from now on; gives how many were there."""

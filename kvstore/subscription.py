@@ -67,7 +67,7 @@ def changes(log: EventLog, epoch: int, follower: Follower) -> kvstore_pb2.StoreE
     events = log.take(follower, EVENTS_PER_MESSAGE)
     message = message_of(epoch, first_seq, events, snapshot=False, more=False)
     message.next_seq = follower.next_seq
-    message.read_keys = pack_keys(log.take_reads(follower))
+    message.read_keys = log.take_reads(follower)
     return message
 
 

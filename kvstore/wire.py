@@ -38,6 +38,13 @@ def keys_from_wire(keys: Iterable[bytes]) -> list[BlockKey]:
     return [_key(key) for key in keys]
 
 
+def packed_keys_from_wire(packed: bytes) -> bytes:
+    """Keys back to back, as they are. Raises InvalidRequest."""
+    if len(packed) % KEY_BYTES:
+        raise InvalidRequest(f"{len(packed)} bytes are not a whole number of keys", param="keys")
+    return packed
+
+
 def wishes_from_wire(message: kvstore_pb2.StoreReserveRequest) -> list[Wish]:
     """Raises InvalidRequest for malformed keys, and for a block that would follow itself and so never be evicted."""
     wishes = [

@@ -14,7 +14,7 @@ from kvstore.client.backstage import Backstage
 from kvstore.client.counters import Counters, Event
 from kvstore.client.node import StoreNode
 from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
-from protocol.keys import BlockKey
+from protocol.keys import BlockKey, pack_keys
 from protocol.pb import kvstore_pb2
 
 GATHER_S = 0.1
@@ -67,7 +67,7 @@ class Touches:
     async def _send(self, node: StoreNode, keys: Sequence[BlockKey]) -> None:
         if not node.is_attached:  # lost meanwhile, and told so
             return
-        request = kvstore_pb2.StoreTouchRequest(keys=keys)
+        request = kvstore_pb2.StoreTouchRequest(keys=pack_keys(keys))
         try:
             await node.ask(lambda stub: stub.Touch, request, _TIMEOUT_S)
         except (PeerLost, DeadlineExceeded) as error:

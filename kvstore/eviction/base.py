@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvstore.native.base import Record
+from kvstore.native.base import Record, RecordArray
 from protocol.keys import BlockKey
 
 
@@ -22,6 +22,9 @@ class EvictionPolicy(Protocol):
 
     def used(self, record: Record) -> None:
         """The block, which was added, was read or asked for again."""
+
+    def used_all(self, records: RecordArray) -> None:
+        """As `used` for each in order; one may come twice."""
 
     def offer(self, record: Record) -> None:
         """It may be evicted from now on; no-op when it is on offer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.eviction.ranked import Ranked
-from kvstore.native.base import Record
+from kvstore.native.base import Record, RecordArray
 from protocol.keys import BlockKey
 
 
@@ -16,4 +16,7 @@ class FirstInFirstOut(Ranked):
         self._place(record, 0, self._tick())
 
     def used(self, record: Record) -> None:
+        """Changes nothing."""
+
+    def used_all(self, records: RecordArray) -> None:
         """Changes nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.eviction.ranked import Ranked
-from kvstore.native.base import Record
+from kvstore.native.base import Record, RecordArray
 from protocol.keys import BlockKey
 
 
@@ -17,3 +17,7 @@ class LeastRecentlyUsed(Ranked):
 
     def used(self, record: Record) -> None:
         self._place(record, 0, self._tick())
+
+    def used_all(self, records: RecordArray) -> None:
+        self._ranks.rank_all(records, self._clock + 1)
+        self._clock += len(records)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.native.base import Record
+from kvstore.native.base import Record, RecordArray
 from kvstore.native.library import rank_heap
 
 
@@ -12,6 +12,13 @@ class Ranked:
     def __init__(self) -> None:
         self._clock = 0  # counts uses; part of most ranks, since it makes them differ
         self._ranks = rank_heap()  # of every resident record; in the heap are those on offer
+
+    def used(self, record: Record) -> None:
+        raise NotImplementedError
+
+    def used_all(self, records: RecordArray) -> None:
+        for record in records.tolist():
+            self.used(record)
 
     def offer(self, record: Record) -> None:
         self._ranks.offer(record)

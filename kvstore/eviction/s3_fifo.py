@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from kvstore.eviction.columns import Column
 from kvstore.eviction.ghosts import Ghosts, digest_of
-from kvstore.native.base import NO_RECORD, RankHeap, Record
+from kvstore.native.base import NO_RECORD, RankHeap, Record, RecordArray
 from kvstore.native.library import rank_heap
 from protocol.keys import BlockKey
 
@@ -55,6 +55,10 @@ class S3Fifo:
 
     def used(self, record: Record) -> None:
         self._num_reads[record] = min(self._num_reads[record] + 1, MAX_READS)
+
+    def used_all(self, records: RecordArray) -> None:
+        for record in records.tolist():
+            self.used(record)
 
     def offer(self, record: Record) -> None:
         self._queue_of(record).offer(record)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvstore.native.layout import Geometry
 
 Record = int
+RecordArray = npt.NDArray[np.int64]
 
 NO_RECORD: Record = -1
 MAX_RECORDS = 2**32 - 1
@@ -56,6 +57,9 @@ class KeyIndex(Protocol):
 
     def records_of(self, keys: Sequence[BlockKey]) -> list[Record]:
         """Of each key, NO_RECORD where it is absent. One pass, for prefixes of many blocks."""
+
+    def records_in(self, packed_keys: bytes) -> RecordArray:
+        """As `records_of`, of 16-byte keys back to back, and without the interpreter's lock: others run meanwhile."""
 
     def relocate(self, key: BlockKey, offset: int | None) -> None:
         """`key`, which is present, lies elsewhere from now on. Readers who copied from the old place before notice."""
@@ -119,6 +123,10 @@ class RankHeap(Protocol):
 
     def rank(self, record: Record, primary: float, secondary: int) -> None:
         """Its rank from now on, whether it is in the heap or not."""
+
+    def rank_all(self, records: RecordArray, secondary: int) -> None:
+        """As `rank` with primary 0 for each in order, with `secondary` and the numbers behind it; a record may come
+        twice. Without the interpreter's lock."""
 
     def rank_of(self, record: Record) -> tuple[float, int]:
         """The last one given; `record` had one."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.native.base import MAX_RECORDS, Entry, Record
+from kvstore.native.base import MAX_RECORDS, Entry, Record, RecordArray
 from kvstore.native.layout import (
     HEADER,
     MIN_SLOTS,
@@ -91,6 +91,12 @@ class NativeKeyIndex:
         records = (ctypes.c_int64 * len(keys))()
         self._library.index_records(self._at, packed, len(keys), records)
         return records[:]
+
+    def records_in(self, packed_keys: bytes) -> RecordArray:
+        count = check_keys(packed_keys)
+        records = np.empty(count, np.int64)
+        self._library.index_records_unlocked(self._at, packed_keys, count, address_of(records))
+        return records
 
     def relocate(self, key: BlockKey, offset: int | None) -> None:
         check_key(key)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.native.base import MAX_RECORDS, NO_RECORD, Record
+from kvstore.native.base import MAX_RECORDS, NO_RECORD, Record, RecordArray
 from kvstore.native.prototypes import HeapLibrary, HeapState
 from transfer.native.base import address_of
 
@@ -49,6 +49,16 @@ class NativeRankHeap:
         check_record(record)
         while not self._library.heap_rank(self._at, record, primary, secondary):
             self._widen(record, primary)
+
+    def rank_all(self, records: RecordArray, secondary: int) -> None:
+        if not len(records):
+            return
+        check_record(int(records.min()))
+        check_record(highest := int(records.max()))
+        if highest >= self._heap.num_records:
+            self._widen(highest, 0.0)
+        records = np.ascontiguousarray(records)
+        self._library.heap_rank_all(self._at, address_of(records), len(records), secondary)
 
     def rank_of(self, record: Record) -> tuple[float, int]:
         primary = 0.0 if self._primaries is None else float(self._primaries[record])

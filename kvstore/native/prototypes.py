@@ -91,9 +91,9 @@ class MetadataLibrary:
         long, short = _load(METADATA_SOURCE, folder)
         fields = _uint64, _uint64, _uint32, _uint32, _uint32
         self.index_find = _function(short, "index_find", _int32, _pointer, _pointer, _pointer)
-        self.index_records = _function(
-            short, "index_records", None, _pointer, _pointer, _int64, _pointer
-        )
+        records = "index_records", None, _pointer, _pointer, _int64, _pointer
+        self.index_records = _function(short, *records)
+        self.index_records_unlocked = _function(long, *records)
         self.index_insert = _function(short, "index_insert", _int32, _pointer, _pointer, *fields)
         self.index_relocate = _function(
             short, "index_relocate", _int32, _pointer, _pointer, _uint32
@@ -126,7 +126,10 @@ class HeapLibrary:
     """rank_heap.c."""
 
     def __init__(self, folder: Path | None) -> None:
-        _, short = _load(HEAP_SOURCE, folder)
+        long, short = _load(HEAP_SOURCE, folder)
         self.heap_rank = _function(short, "heap_rank", _int32, _pointer, _uint32, _double, _uint64)
+        self.heap_rank_all = _function(
+            long, "heap_rank_all", None, _pointer, _pointer, _int64, _uint64
+        )
         self.heap_offer = _function(short, "heap_offer", _int32, _pointer, _uint32)
         self.heap_discard = _function(short, "heap_discard", None, _pointer, _uint32)

@@ -67,6 +67,11 @@ PUBLIC int32_t heap_rank(Heap *heap, uint32_t record, double primary, uint64_t s
     return 1;
 }
 
+/* The records, whose columns are there, get the ranks (0, secondary), (0, secondary + 1), … in order. */
+PUBLIC void heap_rank_all(Heap *heap, const int64_t *records, int64_t count, uint64_t secondary) {
+    for (int64_t i = 0; i < count; i++) heap_rank(heap, (uint32_t)records[i], 0, secondary + (uint64_t)i);
+}
+
 /* 0 when `records` must grow first; -1 when the record has no rank. */
 PUBLIC int32_t heap_offer(Heap *heap, uint32_t record) {
     if (record >= heap->num_records) return -1;

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.native.base import MAX_RECORDS, NO_RECORD, Entry, Record
+from kvstore.native.base import MAX_RECORDS, NO_RECORD, Entry, Record, RecordArray
 from kvstore.native.layout import (
     COUNT_AT,
     HEADER,
@@ -82,6 +82,10 @@ class PythonKeyIndex:
 
     def records_of(self, keys: Sequence[BlockKey]) -> list[Record]:
         return [self.record_of(key) for key in keys]
+
+    def records_in(self, packed_keys: bytes) -> RecordArray:
+        count = check_keys(packed_keys)
+        return np.fromiter(map(self.record_of, iter_keys(packed_keys)), np.int64, count)
 
     def relocate(self, key: BlockKey, offset: int | None) -> None:
         slots, at = self._slots, self._place(key)
@@ -217,6 +221,10 @@ class PythonRankHeap:
         self._ranks[record] = float(primary), secondary
         if record in self._offered:
             self._push(record)
+
+    def rank_all(self, records: RecordArray, secondary: int) -> None:
+        for number, record in enumerate(records.tolist(), secondary):
+            self.rank(record, 0, number)
 
     def rank_of(self, record: Record) -> tuple[float, int]:
         return self._ranks[record]

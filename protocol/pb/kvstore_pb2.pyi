@@ -849,14 +849,12 @@ class StoreTouchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """of one chain, in order"""
-
+    keys: _builtins.bytes
+    """16 bytes each, back to back; of a chain in order"""
     def __init__(
         self,
         *,
-        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        keys: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -24,7 +24,7 @@ from kvstore.promises import Lease, Reservation, Wish
 from kvstore.state import StoreState
 from kvstore.stored import StoredObject, Tier, Watermarks
 from protocol.errors import StaleLease
-from protocol.keys import BlockKey
+from protocol.keys import BlockKey, pack_keys
 from tests.kvstore.hardware import NOTHING, Disk, Memory
 from tests.kvstore.simulated_removals import SimulatedRemovals, Truth, forgotten
 
@@ -307,7 +307,7 @@ class SimulatedNode:
         reply(self.state.pin(keys, pin))
 
     def touch(self, keys: Sequence[BlockKey], reply: Reply) -> None:
-        self.state.touch(keys)
+        self.state.touch(pack_keys(keys))
         reply(None)
 
     def prefetch(self, keys: Sequence[BlockKey], reply: Reply) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -82,6 +83,14 @@ class Contract(RuleBasedStateMachine):
         if record in self.ages:
             for _ in range(times):
                 self.policy.used(record)
+            self.ages.remove(record)
+            self.ages.append(record)
+
+    @rule(used=st.lists(records, max_size=20))
+    def use_all(self, used: list[Record]) -> None:
+        used = [record for record in used if record in self.ages]
+        self.policy.used_all(np.array(used, np.int64))
+        for record in used:
             self.ages.remove(record)
             self.ages.append(record)
 
@@ -175,6 +184,25 @@ def test_a_policy_keeps_few_bytes_per_block(name: str) -> None:
     policy = eviction.make(name)
     fill(policy, 50_000)
     assert policy.nbytes / 50_000 < (26 if name in ("lru", "fifo") else 50)
+
+
+@pytest.mark.parametrize("name", eviction.POLICY_NAMES)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(used=st.lists(st.sampled_from(RECORDS), max_size=40), cut=st.integers(0, 40))
+def test_many_uses_at_once_count_as_one_after_the_other(
+    name: str, used: list[Record], cut: int
+) -> None:
+    at_once, one_by_one = (make_with(name, RECORDS) for _ in range(2))
+    for part in (used[:cut], used[cut:]):
+        at_once.used_all(np.array(part, np.int64))
+        for record in part:
+            one_by_one.used(record)
+        assert evict(at_once) == evict(one_by_one)
+        for policy in (at_once, one_by_one):
+            for record in RECORDS:
+                policy.forget(record)
+                add(policy, record)
+    assert drain(at_once) == drain(one_by_one)
 
 
 def test_an_unknown_policy_is_refused_with_the_choices() -> None:

@@ -28,7 +28,7 @@ from kvstore.promises import Lease, Outcome, Wish
 from kvstore.state import StoreState
 from kvstore.stored import StoredObject, Tier, Watermarks
 from protocol.errors import StaleLease
-from protocol.keys import BlockKey
+from protocol.keys import BlockKey, pack_keys
 from tests.kvstore.eviction_law import Law
 from tests.kvstore.hardware import NOTHING, Disk, Memory
 
@@ -222,7 +222,7 @@ class TwoTiers(RuleBasedStateMachine):
 
     @rule(chain=chains)
     def touch(self, chain: int) -> None:
-        self.state.touch([key(chain, depth) for depth in range(DEPTH)])
+        self.state.touch(pack_keys([key(chain, depth) for depth in range(DEPTH)]))
 
     # Moves
 

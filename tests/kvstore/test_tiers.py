@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore.allocator import ALIGNMENT
 from kvstore.disk.base import Pin, Place
@@ -92,6 +94,55 @@ def test_an_object_leased_while_it_is_written_stays_in_memory() -> None:
     node.written(stores)
     assert node.on_disk_only() == [3, 4, 5, 6]
     assert len(node.disk.places) == 6
+
+
+def test_an_object_reported_as_read_while_it_is_written_stays_in_memory() -> None:
+    node = full()
+    node.put(chain(91))
+    stores = node.demotions()
+    node.state.remove([key(2)], corrupt=False)
+    node.put(chain(99))  # it has the record of what was removed
+    node.use(1, 99, 500)
+    node.written(stores)
+    assert node.on_disk_only() == [3, 4, 5, 6]
+    assert {1, 99} <= set(node.in_memory())
+    assert node.state.usage().num_objects == 91
+
+
+@given(
+    reports=st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=6),
+    sunk=st.sets(st.integers(0, 7)),
+)
+def test_what_a_report_names_counts_as_used_one_after_the_other_from_its_end(
+    reports: list[list[int]], sunk: set[int]
+) -> None:
+    """Whatever the tenants and the tiers."""
+    at_once, one_by_one = (_two_tenants(sunk) for _ in range(2))
+    for numbers in reports:
+        at_once.use(*numbers)
+        for number in reversed(numbers):
+            one_by_one.use(number)
+    assert at_once.state.counters == one_by_one.state.counters
+    assert _gone_by_turn(at_once) == _gone_by_turn(one_by_one)
+
+
+def _two_tenants(sunk: set[int]) -> Tiered:
+    """Objects 0 to 7, by turns of a tenant with a quota and of two without; some only on disk."""
+    node = Tiered.make(8, 8, quotas={"own": 4})
+    for number in range(8):
+        node.put(chain(number, tenant=("own", "", "other", "own")[number % 4]))
+    for number in sunk:
+        node.sink(number)
+    return node
+
+
+def _gone_by_turn(node: Tiered) -> list[dict[int, Tier]]:
+    """What is where, while others take the place of all of them."""
+    seen = []
+    for number in range(100, 116):
+        node.put(chain(number, tenant="own" if number % 2 else ""))
+        seen.append(node.tiers())
+    return seen
 
 
 def test_an_object_asked_for_by_a_writer_while_it_is_written_stays_in_memory() -> None:

@@ -11,7 +11,7 @@ from kvstore.moves import Load, Store
 from kvstore.promises import Outcome, Wish
 from kvstore.state import StoreState
 from kvstore.stored import Tier, Watermarks
-from protocol.keys import BlockKey
+from protocol.keys import BlockKey, pack_keys
 from tests.kvstore.states import NO_TRIM, CountedDisk, Heard, make_state
 
 UNIT = CountedDisk(0).space(ALIGNMENT)
@@ -85,7 +85,7 @@ class Tiered:
         return [slot.outcome for slot in reservation.slots]
 
     def use(self, *numbers: int) -> None:
-        self.state.touch(keys(*numbers))
+        self.state.touch(pack_keys(keys(*numbers)))
 
     def demotions(self) -> list[Store]:
         return self.state.moves.demotions(2**30)

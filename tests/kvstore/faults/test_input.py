@@ -72,7 +72,7 @@ SENSELESS = {
     "a renewal of nobody's": ("Renew", pb.StoreRenewRequest(lease_id="unknown", ttl_s=1.0)),
     "existence of a short key": ("Exists", pb.StoreExistsRequest(keys=[b"short"])),
     "removal of a short key": ("Remove", pb.StoreRemoveRequest(keys=[b"short"])),
-    "use of a short key": ("Touch", pb.StoreTouchRequest(keys=[b"short"])),
+    "use of a short key": ("Touch", pb.StoreTouchRequest(keys=b"short")),
     "a pin of a short key": ("Pin", pb.StorePinRequest(keys=[b"short"])),
     "an unknown kind of pin": ("Pin", pb.StorePinRequest(keys=[KEY], pin=17)),
     "a prefetch of a short key": ("Prefetch", pb.StorePrefetchRequest(keys=[b"short"])),
@@ -117,7 +117,7 @@ def test_unknown_keys_are_missing_and_no_error(pool: Pool) -> None:
         with store.lease([b"unknown"]) as lease:
             assert lease.views == (None,)
     for request, method in (
-        (pb.StoreTouchRequest(keys=[KEY]), "Touch"),
+        (pb.StoreTouchRequest(keys=KEY), "Touch"),
         (pb.StorePrefetchRequest(keys=[KEY]), "Prefetch"),
         (pb.StoreReleaseRequest(lease_id="unknown"), "Release"),
         (pb.StoreAbortRequest(reservation_id="unknown"), "Abort"),

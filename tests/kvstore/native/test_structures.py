@@ -89,6 +89,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert [self.index.find(key) for key in keys] == [self.model.get(key) for key in keys]
         records = [self.model[key].record if key in self.model else NO_RECORD for key in keys]
         assert self.index.records_of(keys) == records
+        assert self.index.records_in(b"".join(keys)).tolist() == records
         assert [self.index.record_of(key) for key in keys[:5]] == records[:5]
         assert len(self.index) == len(self.model)
         self.index.validate()
@@ -143,6 +144,13 @@ class HeapMachine(RuleBasedStateMachine):
         self.clock += 1
         self.heap.rank(record, primary, self.clock)
         self.ranks[record] = primary, self.clock
+
+    @rule(ranked=st.lists(records, max_size=30))
+    def rank_all(self, ranked: list[int]) -> None:
+        self.heap.rank_all(np.array(ranked, np.int64), self.clock + 1)
+        for record in ranked:
+            self.clock += 1
+            self.ranks[record] = 0.0, self.clock
 
     @rule(record=records, primary=primaries, times=st.sampled_from([1, 1, 40]))
     def put(self, record: int, primary: float, times: int) -> None:
@@ -292,8 +300,12 @@ def test_keys_of_a_wrong_length_are_refused(kind: Kind) -> None:
             call(short)
     with pytest.raises(ValueError, match="bytes"):
         index.records_of([short])
+    with pytest.raises(ValueError, match="bytes"):
+        index.records_in(short)
     with pytest.raises(ValueError, match="record"):
         kind.rank_heap().offer(-1)
+    with pytest.raises(ValueError, match="record"):
+        kind.rank_heap().rank_all(np.array([0, -1]), 1)
 
 
 def test_a_key_that_is_there_or_not_when_it_should_be_is_our_own_bug(kind: Kind) -> None:
