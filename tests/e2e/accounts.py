@@ -3,15 +3,59 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from protocol.keys import BlockKey
+from protocol.ids import new_id
+from protocol.keys import KEY_BYTES, BlockKey
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protocol.rpc import Channels
 from tests.e2e.cluster import Cluster
 
-CALL_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 30.0
+LANDING_TTL_S = 60.0
+"""The longest that a decode worker grants without hearing of it again."""
+
+
+class HeldLanding:
+    """Blocks of a decode worker that are this test's for as long as it renews its lease and releases nothing: what a
+    prefill worker has whose prompt takes long."""
+
+    def __init__(
+        self, runner: asyncio.Runner, channels: Channels, address: str, fingerprint: str
+    ) -> None:
+        self._runner = runner
+        self._channels = channels
+        self._stub: worker_pb2_grpc.LandingAsyncStub = worker_pb2_grpc.LandingStub(
+            channels.to(address)
+        )
+        self._fingerprint = fingerprint
+        self._lease_id = new_id("lease")
+
+    def reserve(self, num_blocks: int, block_size: int) -> None:
+        """Of fresh keys, so that nothing cached is shared."""
+        request = worker_pb2.ReserveRequest(
+            lease_id=self._lease_id,
+            request_id=new_id("req"),
+            fingerprint=self._fingerprint,
+            num_tokens=num_blocks * block_size,
+            block_keys=secrets.token_bytes(num_blocks * KEY_BYTES),
+            ttl_s=LANDING_TTL_S,
+        )
+        lease = self._call(self._stub.Reserve, request)
+        assert len(lease.block_ids) == num_blocks
+
+    def renew(self) -> None:
+        request = worker_pb2.RenewRequest(lease_id=self._lease_id, ttl_s=LANDING_TTL_S)
+        self._call(self._stub.Renew, request)
+
+    def release(self) -> None:
+        self._call(self._stub.Release, worker_pb2.ReleaseRequest(lease_id=self._lease_id))
+
+    def _call(self, method: Any, request: Any) -> Any:
+        return self._runner.run(self._channels.call(method, request, timeout_s=CALL_TIMEOUT_S))
 
 
 class Accounts:
@@ -57,6 +101,19 @@ class Accounts:
         status = self.store(instance_id) if is_store else self.worker(instance_id)
         return dict(status.counters).get(name, 0)
 
+    @contextmanager
+    def landing(self, instance_id: str, num_blocks: int, block_size: int) -> Iterator[HeldLanding]:
+        """So many blocks of a decode worker are taken within the block, for as long as they are renewed."""
+        with self._cluster.client() as client:
+            fingerprint = client.get("/v1/cluster").json()["fingerprint"]
+        address = self._address(instance_id)
+        landing = HeldLanding(self._runner, self._channels, address, fingerprint)
+        landing.reserve(num_blocks, block_size)
+        try:
+            yield landing
+        finally:
+            landing.release()
+
     def in_use(self) -> list[str]:
         """What is not free, per instance; empty when everything has been given back and all are members."""
         roles = {each["instance_id"]: each["role"] for each in self._cluster.instances()}
@@ -82,7 +139,7 @@ class Accounts:
         assert counted == stats.capacity_bytes, f"{name} lost bytes: {stats}"
         return [f"{name}: {stats}"] if stats.leased_bytes or stats.reserved_bytes else []
 
-    def wait_until_all_is_free(self, timeout_s: float = 30) -> None:
+    def wait_until_all_is_free(self, timeout_s: float = 60) -> None:
         """Fails when a pool still holds something for a request after this time."""
         self._cluster.wait_for("all pools free", lambda: not self.in_use(), timeout_s)
 

@@ -49,17 +49,20 @@ class Cluster(LocalCluster):
         found = [i["epoch"] for i in self.instances() if i["instance_id"] == instance_id]
         return found[0] if found else 0
 
-    def counters(self, instance_id: str) -> dict[str, int]:
-        """What a worker counts about itself since its start."""
+    def status(self, instance_id: str) -> worker_pb2.WorkerStatus:
+        """What a worker says of itself, now."""
         [found] = [i for i in self.instances() if i["instance_id"] == instance_id]
         with grpc.insecure_channel(found["rpc_address"]) as channel:
-            status = worker_pb2_grpc.WorkerStub(channel).GetStatus(
+            return worker_pb2_grpc.WorkerStub(channel).GetStatus(
                 worker_pb2.GetStatusRequest(),
                 metadata=((TOKEN_HEADER, self.token),),
-                timeout=10,
+                timeout=30,
                 wait_for_ready=True,
             )
-        return dict(status.counters)
+
+    def counters(self, instance_id: str) -> dict[str, int]:
+        """What a worker counts about itself since its start."""
+        return dict(self.status(instance_id).counters)
 
     def pids(self) -> dict[str, int]:
         """Process id of every instance, by instance id."""

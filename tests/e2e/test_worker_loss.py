@@ -76,17 +76,24 @@ def test_a_stream_goes_on_when_its_decode_worker_is_killed(cluster: Cluster) -> 
 
 
 def test_a_prompt_is_read_anew_when_its_prefill_worker_is_killed(cluster: Cluster) -> None:
-    prompt = random.Random("prefill").choices(range(256), k=12_000)
+    """On a busy machine the kill may come when the prompt has been handed off: then another one is tried."""
+    assert any(read_anew(cluster, f"prefill {attempt}") for attempt in range(5)), cluster.logs()
+
+
+def read_anew(cluster: Cluster, name: str) -> bool:
+    """False: the successor of the killed worker had nothing to compute, since all had been handed off."""
+    prompt = random.Random(name).choices(range(256), k=12_000)
     wish: dict[str, Any] = {**STREAM, "max_tokens": 20}
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(cluster.complete, prompt, **wish)
-        cluster.wait_for("the prompt at work", lambda: prefilling(cluster))
+        cluster.wait_for("the prompt at work", lambda: prefilling(cluster) or asked.done())
         epoch = kill(cluster, "prefill-0")
-        assert not asked.done()
-        disturbed = asked.result(timeout=90)
+        disturbed = asked.result()
+    cluster.wait_for("its successor", lambda: cluster.epoch("prefill-0") > epoch)
+    was_caught = cluster.counters("prefill-0").get("computed_slices", 0) > 0
     undisturbed = cluster.complete(prompt, cache_salt="another", **wish)
     assert disturbed["choices"][0]["token_ids"] == undisturbed["choices"][0]["token_ids"]
-    cluster.wait_for("its successor", lambda: cluster.epoch("prefill-0") > epoch)
+    return was_caught
 
 
 @pytest.mark.parametrize("instance_id", ["prefill-0", "decode-0"])
@@ -101,6 +108,5 @@ def test_a_new_request_gets_through_when_a_worker_has_just_been_killed(
 
 
 def prefilling(cluster: Cluster) -> bool:
-    """As of the worker's last heartbeat, a part of a long prompt is still to be computed."""
-    [prefill] = [i for i in cluster.instances() if i["instance_id"] == "prefill-0"]
-    return bool(prefill["load"]["queued_tokens"] > 1_000)
+    """A part of a long prompt is still to be computed."""
+    return cluster.status("prefill-0").load.queued_tokens > 1_000

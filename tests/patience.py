@@ -1,0 +1,15 @@
+"""How long tests wait.
+
+Owns two numbers. Their rule: a wait for what is certain to come ends by its coming, and whoever waits `PATIENCE_S` for
+it has found a hang, not a busy machine; what must not be ended by its deadline gets one of `NEVER_S`. No test says that
+something took less than a time: what ends too late is made to never end, and what a deadline ends is left with nothing
+else that could end it.
+"""
+
+from __future__ import annotations
+
+PATIENCE_S = 90.0
+"""Of a machine whose processors are everybody else's."""
+
+NEVER_S = 3_600.0
+"""Longer than pytest lets any test run (pyproject.toml)."""
