@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
 from transfer.rdma.device import discover
 
@@ -43,8 +44,8 @@ class Pair:
         window_id = window_id or self.window_id
         return Transfer(Op.WRITE, self.local, start, self.remote, to, length, window_id)
 
-    def run(self, *transfers: Transfer, deadline_s: float = 10.0) -> None:
-        self.near.submit(transfers, deadline_s=deadline_s).wait(deadline_s + 5)
+    def run(self, *transfers: Transfer, deadline_s: float = PATIENCE_S) -> None:
+        self.near.submit(transfers, deadline_s=deadline_s).wait(deadline_s + PATIENCE_S)
 
 
 class PeerInProcess:

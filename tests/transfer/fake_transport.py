@@ -56,6 +56,10 @@ class FakeNetwork:
         self.decide = decide
         self.counts: Counter[tuple[str, Fate]] = Counter()
         self.open_sessions: set[FakeSession] = set()
+        self.connect_s: list[float] = []
+        """The time that each attempt to connect was given."""
+        self.on_carry: Callable[[Slice, float], None] = lambda part, deadline_at: None
+        """Told of each slice, and of the end of the session's patience with it."""
         self._lock = threading.Lock()
         self._hosts: dict[str, Hosted] = {}
         self._served: list[FakeConnection] = []
@@ -187,6 +191,7 @@ class FakeSession:
     def _carry_one(self, part: Slice, feed: Feed) -> None:
         assert not self._closed
         self._keep_time(feed)
+        self._network.on_carry(part, feed.deadline_at())
         match self._network.fate("slice", part):
             case Fate.ARRIVES:
                 feed.settle(part, self._outcome(part, flip=False))
@@ -294,6 +299,7 @@ class FakeTransport:
         return self.name in address.rails
 
     def connect(self, dial: Dial) -> FakeSession:
+        self._network.connect_s.append(dial.deadline_at - time.monotonic())
         match self._network.fate("connect"):
             case Fate.ARRIVES:
                 return FakeSession(self._network, self._network.serve(dial.remote.endpoint))

@@ -10,17 +10,16 @@ from protocol.errors import (
     IntegrityError,
     PeerLost,
 )
+from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import PeerInProcess
 from tests.transfer.proxy import Towards, Trouble
 from tests.transfer.stage import (
     NBYTES,
-    SLACK_S,
     Guarded,
     Stage,
     code_of_answer,
     fault,
     request_of,
-    while_running,
 )
 from transfer import FaultPlan, Op, RemoteSegment, Transfer
 from transfer.stats import Incident
@@ -54,16 +53,16 @@ def reset_read(stage: Stage) -> str:
     return "dialled again, the rest read again; right bytes"
 
 
-@fault("connection reset again and again", "tcp", deadline_s=60)
+@fault("connection reset again and again", "tcp", deadline_s=NEVER_S)
 def reset_always(stage: Stage) -> str:
     proxy, address = stage.proxy()
     proxy.reset = Trouble(Towards.INITIATOR, at=300_000, times=1000)
     stage.run(stage.read(address), error=PeerLost)
-    assert stage.took_s < 10
+    assert proxy.num_connections == 2
     return "PeerLost after the second connection, long before the deadline"
 
 
-@fault("SIGKILL of the target", "tcp", "shm", deadline_s=60)
+@fault("SIGKILL of the target", "tcp", "shm", deadline_s=NEVER_S)
 def killed(stage: Stage) -> str:
     peer = stage.peer()
     transfer = _to_process(stage, peer)
@@ -73,7 +72,7 @@ def killed(stage: Stage) -> str:
     peer.process.kill()
     begin = time.monotonic()
     with contextlib.suppress(PeerLost):
-        batch.wait(10)
+        batch.wait(PATIENCE_S)
     stage.took_s = time.monotonic() - begin
     assert isinstance(batch.errors[0], PeerLost)
     stage.run(transfer, error=PeerLost)
@@ -94,16 +93,11 @@ def _to_process(stage: Stage, peer: PeerInProcess) -> Transfer:
 def stopped(stage: Stage) -> str:
     peer = stage.peer()
     transfer = _to_process(stage, peer)
-    stage.deadline_s = 10
     stage.run(transfer)
     peer.stop()
-    stage.deadline_s, stage.took_s = 1, 0.0
-    stage.run(transfer, error=PeerLost)
-    took_s = stage.took_s
+    stage.run_until_the_deadline(transfer)
     peer.resume()
-    stage.deadline_s = 10
     stage.run(transfer)
-    stage.deadline_s, stage.took_s = 1, took_s
     return "PeerLost at the deadline; after SIGCONT the next batch arrives"
 
 
@@ -112,7 +106,7 @@ def silent_read(stage: Stage) -> str:
     proxy, address = stage.proxy()
     stage.run(stage.read(address))
     proxy.silent = True
-    stage.run(stage.read(address), error=PeerLost)
+    stage.run_until_the_deadline(stage.read(address))
     left = bytes(stage.local.buffer)
     proxy.silent = False
     threading.Event().wait(0.2)
@@ -125,10 +119,10 @@ def silent_read(stage: Stage) -> str:
 @fault("silent drop in the middle of a WRITE", "tcp", deadline_s=1)
 def silent_write(stage: Stage) -> str:
     proxy, address = stage.proxy()
-    proxy.bytes_s = 4e6
-    with while_running(lambda: (time.sleep(0.3), setattr(proxy, "silent", True))[0]):
-        stage.run(stage.write(address), error=PeerLost)
-    proxy.silent, proxy.bytes_s = False, None
+    stage.run(stage.write(address))
+    proxy.hold = Trouble(Towards.TARGET, at=NBYTES + NBYTES // 2)
+    stage.run_until_the_deadline(stage.write(address))
+    proxy.silent = False
     stage.run(stage.write(address))
     stage.require_arrived()
     return "PeerLost at the deadline; the next WRITE fences the old connection and arrives"
@@ -139,7 +133,7 @@ def half_open(stage: Stage) -> str:
     proxy, address = stage.proxy()
     stage.run(stage.read(address))
     proxy.vanish()
-    stage.run(stage.read(address), error=PeerLost)
+    stage.run_until_the_deadline(stage.read(address))
     proxy.silent = False
     stage.run(stage.read(address))
     stage.require_arrived()
@@ -153,11 +147,10 @@ def half_open(stage: Stage) -> str:
 def slow_reader(stage: Stage) -> str:
     proxy, address = stage.proxy()
     proxy.bytes_s = 200e3
-    stage.run(stage.write(address), error=PeerLost)
-    begin = time.monotonic()
+    stage.run_until_the_deadline(stage.write(address))
     stage.far.close_window(stage.window_id)
-    assert time.monotonic() - begin < SLACK_S
     frozen = bytes(stage.memory.buffer)
+    assert frozen != stage.content
     proxy.bytes_s = None
     threading.Event().wait(0.2)
     assert stage.memory.buffer == frozen
@@ -168,7 +161,7 @@ def slow_reader(stage: Stage) -> str:
 def slow_writer(stage: Stage) -> str:
     proxy, address = stage.proxy()
     proxy.bytes_s = 200e3
-    stage.run(stage.read(address), error=PeerLost)
+    stage.run_until_the_deadline(stage.read(address))
     left = bytes(stage.local.buffer)
     proxy.bytes_s = None
     threading.Event().wait(0.2)
@@ -182,9 +175,7 @@ def greedy_reader(stage: Stage) -> str:
     connection.send(request_of(Kind.READ, stage, rows=[(0, 0, NBYTES)]))
     stage.run(stage.read())
     stage.require_arrived()
-    begin = time.monotonic()
-    stage.far.close()
-    assert time.monotonic() - begin < SLACK_S + 0.5
+    stage.far.close()  # it would wait for ever for the rest to be taken
     return "others are served; the engine closes at once"
 
 
@@ -194,9 +185,7 @@ def stalled_writer(stage: Stage) -> str:
     connection.send(request_of(Kind.WRITE, stage, rows=[(0, 0, NBYTES)], nbytes=NBYTES))
     connection.send(bytes(100_000))
     stage.run(stage.read())
-    begin = time.monotonic()
-    stage.far.close_window(stage.window_id)
-    assert time.monotonic() - begin < SLACK_S
+    stage.far.close_window(stage.window_id)  # it would wait for ever for the rest
     frozen = bytes(stage.memory.buffer)
     connection.send(bytes(NBYTES - 100_000))
     assert code_of_answer(connection) is Code.STALE

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tests.patience import PATIENCE_S
+
 _STEP_S = 0.01
 _CHUNK = 16384
 _RESET = struct.pack("ii", 1, 0)
@@ -49,6 +51,8 @@ class Proxy:
         """A byte arrives as its complement."""
         self.reset: Trouble | None = None
         """The connection is cut with RST at both ends."""
+        self.hold: Trouble | None = None
+        """From there on it is silent."""
         self.num_connections = 0
         host_port = endpoint.rpartition(":")
         self._upstream = (host_port[0], int(host_port[2]))
@@ -92,7 +96,7 @@ class Proxy:
         while not self._closed.is_set():
             try:
                 initiator, _ = self._listener.accept()
-                target = socket.create_connection(self._upstream, timeout=5)
+                target = socket.create_connection(self._upstream, timeout=PATIENCE_S)
             except OSError:
                 continue
             for sock in (initiator, target):
@@ -154,6 +158,8 @@ class Proxy:
             data[at] ^= 0xFF
         if self._due(self.reset, towards, done, len(data)) is not None:
             self.cut()
+        if self._due(self.hold, towards, done, len(data)) is not None:
+            self.silent = True
 
     def _due(self, trouble: Trouble | None, towards: Towards, done: int, count: int) -> int | None:
         with self._lock:

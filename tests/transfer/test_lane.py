@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from protocol.errors import Cancelled, ConfigError, PeerLost
+from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import TOKEN
 from tests.transfer.fake_transport import FakeNetwork, Fate
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions, registry
@@ -106,38 +107,37 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
 
 def until(condition: Callable[[], bool]) -> None:
     """For what another thread is about to do."""
-    for _ in range(2000):
-        if condition():
-            return
+    give_up_at = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up_at, "it did not come to pass"
         threading.Event().wait(0.001)
-    raise AssertionError("it did not come to pass")
 
 
 def test_batches_keep_their_deadlines_while_a_caller_has_the_session(
     make_bench: Make, orders: Orders
 ) -> None:
     bench = make_bench()
-    bench.near.run([bench.write()], deadline_s=10)
+    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
     orders.lists = [Fate.SILENT]
 
     def look() -> None:
         with pytest.raises(PeerLost):
-            bench.near.open(bench.far.address, deadline_s=1.0)
+            bench.near.open(bench.far.address, deadline_s=NEVER_S)
 
     looking = in_thread(look)
     until(lambda: bench.lane._turn.locked())
-    begin = time.monotonic()
     batches = [bench.near.submit([bench.write()], deadline_s=0.1) for _ in range(3)]
-    cancelled = bench.near.submit([bench.write()], deadline_s=60)
+    cancelled = bench.near.submit([bench.write()], deadline_s=NEVER_S)
     cancelled.cancel()
     for batch in batches:
         with pytest.raises(PeerLost):
-            batch.wait(5)
+            batch.wait(PATIENCE_S)
     with pytest.raises(Cancelled):
-        cancelled.wait(5)
-    assert time.monotonic() - begin < 0.8
+        cancelled.wait(PATIENCE_S)
+    assert bench.lane._turn.locked()
+    bench.near.forget(bench.far.address)
     looking.join()
-    bench.near.run([bench.write()], deadline_s=10)
+    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
 
 
 def test_what_arrives_while_a_caller_connects_is_carried_afterwards(
@@ -152,9 +152,9 @@ def test_what_arrives_while_a_caller_connects_is_carried_afterwards(
 
     looking = in_thread(look)
     until(lambda: bench.network.counts["connect", Fate.SILENT] == 1)
-    batches = [bench.near.submit([bench.write()], deadline_s=10) for _ in range(20)]
+    batches = [bench.near.submit([bench.write()], deadline_s=PATIENCE_S) for _ in range(20)]
     for batch in batches:
-        batch.wait(5)
+        batch.wait(PATIENCE_S)
     looking.join()
 
 
@@ -165,7 +165,7 @@ def test_a_fence_that_fails_fails_its_parts_and_does_not_try_for_ever(
     orders.slices = [Fate.LOST]
     orders.fences = [Fate.LOST] * 1000
     with pytest.raises(PeerLost, match="fence"):
-        bench.near.run([bench.write()], deadline_s=60)
+        bench.near.run([bench.write()], deadline_s=NEVER_S)
     assert len(orders.fences) > 990
 
 
@@ -175,15 +175,15 @@ def test_a_later_write_fences_what_an_earlier_batch_left_behind(
     bench = make_bench()
     orders.slices = [Fate.LATE, Fate.LOST]
     with pytest.raises(PeerLost):
-        bench.near.run([bench.write()], deadline_s=10)
+        bench.near.run([bench.write()], deadline_s=PATIENCE_S)
     before = bytes(bench.memory.buffer)
     other = bench.near.allocate(NBYTES)
     other.buffer[:] = b"o" * NBYTES
-    bench.near.run([bench.write(local=other)], deadline_s=10)
+    bench.near.run([bench.write(local=other)], deadline_s=PATIENCE_S)
     assert bench.network.store_what_is_late() == 0
     assert bench.memory.buffer == b"o" * 4096 + before[4096:]
     fences = sum(count for (what, _), count in bench.network.counts.items() if what == "fence")
-    bench.near.run([bench.write()], deadline_s=10)
+    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
     assert bench.network.counts["fence", Fate.ARRIVES] == fences  # once is enough
 
 
@@ -193,9 +193,9 @@ def test_a_peer_that_was_forgotten_and_met_again_is_fenced_as_well(
     bench = make_bench()
     orders.slices = [Fate.LATE, Fate.LOST]
     with pytest.raises(PeerLost):
-        bench.near.run([bench.write()], deadline_s=10)
+        bench.near.run([bench.write()], deadline_s=PATIENCE_S)
     bench.near.forget(bench.far.address)
-    bench.near.run([bench.write()], deadline_s=10)
+    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
     assert bench.network.counts["fence", Fate.ARRIVES] >= 1
     assert bench.network.store_what_is_late() == 0
 
@@ -203,7 +203,7 @@ def test_a_peer_that_was_forgotten_and_met_again_is_fenced_as_well(
 def test_a_retried_write_fences_its_first_copy(make_bench: Make, orders: Orders) -> None:
     bench = make_bench()
     orders.slices = [Fate.LATE]
-    bench.near.run([bench.write()], deadline_s=10)
+    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
     bench.memory.buffer[:4096] = b"t" * 4096  # the owner has taken it and goes on
     assert bench.network.store_what_is_late() == 0
     assert bench.memory.buffer[:4096] == b"t" * 4096
@@ -215,11 +215,12 @@ def test_a_short_batch_that_waits_for_a_connection_does_not_fail_a_long_one(
     bench = make_bench()
     orders.connects = [Fate.SILENT]
     short = bench.near.submit([bench.write()], deadline_s=0.2)
-    until(lambda: bench.network.counts["connect", Fate.SILENT] == 1)
-    long = bench.near.submit([bench.write()], deadline_s=30)
+    until(lambda: bench.network.counts["connect", Fate.SILENT] == 1 or short.done)
+    orders.connects.clear()  # on a busy machine its time is over before anybody connects
+    long = bench.near.submit([bench.write()], deadline_s=PATIENCE_S)
     with pytest.raises(PeerLost):
-        short.wait(5)
-    long.wait(5)
+        short.wait(PATIENCE_S)
+    long.wait(PATIENCE_S)
 
 
 def test_a_rail_that_does_not_connect_is_left_for_another_long_before_the_deadline(
@@ -228,9 +229,9 @@ def test_a_rail_that_does_not_connect_is_left_for_another_long_before_the_deadli
     monkeypatch.setattr("transfer.job._CONNECT_S", 0.1)
     bench = make_bench(num_rails=2)
     orders.connects = [Fate.SILENT]
-    begin = time.monotonic()
-    bench.near.run([bench.write()], deadline_s=60)
-    assert time.monotonic() - begin < 5
+    bench.near.run([bench.write()], deadline_s=NEVER_S)
+    silent_s, *_ = bench.network.connect_s
+    assert silent_s <= 0.1
 
 
 def test_a_short_batch_behind_a_silent_long_one_takes_another_rail(
@@ -238,17 +239,17 @@ def test_a_short_batch_behind_a_silent_long_one_takes_another_rail(
 ) -> None:
     bench = make_bench(num_rails=2)
     orders.slices = [Fate.SILENT]
-    long = bench.near.submit([bench.write()], deadline_s=60)
+    long = bench.near.submit([bench.write()], deadline_s=NEVER_S)
     until(lambda: bench.network.counts["slice", Fate.SILENT] == 1)
     (peer,) = bench.near._peers.values()
     (stuck,) = (lane for lane in peer._lanes.values() if lane._jobs)
     for _ in range(8):
-        bench.near.submit([bench.write(8192)], deadline_s=1.0).wait(5)
+        bench.near.submit([bench.write(8192)], deadline_s=PATIENCE_S).wait(PATIENCE_S)
     assert stuck._jobs
     assert not long.done
     bench.near.forget(bench.far.address)
     with pytest.raises(PeerLost):
-        long.wait(5)
+        long.wait(PATIENCE_S)
 
 
 def test_cancelled_batches_do_not_wait_behind_a_silent_peer(
@@ -256,23 +257,23 @@ def test_cancelled_batches_do_not_wait_behind_a_silent_peer(
 ) -> None:
     bench = make_bench()
     orders.slices = [Fate.SILENT]
-    first = bench.near.submit([bench.write()], deadline_s=60)
+    first = bench.near.submit([bench.write()], deadline_s=NEVER_S)
     until(lambda: bench.network.counts["slice", Fate.SILENT] == 1)
-    waiting = [bench.near.submit([bench.write()], deadline_s=60) for _ in range(3)]
+    waiting = [bench.near.submit([bench.write()], deadline_s=NEVER_S) for _ in range(3)]
     later = [batch for batch in waiting if not batch.done]
     for batch in later:
         batch.cancel()
     bench.near.forget(bench.far.address)
     for batch in (first, *waiting):
         with pytest.raises((Cancelled, PeerLost)):
-            batch.wait(5)
+            batch.wait(PATIENCE_S)
 
 
 def test_an_interrupted_caller_leaves_no_half_used_session(
     make_bench: Make, orders: Orders
 ) -> None:
     bench = make_bench()
-    bench.near.run([bench.write()], deadline_s=10)
+    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
 
     def interrupt() -> None:
         orders.on_slice = lambda: None
@@ -281,11 +282,11 @@ def test_an_interrupted_caller_leaves_no_half_used_session(
     orders.on_slice = interrupt
     local = bench.local
     with pytest.raises(KeyboardInterrupt):
-        bench.near.run([bench.read()], deadline_s=10)
+        bench.near.run([bench.read()], deadline_s=PATIENCE_S)
     assert not bench.lane.connected
     assert bench.lane.idle
     assert not local.num_users
-    bench.near.run([bench.write()], deadline_s=10)
+    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
 
 
 def test_a_bug_of_the_transport_ends_the_batch_and_nothing_else(
@@ -294,8 +295,8 @@ def test_a_bug_of_the_transport_ends_the_batch_and_nothing_else(
     bench = make_bench()
     orders.slices = [Fate.BUG, Fate.BUG]
     with pytest.raises(PeerLost, match="bug"):
-        bench.near.run([bench.write()], deadline_s=10)
-    bench.near.run([bench.write()], deadline_s=10)
+        bench.near.run([bench.write()], deadline_s=PATIENCE_S)
+    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
     assert "transfer failed" in caplog.text
 
 
@@ -305,18 +306,18 @@ def test_a_peer_that_is_forgotten_while_it_is_dialled_is_not_served_any_more(
     bench = make_bench()
     orders.on_slice = lambda: pytest.fail("a slice was sent")
     orders.connects = [Fate.SILENT]
-    batch = bench.near.submit([bench.write()], deadline_s=60)
+    batch = bench.near.submit([bench.write()], deadline_s=NEVER_S)
     until(lambda: bench.network.counts["connect", Fate.SILENT] == 1)
     bench.near.forget(bench.far.address)
     with pytest.raises(PeerLost):
-        batch.wait(5)
+        batch.wait(PATIENCE_S)
 
 
 def test_connections_beyond_the_cap_go_when_they_fall_idle(
     make_bench: Make, orders: Orders
 ) -> None:
     bench = make_bench(max_endpoints=1)
-    bench.near.run([bench.write()], deadline_s=10)
+    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
     more = [TransferEngine(cluster_token=TOKEN, options=bench.near._options) for _ in range(4)]
     try:
         for far in more:
@@ -325,7 +326,7 @@ def test_connections_beyond_the_cap_go_when_they_fall_idle(
             remote = RemoteSegment(far.address, memory.segment_id)
             bench.near.submit(
                 [Transfer(Op.READ, bench.local, 0, remote, 0, 64)], deadline_s=10
-            ).wait(5)
+            ).wait(PATIENCE_S)
         until(lambda: len(bench.network.open_sessions) == 1)
         assert len(bench.near._endpoints) == 1
     finally:
@@ -337,10 +338,10 @@ def test_an_eviction_that_meets_a_busy_lane_is_heeded_when_it_falls_idle(
     make_bench: Make, orders: Orders
 ) -> None:
     bench = make_bench()
-    bench.near.run([bench.write()], deadline_s=10)
+    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
     lane = bench.lane
     orders.on_slice = lane.disconnect_when_idle
-    bench.near.submit([bench.write(), bench.read(8192)], deadline_s=10).wait(5)
+    bench.near.submit([bench.write(), bench.read(8192)], deadline_s=PATIENCE_S).wait(PATIENCE_S)
     orders.on_slice = lambda: None
     until(lambda: not lane.connected)
 
@@ -356,13 +357,13 @@ def test_no_thread_to_be_had_is_an_error_of_the_batch(
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(PeerLost, match="thread"):
-            bench.near.run([bench.write()], deadline_s=10)
+            bench.near.run([bench.write()], deadline_s=PATIENCE_S)
     assert not bench.local.num_users
-    bench.near.run([bench.write()], deadline_s=10)
+    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
 
 
 def test_an_engine_is_started_once(make_bench: Make) -> None:
     bench = make_bench()
     with pytest.raises(ConfigError, match="already"):
         bench.near.start()
-    bench.near.run([bench.write()], deadline_s=10)
+    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
