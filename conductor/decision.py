@@ -120,7 +120,7 @@ class Decision:
     prefill: str  # the best one, also when it was not good enough
     decode: str
     rank: (
-        float  # with which it waits at the prefill instance: lowest first, then in order of arrival
+        float  # seconds; prompts wait at the prefill instance in the order of their arrival + rank
     )
     sources: tuple[tuple[str, int, int], ...]  # (store, first block, number of blocks)
     predicted_ttft_s: float

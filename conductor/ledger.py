@@ -32,7 +32,10 @@ class _Job:
 
 
 class PrefillQueue:
-    """Predicted prefill work of one instance, lowest rank first, in order of placement within a rank."""
+    """Predicted prefill work of one instance, in the order of placement time + rank.
+
+    A rank is in seconds: how long prompts may be placed after this one and still go before it, if theirs is 0.
+    """
 
     def __init__(self, seat: Seat[PrefillTable]) -> None:
         self._seat = seat
@@ -52,7 +55,7 @@ class PrefillQueue:
     ) -> None:
         """A prompt that is not here is placed, and predicted to run for `seconds`."""
         self._jobs[request_id] = _Job(now, tokens)
-        self._work.add(request_id, seconds, now, rank)
+        self._work.add(request_id, seconds, now, now + rank)
         self._total_tokens += tokens
         self._show()
 
@@ -71,7 +74,11 @@ class PrefillQueue:
 
     def wait_s(self, now: float, rank: float) -> float:
         """Seconds until a prompt placed now with this rank would begin to run. What others placed goes before it."""
-        return self._work.wait_s(now, rank) + self._surplus_s
+        return self._work.wait_s(now, now + rank) + self._surplus_s
+
+    def num_delayed(self, now: float, rank: float) -> int:
+        """Prompts that one placed now with this rank goes before."""
+        return self._work.num_delayed(now + rank)
 
     def correct(self, load: Load, profile: PrefillProfile, now: float) -> None:
         """Takes over what the instance says that it has left: settled prompts beyond it are prefilled already."""

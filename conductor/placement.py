@@ -210,7 +210,12 @@ class Planner:
                 else place.session_id.encode()
             )
         return Prompt(
-            place.num_prompt_tokens, layout.block_size, best_blocks, place.request_id, session
+            place.num_prompt_tokens,
+            layout.block_size,
+            best_blocks,
+            place.request_id,
+            session,
+            self._ttft_slo_s if place.ttft_slo_s is None else place.ttft_slo_s,
         )
 
 
@@ -278,6 +283,7 @@ def _offers(
         prefills.c2,
         now,
         lambda row, rank: instances[row].queue.wait_s(now, rank),
+        lambda row, rank: instances[row].queue.num_delayed(now, rank),
     )
 
 

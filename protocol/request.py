@@ -141,5 +141,5 @@ class Placement:
     predicted_ttft_s: float = 0.0
     predicted_tbt_s: float = 0.0
     rank: float = (
-        0.0  # prompts wait at the prefill worker: lowest first, in order of arrival within a rank
+        0.0  # seconds; prompts wait at the prefill worker in the order of their arrival there + rank
     )

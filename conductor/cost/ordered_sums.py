@@ -1,4 +1,4 @@
-"""Seconds in an order, with the sum before any place in O(log n): a treap. Pure.
+"""Seconds in an order, with the sum before any place, and how many come after it, in O(log n): a treap. Pure.
 
 Priorities are a hash of the entry's number, so that equal histories give equal trees. Sums are added up from the
 children at every change and never subtracted, so that no rounding error is left behind.
@@ -18,6 +18,7 @@ class _Node:
     seconds: float
     priority: int
     total: float  # of the whole subtree
+    count: int = 1  # likewise
     left: _Node | None = None
     right: _Node | None = None
 
@@ -54,6 +55,17 @@ class OrderedSums:
                 node = node.left
         return seconds
 
+    def num_after(self, place: Place) -> int:
+        """Entries at higher places."""
+        number, node = 0, self._root
+        while node is not None:
+            if node.place > place:
+                number += _count(node.right) + 1
+                node = node.left
+            else:
+                node = node.right
+        return number
+
     def first(self) -> Place | None:
         """The lowest place; None when there is none."""
         node = self._root
@@ -82,8 +94,13 @@ def _total(node: _Node | None) -> float:
     return 0.0 if node is None else node.total
 
 
+def _count(node: _Node | None) -> int:
+    return 0 if node is None else node.count
+
+
 def _sum(node: _Node) -> _Node:
     node.total = _total(node.left) + node.seconds + _total(node.right)
+    node.count = _count(node.left) + 1 + _count(node.right)
     return node
 
 
@@ -124,4 +141,5 @@ def _validate(node: _Node | None) -> list[Place]:
     for child in (node.left, node.right):
         assert child is None or child.priority <= node.priority
     assert node.total == _total(node.left) + node.seconds + _total(node.right)
+    assert node.count == _count(node.left) + 1 + _count(node.right)
     return [*_validate(node.left), node.place, *_validate(node.right)]

@@ -92,6 +92,10 @@ class WorkQueue(Generic[K]):
         """Seconds until one that arrives now with this rank begins."""
         return self.residual_s(now) + self._waiting.before((rank, self._num_arrived + 1))
 
+    def num_delayed(self, rank: float = 0.0) -> int:
+        """Those that one that arrives now with this rank goes before."""
+        return self._waiting.num_after((rank, self._num_arrived + 1))
+
     def wait_of_s(self, key: K, now: float) -> float:
         """Seconds until this one begins; 0 when it runs. Raises KeyError."""
         work = self._work[key]

@@ -3,13 +3,16 @@
 Policies see numbers only: a `Prompt` and the columns of all instances that may serve it (`Offers`, one row each). They
 are stateless and deterministic. Ties between equal scores are broken by the caller: least recently chosen first.
 
-A policy may also say in which order prompts wait at their instance: by *rank*, lowest first, in order of arrival within
-a rank. The column `queue_s` is what waits for a rank that is behind all others; who gives lower ones takes the column
-for a first look at all instances and asks `wait_s` of the few best.
+A policy may also say in which order prompts wait at their instance: by arrival + *rank*, lowest first. A rank is in
+seconds and not below 0: how much later others of rank 0 may arrive and still go before this one. So nobody starves, all
+ranks 0 are the order of arrival, and a rank means the same on every clock. The column `queue_s` is what waits for a
+rank that is behind all others; who gives lower ones takes the column for a first look at all instances and asks
+`wait_s` and `num_delayed` of the few best.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -28,6 +31,7 @@ class Prompt(NamedTuple):
     session: bytes = (
         b""  # what its conversation's other requests have too; only for policies `by_session`
     )
+    ttft_slo_s: float = math.inf
 
 
 class Offers(NamedTuple):
@@ -43,9 +47,11 @@ class Offers(NamedTuple):
     c0: Floats  # of the prefill profiles
     c1: Floats
     c2: Floats
-    now: float  # monotonic seconds, the clock of ranks that depend on time
+    now: float  # monotonic seconds
     # Seconds that a prompt of this rank waits at the instance of this row, exactly: O(log of what waits there).
     wait_s: Callable[[int, float], float]
+    # Prompts at the instance of this row that one of this rank would go before, at the same cost.
+    num_delayed: Callable[[int, float], int] = lambda _row, _rank: 0
 
     def prefill_s(self, prompt: Prompt, cached_blocks: Ints | int) -> Floats:
         """`PrefillProfile.seconds` of every instance."""
@@ -67,7 +73,9 @@ class Weighed(NamedTuple):
     prefill_s: Floats
     ttft_s: Floats
     score: Floats | Ints  # the smallest is chosen
-    rank: Floats | None = None  # with which it would wait; None: 0 everywhere, in order of arrival
+    rank: Floats | None = (
+        None  # seconds by which it yields; None: 0 everywhere, in order of arrival
+    )
     queue_s: Floats | None = None  # that `ttft_s` counts on; None: the offers' column
 
     def by(self, score: Floats | Ints) -> Weighed:

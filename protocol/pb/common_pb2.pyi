@@ -255,7 +255,7 @@ class Placement(_message.Message):
     predicted_ttft_s: _builtins.float
     predicted_tbt_s: _builtins.float
     rank: _builtins.float
-    """prompts wait at the prefill worker: lowest first, in order of arrival within a rank"""
+    """seconds; prompts wait at the prefill worker in the order of their arrival there + rank"""
     @_builtins.property
     def prefill(self) -> Global___Endpoint: ...
     @_builtins.property

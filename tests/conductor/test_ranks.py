@@ -1,4 +1,4 @@
-"""Prompts wait by rank: a policy gives it, the books predict by it, and it travels with the placement."""
+"""Prompts wait by arrival + rank: a policy gives it, the books predict by it, and it travels with the placement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conductor.cluster import PREFILL, Cluster, endpoint
 
 
 class ShortestFirst:
-    """A prompt's rank is its length, and the wait that it is told is the one of that rank."""
+    """A prompt yields by its length in seconds, and the wait that it is told is the one of that rank."""
 
     name = "shortest-first"
     balancing_threshold: float | None = None
@@ -56,9 +56,22 @@ def test_a_policys_rank_is_what_waits_are_predicted_by_and_what_the_placement_ca
 
 def test_a_placement_keeps_its_rank_on_the_wire() -> None:
     placement = Placement(
-        request_id=RequestId("r"), prefill=endpoint("p"), decode=endpoint("d"), rank=-2.5
+        request_id=RequestId("r"), prefill=endpoint("p"), decode=endpoint("d"), rank=2.5
     )
     assert placement_from_wire(placement_to_wire(placement)) == placement
+
+
+def test_a_prompt_yields_only_to_those_that_come_within_its_rank() -> None:
+    """So that nobody starves, and equal ranks are the order of arrival."""
+    table = PrefillTable()
+    queue = PrefillQueue(Seat(table, table.append()))
+    queue.add(RequestId("running"), 4.0, 100, 0.0)
+    queue.add(RequestId("patient"), 1.0, 100, 0.0, rank=10.0)
+    assert queue.wait_s(3.0, rank=6.0) == pytest.approx(1.0)
+    assert queue.num_delayed(3.0, rank=6.0) == 1
+    assert queue.wait_s(3.0, rank=7.0) == pytest.approx(2.0), "arrived later, yields as much"
+    assert queue.num_delayed(3.0, rank=7.0) == 0
+    assert queue.wait_s(11.0, rank=0.0) == pytest.approx(1.0), "too late to be yielded to"
 
 
 def test_a_heartbeat_takes_out_what_goes_first_by_rank() -> None:

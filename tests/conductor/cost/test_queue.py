@@ -101,6 +101,8 @@ class Queue(RuleBasedStateMachine):
         for rank in (-2.0, -1.0, 0.0, 1.0, 2.5, 3.0):
             ahead = sum(seconds for other, _, _, seconds in self.waiting if other <= rank)
             assert self.queue.wait_s(self.now, rank) == pytest.approx(residual + ahead)
+            behind = sum(other > rank for other, _, _, _ in self.waiting)
+            assert self.queue.num_delayed(rank) == behind
         for number, (_, _, key, _) in enumerate(sorted(self.waiting)):
             ahead = sum(one[3] for one in sorted(self.waiting)[:number])
             assert self.queue.wait_of_s(key, self.now) == pytest.approx(residual + ahead)
