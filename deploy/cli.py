@@ -26,6 +26,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "profile": ("deploy.profile", "main", "measure a model on this machine: profile [MODEL]"),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),
     "simulate": ("traces.simulator.command", "main", "a cluster in virtual time: simulate TRACE"),
+    "reproduce": ("traces.reproduction.command", "main", "published figures again: reproduce TRACE"),
     "traces": ("traces.cli", "main", "traces of requests: traces fetch | analyze | synthesize"),
 }
 

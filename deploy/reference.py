@@ -24,6 +24,8 @@ from protocol.process import ProcessConfig
 from traces.analysis.command import AnalyzeConfig
 from traces.fetch import FetchConfig
 from traces.replay import ReplayConfig
+from traces.reproduction.command import ReproduceConfig
+from traces.simulator.command import SimulateConfig
 from traces.synthesis.command import SynthesizeConfig
 
 PAGES: list[tuple[str, type]] = [
@@ -37,6 +39,8 @@ PAGES: list[tuple[str, type]] = [
     ("moonserve doctor", DoctorConfig),
     ("moonserve profile", ProfileConfig),
     ("moonserve replay", ReplayConfig),
+    ("moonserve simulate", SimulateConfig),
+    ("moonserve reproduce", ReproduceConfig),
     ("moonserve traces fetch", FetchConfig),
     ("moonserve traces analyze", AnalyzeConfig),
     ("moonserve traces synthesize", SynthesizeConfig),

@@ -1,0 +1,115 @@
+"""`moonserve reproduce`: every figure of a trace of any name, once; the same files again; clear words for bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.cli import main
+from protocol.process import EXIT_CONFIG
+from tests.traces.reports.document import Document
+from tests.traces.reproduction.traces import write_trace
+from traces.reproduction.all_figures import FIGURES
+
+EASY = "table-2,figure-8,figure-9,figure-11,figure-14"
+
+
+def reproduce(trace: Path, out: Path, *arguments: str) -> int:
+    return main(["reproduce", str(trace), "--out", str(out), "--processes", "1", *arguments])
+
+
+def results(out: Path) -> dict[str, Any]:
+    return json.loads((out / "results.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["toolagent_trace.jsonl", "day.jsonl"])
+def test_every_figure_of_another_trace(name: str, tmp_path: Path) -> None:
+    """All have rows; figures of the conversation trace say that there is nothing to compare with."""
+    assert reproduce(write_trace(tmp_path / name, 12), tmp_path / "out") == 0
+    figures = results(tmp_path / "out")["figures"]
+    assert [each["name"] for each in figures] == [figure.name for figure in FIGURES]
+    assert all(each["rows"] for each in figures)
+    for each in figures:
+        if each["name"] in ("figure-1", "figure-5", "figure-8", "figure-9", "figure-15"):
+            assert "conversation" in each["missing"]
+            assert all(row["published"] is None for row in each["rows"])
+    table = figures[0]["rows"]
+    assert (table[0]["published"] == 23_608) == name.startswith("toolagent")
+
+
+def test_a_second_time_simulates_nothing_and_writes_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "conversation_trace.jsonl")
+    out = tmp_path / "out"
+    assert reproduce(trace, out, "--only", EASY) == 0
+    before = [(out / name).read_bytes() for name in ("index.html", "results.json")]
+    assert "[1/4]" in capsys.readouterr().out
+    assert reproduce(trace, out, "--only", EASY) == 0
+    assert "0 simulated now" in capsys.readouterr().out
+    assert before == [(out / name).read_bytes() for name in ("index.html", "results.json")]
+
+
+def test_the_page_has_each_figure_published_values_and_reasons(tmp_path: Path) -> None:
+    """A browser's strict parser reads it; a row of the JSON has value, published value and their ratio."""
+    trace = write_trace(tmp_path / "conversation_trace.jsonl")
+    assert reproduce(trace, tmp_path / "out", "--only", EASY) == 0
+    text = (tmp_path / "out" / "index.html").read_text()
+    document = Document(text)
+    assert document.outside == []
+    for figure in FIGURES:
+        assert (figure.title in text) == (figure.name in EASY.split(","))
+    assert text.count("Why they differ.") == 5
+    plain = results(tmp_path / "out")["figures"][1]["rows"][0]
+    assert plain["published"] == 1.56
+    assert plain["ratio"] == pytest.approx(plain["ours"] / 1.56)
+
+
+def test_other_public_traces_beside_it_are_rows_of_table_2(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "conversation_trace.jsonl")
+    write_trace(tmp_path / "synthetic_trace.jsonl", 7)
+    assert reproduce(trace, tmp_path / "out", "--only", "table-2") == 0
+    (table,) = results(tmp_path / "out")["figures"]
+    rows = {row["what"]: row["ours"] for row in table["rows"]}
+    assert rows["conversation: requests"] == 40
+    assert rows["synthetic: requests"] == 7
+    assert "toolagent" in table["why"]
+
+
+def test_a_tenth_is_compared_with_nothing(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "conversation_trace.jsonl")
+    assert reproduce(trace, tmp_path / "out", "--only", "figure-9", "--quick") == 0
+    whole = results(tmp_path / "out")
+    assert whole["num_requests"] == 4
+    assert whole["figures"][0]["missing"]
+    assert "Only the first tenth" in (tmp_path / "out" / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "figure-6"], "did you mean figure-"),
+        (["--only", "lunch"], "table-2"),
+        (["--processes", "0"], "--processes"),
+        (["--out", "/dev/null/out"], "/dev/null/out"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", 3)
+    assert main(["reproduce", str(trace), "--only", "table-2", *arguments]) == EXIT_CONFIG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_without_the_trace_it_says_where_traces_come_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reproduce(tmp_path / "absent.jsonl", tmp_path / "out") == EXIT_CONFIG
+    assert "moonserve traces fetch" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,178 @@
+"""`moonserve reproduce`: every published figure that a trace allows, as one page and as JSON.
+
+Each simulation is kept in the folder's `runs/`, so that what was interrupted goes on and what is asked again is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from protocol.config import HelpRequested, load, option
+from protocol.errors import ConfigError
+from protocol.process import EXIT_CONFIG
+from traces.format import TraceRecord
+from traces.reports import canvas
+from traces.reproduction.all_figures import FIGURES
+from traces.reproduction.figure import KINDS, Figure, Finding, Subject
+from traces.reproduction.page import page
+from traces.reproduction.saved import to_json
+from traces.simulator.many import Archive, Progress, TraceFile, Work, do_missing
+
+PROG = "moonserve reproduce"
+PAGE, RESULTS, RUNS = "index.html", "results.json", "runs"
+_QUICK = 10  # of so many requests one
+_EXIT_INTERRUPTED = 130  # as a shell has it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceConfig:
+    """Options of `moonserve reproduce`."""
+
+    trace: str = option(help="trace file, JSON lines; also as the first argument")
+    out: str = option("out/reproduce", help="folder for index.html, results.json and the runs")
+    only: tuple[str, ...] = option(
+        (), help=f"these figures, commas between: {', '.join(f.name for f in FIGURES)}"
+    )
+    quick: bool = option(
+        False, help="only the first tenth of the trace: minutes less, other numbers"
+    )
+    processes: int = option(2, help="simulations at once")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`argv`: the arguments after the verb; the first one may be the trace."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and not arguments[0].startswith("-"):
+        arguments[0:1] = ["--trace", arguments[0]]
+    try:
+        return run(load(ReproduceConfig, arguments, prog=PROG, environ=os.environ))
+    except HelpRequested as request:
+        print(request)
+        return 0
+    except ConfigError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted; what was simulated is kept", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+
+
+def run(config: ReproduceConfig) -> int:
+    """Raises ConfigError before anything is simulated, but for a full disk."""
+    if config.processes < 1:
+        raise ConfigError("--processes must be at least 1")
+    figures = _chosen(config.only)
+    trace, subject = _subject(Path(config.trace), quick=config.quick)
+    folder = Path(config.out)
+    archive = Archive.of(folder / RUNS, trace)
+    wanted = {figure.name: figure.runs(subject) for figure in figures}
+    did = _simulate(wanted, trace, archive, config.processes)
+    found = [
+        (figure, _finding(figure, wanted[figure.name], subject, archive)) for figure in figures
+    ]
+    _write(folder / RESULTS, to_json(subject, found, quick=config.quick))
+    _write(folder / PAGE, page(subject, found, quick=config.quick))
+    if not canvas.is_available():
+        print("the plots are left out: pip install 'moonserve[plots]'", file=sys.stderr)
+    _conclude(found, did)
+    print(folder / PAGE)
+    return 0
+
+
+def _chosen(names: Sequence[str]) -> list[Figure]:
+    known = {figure.name: figure for figure in FIGURES}
+    for name in names:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it is one of {', '.join(known)}"
+            raise ConfigError(f"--only {name}: no such figure; {hint}")
+    return [figure for figure in FIGURES if not names or figure.name in names]
+
+
+def _subject(path: Path, *, quick: bool) -> tuple[TraceFile, Subject]:
+    """Raises ConfigError that says where traces come from."""
+    if not path.exists():
+        raise ConfigError(
+            f"there is no trace {path}; moonserve traces fetch --into traces-data downloads the public ones, then"
+            f" {PROG} traces-data/conversation_trace.jsonl (make reproduce TRACE=…)"
+        )
+    whole = TraceFile(path=path).records()
+    limit = max(len(whole) // _QUICK, 1) if quick else None
+    beside = {} if quick else _beside(path)
+    kind = None if quick else _kind(path)  # nothing was published of a tenth
+    subject = Subject(name=path.name, kind=kind, records=whole[:limit], beside=beside)
+    return TraceFile(path=path, limit=limit), subject
+
+
+def _kind(path: Path) -> str | None:
+    return next((kind for kind in KINDS if path.name.startswith(kind)), None)
+
+
+def _beside(path: Path) -> Mapping[str, Sequence[TraceRecord]]:
+    """The other public traces in the same folder, under their public names."""
+    others = {kind: path.with_name(f"{kind}_trace.jsonl") for kind in KINDS}
+    return {
+        kind: TraceFile(path=other).records()
+        for kind, other in others.items()
+        if kind != _kind(path) and other.exists()
+    }
+
+
+def _simulate(
+    wanted: Mapping[str, Mapping[str, Work]], trace: TraceFile, archive: Archive, processes: int
+) -> int:
+    """Returns how many there were to do; those that several figures want count once."""
+    names: dict[Work, str] = {}
+    for figure, works in wanted.items():
+        for name, work in works.items():
+            names.setdefault(work, f"{figure}, {name}")
+    done = 0
+
+    def tell(progress: Progress) -> None:
+        nonlocal done
+        done = progress.num_done
+        print(
+            f"[{progress.num_done}/{progress.num_all}] {names[progress.work]}: {progress.took_s:.1f} s;"
+            f" about {_duration(progress.left_s)} left",
+            flush=True,
+        )
+
+    do_missing(names, trace, archive, num_processes=processes, tell=tell)
+    return done
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _finding(
+    figure: Figure, works: Mapping[str, Work], subject: Subject, archive: Archive
+) -> Finding:
+    return figure.finding(subject, {name: archive.read(work) for name, work in works.items()})
+
+
+def _conclude(found: Sequence[tuple[Figure, Finding]], num_simulated: int) -> None:
+    claims = [claim for _, finding in found for claim in finding.claims]
+    failed = [
+        f"{figure.title}: {claim.text}"
+        for figure, finding in found
+        for claim in finding.claims
+        if not claim.holds
+    ]
+    print(
+        f"{num_simulated} simulated now; {len(claims) - len(failed)} of {len(claims)} claims hold"
+    )
+    for text in failed:
+        print(f"does not hold: {text}")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,121 @@
+"""What a reproduced figure is: the simulations that it wants, and what is made of their results. Frozen data.
+
+A figure is two pure functions: `runs` names simulations of the trace, `finding` turns their results into rows. So runs
+that several figures share are simulated once, in any order and process, and a change of words simulates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from traces.format import TraceRecord
+from traces.simulator.many import Work
+from traces.simulator.results import SimulationResult
+
+CONVERSATION, TOOL_AGENT, SYNTHETIC = "conversation", "toolagent", "synthetic"
+KINDS = (CONVERSATION, TOOL_AGENT, SYNTHETIC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The trace that figures are made of, and the other public ones that lie beside it."""
+
+    name: str  # of the file
+    kind: str | None  # one of KINDS, by the file's name; None: nobody has published anything of it
+    records: Sequence[TraceRecord]
+    beside: Mapping[str, Sequence[TraceRecord]] = field(default_factory=dict)  # by kind
+
+    def published(self, values: Mapping[str, float]) -> float | None:
+        """The value that was published for this trace."""
+        return None if self.kind is None else values.get(self.kind)
+
+    @property
+    def is_conversation(self) -> bool:
+        return self.kind == CONVERSATION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One number."""
+
+    what: str
+    ours: float | None
+    published: float | None = None  # None: nothing was, for this trace
+    unit: str = ""  # "s", "ms", "%" (of fractions), "" for counts and ratios
+    why: str = ""  # the two differ
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours ÷ published."""
+        if self.ours is None or not self.published:
+            return None
+        return self.ours / self.published
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What the figure is to show, and whether ours does."""
+
+    text: str
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Of a plot."""
+
+    label: str
+    points: tuple[tuple[float, float], ...]
+    is_published: bool = False  # drawn as marks without a line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """Lines over one axis; `y_unit` "%" shows fractions as per cent."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    y_unit: str = ""
+    log_x: bool = False
+    log_y: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What came out of a figure."""
+
+    rows: tuple[Row, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    plots: tuple[Plot, ...] = ()
+    why: str = ""  # ours and the published numbers differ
+
+
+Results = Mapping[str, SimulationResult]
+
+
+def no_runs(subject: Subject) -> Mapping[str, Work]:
+    """Of a figure that comes from the trace alone."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One of the published ones."""
+
+    name: str  # as in --only and in JSON: "figure-5"
+    title: str
+    setting: str  # how ours was made
+    finding: Callable[[Subject, Results], Finding]
+    published_for: str | None = (
+        None  # the one trace that the published numbers are of; None: not bound to one
+    )
+    runs: Callable[[Subject], Mapping[str, Work]] = no_runs
+
+    def missing(self, subject: Subject) -> str:
+        """A sentence when there is nothing to compare this trace's numbers with; else empty."""
+        if self.published_for in (None, subject.kind):
+            return ""
+        return f"Published for the {self.published_for} trace; for this one there is nothing to compare with."

@@ -1,0 +1,96 @@
+"""Figure 11 of FAST'25: on how many machines the popular blocks lie, over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from traces.reproduction.figure import (
+    Claim,
+    Figure,
+    Finding,
+    Line,
+    Plot,
+    Results,
+    Row,
+    Subject,
+)
+from traces.reproduction.testbed import MOONCAKE, NUM_RANKS, pooled
+from traces.simulator.many import Work
+from traces.simulator.results import ReplicaSample
+
+_RANKS = (1, 10, 100, NUM_RANKS)
+_RUN = "pool"
+
+_WHY = (
+    "The paper shows curves without numbers: the top keys reach almost every prefill instance, those of low rank a"
+    " few. Nobody replicates on purpose here either: a machine that fetched a prefix keeps it. The block that all"
+    " prompts begin with is on every machine once each has computed or fetched one prompt; blocks of rank 100 and"
+    " beyond belong to single sessions, which are only copied when their machine is busy."
+)
+
+
+def runs(_subject: Subject) -> Mapping[str, Work]:
+    return {_RUN: pooled()}
+
+
+def finding(subject: Subject, results: Results) -> Finding:
+    samples = results[_RUN].replicas
+    machines = MOONCAKE.num_prefill
+    top = _mean_of_top(samples[-1], 10)
+    rows = [
+        Row(
+            what=f"machines with the block of rank {rank:,}, at the end",
+            ours=_at_rank(samples[-1], rank),
+        )
+        for rank in _RANKS
+    ]
+    rows.append(Row(what="mean over the ten most popular, at the end", ours=top))
+    plot = Plot(
+        title=f"Machines (of {machines}) with the block of a rank",
+        x_label="minutes",
+        y_label="machines",
+        lines=tuple(_line(samples, rank) for rank in _RANKS),
+    )
+    return Finding(
+        rows=tuple(rows),
+        claims=(
+            Claim(
+                text="the ten most popular blocks lie on three quarters of the machines at the end",
+                holds=top >= 0.75 * machines,
+            ),
+            Claim(
+                text="the more popular, the more replicas",
+                holds=_is_falling([_mean_of_top(samples[-1], rank) for rank in _RANKS]),
+            ),
+        ),
+        plots=(plot,),
+        why=_WHY,
+    )
+
+
+def _line(samples: Sequence[ReplicaSample], rank: int) -> Line:
+    points = ((each.at_s / 60, _at_rank(each, rank)) for each in samples)
+    return Line(label=f"rank {rank:,}", points=tuple((x, y) for x, y in points if y is not None))
+
+
+def _at_rank(sample: ReplicaSample, rank: int) -> float | None:
+    """None where there are not so many blocks yet."""
+    return sample.replicas[rank - 1] if rank <= len(sample.replicas) else None
+
+
+def _mean_of_top(sample: ReplicaSample, count: int) -> float:
+    top = sample.replicas[:count]
+    return sum(top) / len(top) if top else 0.0
+
+
+def _is_falling(values: Sequence[float]) -> bool:
+    return list(values) == sorted(values, reverse=True)
+
+
+FIGURE = Figure(
+    name="figure-11",
+    title="Figure 11: replicas of popular blocks",
+    setting="8 prefill and 8 decode machines, sampled every 30 s; rank by uses so far.",
+    runs=runs,
+    finding=finding,
+)

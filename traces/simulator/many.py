@@ -1,0 +1,212 @@
+"""Many simulations of one trace: in several processes, each result kept on disk and simulated once.
+
+A kept result is found by everything that it depends on: the work, the trace, and the source of every module that does
+it; so a change of any of them simulates again, and nothing else does. What this does not know: what the results are
+wanted for.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from protocol.errors import ConfigError
+from traces.format import TraceRecord, read_trace
+from traces.reports.saved import results_from_json, results_to_json
+from traces.simulator.results import SimulationResult
+from traces.simulator.run import simulate
+from traces.simulator.source import source_digest
+from traces.simulator.spec import ClusterSpec, CoupledSpec
+
+_DIGEST_BYTES = 16
+_COMPRESSION = 1  # the least: results are read soon, and by few
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFile:
+    """A trace by its path, so that processes can each read it."""
+
+    path: Path
+    limit: int | None = None  # only the first requests
+
+    def records(self) -> list[TraceRecord]:
+        """Raises ConfigError for a file that is no trace."""
+        return read_trace(self.path, self.limit)
+
+    def digest(self) -> str:
+        """Of what it holds, wherever it lies. Raises ConfigError."""
+        try:
+            content = hashlib.blake2b(self.path.read_bytes(), digest_size=_DIGEST_BYTES)
+        except OSError as error:
+            raise ConfigError(f"cannot read the trace {self.path}: {error.strerror}") from error
+        return f"{content.hexdigest()}:{self.limit or 'all'}"
+
+
+class Work(Protocol):
+    """A frozen dataclass that makes a result of a trace."""
+
+    @property
+    def source(self) -> str:
+        """The module that does it: of another version of it, or of what it imports, the result is another one."""
+        ...
+
+    @property
+    def cost(self) -> float:
+        """How long it takes, roughly: in simulations of a cluster at the trace's speed. The longest come first."""
+        ...
+
+    def check(self) -> None:
+        """Raises ConfigError for what cannot be done."""
+
+    def do(self, records: Sequence[TraceRecord]) -> SimulationResult:
+        """In whichever process. Equal works and records give equal results."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One cluster and what is changed in the trace for it."""
+
+    source: ClassVar[str] = "traces.simulator.run"
+    spec: ClusterSpec | CoupledSpec
+    speedup: float = 1.0  # factor on the trace's clock
+    num_outputs: int | None = None  # tokens of every answer; None: the trace's
+    num_requests: int | None = None  # only the first ones
+
+    @property
+    def cost(self) -> float:
+        if isinstance(self.spec, CoupledSpec):
+            return 0.1  # measured: a twentieth to a tenth of a cluster with a pool
+        return 2.0 if self.spec.policy == "random" else 1.0  # its queues grow long
+
+    def check(self) -> None:
+        self.spec.check()
+
+    def do(self, records: Sequence[TraceRecord]) -> SimulationResult:
+        return simulate(self.spec, self.records(records))
+
+    def records(self, records: Sequence[TraceRecord]) -> list[TraceRecord]:
+        """What is simulated."""
+        scaled = [r.scaled(1.0, 1.0, self.speedup) for r in records[: self.num_requests]]
+        if self.num_outputs is None:
+            return scaled
+        return [replace(record, output_length=self.num_outputs) for record in scaled]
+
+
+class Archive:
+    """Results in a folder, a file per work on one trace."""
+
+    def __init__(self, folder: Path, trace_digest: str) -> None:
+        self._folder = folder
+        self._trace_digest = trace_digest
+
+    @classmethod
+    def of(cls, folder: Path, trace: TraceFile) -> Archive:
+        """Raises ConfigError for a trace or a folder that cannot be used."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error
+        return cls(folder, trace.digest())
+
+    def path(self, work: Work) -> Path:
+        """Where the result of this work, done by the code as it is now, is or will be."""
+        identity = [self._trace_digest, _version(work.source), type(work).__name__, _fields(work)]
+        text = json.dumps(identity, sort_keys=True)
+        name = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+        return self._folder / f"{name}.json.gz"
+
+    def read(self, work: Work) -> SimulationResult:
+        """Raises ConfigError when it is not there or broken."""
+        path = self.path(work)
+        try:
+            (result,) = results_from_json(gzip.decompress(path.read_bytes()).decode())
+        except (OSError, EOFError, ValueError, zlib.error, ConfigError) as error:
+            raise ConfigError(f"cannot read {path}: {error}; delete it and try again") from error
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """After a work: how far all is."""
+
+    work: Work
+    took_s: float
+    num_done: int
+    num_all: int
+    left_s: float  # guessed from those that are done
+
+
+def do_missing(
+    works: Iterable[Work],
+    trace: TraceFile,
+    archive: Archive,
+    *,
+    num_processes: int,
+    tell: Callable[[Progress], None],
+) -> None:
+    """Sees to it that the archive has the result of every work. Raises ConfigError for one that cannot be done."""
+    wanted = [work for work in dict.fromkeys(works) if not archive.path(work).exists()]
+    for work in wanted:
+        work.check()
+    wanted.sort(key=lambda work: -work.cost)
+    began, finished = time.perf_counter(), 0.0
+    total = sum(work.cost for work in wanted)
+    for done, (work, took_s) in enumerate(_results(wanted, trace, archive, num_processes), 1):
+        finished += work.cost
+        left_s = (time.perf_counter() - began) * (total / finished - 1)
+        tell(Progress(work, took_s, done, len(wanted), left_s))
+
+
+def _results(
+    works: Sequence[Work], trace: TraceFile, archive: Archive, num_processes: int
+) -> Iterator[tuple[Work, float]]:
+    jobs = [(work, archive.path(work)) for work in works]
+    if num_processes == 1 or len(works) <= 1:
+        yield from ((work, _do(work, trace, path)) for work, path in jobs)
+        return
+    # Spawned, not forked: whoever calls may have threads.
+    with ProcessPoolExecutor(min(num_processes, len(jobs)), get_context("spawn")) as pool:
+        tasks = {pool.submit(_do, work, trace, path): work for work, path in jobs}
+        try:
+            for task in as_completed(tasks):
+                yield tasks[task], task.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _do(work: Work, trace: TraceFile, path: Path) -> float:
+    """In whichever process. Returns the seconds that it took."""
+    began = time.perf_counter()
+    text = results_to_json([work.do(_records(trace))])
+    partial = path.with_suffix(".partial")  # whole or not at all: others may look
+    partial.write_bytes(gzip.compress(text.encode(), _COMPRESSION, mtime=0))
+    partial.replace(path)
+    return time.perf_counter() - began
+
+
+@functools.lru_cache(maxsize=1)
+def _records(trace: TraceFile) -> list[TraceRecord]:
+    """Read once per process."""
+    return trace.records()
+
+
+@functools.cache
+def _version(module: str) -> str:
+    """Looked up once per process: what is imported does not change any more."""
+    return source_digest(module)
+
+
+def _fields(work: Any) -> dict[str, Any]:
+    return asdict(work)
