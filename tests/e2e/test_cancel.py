@@ -15,7 +15,7 @@ from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.raw_http import RawClient, read_events
 from tests.random_models import make_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 MAX_MODEL_LEN = 16_384
 LONG = 16_000

@@ -31,7 +31,7 @@ from tests.e2e.sse import stream_tokens
 from tests.random_models import make_model
 from tests.redis_server import RedisServer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.e2e
 
 NAMES = ("conductor-0", "conductor-1")
 WISH = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}

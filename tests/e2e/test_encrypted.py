@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.cluster import running_cluster
 from tests.transfer.tls.authority import Authority
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")

@@ -18,7 +18,7 @@ from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.raw_http import RawClient
 from tests.random_models import VOCAB_SIZE, make_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 MAX_MODEL_LEN = 4_096
 PATIENCE_S = 2

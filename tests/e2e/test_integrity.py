@@ -16,7 +16,7 @@ from tests.e2e.accounts import Accounts, accounts_of
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.random_models import make_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 BLOCK_SIZE = 16
 FLAGS = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-memory", "8MiB")

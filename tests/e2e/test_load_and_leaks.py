@@ -21,7 +21,7 @@ from tests.e2e.raw_http import RawClient, read_events
 from tests.e2e.sse import stream_tokens
 from tests.random_models import make_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 MAX_MODEL_LEN = 2_048
 BLOCK_SIZE = 16

@@ -24,7 +24,7 @@ from tests.e2e.load import BackgroundLoad
 from tests.e2e.reference import Continuation, continuations, load_reference, num_ties
 from tests.random_models import make_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_PROMPTS = 20
 NUM_TOKENS = 20

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.traces.test_format_and_prompts import TRACE, needs_trace
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 
 def replay(cluster: Cluster, trace: Path, report: Path, *flags: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from models import demo_model_path
 from tests.e2e.cluster import Cluster, metric, running_cluster
 from tests.e2e.load import BackgroundLoad
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 VOCAB_SIZE = 4_096  # of the demo model
 NUM_TOKENS = 64

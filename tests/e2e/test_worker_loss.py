@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.random_models import make_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 MAX_MODEL_LEN = 16_384
 FLAGS = (

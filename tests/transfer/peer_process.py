@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import MoonserveError
+from tests.patience import PATIENCE_S
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
 
 
@@ -55,7 +56,7 @@ class PeerProcess:
             source.buffer[:] = bytes([round_number % 251]) * size
             transfer = Transfer(Op.WRITE, source, 0, remote, 0, size, window_id)
             try:
-                self.engine.submit([transfer], deadline_s=20).wait(20)
+                self.engine.submit([transfer], deadline_s=PATIENCE_S).wait(PATIENCE_S)
             except MoonserveError as error:
                 return error.code
             if round_number == 1:

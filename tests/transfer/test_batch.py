@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from protocol.errors import DeadlineExceeded, PeerLost
+from tests.patience import PATIENCE_S
 from tests.transfer.conftest import Pair
 from transfer import Batch
 
@@ -30,17 +31,17 @@ def test_waiting_longer_than_allowed_is_an_error_and_the_batch_goes_on() -> None
 
 def test_all_waiting_threads_are_woken() -> None:
     batch = Batch(1, 1, lambda: None)
-    threads = [threading.Thread(target=batch.wait, args=(10,)) for _ in range(5)]
+    threads = [threading.Thread(target=batch.wait, args=(PATIENCE_S,)) for _ in range(5)]
     for thread in threads:
         thread.start()
     batch.settle_part({})
     for thread in threads:
-        thread.join(5)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
 async def test_a_batch_can_be_awaited_by_many_and_again(pair: Pair) -> None:
-    batch = pair.near.submit([pair.read(0, 0, 4096)], deadline_s=10)
+    batch = pair.near.submit([pair.read(0, 0, 4096)], deadline_s=PATIENCE_S)
 
     async def waiter() -> None:
         await batch
@@ -54,7 +55,7 @@ async def test_a_batch_can_be_awaited_by_many_and_again(pair: Pair) -> None:
 async def test_awaiting_a_failed_batch_raises(pair: Pair) -> None:
     pair.far.close()
     with pytest.raises(PeerLost):
-        await pair.near.submit([pair.read(0, 0, 4096)], deadline_s=10)
+        await pair.near.submit([pair.read(0, 0, 4096)], deadline_s=PATIENCE_S)
 
 
 async def test_cancelling_a_waiter_leaves_the_batch_and_other_waiters_alone() -> None:
@@ -70,12 +71,12 @@ async def test_cancelling_a_waiter_leaves_the_batch_and_other_waiters_alone() ->
     with pytest.raises(asyncio.CancelledError):
         await impatient
     threading.Thread(target=batch.settle_part, args=({},)).start()
-    assert await asyncio.wait_for(patient, 5) == "done"
+    assert await asyncio.wait_for(patient, PATIENCE_S) == "done"
 
 
 async def test_a_cancelled_task_may_be_followed_by_others_on_the_same_memory(pair: Pair) -> None:
     async def move() -> None:
-        await pair.near.submit([pair.read(0, 0, 1 << 20)], deadline_s=10)
+        await pair.near.submit([pair.read(0, 0, 1 << 20)], deadline_s=PATIENCE_S)
 
     for _ in range(20):
         task = asyncio.create_task(move())

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from protocol.errors import InvalidRequest, StaleLease
+from tests.patience import PATIENCE_S
 from tests.transfer.conftest import Pair, PeerInProcess
 from transfer import Op, RemoteSegment, ScatterTransfer, Transfer, TransferEngine, scatter
 
@@ -28,8 +29,12 @@ def test_bytes_arrive_as_they_were_sent_and_come_back(
     window_id = far.open_window(memory, [(1, size)])
     remote = RemoteSegment(far.address, memory.segment_id)
 
-    near.submit([Transfer(Op.WRITE, local, 0, remote, 1, size, window_id)], deadline_s=10).wait(10)
-    near.submit([Transfer(Op.READ, local, size, remote, 1, size)], deadline_s=10).wait(10)
+    near.submit(
+        [Transfer(Op.WRITE, local, 0, remote, 1, size, window_id)], deadline_s=PATIENCE_S
+    ).wait(PATIENCE_S)
+    near.submit([Transfer(Op.READ, local, size, remote, 1, size)], deadline_s=PATIENCE_S).wait(
+        PATIENCE_S
+    )
 
     assert memory.buffer[1 : 1 + size] == content
     assert (memory.buffer[0], memory.buffer[size + 1]) == (0, 0)
@@ -53,8 +58,8 @@ def test_memory_that_the_caller_brought_works_on_either_side(
     window_id = far.open_window(memory, [(0, 4096)])
     write = Transfer(Op.WRITE, local, 0, remote, 2048, 2048, window_id)
     read = Transfer(Op.READ, local, 2048, remote, 2048, 2048)
-    near.submit([write], deadline_s=10).wait(10)
-    near.submit([read], deadline_s=10).wait(10)
+    near.submit([write], deadline_s=PATIENCE_S).wait(PATIENCE_S)
+    near.submit([read], deadline_s=PATIENCE_S).wait(PATIENCE_S)
     assert memory.buffer[2048:] == local.buffer[:2048] == local.buffer[2048:]
 
 
@@ -192,9 +197,9 @@ def test_each_transfer_of_a_batch_has_its_own_error(pair: Pair) -> None:
     outside_local = pair.read(pair.local.nbytes, 0, 1)
     negative = pair.read(-1, 0, 1)
     transfers = [pair.write(0, 0, 9), pair.write(0, 0, 9, closed), outside_local, negative]
-    batch = pair.near.submit([*transfers, pair.read(0, 0, 9)], deadline_s=10)
+    batch = pair.near.submit([*transfers, pair.read(0, 0, 9)], deadline_s=PATIENCE_S)
     with pytest.raises(StaleLease):
-        batch.wait(10)
+        batch.wait(PATIENCE_S)
     kinds = [type(error) for error in batch.errors]
     assert kinds == [type(None), StaleLease, InvalidRequest, InvalidRequest, type(None)]
 
@@ -203,7 +208,7 @@ def test_a_scatter_list_without_rows_or_bytes_is_done_at_once(pair: Pair) -> Non
     for rows in (scatter.rows(), scatter.rows((0, 0, 0), (10, 10, 0))):
         for op, window_id in ((Op.READ, None), (Op.WRITE, pair.window_id)):
             transfer = ScatterTransfer(op, pair.local, pair.remote, rows, window_id)
-            pair.near.submit([transfer], deadline_s=10).wait(10)
+            pair.near.submit([transfer], deadline_s=PATIENCE_S).wait(PATIENCE_S)
 
 
 def test_two_processes_read_and_write_each_other(
@@ -215,11 +220,13 @@ def test_two_processes_read_and_write_each_other(
     window_id = peer.ask("open_window", segment_id, [(4096, 4096)])
     local = engine.allocate(1 << 20)
     remote = RemoteSegment(address, segment_id)
-    engine.submit([Transfer(Op.READ, local, 0, remote, 0, 1 << 20)], deadline_s=10).wait(10)
+    engine.submit([Transfer(Op.READ, local, 0, remote, 0, 1 << 20)], deadline_s=PATIENCE_S).wait(
+        PATIENCE_S
+    )
     assert local.buffer == b"\7" * (1 << 20)
     local.buffer[:4096] = b"w" * 4096
     write = Transfer(Op.WRITE, local, 0, remote, 4096, 4096, window_id)
-    engine.submit([write], deadline_s=10).wait(10)
+    engine.submit([write], deadline_s=PATIENCE_S).wait(PATIENCE_S)
     content = bytes.fromhex(peer.ask("content", segment_id))
     assert content[4096:8192] == b"w" * 4096
     assert content[:4096] == b"\7" * 4096

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from protocol.errors import Cancelled, InvalidRequest, PeerLost
+from tests.patience import PATIENCE_S
 from tests.transfer.conftest import Pair, PeerInProcess
 from transfer import Batch, Op, RemoteSegment, ScatterTransfer, Transfer, TransferEngine
 
@@ -33,7 +34,7 @@ def test_opening_a_peer_lists_what_it_lets_others_read(pair: Pair) -> None:
 def test_opening_a_peer_that_is_gone_says_so(pair: Pair) -> None:
     pair.far.close()
     with pytest.raises(PeerLost):
-        pair.near.open(pair.far.address, deadline_s=5)
+        pair.near.open(pair.far.address, deadline_s=PATIENCE_S)
 
 
 def test_run_moves_bytes_both_ways_in_the_callers_thread(pair: Pair) -> None:
@@ -41,8 +42,8 @@ def test_run_moves_bytes_both_ways_in_the_callers_thread(pair: Pair) -> None:
     for length in (1, 4096, 300_000):
         content = random.Random(length).randbytes(length)
         pair.local.buffer[:length] = content
-        pair.near.run([pair.write(0, 1000, length)], deadline_s=10)
-        pair.near.run([pair.read(500_000, 1000, length)], deadline_s=10)
+        pair.near.run([pair.write(0, 1000, length)], deadline_s=PATIENCE_S)
+        pair.near.run([pair.read(500_000, 1000, length)], deadline_s=PATIENCE_S)
         assert pair.local.buffer[500_000 : 500_000 + length] == content
 
 
@@ -51,10 +52,10 @@ def test_run_raises_what_the_peer_refuses_with(pair: Pair, length: int) -> None:
     pair.run(pair.read(0, 0, 10))
     beyond = pair.memory.nbytes - 10
     with pytest.raises(InvalidRequest):
-        pair.near.run([pair.read(0, beyond, length)], deadline_s=10)
+        pair.near.run([pair.read(0, beyond, length)], deadline_s=PATIENCE_S)
     with pytest.raises(InvalidRequest):
-        pair.near.run([pair.read(pair.local.nbytes - 10, 0, length)], deadline_s=10)
-    pair.near.run([pair.read(0, 0, length)], deadline_s=10)
+        pair.near.run([pair.read(pair.local.nbytes - 10, 0, length)], deadline_s=PATIENCE_S)
+    pair.near.run([pair.read(0, 0, length)], deadline_s=PATIENCE_S)
 
 
 def test_a_scatter_list_is_one_transfer_with_many_places(pair: Pair) -> None:
@@ -62,13 +63,13 @@ def test_a_scatter_list_is_one_transfer_with_many_places(pair: Pair) -> None:
     count, size = 6000, 100
     places = rng.sample(range(10_000), count)
     rows = np.array([(place * size, i * size, size) for i, place in enumerate(places)])
-    pair.near.run([ScatterTransfer(Op.READ, pair.local, pair.remote, rows)], deadline_s=10)
+    pair.near.run([ScatterTransfer(Op.READ, pair.local, pair.remote, rows)], deadline_s=PATIENCE_S)
     for i, place in enumerate(places):
         assert pair.local.buffer[i * size :][:size] == pair.memory.buffer[place * size :][:size]
 
     pair.local.buffer[:] = rng.randbytes(pair.local.nbytes)
     write = ScatterTransfer(Op.WRITE, pair.local, pair.remote, rows, pair.window_id)
-    pair.near.run([write], deadline_s=10)
+    pair.near.run([write], deadline_s=PATIENCE_S)
     for i, place in enumerate(places):
         assert pair.local.buffer[i * size :][:size] == pair.memory.buffer[place * size :][:size]
 
@@ -80,10 +81,11 @@ def test_a_scatter_list_that_is_wrong_fails_alone(pair: Pair) -> None:
     flat = ScatterTransfer(Op.READ, pair.local, pair.remote, np.zeros(3, np.int64))
     end = pair.local.nbytes
     batch = pair.near.submit(
-        [read((0, end - 5, 6)), read((-1, 0, 5)), flat, read((0, 0, 5), (9, 9, 0))], deadline_s=10
+        [read((0, end - 5, 6)), read((-1, 0, 5)), flat, read((0, 0, 5), (9, 9, 0))],
+        deadline_s=PATIENCE_S,
     )
     with pytest.raises(InvalidRequest):
-        batch.wait(10)
+        batch.wait(PATIENCE_S)
     kinds = [type(error) for error in batch.errors]
     assert kinds == [InvalidRequest, InvalidRequest, InvalidRequest, type(None)]
 
@@ -118,17 +120,17 @@ def test_a_cancelled_batch_ends_and_frees_its_memory(
     local = engine.allocate(nbytes)
     remote = RemoteSegment(address, segment_id)
     write = Transfer(Op.WRITE, local, 0, remote, 0, nbytes, window_id)
-    engine.submit([write], deadline_s=10).wait(10)
+    engine.submit([write], deadline_s=PATIENCE_S).wait(PATIENCE_S)
     peer.stop()
-    first = engine.submit([write], deadline_s=10)
-    second = engine.submit([write], deadline_s=10)
+    first = engine.submit([write], deadline_s=PATIENCE_S)
+    second = engine.submit([write], deadline_s=PATIENCE_S)
     for batch in (first, second):
         batch.cancel()
     peer.resume()
     with pytest.raises(Cancelled):
-        second.wait(10)
+        second.wait(PATIENCE_S)
     with contextlib.suppress(Cancelled):  # may have been under way as a whole
-        first.wait(10)
+        first.wait(PATIENCE_S)
     engine.deregister(local)
 
 
@@ -139,12 +141,12 @@ def test_callbacks_hear_of_the_end_once_and_a_failing_one_harms_nobody(pair: Pai
     def fail(batch: Batch) -> None:
         raise RuntimeError("a bug of the caller's")
 
-    batch = pair.near.submit([pair.read(0, 0, 500_000)], deadline_s=10)
+    batch = pair.near.submit([pair.read(0, 0, 500_000)], deadline_s=PATIENCE_S)
     batch.add_done_callback(fail) if not batch.done else None
     batch.add_done_callback(heard.append)
     batch.add_done_callback(lambda _: both.set())
-    assert both.wait(10)
-    batch.wait(10)
+    assert both.wait(PATIENCE_S)
+    batch.wait(PATIENCE_S)
     assert heard == [batch]
     batch.add_done_callback(heard.append)
     assert heard == [batch, batch]
@@ -152,7 +154,8 @@ def test_callbacks_hear_of_the_end_once_and_a_failing_one_harms_nobody(pair: Pai
 
 async def test_batches_can_be_awaited_together(pair: Pair) -> None:
     batches = [
-        pair.near.submit([pair.read(i * 1000, i * 1000, 1000)], deadline_s=10) for i in range(50)
+        pair.near.submit([pair.read(i * 1000, i * 1000, 1000)], deadline_s=PATIENCE_S)
+        for i in range(50)
     ]
     await asyncio.gather(*batches)
     assert pair.local.buffer[:50_000] == pair.memory.buffer[:50_000]

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -23,12 +22,12 @@ from typing import Any
 import pytest
 
 from protocol.errors import InvalidRequest, MoonserveError, PeerLost
+from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import ROOT, TOKEN
 from tests.transfer.target_zygote import NBYTES
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
 
 CYCLES = int(os.environ.get("MOONSERVE_LEAK_CYCLES", "1500"))
-DEADLINE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -96,11 +95,11 @@ class Cycles:
             for segment in (memory, brought):
                 self.near.run(
                     [read_of(self.local, far.address, segment.segment_id, 4096)],
-                    deadline_s=DEADLINE_S,
+                    deadline_s=NEVER_S,
                 )
             remote = RemoteSegment(far.address, memory.segment_id)
             write = Transfer(Op.WRITE, self.local, 0, remote, 0, 4096, window_id)
-            self.near.submit([write], deadline_s=DEADLINE_S).wait(DEADLINE_S)
+            self.near.submit([write], deadline_s=NEVER_S).wait(NEVER_S)
             far.close_window(window_id)
             far.deregister(brought)
         self.leave(far.address)
@@ -129,7 +128,7 @@ class Cycles:
     def kill(self, transport: str) -> None:
         """A process is killed while batches are under way."""
         pid, address, segment_id, window_id = self.zygote.make(transport)
-        self.near.run([read_of(self.local, address, segment_id, 4096)], deadline_s=DEADLINE_S)
+        self.near.run([read_of(self.local, address, segment_id, 4096)], deadline_s=NEVER_S)
         batches = self.submit(self.near, self.local, address, segment_id, window_id)
         os.kill(pid, signal.SIGKILL)
         self.end(batches)
@@ -155,7 +154,7 @@ class Cycles:
         address: str,
         segment_id: int,
         window_id: int,
-        deadline_s: float = DEADLINE_S,
+        deadline_s: float = NEVER_S,
     ) -> list[Any]:
         remote = RemoteSegment(address, segment_id)
         half = NBYTES // 2
@@ -164,12 +163,10 @@ class Cycles:
         return [engine.submit([each], deadline_s=deadline_s) for each in (read, write, read)]
 
     def end(self, batches: list[Any]) -> None:
-        begin = time.monotonic()
         for batch in batches:
             # InvalidRequest: a READ of mapped memory found that its owner had deregistered it.
             with suppress(PeerLost, InvalidRequest):
-                batch.wait(DEADLINE_S + 5)
-        assert time.monotonic() - begin < DEADLINE_S
+                batch.wait(PATIENCE_S)
 
     def leave(self, address: str) -> None:
         self.near.forget(address)
@@ -200,7 +197,7 @@ def cycles() -> Iterator[Cycles]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60 + CYCLES * 0.2)
+@pytest.mark.timeout(600 + CYCLES)
 def test_nothing_is_kept_of_peers_that_have_gone(cycles: Cycles) -> None:
     warm_up = min(CYCLES // 2, 6000)  # metrics name up to 4,096 peers, and remember them
     for _ in range(warm_up):

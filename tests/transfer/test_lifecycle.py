@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from protocol.errors import ConfigError, InvalidRequest, PeerLost
+from tests.patience import PATIENCE_S
 from tests.transfer.conftest import TOKEN, Pair, PeerInProcess
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.address import parse
@@ -38,7 +39,7 @@ def test_nothing_is_left_after_two_hundred_cycles(transport: str) -> None:
             remote = RemoteSegment(far.address, memory.segment_id)
             read = Transfer(Op.READ, local, 0, remote, 0, 4096)
             write = Transfer(Op.WRITE, local, 0, remote, 0, 4096, window_id)
-            near.submit([read, write], deadline_s=10).wait(10)
+            near.submit([read, write], deadline_s=PATIENCE_S).wait(PATIENCE_S)
 
     cycle()
     before = census()
@@ -83,10 +84,11 @@ def test_an_idle_peer_that_is_gone_costs_no_thread(
 def test_a_failed_batch_keeps_no_memory_alive(pair: Pair) -> None:
     local = pair.near.allocate(4096)
     batch = pair.near.submit(
-        [Transfer(Op.READ, local, 0, RemoteSegment(pair.far.address, 999), 0, 10)], deadline_s=10
+        [Transfer(Op.READ, local, 0, RemoteSegment(pair.far.address, 999), 0, 10)],
+        deadline_s=PATIENCE_S,
     )
     with pytest.raises(InvalidRequest):
-        batch.wait(10)
+        batch.wait(PATIENCE_S)
     (error,) = batch.errors
     del batch
     gone = weakref.ref(local.memory)
@@ -105,11 +107,11 @@ def test_a_segment_in_use_cannot_be_deregistered(
     local = engine.allocate(4096)
     peer.stop()
     read = Transfer(Op.READ, local, 0, RemoteSegment(address, segment_id), 0, 10)
-    batch = engine.submit([read], deadline_s=10)
+    batch = engine.submit([read], deadline_s=PATIENCE_S)
     with pytest.raises(InvalidRequest, match="in use"):
         engine.deregister(local)
     peer.resume()
-    batch.wait(10)
+    batch.wait(PATIENCE_S)
     engine.deregister(local)
     with pytest.raises(InvalidRequest, match="not registered"):
         engine.deregister(local)
@@ -203,7 +205,9 @@ def test_the_first_transport_that_gets_through_is_used() -> None:
         ):
             local = near.allocate(100)
             remote = RemoteSegment(where, memory.segment_id)
-            near.submit([Transfer(Op.READ, local, 0, remote, 0, 100)], deadline_s=10).wait(10)
+            near.submit([Transfer(Op.READ, local, 0, remote, 0, 100)], deadline_s=PATIENCE_S).wait(
+                PATIENCE_S
+            )
             assert local.buffer == memory.buffer
             paths = near._peers[where]._lanes
             assert [path.transport for path, lane in paths.items() if lane.connected] == [expected]

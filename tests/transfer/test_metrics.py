@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from protocol.errors import Cancelled, InvalidRequest, MoonserveError, PeerLost
+from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import Pair, PeerInProcess
 from transfer import FaultPlan, Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.metrics import TransferCollector
@@ -47,7 +48,7 @@ class Readings:
 def test_bytes_slices_and_seconds_are_counted_once(pair: Pair, transport: str) -> None:
     readings = Readings(pair.near)
     pair.run(pair.read(0, 0, 1000), pair.write(5000, 5000, 300))
-    pair.near.run([pair.read(0, 0, 77)], deadline_s=10)  # in the caller's thread
+    pair.near.run([pair.read(0, 0, 77)], deadline_s=PATIENCE_S)  # in the caller's thread
     (path,) = pair.near.stats
     labels = {"transport": transport, "rail": path.rail, "peer": path.peer}
     assert readings.of("bytes_total", op="read", **labels) == 1077
@@ -79,7 +80,9 @@ def test_a_damaged_slice_is_counted_and_sent_again(make_engine: Make, transport:
     memory, local = far.allocate(4096), near.allocate(4096)
     window_id = far.open_window(memory, [(0, 4096)])
     remote = RemoteSegment(far.address, memory.segment_id)
-    near.submit([Transfer(Op.WRITE, local, 0, remote, 0, 4096, window_id)], deadline_s=10).wait()
+    near.submit(
+        [Transfer(Op.WRITE, local, 0, remote, 0, 4096, window_id)], deadline_s=PATIENCE_S
+    ).wait()
     readings = Readings(near)
     assert readings.of("integrity_failures_total") == readings.of("retries_total") == 1
     assert readings.of("bytes_total", op="write") == 4096
@@ -97,14 +100,14 @@ def test_refusals_are_failures_and_cancelled_slices_are_not(
     window_id = peer.ask("open_window", segment_id, [(0, 4096)])
     absent = Transfer(Op.READ, local, 0, RemoteSegment(address, 999), 0, 10)
     with pytest.raises(InvalidRequest):
-        engine.submit([absent], deadline_s=10).wait()
+        engine.submit([absent], deadline_s=PATIENCE_S).wait()
     assert readings.of("failures_total") == 1
     write = Transfer(Op.WRITE, local, 0, RemoteSegment(address, segment_id), 0, 10, window_id)
-    batch = engine.submit([write], deadline_s=10)
+    batch = engine.submit([write], deadline_s=PATIENCE_S)
     assert readings.of("bytes_in_flight") == 10
     batch.cancel()
     with pytest.raises(Cancelled):
-        batch.wait(5)
+        batch.wait(PATIENCE_S)
     assert readings.of("failures_total") == 1
     readings.require_quiet()
 
@@ -116,13 +119,13 @@ def test_a_lost_peer_leaves_nothing_in_flight(make_engine: Make, peer: PeerInPro
     window_id = peer.ask("open_window", segment_id, [(0, 1 << 20)])
     remote = RemoteSegment(address, segment_id)
     write = Transfer(Op.WRITE, local, 0, remote, 0, 1 << 20, window_id)
-    engine.submit([write], deadline_s=10).wait()
+    engine.submit([write], deadline_s=PATIENCE_S).wait()
     peer.stop()
-    batches = [engine.submit([write], deadline_s=60) for _ in range(5)]
+    batches = [engine.submit([write], deadline_s=NEVER_S) for _ in range(5)]
     peer.process.kill()
     for batch in batches:
         with pytest.raises(PeerLost):
-            batch.wait(10)
+            batch.wait(PATIENCE_S)
     assert readings.of("breaks_total") >= 1
     assert readings.of("failures_total") == 5
     assert readings.of("bytes_total", op="write") == 1 << 20
@@ -140,7 +143,7 @@ def test_many_threads_on_several_streams_lose_no_count(make_engine: Make) -> Non
         for _ in range(20):
             try:
                 read = Transfer(Op.READ, local, 0, remote, 0, 1 << 16)
-                near.submit([read], deadline_s=30).wait()
+                near.submit([read], deadline_s=PATIENCE_S).wait()
             except MoonserveError as error:
                 errors.append(error)
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest, StaleLease
+from tests.patience import PATIENCE_S
 from transfer import scatter
 from transfer.segments import Segment, SegmentTable
 from transfer.windows import WindowTable
@@ -51,7 +52,7 @@ def test_closing_waits_for_the_store_under_way_and_refuses_the_next() -> None:
     with window:
         closer.start()
         assert not closed.wait(0.05)
-    assert closed.wait(5)
+    assert closed.wait(PATIENCE_S)
     closer.join()
     with pytest.raises(StaleLease), window:
         pytest.fail("stored through a closed window")
@@ -65,7 +66,7 @@ def test_a_hold_that_ends_in_time_is_not_revoked() -> None:
     closer.start()
     hold.leave()
     hold.leave()
-    closer.join(5)
+    closer.join(PATIENCE_S)
     assert not closer.is_alive()
 
 
@@ -76,7 +77,7 @@ def test_closing_revokes_a_hold_that_hangs_and_grants_no_other() -> None:
     hold = window.hold(revoked.set)
 
     def leave_when_revoked() -> None:
-        assert revoked.wait(5)
+        assert revoked.wait(PATIENCE_S)
         hold.leave()
 
     leaver = threading.Thread(target=leave_when_revoked)

@@ -18,6 +18,7 @@ import pytest
 import xxhash
 
 from protocol.errors import MoonserveError
+from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import TOKEN
 from tests.transfer.fuzz import FIRST_SEED, TOTAL_S
 from tests.transfer.fuzz.mutations import INTERESTING, mutated
@@ -32,7 +33,6 @@ from transfer.wire.frames import HEADER_BYTES, Code, Header, Kind, decode, encod
 NBYTES = 64 << 10
 CONTENT = secrets.token_bytes(NBYTES)
 DEADLINE_S = 0.1
-SLACK_S = 1.5
 
 
 class Liar:
@@ -76,7 +76,7 @@ class Liar:
             except OSError:
                 return
             connection = Connection(sock)
-            connection.set_deadline(time.monotonic() + DEADLINE_S + SLACK_S)
+            connection.set_deadline(time.monotonic() + NEVER_S)
             with suppress(MoonserveError, OSError):
                 self._lie_to(connection)
             connection.close()
@@ -161,7 +161,7 @@ def liar(transport: str) -> Iterator[Liar]:
     made.close()
 
 
-@pytest.mark.timeout(TOTAL_S + 60)
+@pytest.mark.timeout(TOTAL_S + 600)
 def test_a_lying_target_gets_nothing_but_failures(liar: Liar, transport: str) -> None:
     options = TransferOptions(transports=(transport,))
     with TransferEngine(cluster_token=TOKEN, options=options) as engine:
@@ -185,7 +185,6 @@ def play(
     remote = RemoteSegment(liar.address, rng.randint(1, 3))
     op = rng.choice((Op.READ, Op.READ, Op.WRITE))
     window_id = 5 if op is Op.WRITE else None
-    begin = time.monotonic()
     if rng.random() < 0.1:
         with contextlib.suppress(MoonserveError):
             engine.open(liar.address, deadline_s=DEADLINE_S)
@@ -194,10 +193,10 @@ def play(
             [Transfer(op, local, to, remote, start, length, window_id)], deadline_s=DEADLINE_S
         )
         with contextlib.suppress(MoonserveError):
-            batch.wait(DEADLINE_S + 10)
+            batch.wait(PATIENCE_S)
+        assert batch.done
         if op is Op.READ and batch.errors == (None,):
             assert everything[NBYTES + to : NBYTES + to + length] == CONTENT[start : start + length]
-    assert time.monotonic() - begin < DEADLINE_S + SLACK_S
     assert everything[: NBYTES + to] == b"g" * (NBYTES + to)
     assert everything[NBYTES + to + length :] == b"g" * (2 * NBYTES - to - length)
     if rng.random() < 0.2:

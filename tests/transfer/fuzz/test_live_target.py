@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.transfer.conftest import TOKEN
 from tests.transfer.fuzz import FIRST_SEED, TOTAL_S
 from tests.transfer.fuzz.mutations import Frame, Ground, Inventor, Passed, mutated
@@ -92,7 +93,7 @@ class Quarry:
         remote = RemoteSegment(self.engine.address, self.segment.segment_id)
         self.local.buffer[:] = secrets.token_bytes(4096)
         write = Transfer(Op.WRITE, self.local, 0, remote, WINDOW[0], 4096, self.window_id)
-        self.honest.submit([write], deadline_s=20).wait(20)
+        self.honest.submit([write], deadline_s=PATIENCE_S).wait(PATIENCE_S)
         assert self.segment.buffer[WINDOW[0] : WINDOW[0] + 4096] == self.local.buffer
 
 
@@ -181,7 +182,7 @@ def _send_all(sock: socket.socket, quarry: Quarry, frames: list[Frame]) -> None:
             sock.shutdown(socket.SHUT_WR)
 
 
-@pytest.mark.timeout(TOTAL_S + 60)
+@pytest.mark.timeout(TOTAL_S + 600)
 def test_mutated_sessions_neither_end_the_engine_nor_get_outside(
     quarry: Quarry, failures: list[BaseException]
 ) -> None:

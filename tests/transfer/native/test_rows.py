@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.patience import PATIENCE_S
 from transfer.base import LENGTH, LOCAL, REMOTE, Rows
 from transfer.native import DataPlane, address_of
 
@@ -80,7 +81,7 @@ def test_a_source_that_changes_meanwhile_is_noticed(plane: DataPlane) -> None:
     changing = threading.Thread(target=change)
     changing.start()
     rows = rows_of((0, 0, len(source)))
-    give_up_at = time.monotonic() + 30
+    give_up_at = time.monotonic() + PATIENCE_S
     try:
         while plane.copy_rows_verified(address_of(into), address_of(source), rows, to_column=LOCAL):
             assert time.monotonic() < give_up_at

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import logging, sys
@@ -26,9 +28,9 @@ with (
     remote = RemoteSegment(far.address, memory.segment_id)
     window_id = far.open_window(memory, [(0, size)])
     write = [Transfer(Op.WRITE, local, 0, remote, size // 2, size // 2, window_id)]
-    near.submit(write, deadline_s=20).wait(20)
+    near.submit(write, deadline_s=90).wait(90)
     assert memory.buffer[size // 2 :] == local.buffer[: size // 2]
-    near.run([Transfer(Op.READ, local, 0, remote, size // 2 - 100, 200)], deadline_s=20)
+    near.run([Transfer(Op.READ, local, 0, remote, size // 2 - 100, 200)], deadline_s=90)
     assert local.buffer[:200] == memory.buffer[size // 2 - 100 : size // 2 + 100]
 """
 
@@ -41,7 +43,7 @@ def test_engines_transfer_with_the_twin(transport: str, tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

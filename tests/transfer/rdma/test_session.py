@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
 
 from protocol.errors import InvalidRequest, PeerLost, StaleLease
+from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import Pair
 from tests.transfer.rdma.fake_fabric import Wire
 from transfer import Op, RemoteSegment, Transfer, TransferEngine
 from transfer.faults import FaultPlan
-
-AT_MOST_S = 3.0
 
 
 @pytest.fixture(params=[True, False], ids=["checksums", "bare"])
@@ -36,14 +34,12 @@ def test_closing_a_window_ends_a_write_that_hangs_and_nothing_is_stored_later(
     pair: Pair, wire: Wire
 ) -> None:
     wire.freeze()
-    batch = pair.near.submit([pair.write(0, 0, 1 << 20)], deadline_s=10)
-    assert wire.has_frozen.wait(AT_MOST_S)
-    start = time.monotonic()
-    pair.far.close_window(pair.window_id)
-    assert time.monotonic() - start < AT_MOST_S
+    batch = pair.near.submit([pair.write(0, 0, 1 << 20)], deadline_s=PATIENCE_S)
+    assert wire.has_frozen.wait(PATIENCE_S)
+    pair.far.close_window(pair.window_id)  # while it is frozen, which only this test ends
     wire.thaw()
     with pytest.raises(StaleLease):
-        batch.wait(10)
+        batch.wait(PATIENCE_S)
     assert pair.memory.buffer == b"f" * (1 << 20)
 
 
@@ -51,22 +47,20 @@ def test_a_read_that_hangs_ends_with_its_deadline_and_fills_nothing_later(
     pair: Pair, wire: Wire
 ) -> None:
     wire.freeze()
-    start = time.monotonic()
     batch = pair.near.submit([pair.read(0, 0, 1 << 20)], deadline_s=0.3)
     with pytest.raises(PeerLost):
-        batch.wait(10)
-    assert time.monotonic() - start < AT_MOST_S
+        batch.wait(PATIENCE_S)
     wire.thaw()
     assert pair.local.buffer == b"n" * (1 << 20)
 
 
 def test_a_forgotten_peer_ends_what_hangs_at_once(pair: Pair, wire: Wire) -> None:
     wire.freeze()
-    batch = pair.near.submit([pair.read(0, 0, 4096)], deadline_s=60)
-    assert wire.has_frozen.wait(AT_MOST_S)
+    batch = pair.near.submit([pair.read(0, 0, 4096)], deadline_s=NEVER_S)
+    assert wire.has_frozen.wait(PATIENCE_S)
     pair.near.forget(pair.far.address)
     with pytest.raises(PeerLost):
-        batch.wait(AT_MOST_S)
+        batch.wait(PATIENCE_S)
     wire.thaw()
     assert pair.local.buffer[:4096] == b"n" * 4096
 
@@ -96,14 +90,12 @@ def test_a_key_that_was_told_dies_with_its_segment(pair: Pair, wire: Wire) -> No
 def test_deregistering_waits_for_no_reader_that_hangs(pair: Pair, wire: Wire) -> None:
     pair.far.close_window(pair.window_id)
     wire.freeze()
-    batch = pair.near.submit([pair.read(0, 0, 4096)], deadline_s=5)
-    assert wire.has_frozen.wait(AT_MOST_S)
-    start = time.monotonic()
+    batch = pair.near.submit([pair.read(0, 0, 4096)], deadline_s=PATIENCE_S)
+    assert wire.has_frozen.wait(PATIENCE_S)
     pair.far.deregister(pair.memory)
-    assert time.monotonic() - start < AT_MOST_S
     wire.thaw()
     with pytest.raises(InvalidRequest):
-        batch.wait(10)
+        batch.wait(PATIENCE_S)
 
 
 def test_memory_of_a_gpu_is_refused_clearly(make_engine: Callable[..., TransferEngine]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from protocol.errors import IntegrityError, InvalidRequest
+from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import TOKEN, PeerInProcess
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
 from transfer.base import Rows
@@ -83,14 +83,14 @@ class Two:
 
     def read(self) -> None:
         self.near.run(
-            [Transfer(Op.READ, self.local, 0, self.remote, 0, self.nbytes)], deadline_s=10
+            [Transfer(Op.READ, self.local, 0, self.remote, 0, self.nbytes)], deadline_s=PATIENCE_S
         )
 
     def write(self) -> None:
         transfer = Transfer(
             Op.WRITE, self.local, 0, self.remote, 0, self.nbytes, window_id=self.window_id
         )
-        self.near.submit([transfer], deadline_s=10).wait(10)
+        self.near.submit([transfer], deadline_s=PATIENCE_S).wait(PATIENCE_S)
 
     def round_trip(self) -> None:
         content = bytes(self.memory.buffer)
@@ -155,9 +155,7 @@ def test_offers_under_way_while_both_ends_send_much_block_nobody(make: Make) -> 
             Transfer(Op.WRITE, brought, 0, to, 2 * i * size, size, window_id),
             Transfer(Op.WRITE, offered, 0, to, (2 * i + 1) * size, size, window_id),
         ]
-    began = time.monotonic()
-    near.submit(transfers, deadline_s=20).wait(25)
-    assert time.monotonic() - began < 10
+    near.submit(transfers, deadline_s=NEVER_S).wait(PATIENCE_S)
     for i in range(4):
         assert into.buffer[(2 * i + 1) * size :][:size] == bytes([i]) * size
 
@@ -251,9 +249,9 @@ def test_another_process_reads_and_writes_memory_that_was_registered(
     write = Transfer(Op.WRITE, local, 0, remote, 0, 4 * MIB, window_id)
     for fill in (b"r", b"s"):
         local.buffer[:] = fill * (4 * MIB)
-        engine.submit([write], deadline_s=10).wait(10)
+        engine.submit([write], deadline_s=PATIENCE_S).wait(PATIENCE_S)
         assert bytes.fromhex(peer.ask("content", segment_id)) == fill * (4 * MIB)
-    engine.run([Transfer(Op.READ, local, 0, remote, 0, 4 * MIB)], deadline_s=10)
+    engine.run([Transfer(Op.READ, local, 0, remote, 0, 4 * MIB)], deadline_s=PATIENCE_S)
     assert local.buffer == b"s" * (4 * MIB)
 
 
@@ -264,7 +262,7 @@ def test_a_peer_that_was_killed_is_noticed_though_its_memory_could_still_be_read
     remote = RemoteSegment(peer.ask("address"), peer.ask("allocate", MIB, 7, True))
     local = engine.allocate(MIB)
     read = Transfer(Op.READ, local, 0, remote, 0, MIB)
-    engine.run([read], deadline_s=10)
+    engine.run([read], deadline_s=PATIENCE_S)
     peer.end()
     with pytest.raises(Exception, match="peer"):
-        engine.submit([read], deadline_s=5).wait(10)
+        engine.submit([read], deadline_s=PATIENCE_S).wait(PATIENCE_S)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import InvalidRequest
+from tests.patience import PATIENCE_S
 from tests.transfer.conftest import TOKEN
 from tests.transfer.test_strangers import authenticated, until_closed
 from transfer import Segment, TransferEngine, TransferOptions, scatter
@@ -161,5 +162,5 @@ def test_what_a_connection_mapped_goes_with_it(target: Target) -> None:
     maps = Path("/proc/self/maps").read_text().count("memfd:moonserve")
     [served] = target.engine._hosted.served._served.values()
     target.connection.close()
-    assert served.ended.wait(5)
+    assert served.ended.wait(PATIENCE_S)
     assert Path("/proc/self/maps").read_text().count("memfd:moonserve") == maps - 1

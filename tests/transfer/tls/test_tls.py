@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 
 import pytest
 
 from protocol.errors import Incompatible, PeerError, PeerLost, Unauthenticated
+from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import Pair
 from tests.transfer.tls.authority import Authority, Files
 from tests.transfer.tls.relay import Relay
@@ -16,19 +16,14 @@ from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine
 from transfer.address import parse
 
 Make = Callable[..., TransferEngine]
-DEADLINE_S = 20.0
 
 
 def read(near: TransferEngine, far: TransferEngine, address: str | None = None) -> None:
-    """Ten bytes; fails if it takes the better part of its deadline."""
+    """Ten bytes, or a refusal: no deadline ends it."""
     memory = far.allocate(4096, readable=True)
     local = near.allocate(4096)
     remote = RemoteSegment(address or far.address, memory.segment_id)
-    began = time.monotonic()
-    try:
-        near.run([Transfer(Op.READ, local, 0, remote, 0, 10)], deadline_s=DEADLINE_S)
-    finally:
-        assert time.monotonic() - began < DEADLINE_S / 2
+    near.run([Transfer(Op.READ, local, 0, remote, 0, 10)], deadline_s=NEVER_S)
 
 
 @pytest.fixture
@@ -104,10 +99,10 @@ def test_an_address_that_hides_or_claims_tls_gets_nobody_in(make_engine: Make) -
 def test_plain_bytes_on_the_encrypted_port_end_their_connection_only(pair: Pair) -> None:
     host, _, port = parse(pair.far.address).rails["tcp"][0].endpoint.rpartition(":")
     for garbage in (b"\0" * 100, b"MOONXFER" + bytes(35), b"\x16\x03\x01\x40\x00" + b"x" * 300):
-        with socket.create_connection((host, int(port)), 10) as sock:
+        with socket.create_connection((host, int(port)), PATIENCE_S) as sock:
             sock.sendall(garbage)
             sock.shutdown(socket.SHUT_WR)
-            sock.settimeout(10)
+            sock.settimeout(PATIENCE_S)
             while sock.recv(4096):
                 pass
     pair.run(pair.read(0, 0, 10))
@@ -116,7 +111,7 @@ def test_plain_bytes_on_the_encrypted_port_end_their_connection_only(pair: Pair)
 def _write_through(pair: Pair, relay: Relay, source: Segment) -> None:
     remote = RemoteSegment(relay.address, pair.memory.segment_id)
     write = Transfer(Op.WRITE, source, 0, remote, 0, source.nbytes, pair.window_id)
-    pair.near.run([write], deadline_s=5)
+    pair.near.run([write], deadline_s=PATIENCE_S)
 
 
 def test_whoever_listens_sees_nothing_of_what_is_sent(pair: Pair) -> None:
