@@ -82,7 +82,7 @@ class PrefillTable(Table):
     home: Ints = field(default_factory=_INTS)  # row of its home store; meaningless without one
     has_home: Flags = field(default_factory=_FLAGS)
     bytes_per_s: Floats = field(default_factory=_FLOATS)
-    c0: Floats = field(default_factory=_FLOATS)  # of its profile
+    c0: Floats = field(default_factory=_FLOATS)  # of its profile, corrected
     c1: Floats = field(default_factory=_FLOATS)
     c2: Floats = field(default_factory=_FLOATS)
     waiting_s: Floats = field(default_factory=_FLOATS)  # predicted, of placed prompts but the first
@@ -102,7 +102,7 @@ class DecodeTable(Table):
     """Of `DecodeBook` and of decode registrations."""
 
     slots: Floats = field(default_factory=_FLOATS)  # infinite = unlimited
-    c0: Floats = field(default_factory=_FLOATS)  # of its profile
+    c0: Floats = field(default_factory=_FLOATS)  # of its profile, corrected
     c1: Floats = field(default_factory=_FLOATS)
     c2: Floats = field(default_factory=_FLOATS)
     num_seqs: Ints = field(default_factory=_INTS)

@@ -60,6 +60,7 @@ class Register:
     max_num_seqs: int = 0  # 0 = unlimited
     max_model_len: int = 0
     bytes_per_s: float = 0.0  # 0 = not measured
+    local_bytes_per_s: float = 0.0  # within its host, likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,10 @@ class Report:
     elapsed_s: float
     cached_tokens: int = 0
     output_tokens: int = 0
+    # Of the first token, on the prefill worker's clock; None = not known.
+    queue_s: float | None = None
+    transfer_s: float | None = None  # by which its prefix delayed it
+    prefill_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

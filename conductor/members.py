@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from conductor.columns import DecodeTable, PrefillTable, Seat, StoreTable, Table
+from conductor.cost.prefill import PrefillCost
 from conductor.cost.transfer import DEFAULT_BYTES_PER_S
 from conductor.draws import digest64
 from conductor.events import Load, Register
@@ -36,6 +37,7 @@ class Instance:
     queue: PrefillQueue  # empty unless a prefill worker
     decode: DecodeBook  # empty unless a decode worker
     reads: PendingReads  # none unless a store
+    prefill_cost: PrefillCost  # as registered, corrected by reports
     load: Load = field(default_factory=Load)
 
     # Of the registration; fields of their own because they are read often.
@@ -58,6 +60,15 @@ class Instance:
     def choose(self, placement: int) -> None:
         """The placement with this number goes here."""
         self.seat.table.chosen_at[self.seat.row] = placement
+
+    def learn_prefill(self, num_tokens: int, num_cached: int, seconds: float) -> None:
+        """A prompt of a prefill worker computed for so long: from now on its column says so too."""
+        cost = self.prefill_cost
+        cost.observe(num_tokens, num_cached, seconds)
+        factor, profile = cost.correction.factor, cost.profile
+        table, row = self.seat.table, self.seat.row
+        table.c0[row], table.c1[row] = factor * profile.c0, factor * profile.c1
+        table.c2[row] = factor * profile.c2
 
     def index_as(self, bit: int) -> None:
         """Its number in the directory. Decode workers have one too, but nobody reads from them."""
@@ -206,6 +217,7 @@ class Members:
             instance.queue.validate()
             instance.decode.validate()
             instance.reads.validate()
+            instance.prefill_cost.validate()
         for role in Role:
             self._validate_rows(role)
 
@@ -235,6 +247,7 @@ def _instance(registration: Register, now: float, seat: Seat[Any]) -> Instance:
         queue=PrefillQueue(prefill),
         decode=DecodeBook(registration.num_blocks, decode),
         reads=PendingReads(store),
+        prefill_cost=PrefillCost(registration.prefill_profile),
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from conductor.admission import reject_tbt, reject_ttft
 from conductor.columns import DecodeTable, Ints, PrefillTable, StoreTable, Table
+from conductor.cost.accuracy import Times
 from conductor.cost.transfer import LOCAL_BYTES_PER_S
 from conductor.decision import Decision, DecodeColumns, PrefillColumns, Rejection
 from conductor.events import Place
@@ -40,6 +41,8 @@ class Plan(NamedTuple):
     prefill: Instance
     decode: Instance
     sources: tuple[PrefixSource, ...]
+    reads: tuple[tuple[Instance, int], ...]  # blocks to read from each store
+    predicted: Times
     prefill_s: float  # predicted service time
     rank: float  # with which it waits for prefill
     uncached_tokens: int
@@ -114,16 +117,23 @@ class Planner:
             best_blocks=prefixes.best_blocks,
             rank=0.0 if weighed.rank is None else float(weighed.rank[best]),
         )
+        decision = self._decide(place, choice, now)
         return Plan(
-            decision=self._decide(place, choice, now),
+            decision=decision,
             prefill=prefill,
             decode=choice.decode_instance,
             sources=choice.sources,
+            reads=self._reads(choice.sources),
+            predicted=_predicted(choice.prefills, best, decision.predicted_ttft_s),
             prefill_s=float(weighed.prefill_s[best]),
             rank=choice.rank,
             uncached_tokens=place.num_prompt_tokens - reuse_blocks * layout.block_size,
             needed_blocks=needed_blocks,
         )
+
+    def _reads(self, sources: Sequence[PrefixSource]) -> tuple[tuple[Instance, int], ...]:
+        found = ((self._members.find(s.store.instance_id), s.num_blocks) for s in sources)
+        return tuple((store, num_blocks) for store, num_blocks in found if store is not None)
 
     def _candidates(
         self, place: Place, excluded: Sequence[str]
@@ -299,4 +309,13 @@ def _record(prefills: PrefillTable, offers: Offers, weighed: Weighed) -> Prefill
         weighed.prefill_s,
         weighed.ttft_s,
         offers.chosen_at,
+    )
+
+
+def _predicted(prefills: PrefillColumns, row: int, ttft_s: float) -> Times:
+    return Times(
+        ttft_s=ttft_s,
+        queue_s=float(prefills.queue_s[row]),
+        transfer_s=float(prefills.load_s[row] + prefills.transfer_s[row]),
+        prefill_s=float(prefills.prefill_s[row]),
     )

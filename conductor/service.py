@@ -182,6 +182,9 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         for role in Role:
             count = sum(instance.role is role for instance in view.instances)
             self._metrics.instances.labels(role.value).set(count)
+        for term, accuracy in view.ttft_accuracy.items():
+            for quantile, error in (("0.5", accuracy.p50), ("0.9", accuracy.p90)):
+                self._metrics.ttft_error_ratio.labels(term.value, quantile).set(error)
         self._metrics.indexed_blocks.set(sum(i.indexed_blocks for i in view.instances))
 
 

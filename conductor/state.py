@@ -8,11 +8,11 @@ service and a simulator drive the same object.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from conductor.decision import Decision, Outcome
+from conductor.cost.accuracy import Term, TermAccuracy
+from conductor.decision import Decision
 from conductor.decision_log import DecisionLog
 from conductor.events import (
     Action,
@@ -40,8 +40,9 @@ from conductor.events import (
     Tick,
     TtftObserved,
 )
+from conductor.flights import Flight, Flights, Learned, outcome
 from conductor.members import Instance, Members
-from conductor.placement import Plan, Planner
+from conductor.placement import Planner
 from conductor.policies import make_policy
 from conductor.policies.base import PlacementPolicy
 from conductor.view import ClusterView, InstanceView
@@ -49,9 +50,6 @@ from kvstore.directory import Directory
 from protocol.errors import ConfigError, InvalidRequest, MoonserveError, StaleLease
 from protocol.ids import RequestId, Role
 from protocol.request import Placement
-
-# Weight of the newest request in the running mean of output lengths: remembers about the last 50.
-_OUTPUT_MEAN_WEIGHT = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +63,6 @@ class Limits:
     placement_ttl_s: float = 900.0
     num_decisions: int = 4096
     decision_bytes: int = 64 * 2**20  # of memory, kept for explanation at most
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A placed request whose end was not reported."""
-
-    placed_at: float
-    prefill: Instance
-    decode: Instance
-    reads: tuple[tuple[Instance, int], ...]  # blocks to read from stores; empty once prefilled
-    predicted_ttft_s: float
-    ttft_s: float | None = None  # set once the first token was reported
-    cached_tokens: int | None = None  # likewise
 
 
 class ConductorState:
@@ -95,10 +80,8 @@ class ConductorState:
             tbt_slo_s=limits.tbt_slo_s,
         )
         self._decisions = DecisionLog(limits.num_decisions, limits.decision_bytes)
-        self._flights: dict[RequestId, _Flight] = {}  # in order of placement
-        self._no_expiry_before = -math.inf  # no flight is too old before this
-        self._num_placements = 0
-        self._mean_output: float | None = None  # tokens of finished requests; None = none finished
+        self._learned = Learned()
+        self._flights = Flights(self._learned, limits.placement_ttl_s)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Applies one event at monotonic time `now`; the reply, where the event is a call, comes last."""
@@ -200,21 +183,7 @@ class ConductorState:
         actions: list[Action] = [
             self._remove(instance, Removal.SILENT) for instance in self._members.silent(now)
         ]
-        if now > self._no_expiry_before:
-            actions += self._expire_flights(now)
-        return actions
-
-    def _expire_flights(self, now: float) -> list[Action]:
-        """Seldom called: looking for a dictionary's first entry costs more the more were removed before it."""
-        actions: list[Action] = []
-        while self._flights:
-            request_id, flight = next(iter(self._flights.items()))
-            if now - flight.placed_at <= self._limits.placement_ttl_s:
-                break
-            self._end_flight(request_id, now)
-            actions.append(PlacementForgotten(request_id=request_id))
-        oldest = next((f.placed_at for f in self._flights.values()), now)
-        self._no_expiry_before = oldest + self._limits.placement_ttl_s
+        actions += [PlacementForgotten(request_id=r) for r in self._flights.expire(now)]
         return actions
 
     def _switch(self, event: SwitchPolicy) -> PolicySwitched:
@@ -228,7 +197,7 @@ class ConductorState:
     # ---- placement
 
     def _place(self, event: Place, now: float) -> list[Action]:
-        self._end_flight(event.request_id, now)  # placed again after a failure or a lost reply
+        self._flights.end(event.request_id, now)  # placed again after a failure or a lost reply
         plan = self._planner.plan(event, now)
         decision = plan.decision
         self._decisions.record(decision)
@@ -242,7 +211,7 @@ class ConductorState:
                     decision=decision,
                 )
             ]
-        self._begin_flight(event, plan, now)
+        self._flights.begin(event, plan, now)
         placement = Placement(
             request_id=event.request_id,
             prefill=plan.prefill.endpoint,
@@ -254,85 +223,25 @@ class ConductorState:
         )
         return [Placed(placement=placement, decision=decision)]
 
-    def _begin_flight(self, event: Place, plan: Plan, now: float) -> None:
-        self._num_placements += 1
-        prefill, decode = plan.prefill, plan.decode
-        prefill.choose(self._num_placements)
-        decode.choose(self._num_placements)
-        prefill.queue.add(event.request_id, plan.prefill_s, plan.uncached_tokens, now, plan.rank)
-        decode.decode.add(
-            event.request_id,
-            tokens=event.num_prompt_tokens,
-            blocks=plan.needed_blocks,
-            begins_at=now + plan.decision.predicted_ttft_s,
-            expected_output=self._expected_output(event.max_tokens),
-        )
-        reads = []
-        for source in plan.sources:
-            store = self._members.find(source.store.instance_id)
-            assert store is not None, "sources are live stores"
-            store.reads.add(source.num_blocks)
-            reads.append((store, source.num_blocks))
-        self._flights[event.request_id] = _Flight(
-            placed_at=now,
-            prefill=prefill,
-            decode=decode,
-            reads=tuple(reads),
-            predicted_ttft_s=plan.decision.predicted_ttft_s,
-        )
-
-    def _expected_output(self, max_tokens: int) -> int:
-        if self._mean_output is None:
-            return max_tokens
-        return min(max_tokens, max(round(self._mean_output), 1))
-
     # ---- reports
 
     def _report(self, event: Report, now: float) -> list[Action]:
-        flight = self._flights.get(event.request_id)
+        flight = self._flights.find(event.request_id)
         if flight is None:  # its conductor was restarted, or it was placed too long ago
             return [Reported()]
         actions: list[Action] = []
-        if event.phase is Phase.FIRST_TOKEN:
-            if flight.ttft_s is None:
-                actions.append(self._first_token(event, flight, now))
-        else:
-            self._end_flight(event.request_id, now)
-            self._learn_output(event)
-        self._decisions.conclude(event.request_id, _outcome(event, flight))
+        match event.phase:
+            case Phase.FIRST_TOKEN:
+                if flight.ttft_s is None:
+                    self._flights.first_token(event, flight, now)
+                    actions.append(_observed(event, flight))
+            case Phase.FINISHED:
+                self._flights.finished(event, flight, now)
+            case Phase.FAILED | Phase.CANCELLED:
+                self._flights.end(event.request_id, now)
+        self._decisions.conclude(event.request_id, outcome(event, flight))
         actions.append(Reported())
         return actions
-
-    def _first_token(self, event: Report, flight: _Flight, now: float) -> TtftObserved:
-        flight.ttft_s = event.elapsed_s
-        flight.cached_tokens = event.cached_tokens
-        self._end_prefill(event.request_id, flight, now)
-        flight.decode.decode.start(event.request_id, now)
-        return TtftObserved(
-            request_id=event.request_id,
-            predicted_s=flight.predicted_ttft_s,
-            actual_s=event.elapsed_s,
-        )
-
-    def _learn_output(self, event: Report) -> None:
-        if event.phase is not Phase.FINISHED:
-            return
-        if self._mean_output is None:
-            self._mean_output = float(event.output_tokens)
-        else:
-            self._mean_output += _OUTPUT_MEAN_WEIGHT * (event.output_tokens - self._mean_output)
-
-    def _end_prefill(self, request_id: RequestId, flight: _Flight, now: float) -> None:
-        flight.prefill.queue.remove(request_id, now)
-        for store, num_blocks in flight.reads:
-            store.reads.remove(num_blocks)
-        flight.reads = ()
-
-    def _end_flight(self, request_id: RequestId, now: float) -> None:
-        flight = self._flights.pop(request_id, None)
-        if flight is not None:
-            self._end_prefill(request_id, flight, now)
-            flight.decode.decode.remove(request_id)
 
     # ---- questions
 
@@ -343,6 +252,11 @@ class ConductorState:
     @property
     def decisions(self) -> DecisionLog:
         return self._decisions
+
+    def ttft_accuracy(self) -> Mapping[Term, TermAccuracy]:
+        """How good predictions were lately, of the terms that were observed."""
+        found = ((term, self._learned.accuracy.of(term)) for term in Term)
+        return {term: accuracy for term, accuracy in found if accuracy is not None}
 
     def cluster(self, now: float) -> ClusterView:
         instances: Sequence[InstanceView] = [
@@ -364,6 +278,7 @@ class ConductorState:
             fingerprint=self._members.fingerprint,
             max_model_len=self._members.max_model_len,
             ready={Role.PREFILL, Role.DECODE} <= working,
+            ttft_accuracy=self.ttft_accuracy(),
         )
 
     def validate(self) -> None:
@@ -371,28 +286,13 @@ class ConductorState:
         self._members.validate()
         self._directory.validate()
         self._decisions.validate()
-        for instance in self._members:
-            own = [r for r, f in self._flights.items() if f.decode is instance]
-            assert len(instance.decode) == len(own)
-            assert all(request_id in instance.decode for request_id in own)
-            queued = [r for r, f in self._flights.items() if f.prefill is instance]
-            queued = [r for r in queued if r in instance.queue]
-            assert len(instance.queue) == len(queued), "a queue holds a request not in flight"
-            reads = (f.reads for f in self._flights.values())
-            assert instance.reads.num_blocks == sum(
-                n for rs in reads for s, n in rs if s is instance
-            )
-        for request_id, flight in self._flights.items():
-            assert flight.ttft_s is None or request_id not in flight.prefill.queue
-            assert flight.ttft_s is None or not flight.reads
+        self._flights.validate(self._members)
+        self._learned.validate()
 
 
-def _outcome(event: Report, flight: _Flight) -> Outcome:
-    ended = event.phase is not Phase.FIRST_TOKEN
-    return Outcome(
-        phase=event.phase.value,
-        ttft_s=flight.ttft_s,
-        elapsed_s=event.elapsed_s,
-        cached_tokens=flight.cached_tokens,
-        output_tokens=event.output_tokens if ended else None,
+def _observed(event: Report, flight: Flight) -> TtftObserved:
+    return TtftObserved(
+        request_id=event.request_id,
+        predicted_s=flight.predicted.ttft_s,
+        actual_s=event.elapsed_s,
     )

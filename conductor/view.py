@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from conductor.cost.accuracy import Term, TermAccuracy
 from conductor.events import Load
 from protocol.ids import Role
 from protocol.layout import KvLayout
@@ -32,3 +34,4 @@ class ClusterView:
     fingerprint: str | None
     max_model_len: int
     ready: bool  # a prefill and a decode worker accept requests
+    ttft_accuracy: Mapping[Term, TermAccuracy]  # of the terms that were observed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import Literal
 
 from conductor.events import (
     BlockChanges,
@@ -32,6 +34,8 @@ from protocol.wire import (
     role_to_wire,
 )
 
+_Times = Literal["queue_s", "transfer_s", "prefill_s"]
+
 _PHASES = {
     conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN: Phase.FIRST_TOKEN,
     conductor_pb2.ReportRequest.PHASE_FINISHED: Phase.FINISHED,
@@ -60,7 +64,8 @@ def register_from_wire(message: conductor_pb2.RegisterRequest) -> Register:
         home_store=InstanceId(message.home_store) if message.home_store else None,
         max_num_seqs=message.max_num_seqs,
         max_model_len=message.max_model_len,
-        bytes_per_s=_rate(message.transfer_bytes_per_s),
+        bytes_per_s=_rate("transfer_bytes_per_s", message.transfer_bytes_per_s),
+        local_bytes_per_s=_rate("local_bytes_per_s", message.local_bytes_per_s),
     )
 
 
@@ -118,6 +123,9 @@ def report_from_wire(message: conductor_pb2.ReportRequest) -> Report:
         elapsed_s=message.elapsed_s,
         cached_tokens=message.cached_tokens,
         output_tokens=message.output_tokens,
+        queue_s=_seconds(message, "queue_s"),
+        transfer_s=_seconds(message, "transfer_s"),
+        prefill_s=_seconds(message, "prefill_s"),
     )
 
 
@@ -145,6 +153,16 @@ def cluster_to_wire(view: ClusterView) -> conductor_pb2.ClusterView:
         fingerprint=view.fingerprint or "",
         max_model_len=view.max_model_len,
         ready=view.ready,
+        ttft_accuracy=[
+            conductor_pb2.TtftAccuracy(
+                term=term.value,
+                num_observed=accuracy.num_observed,
+                p50=accuracy.p50,
+                p90=accuracy.p90,
+                bias=accuracy.bias,
+            )
+            for term, accuracy in view.ttft_accuracy.items()
+        ],
     )
 
 
@@ -210,7 +228,13 @@ def _decode_profile(message: conductor_pb2.RegisterRequest) -> DecodeProfile:
     return DecodeProfile(c0=profile.c0, c1=profile.c1, c2=profile.c2)
 
 
-def _rate(bytes_per_s: float) -> float:
-    if not 0 <= bytes_per_s < float("inf"):
-        raise InvalidRequest(f"transfer_bytes_per_s is {bytes_per_s}; it is finite and at least 0")
+def _rate(name: str, bytes_per_s: float) -> float:
+    if not 0 <= bytes_per_s < math.inf:
+        raise InvalidRequest(f"{name} is {bytes_per_s}; it is finite and at least 0")
     return bytes_per_s
+
+
+def _seconds(message: conductor_pb2.ReportRequest, name: _Times) -> float | None:
+    """None where it was not sent or cannot be: a worker's odd clock is no reason to lose the report."""
+    seconds: float = getattr(message, name)
+    return seconds if message.HasField(name) and 0 <= seconds < math.inf else None

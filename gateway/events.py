@@ -152,6 +152,7 @@ class Report:
     elapsed_s: float
     cached_tokens: int
     output_tokens: int
+    prefill: PrefillReport | None = None  # of this attempt, where it is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

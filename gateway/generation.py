@@ -216,6 +216,7 @@ class Generation:
             self.deliver(SubmitFailed(attempt=action.attempt, error=error))
 
     async def _report(self, action: Report) -> None:
+        prefill = action.prefill
         await self._around.cluster.report(
             conductor_pb2.ReportRequest(
                 request_id=action.request_id,
@@ -223,6 +224,9 @@ class Generation:
                 elapsed_s=action.elapsed_s,
                 cached_tokens=action.cached_tokens,
                 output_tokens=action.output_tokens,
+                queue_s=None if prefill is None else prefill.queue_s,
+                transfer_s=None if prefill is None else prefill.load_s,
+                prefill_s=None if prefill is None else prefill.compute_s,
             )
         )
 

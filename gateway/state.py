@@ -107,6 +107,7 @@ class RequestState:
         default_factory=dict
     )  # PREFILLING: from decode, before the first
     report: PrefillReport | None = None  # of the first attempt that had one
+    last_report: PrefillReport | None = None  # of the current attempt
     avoidance: Avoidance = field(default_factory=Avoidance)
     impatient_at: float | None = None  # from the first failed placing to the next token
     error: MoonserveError | None = None  # FAILED
@@ -207,6 +208,7 @@ class RequestState:
     # Tokens
 
     def _on_prefill_reported(self, event: PrefillReported, now: float) -> list[Action]:
+        self.last_report = event.report
         if self.report is None:
             self.report = event.report
         return []
@@ -309,6 +311,7 @@ class RequestState:
         self.early.clear()
         self._avoid(error, excluded or set(), now)
         self.attempt += 1
+        self.last_report = None
         return [*actions, *self._place(now)]
 
     def _avoid(self, error: MoonserveError, at_fault: set[str], now: float) -> None:
@@ -361,6 +364,7 @@ class RequestState:
             elapsed_s=now - self.placed_at if self.placement else 0.0,
             cached_tokens=self.cached_tokens,
             output_tokens=len(self.generated) - self.first_index,
+            prefill=self.last_report,
         )
 
 

@@ -168,6 +168,7 @@ class SchedulerMetrics:
     placements: Counter
     rejections: Counter  # label: reason
     ttft_error_s: Histogram
+    ttft_error_ratio: Gauge  # labels: term, quantile
     indexed_blocks: Gauge
     instances: Gauge  # label: role
 
@@ -184,6 +185,12 @@ def scheduler_metrics(registry: CollectorRegistry) -> SchedulerMetrics:
             "Predicted minus actual time to first token.",
             registry=registry,
             buckets=_ERROR_BUCKETS,
+        ),
+        ttft_error_ratio=Gauge(
+            "moonserve_conductor_ttft_error_ratio",
+            "Size of recent prediction errors as a share of the actual TTFT, of the whole and of its terms.",
+            ("term", "quantile"),
+            registry=registry,
         ),
         indexed_blocks=Gauge(
             "moonserve_indexed_blocks", "Block replicas in the prefix index.", registry=registry

@@ -89,6 +89,8 @@ class RegisterRequest(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    LOCAL_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    CAN_SWITCH_ROLE_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     fingerprint: _builtins.str
     """hex; workers"""
@@ -99,6 +101,10 @@ class RegisterRequest(_message.Message):
     max_model_len: _builtins.int
     transfer_bytes_per_s: _builtins.float
     """measured at start, 0 = not measured"""
+    local_bytes_per_s: _builtins.float
+    """within its host, likewise"""
+    can_switch_role: _builtins.bool
+    """workers: serves RoleSwitch"""
     @_builtins.property
     def endpoint(self) -> _common_pb2.Endpoint: ...
     @_builtins.property
@@ -123,10 +129,12 @@ class RegisterRequest(_message.Message):
         max_num_seqs: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
         transfer_bytes_per_s: _builtins.float = ...,
+        local_bytes_per_s: _builtins.float = ...,
+        can_switch_role: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_profile", b"decode_profile", "endpoint", b"endpoint", "layout", b"layout", "prefill_profile", b"prefill_profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_profile", b"decode_profile", "endpoint", b"endpoint", "fingerprint", b"fingerprint", "home_store", b"home_store", "layout", b"layout", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefill_profile", b"prefill_profile", "role", b"role", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_switch_role", b"can_switch_role", "decode_profile", b"decode_profile", "endpoint", b"endpoint", "fingerprint", b"fingerprint", "home_store", b"home_store", "layout", b"layout", "local_bytes_per_s", b"local_bytes_per_s", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefill_profile", b"prefill_profile", "role", b"role", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -472,12 +480,20 @@ class ReportRequest(_message.Message):
     ELAPSED_S_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     phase: Global___ReportRequest.Phase.ValueType
     elapsed_s: _builtins.float
     """since the placement was received, on the gateway's clock"""
     cached_tokens: _builtins.int
     output_tokens: _builtins.int
+    queue_s: _builtins.float
+    """Of the first token, on the prefill worker's clock; unset = not known."""
+    transfer_s: _builtins.float
+    """by which its prefix delayed it"""
+    prefill_s: _builtins.float
     def __init__(
         self,
         *,
@@ -486,12 +502,26 @@ class ReportRequest(_message.Message):
         elapsed_s: _builtins.float = ...,
         cached_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
+        queue_s: _builtins.float | None = ...,
+        transfer_s: _builtins.float | None = ...,
+        prefill_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_transfer_s", b"_transfer_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "transfer_s", b"transfer_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "elapsed_s", b"elapsed_s", "output_tokens", b"output_tokens", "phase", b"phase", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_transfer_s", b"_transfer_s", "cached_tokens", b"cached_tokens", "elapsed_s", b"elapsed_s", "output_tokens", b"output_tokens", "phase", b"phase", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "request_id", b"request_id", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prefill_s: _TypeAlias = _typing.Literal["prefill_s"]  # noqa: Y015
+    _WhichOneofArgType__prefill_s: _TypeAlias = _typing.Literal["_prefill_s", b"_prefill_s"]  # noqa: Y015
+    _WhichOneofReturnType__queue_s: _TypeAlias = _typing.Literal["queue_s"]  # noqa: Y015
+    _WhichOneofArgType__queue_s: _TypeAlias = _typing.Literal["_queue_s", b"_queue_s"]  # noqa: Y015
+    _WhichOneofReturnType__transfer_s: _TypeAlias = _typing.Literal["transfer_s"]  # noqa: Y015
+    _WhichOneofArgType__transfer_s: _TypeAlias = _typing.Literal["_transfer_s", b"_transfer_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_s) -> _WhichOneofReturnType__prefill_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_s) -> _WhichOneofReturnType__queue_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__transfer_s) -> _WhichOneofReturnType__transfer_s | None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
 
@@ -586,12 +616,14 @@ class InstanceView(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     LAST_HEARD_S_FIELD_NUMBER: _builtins.int
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
+    CAN_SWITCH_ROLE_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     num_blocks: _builtins.int
     draining: _builtins.bool
     last_heard_s: _builtins.float
     """ago"""
     indexed_blocks: _builtins.int
+    can_switch_role: _builtins.bool
     @_builtins.property
     def endpoint(self) -> _common_pb2.Endpoint: ...
     @_builtins.property
@@ -606,10 +638,11 @@ class InstanceView(_message.Message):
         draining: _builtins.bool = ...,
         last_heard_s: _builtins.float = ...,
         indexed_blocks: _builtins.int = ...,
+        can_switch_role: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "endpoint", b"endpoint", "indexed_blocks", b"indexed_blocks", "last_heard_s", b"last_heard_s", "load", b"load", "num_blocks", b"num_blocks", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_switch_role", b"can_switch_role", "draining", b"draining", "endpoint", b"endpoint", "indexed_blocks", b"indexed_blocks", "last_heard_s", b"last_heard_s", "load", b"load", "num_blocks", b"num_blocks", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -624,6 +657,7 @@ class ClusterView(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    TTFT_ACCURACY_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     max_model_len: _builtins.int
     ready: _builtins.bool
@@ -634,6 +668,10 @@ class ClusterView(_message.Message):
     def layout(self) -> _common_pb2.KvLayout:
         """unset until the first worker joined"""
 
+    @_builtins.property
+    def ttft_accuracy(self) -> _containers.RepeatedCompositeFieldContainer[Global___TtftAccuracy]:
+        """of what was observed"""
+
     def __init__(
         self,
         *,
@@ -642,14 +680,51 @@ class ClusterView(_message.Message):
         fingerprint: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
         ready: _builtins.bool = ...,
+        ttft_accuracy: _abc.Iterable[Global___TtftAccuracy] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "instances", b"instances", "layout", b"layout", "max_model_len", b"max_model_len", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "instances", b"instances", "layout", b"layout", "max_model_len", b"max_model_len", "ready", b"ready", "ttft_accuracy", b"ttft_accuracy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterView: _TypeAlias = ClusterView  # noqa: Y015
+
+@_typing.final
+class TtftAccuracy(_message.Message):
+    """How good predictions were lately. Errors are shares of the actual TTFT, of terms too."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    NUM_OBSERVED_FIELD_NUMBER: _builtins.int
+    P50_FIELD_NUMBER: _builtins.int
+    P90_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    term: _builtins.str
+    """ttft, queue, transfer, prefill"""
+    num_observed: _builtins.int
+    p50: _builtins.float
+    """of |predicted - actual|"""
+    p90: _builtins.float
+    bias: _builtins.float
+    """mean of predicted - actual"""
+    def __init__(
+        self,
+        *,
+        term: _builtins.str = ...,
+        num_observed: _builtins.int = ...,
+        p50: _builtins.float = ...,
+        p90: _builtins.float = ...,
+        bias: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "num_observed", b"num_observed", "p50", b"p50", "p90", b"p90", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TtftAccuracy: _TypeAlias = TtftAccuracy  # noqa: Y015
 
 @_typing.final
 class ExplainRequest(_message.Message):

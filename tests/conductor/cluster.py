@@ -160,16 +160,21 @@ class Cluster:
         return reply.error
 
     def report(
-        self, request_id: str, phase: Phase, elapsed_s: float = 1.0, output_tokens: int = 0
+        self,
+        request_id: str,
+        phase: Phase,
+        elapsed_s: float = 1.0,
+        output_tokens: int = 0,
+        **changes: object,
     ) -> list[Action]:
-        return self.send(
-            Report(
-                request_id=RequestId(request_id),
-                phase=phase,
-                elapsed_s=elapsed_s,
-                output_tokens=output_tokens,
-            )
+        """`changes` are fields of `Report`."""
+        report = Report(
+            request_id=RequestId(request_id),
+            phase=phase,
+            elapsed_s=elapsed_s,
+            output_tokens=output_tokens,
         )
+        return self.send(replace(report, **changes))  # type: ignore[arg-type]
 
 
 def pair() -> Cluster:

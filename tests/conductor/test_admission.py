@@ -256,11 +256,11 @@ def test_outcomes_are_compared_with_predictions_once() -> None:
 
 def test_output_lengths_are_learnt_from_finished_requests() -> None:
     cluster = with_slo(tbt_s=0.015)
-    cluster.place("r0")
+    cluster.place("r0", max_tokens=1000)
     cluster.report("r0", Phase.FINISHED, output_tokens=20)
     cluster.place("r1", max_tokens=1000)
     # Begins at 1 s and is expected to make 20 tokens of 20 ms, not 1,000.
-    assert cluster.reject("r2").retry_after_s == pytest.approx(1.4)
+    assert cluster.reject("r2").retry_after_s == pytest.approx(1.4, rel=0.05)
 
 
 def test_a_decision_in_json_holds_all_candidates_and_the_reason() -> None:

@@ -66,7 +66,7 @@ class Cluster:
         self.network = Network(self._workshop.links(self._nodes.values()))
         self.conductor = self._workshop.conductor()
         self.membership = Membership(spec, self.conductor)
-        self.gateway = Gateway(self.conductor, admits_all=spec.admission == "none")
+        self.gateway = Gateway(self.conductor, spec)
         stores = {node.store_id: node for node in self.prefills}
         self.loads = PrefixLoads(self.network, stores, self._block_bytes)
         self.handoffs = Handoffs(self.network)
@@ -259,12 +259,7 @@ class Cluster:
     def _computed(self, node: PrefillNode, journey: Journey, prompt: Prompt, now: float) -> None:
         block_size = self.spec.block_size
         node.store.put(journey.keys, prompt.cached // block_size)
-        if journey.attempt == 1:
-            assert prompt.started_at is not None
-            journey.cached_tokens, journey.prefill_s = prompt.cached, prompt.compute_s
-            journey.load_s = prompt.load_s
-            journey.queue_s = prompt.started_at - prompt.submitted_at - prompt.load_s
-        self.gateway.first_token(journey, prompt.cached, now)
+        self.gateway.first_token(journey, prompt, now)
         if journey.end is not None:
             del self._journey_of[prompt.request_id]
         elif self.handoffs.computed(prompt.request_id):

@@ -17,7 +17,9 @@ from conductor.state import ConductorState
 from protocol.errors import NoWorker, PeerLost
 from protocol.ids import RequestId
 from traces.simulator.journey import Journey, Phase
+from traces.simulator.prefill import Prompt
 from traces.simulator.results import End
+from traces.simulator.spec import ClusterSpec
 
 MAX_ATTEMPTS = 3  # all of `gateway.state`
 PATIENCE_S = 20.0
@@ -30,9 +32,11 @@ NO_SLO_S = 1e9  # admission never rejects
 class Gateway:
     """All requests of a trace."""
 
-    def __init__(self, conductor: ConductorState, *, admits_all: bool) -> None:
+    def __init__(self, conductor: ConductorState, spec: ClusterSpec) -> None:
         self._conductor = conductor
-        self._slo_s = NO_SLO_S if admits_all else None
+        self._slo_s = NO_SLO_S if spec.admission == "none" else None
+        self._max_model_len = spec.model.max_model_len
+        self._num_stages = spec.prefill_group
         self.num_open = 0  # requests that have not ended
 
     def place(self, journey: Journey, now: float) -> bool:
@@ -41,7 +45,7 @@ class Gateway:
             request_id=RequestId(journey.request_id),
             block_keys=journey.keys,
             num_prompt_tokens=journey.num_tokens,
-            max_tokens=journey.num_remaining,
+            max_tokens=self._max_model_len - journey.num_tokens,  # nobody knows more of an answer
             ttft_slo_s=self._slo_s,
             tbt_slo_s=self._slo_s,
             excluded_instances=journey.excluded,
@@ -87,11 +91,26 @@ class Gateway:
         if now >= journey.impatient_at:
             self.end(journey, End.FAILED, reason, now)
 
-    def first_token(self, journey: Journey, cached_tokens: int, now: float) -> None:
+    def first_token(self, journey: Journey, prompt: Prompt, now: float) -> None:
         """The prompt is computed."""
+        assert prompt.started_at is not None
+        queue_s = max(prompt.started_at - prompt.submitted_at - prompt.load_s, 0.0)
+        if journey.attempt == 1:
+            journey.cached_tokens, journey.prefill_s = prompt.cached, prompt.compute_s
+            journey.load_s, journey.queue_s = prompt.load_s, queue_s
         journey.impatient_at = None
         journey.take_token(now)
-        self._tell(journey, ReportPhase.FIRST_TOKEN, now - journey.placed_at, now, cached_tokens)
+        report = Report(
+            request_id=RequestId(journey.request_id),
+            phase=ReportPhase.FIRST_TOKEN,
+            elapsed_s=now - journey.placed_at,
+            cached_tokens=prompt.cached,
+            output_tokens=journey.num_generated,
+            queue_s=queue_s,
+            transfer_s=prompt.load_s,
+            prefill_s=prompt.compute_s / self._num_stages,
+        )
+        self._conductor.handle(report, now)
         if not journey.num_remaining:
             self.finish(journey, now)
 
@@ -122,19 +141,11 @@ class Gateway:
         journey.ended_at = now
         self.num_open -= 1
 
-    def _tell(
-        self,
-        journey: Journey,
-        phase: ReportPhase,
-        elapsed_s: float,
-        now: float,
-        cached_tokens: int = 0,
-    ) -> None:
+    def _tell(self, journey: Journey, phase: ReportPhase, elapsed_s: float, now: float) -> None:
         report = Report(
             request_id=RequestId(journey.request_id),
             phase=phase,
             elapsed_s=elapsed_s,
-            cached_tokens=cached_tokens,
             output_tokens=journey.num_generated,
         )
         self._conductor.handle(report, now)

@@ -1,0 +1,182 @@
+"""Requests that were placed and whose end is not known: what they added to the books, and what they teach.
+
+Its rule: whatever a placement adds to the books is taken out exactly once, by the report of its first token or of its
+end, by a new placement of the same request, or by its own expiry. What was predicted is kept beside it, so that the
+report of what happened corrects the next predictions. Pure; knows neither members nor how a choice is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from conductor.cost.accuracy import Accuracy, Times
+from conductor.cost.output_length import OutputLengths
+from conductor.decision import Outcome
+from conductor.events import Phase, Place, Report
+from conductor.members import Instance
+from conductor.placement import Plan
+from protocol.ids import RequestId
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Flight:
+    """A placed request whose end was not reported."""
+
+    placed_at: float
+    prefill: Instance
+    decode: Instance
+    reads: tuple[tuple[Instance, int], ...]  # blocks to read from stores; empty once prefilled
+    predicted: Times
+    num_prompt_tokens: int
+    max_tokens: int
+    tenant: str
+    ttft_s: float | None = None  # set once the first token was reported
+    cached_tokens: int | None = None  # likewise
+
+
+class Learned:
+    """What ended requests taught, beside the factor of each instance."""
+
+    def __init__(self) -> None:
+        self.lengths = OutputLengths()
+        self.accuracy = Accuracy()
+
+    def validate(self) -> None:
+        self.lengths.validate()
+        self.accuracy.validate()
+
+
+class Flights:
+    """All of them, in order of placement."""
+
+    def __init__(self, learned: Learned, ttl_s: float) -> None:
+        """`ttl_s`: a placement whose end nobody reported is forgotten after this."""
+        self._learned = learned
+        self._ttl_s = ttl_s
+        self._flights: dict[RequestId, Flight] = {}
+        self._no_expiry_before = -math.inf  # no flight is too old before this
+        self._num_placements = 0
+
+    def find(self, request_id: RequestId) -> Flight | None:
+        return self._flights.get(request_id)
+
+    def begin(self, place: Place, plan: Plan, now: float) -> None:
+        """The plan is carried out; no flight of this id is under way."""
+        self._num_placements += 1
+        prefill, decode = plan.prefill, plan.decode
+        prefill.choose(self._num_placements)
+        decode.choose(self._num_placements)
+        prefill.queue.add(place.request_id, plan.prefill_s, plan.uncached_tokens, now, plan.rank)
+        decode.decode.add(
+            place.request_id,
+            tokens=place.num_prompt_tokens,
+            blocks=plan.needed_blocks,
+            begins_at=now + plan.decision.predicted_ttft_s,
+            expected_output=self._expected_output(place),
+        )
+        for store, num_blocks in plan.reads:
+            store.reads.add(num_blocks)
+        self._flights[place.request_id] = Flight(
+            placed_at=now,
+            prefill=prefill,
+            decode=decode,
+            reads=plan.reads,
+            predicted=plan.predicted,
+            num_prompt_tokens=place.num_prompt_tokens,
+            max_tokens=place.max_tokens,
+            tenant=place.tenant,
+        )
+
+    def first_token(self, report: Report, flight: Flight, now: float) -> None:
+        """The first report of it."""
+        flight.ttft_s, flight.cached_tokens = report.elapsed_s, report.cached_tokens
+        self._end_prefill(report.request_id, flight, now)
+        flight.decode.decode.start(report.request_id, now)
+        if report.prefill_s is not None:
+            flight.prefill.learn_prefill(
+                flight.num_prompt_tokens, report.cached_tokens, report.prefill_s
+            )
+        actual = Times(
+            ttft_s=report.elapsed_s,
+            queue_s=report.queue_s,
+            transfer_s=report.transfer_s,
+            prefill_s=report.prefill_s,
+        )
+        self._learned.accuracy.observe(flight.predicted, actual)
+
+    def end(self, request_id: RequestId, now: float) -> None:
+        """It ended somehow. Unknown ones are ignored."""
+        flight = self._flights.pop(request_id, None)
+        if flight is not None:
+            self._end_prefill(request_id, flight, now)
+            flight.decode.decode.remove(request_id)
+
+    def finished(self, report: Report, flight: Flight, now: float) -> None:
+        """It ended as it should, which tells how long answers are."""
+        self.end(report.request_id, now)
+        self._learned.lengths.observe(
+            report.output_tokens,
+            max_tokens=flight.max_tokens,
+            prompt_tokens=flight.num_prompt_tokens,
+            tenant=flight.tenant,
+        )
+
+    def expire(self, now: float) -> Sequence[RequestId]:
+        """Forgets those that are too old. Cheap where none can be: looking for a dictionary's first entry costs more
+        the more were removed before it."""
+        gone: list[RequestId] = []
+        if now <= self._no_expiry_before:
+            return gone
+        while self._flights:
+            request_id, flight = next(iter(self._flights.items()))
+            if now - flight.placed_at <= self._ttl_s:
+                break
+            self.end(request_id, now)
+            gone.append(request_id)
+        oldest = next((f.placed_at for f in self._flights.values()), now)
+        self._no_expiry_before = oldest + self._ttl_s
+        return gone
+
+    def _expected_output(self, place: Place) -> int:
+        expected = self._learned.lengths.expected(
+            max_tokens=place.max_tokens,
+            prompt_tokens=place.num_prompt_tokens,
+            tenant=place.tenant,
+        )
+        return max(round(expected), 1)
+
+    def _end_prefill(self, request_id: RequestId, flight: Flight, now: float) -> None:
+        flight.prefill.queue.remove(request_id, now)
+        for store, num_blocks in flight.reads:
+            store.reads.remove(num_blocks)
+        flight.reads = ()
+
+    def validate(self, members: Iterable[Instance]) -> None:
+        """Raises AssertionError unless the books agree with what is in flight."""
+        flights = self._flights
+        for instance in members:
+            own = [r for r, f in flights.items() if f.decode is instance]
+            assert len(instance.decode) == len(own)
+            assert all(request_id in instance.decode for request_id in own)
+            queued = [r for r, f in flights.items() if f.prefill is instance]
+            queued = [r for r in queued if r in instance.queue]
+            assert len(instance.queue) == len(queued), "a queue holds a request not in flight"
+            reads = (n for f in flights.values() for s, n in f.reads if s is instance)
+            assert instance.reads.num_blocks == sum(reads)
+        for request_id, flight in flights.items():
+            assert flight.ttft_s is None or request_id not in flight.prefill.queue
+            assert flight.ttft_s is None or not flight.reads
+
+
+def outcome(report: Report, flight: Flight) -> Outcome:
+    """For the record of the decision."""
+    ended = report.phase is not Phase.FIRST_TOKEN
+    return Outcome(
+        phase=report.phase.value,
+        ttft_s=flight.ttft_s,
+        elapsed_s=report.elapsed_s,
+        cached_tokens=flight.cached_tokens,
+        output_tokens=report.output_tokens if ended else None,
+    )
