@@ -6,8 +6,11 @@ Decides nothing about requests; that is `decode_worker.state`, and `decode_worke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Callable
 
+import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from decode_worker import events
@@ -35,8 +38,15 @@ class DecodeWorker:
     """One worker over a loaded replica."""
 
     def __init__(
-        self, config: DecodeConfig, replica: Replica, transfer: TransferEngine, segment: Segment
+        self,
+        config: DecodeConfig,
+        replica: Replica,
+        transfer: TransferEngine,
+        segment: Segment,
+        *,
+        earlier: BlockPool | None = None,
     ) -> None:
+        """`earlier`: the pool of who had this memory before and has ended."""
         plan = replica.plan
         self._config = config
         self._replica = replica
@@ -48,21 +58,27 @@ class DecodeWorker:
             block_size=plan.layout.block_size,
             fingerprint=replica.fingerprint,
         )
-        pool = BlockPool(
+        self.pool = BlockPool(
             plan.num_blocks,
             on_added=self._blocks.added,
             on_removed=self._blocks.removed,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        state = DecodeState(pool, config.limits(plan))
+        if earlier is not None:
+            self.pool.take_over(earlier)
+        state = DecodeState(self.pool, config.limits(plan))
         self.service = DecodeService(state, replica.thread, transfer, segment, plan.layout)
 
-    async def run(self, lifecycle: Lifecycle) -> None:
-        """Serves until told to stop. Raises ConfigError when the port is taken, or what ended the membership."""
+    async def run(
+        self, lifecycle: Lifecycle, add_services: Callable[[grpc.aio.Server], None] = lambda _: None
+    ) -> None:
+        """Serves until told to stop; `add_services`: others at the same address. Raises ConfigError when the port is
+        taken, or what ended the membership. All windows on the pool are closed when it returns or raises."""
         server = RpcServer(self._config.cluster_token)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self.service), server.grpc)
         landing = LandingServicer(self.service, self._zone)
         worker_pb2_grpc.add_LandingServicer_to_server(landing, server.grpc)
+        add_services(server.grpc)
         ended = asyncio.Event()
         work = asyncio.create_task(self.service.run(ended))
         try:
@@ -71,22 +87,19 @@ class DecodeWorker:
             async with member(self._config, registration, self.service.load, self._blocks) as seat:
                 lifecycle.ready(rpc=address, transfer=self._zone.transfer_address)
                 await lifecycle.until_stopped(work, *seat.watched)
-                await self._drain(seat)
+                await self._drain(seat, lifecycle)
         finally:
             ended.set()
             await asyncio.wait({work})
             await server.stop(STOP_GRACE_S)
             self.service.streams.close()
-            self._replica.thread.close()
         work.result()
 
-    async def _drain(self, seat: Seat) -> None:
+    async def _drain(self, seat: Seat, lifecycle: Lifecycle) -> None:
         """Takes nothing new and lets what runs finish, for as long as the configuration allows."""
         seat.drain()
         self.service.handle(events.DrainStarted())
-        try:
-            await asyncio.wait_for(self.service.idle.wait(), self._config.drain_timeout_s)
-        except TimeoutError:
+        if not await lifecycle.drained(self.service.idle.wait(), self._config.drain_timeout_s):
             log.warning("stopping with requests under way")
 
     def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
@@ -109,4 +122,5 @@ async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
     registry.register(TransferCollector(transfer))
     with transfer, exposed(registry, config.host, config.metrics_port):
         replica, segment = await load_replica(config, transfer.allocate, lifecycle)
-        await DecodeWorker(config, replica, transfer, segment).run(lifecycle)
+        with contextlib.closing(replica.thread):
+            await DecodeWorker(config, replica, transfer, segment).run(lifecycle)

@@ -18,6 +18,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "gateway": ("gateway.__main__", "main", "run the OpenAI-compatible HTTP endpoint"),
     "conductor": ("conductor.__main__", "main", "run the global scheduler"),
     "worker": ("deploy.cli", "worker", "run a worker: --role prefill|decode"),
+    "role": ("deploy.role", "main", "change a running worker's role: role INSTANCE prefill|decode"),
     "store": ("kvstore.__main__", "main", "run a KV store node"),
     "directory": ("kvstore.directory.__main__", "main", "run the index over all KV store nodes"),
     "kvctl": ("deploy.kvctl.main", "main", "look into a running KV store, and operate it"),
@@ -26,7 +27,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "profile": ("deploy.profile", "main", "measure a model on this machine: profile [MODEL]"),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),
     "simulate": ("traces.simulator.command", "main", "a cluster in virtual time: simulate TRACE"),
-    "reproduce": ("traces.reproduction.command", "main", "published figures again: reproduce TRACE"),
+    "reproduce": (
+        "traces.reproduction.command",
+        "main",
+        "published figures again: reproduce TRACE",
+    ),
     "traces": ("traces.cli", "main", "traces of requests: traces fetch | analyze | synthesize"),
 }
 
@@ -61,9 +66,17 @@ def _run(arguments: list[str]) -> int:
 
 
 def worker(argv: list[str]) -> int:
-    """`moonserve worker --role prefill|decode …`."""
+    """`moonserve worker --role prefill|decode [--role-switching on] …`."""
     modules = {"prefill": "prefill_worker.__main__", "decode": "decode_worker.__main__"}
-    role, rest = _take_role(argv)
+    switching, rest = _take(argv, "--role-switching")
+    if switching == "on":
+        switching_worker: Callable[[list[str]], int]
+        switching_worker = importlib.import_module("deploy.worker.__main__").main
+        return switching_worker(rest)
+    if switching not in (None, "off"):
+        print("moonserve worker: --role-switching is on or off", file=sys.stderr)
+        return EXIT_USAGE
+    role, rest = _take(rest, "--role")
     if role not in modules:
         print("moonserve worker: --role prefill or --role decode must be given", file=sys.stderr)
         return EXIT_USAGE
@@ -71,11 +84,12 @@ def worker(argv: list[str]) -> int:
     return run(rest)
 
 
-def _take_role(argv: list[str]) -> tuple[str | None, list[str]]:
+def _take(argv: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """The value of a flag, if it is there, and the other arguments."""
     for position, argument in enumerate(argv):
-        if argument.startswith("--role="):
-            return argument.removeprefix("--role="), argv[:position] + argv[position + 1 :]
-        if argument == "--role" and position + 1 < len(argv):
+        if argument.startswith(f"{flag}="):
+            return argument.removeprefix(f"{flag}="), argv[:position] + argv[position + 1 :]
+        if argument == flag and position + 1 < len(argv):
             return argv[position + 1], argv[:position] + argv[position + 2 :]
     return None, argv
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from conductor.config import DEFAULT_TERMS, ConductorConfig
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
+from deploy.worker.config import DEFAULT_ROLE_DRAIN_S
 from kvstore.config import StoreConfig
 from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
 from protocol.config import option, require_at_least_1
@@ -43,6 +44,15 @@ class ServeConfig(TransferConfig, PatienceConfig):
     prefill_workers: int = option(1, help="number of prefill workers")
     decode_workers: int = option(1, help="number of decode workers")
     store_nodes: int = option(1, help="number of KV store nodes")
+    role_switching: str = option(
+        "off",
+        help="on = workers can change between prefill and decode while they run",
+        choices=("off", "on"),
+    )
+    role_drain_s: float = option(
+        DEFAULT_ROLE_DRAIN_S,
+        help="with --role-switching: seconds that what is under way gets to finish before a change",
+    )
 
     dtype: str = option("auto", help="of weights and KV", choices=("auto", "float32", "bfloat16"))
     load_format: str = option(

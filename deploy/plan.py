@@ -13,6 +13,7 @@ from typing import Any
 from conductor.config import ConductorConfig
 from decode_worker.config import DecodeConfig
 from deploy.config import DRAIN_S, STOP_GRACE_S, ServeConfig
+from deploy.worker.config import WorkerConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from prefill_worker.config import PrefillConfig
@@ -51,15 +52,37 @@ def member_specs(config: ServeConfig, model_path: str, conductor: str) -> list[P
         "drain_timeout_s": str(DRAIN_S),
     }
     stores = [_store_spec(config, f"store-{i}", shared) for i in range(config.store_nodes)]
+    workers = _switching if config.role_switching == "on" else _fixed
+    return [*stores, *workers(config, worker), _gateway_spec(config, model_path, conductor)]
+
+
+def _fixed(config: ServeConfig, worker: Mapping[str, str]) -> list[ProcessSpec]:
     prefills = [
-        _spec(config, f"prefill-{i}", "prefill_worker", PrefillConfig, worker | _home(config, i))
+        _spec(
+            config, f"prefill-{i}", "prefill_worker", PrefillConfig, {**worker, **_home(config, i)}
+        )
         for i in range(config.prefill_workers)
     ]
     decodes = [
         _spec(config, f"decode-{i}", "decode_worker", DecodeConfig, worker)
         for i in range(config.decode_workers)
     ]
-    return [*stores, *prefills, *decodes, _gateway_spec(config, model_path, conductor)]
+    return [*prefills, *decodes]
+
+
+def _switching(config: ServeConfig, worker: Mapping[str, str]) -> list[ProcessSpec]:
+    """Names that say nothing of a role, which is only what each begins with."""
+    roles = ["prefill"] * config.prefill_workers + ["decode"] * config.decode_workers
+    return [
+        _spec(
+            config,
+            f"worker-{i}",
+            "deploy.worker",
+            WorkerConfig,
+            {**worker, **_home(config, i), "role": role},
+        )
+        for i, role in enumerate(roles)
+    ]
 
 
 def _gateway_spec(config: ServeConfig, model_path: str, conductor: str) -> ProcessSpec:

@@ -15,6 +15,7 @@ from decode_worker.config import DecodeConfig
 from deploy.config import ServeConfig
 from deploy.doctor import DoctorConfig
 from deploy.profile import ProfileConfig
+from deploy.worker.config import WorkerConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from kvstore.directory.config import DirectoryConfig
@@ -34,6 +35,7 @@ PAGES: list[tuple[str, type]] = [
     ("moonserve conductor", ConductorConfig),
     ("moonserve worker --role prefill", PrefillConfig),
     ("moonserve worker --role decode", DecodeConfig),
+    ("moonserve worker --role-switching on", WorkerConfig),
     ("moonserve store", StoreConfig),
     ("moonserve directory", DirectoryConfig),
     ("moonserve doctor", DoctorConfig),

@@ -48,6 +48,25 @@ class BlockPool:
         # (last_used, block) of leaves that may be evicted; entries that no longer hold are skipped when popped
         self._leaves: list[tuple[int, BlockId]] = []
 
+    def take_over(self, earlier: BlockPool) -> None:
+        """Begins with what can be found in a pool over the same memory that nobody uses any more, whoever still seems
+        to hold it; nothing may have been allocated here. Announces every block."""
+        if self._num_held or self._by_key or self.num_blocks != earlier.num_blocks:
+            raise ValueError("a pool takes over before anything is in it, and from one of its size")
+        if not self._caching:
+            return
+        self._keys, self._parents = list(earlier._keys), list(earlier._parents)
+        self._checksums, self._last_used = list(earlier._checksums), list(earlier._last_used)
+        self._by_key, self._clock = dict(earlier._by_key), earlier._clock
+        self._children = {key: set(children) for key, children in earlier._children.items()}
+        self._blank = [block for block in self._blank if self._keys[block] is None]
+        self._leaves = [
+            (self._last_used[b], b) for b in self._by_key.values() if self._is_evictable(b)
+        ]
+        heapq.heapify(self._leaves)
+        for key, parent in self.keys():
+            self._on_added(key, parent)
+
     # -- what is there
 
     @property

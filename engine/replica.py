@@ -64,6 +64,11 @@ class ReplicaConfig(ProcessConfig):
     def __post_init__(self) -> None:
         require_at_least_1(self, "block_size", "max_num_seqs", "num_threads")
 
+    @property
+    def can_switch_role(self) -> bool:
+        """Whether the worker serves `RoleSwitch`."""
+        return False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlan:

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from engine.block_pool import BlockPool
 from prefill_worker import events as ev
 from prefill_worker.actions import Action
 from prefill_worker.handoffs import Handoffs, out_of_time
@@ -114,6 +115,10 @@ class PrefillState:
     def prefix_loads(self) -> PrefixLoads:
         """For metrics."""
         return self._ledger.loads
+
+    @property
+    def pool(self) -> BlockPool:
+        return self._ledger.pool
 
     @property
     def is_idle(self) -> bool:

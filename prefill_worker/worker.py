@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
+import grpc.aio
 from prometheus_client import CollectorRegistry
 
+from engine.block_pool import BlockPool
 from engine.replica import Replica, load_replica
 from kvstore.block_client import BlockClient
 from prefill_worker.config import PrefillConfig
@@ -48,7 +50,10 @@ class PrefillWorker:
         transfer: TransferEngine,
         segment: Segment,
         registry: CollectorRegistry,
+        *,
+        earlier: BlockPool | None = None,
     ) -> None:
+        """`earlier`: the pool of who had this memory before and has ended."""
         plan = replica.plan
         self._config = config
         self._replica = replica
@@ -64,7 +69,10 @@ class PrefillWorker:
             on_added=self._blocks.added,
             on_removed=self._blocks.removed,
         )
-        registry.register(PrefixLoadCollector(state.prefix_loads))
+        self.pool = state.pool
+        if earlier is not None:
+            self.pool.take_over(earlier)
+        self._registry, self._collector = registry, PrefixLoadCollector(state.prefix_loads)
         self.service = PrefillService(
             state,
             engine=replica.thread,
@@ -83,10 +91,15 @@ class PrefillWorker:
             self.service, block_size=plan.layout.block_size, vocab_size=replica.vocab_size
         )
 
-    async def run(self, lifecycle: Lifecycle) -> None:
-        """Serves until told to stop. Raises ConfigError when the port is taken, or what made going on pointless."""
+    async def run(
+        self, lifecycle: Lifecycle, add_services: Callable[[grpc.aio.Server], None] = lambda _: None
+    ) -> None:
+        """Serves until told to stop; `add_services`: others at the same address. Raises ConfigError when the port is
+        taken, or what made going on pointless. No transfer writes to the pool any more when it returns or raises."""
         server = RpcServer(self._config.cluster_token)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._servicer, server.grpc)
+        add_services(server.grpc)
+        self._registry.register(self._collector)
         try:
             address = await server.start(self._config.host, self._config.port)
             registration = self._registration(address)
@@ -96,20 +109,18 @@ class PrefillWorker:
             ):
                 lifecycle.ready(rpc=address, transfer=self._transfer_address)
                 await lifecycle.until_stopped(self.service.failed, *seat.watched, *finding)
-                await self._drain(seat)
+                await self._drain(seat, lifecycle)
         finally:
             await server.stop(STOP_GRACE_S)
             await self.service.stop()
             await self._channels.close()
-            self._replica.thread.close()
+            self._registry.unregister(self._collector)
 
-    async def _drain(self, seat: Seat) -> None:
+    async def _drain(self, seat: Seat, lifecycle: Lifecycle) -> None:
         """Takes nothing new and lets what is here finish, for as long as the configuration allows."""
         self._servicer.draining = True
         seat.drain()
-        try:
-            await asyncio.wait_for(self.service.drained(), self._config.drain_timeout_s)
-        except TimeoutError:
+        if not await lifecycle.drained(self.service.drained(), self._config.drain_timeout_s):
             log.warning("stopping with requests under way")
 
     def _make_home_finder(self) -> HomeFinder | None:
@@ -154,4 +165,5 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
     registry.register(TransferCollector(transfer))
     with transfer, exposed(registry, config.host, config.metrics_port):
         replica, segment = await load_replica(config, transfer.allocate, lifecycle)
-        await PrefillWorker(config, replica, transfer, segment, registry).run(lifecycle)
+        with contextlib.closing(replica.thread):
+            await PrefillWorker(config, replica, transfer, segment, registry).run(lifecycle)

@@ -88,6 +88,12 @@ class Lifecycle:
                 if future.done():
                     future.result()
 
+    async def drained(self, idle: Coroutine[Any, Any, Any], timeout_s: float) -> bool:
+        """After `until_stopped`: whether `idle` ended within the time that what is under way gets to finish."""
+        async with running(idle) as finishing:
+            await asyncio.wait({finishing}, timeout=timeout_s)
+            return finishing.done()
+
     def _report(self, entry: dict[str, object]) -> None:
         if self._status_fd is None:
             return

@@ -76,7 +76,8 @@ class GatewayStreams:
         finally:
             if outbox.stream is stream:
                 outbox.stream = None
-                self._give_up_later(gateway_id, outbox)
+                if self._outboxes.get(gateway_id) is outbox:  # not after `close`
+                    self._give_up_later(gateway_id, outbox)
 
     def close(self) -> None:
         """Forgets all gateways without telling anyone."""

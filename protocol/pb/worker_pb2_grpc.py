@@ -432,3 +432,80 @@ class Landing:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RoleSwitchStub:
+    """Served by workers that can change between prefill and decode.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.SwitchRole = channel.unary_unary(
+                '/moonserve.RoleSwitch/SwitchRole',
+                request_serializer=protocol_dot_pb_dot_worker__pb2.SwitchRoleRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_worker__pb2.SwitchRoleReply.FromString,
+                _registered_method=True)
+
+
+class RoleSwitchServicer:
+    """Served by workers that can change between prefill and decode.
+    """
+
+    def SwitchRole(self, request, context):
+        """Begins a switch and returns at once: the worker drains, leaves the cluster and registers in the other role, with a
+        later epoch, maybe at another address. No-op when it has the role, or is on its way to it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RoleSwitchServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'SwitchRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchRole,
+                    request_deserializer=protocol_dot_pb_dot_worker__pb2.SwitchRoleRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_worker__pb2.SwitchRoleReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moonserve.RoleSwitch', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moonserve.RoleSwitch', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RoleSwitch:
+    """Served by workers that can change between prefill and decode.
+    """
+
+    @staticmethod
+    def SwitchRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.RoleSwitch/SwitchRole',
+            protocol_dot_pb_dot_worker__pb2.SwitchRoleRequest.SerializeToString,
+            protocol_dot_pb_dot_worker__pb2.SwitchRoleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

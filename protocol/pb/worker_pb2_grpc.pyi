@@ -143,3 +143,40 @@ class LandingServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.ReleaseReply, _abc.Awaitable[_worker_pb2.ReleaseReply]]: ...
 
 def add_LandingServicer_to_server(servicer: LandingServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class RoleSwitchStub:
+    """Served by workers that can change between prefill and decode."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RoleSwitchAsyncStub: ...
+    SwitchRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SwitchRoleRequest, _worker_pb2.SwitchRoleReply]
+    """Begins a switch and returns at once: the worker drains, leaves the cluster and registers in the other role, with a
+    later epoch, maybe at another address. No-op when it has the role, or is on its way to it.
+    """
+
+@_typing.type_check_only
+class RoleSwitchAsyncStub(RoleSwitchStub):
+    """Served by workers that can change between prefill and decode."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    SwitchRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SwitchRoleRequest, _worker_pb2.SwitchRoleReply]  # type: ignore[assignment]
+    """Begins a switch and returns at once: the worker drains, leaves the cluster and registers in the other role, with a
+    later epoch, maybe at another address. No-op when it has the role, or is on its way to it.
+    """
+
+class RoleSwitchServicer(metaclass=_abc_1.ABCMeta):
+    """Served by workers that can change between prefill and decode."""
+
+    @_abc_1.abstractmethod
+    def SwitchRole(
+        self,
+        request: _worker_pb2.SwitchRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SwitchRoleReply, _abc.Awaitable[_worker_pb2.SwitchRoleReply]]:
+        """Begins a switch and returns at once: the worker drains, leaves the cluster and registers in the other role, with a
+        later epoch, maybe at another address. No-op when it has the role, or is on its way to it.
+        """
+
+def add_RoleSwitchServicer_to_server(servicer: RoleSwitchServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

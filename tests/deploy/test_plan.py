@@ -10,6 +10,7 @@ from conductor.config import ConductorConfig
 from decode_worker.config import DecodeConfig
 from deploy.config import STOP_GRACE_S, ServeConfig
 from deploy.plan import ProcessSpec, conductor_spec, member_specs
+from deploy.worker.config import WorkerConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from prefill_worker.config import PrefillConfig
@@ -22,6 +23,7 @@ CLASSES: dict[str, type[ProcessConfig]] = {
     "kvstore": StoreConfig,
     "prefill_worker": PrefillConfig,
     "decode_worker": DecodeConfig,
+    "deploy.worker": WorkerConfig,
     "gateway": GatewayConfig,
 }
 
@@ -55,6 +57,7 @@ def test_every_process_understands_its_flags_and_gets_the_shared_options() -> No
 
 def test_every_option_of_serve_reaches_a_process_or_is_the_launchers_own() -> None:
     launchers = {"conductors", "prefill_workers", "decode_workers", "store_nodes", "log_dir"}
+    launchers |= {"role_switching"}
     known = {option.name for cls in CLASSES.values() for option in options_of(cls)}
     assert {option.name for option in options_of(ServeConfig)} <= known | launchers
 
@@ -144,3 +147,13 @@ def test_api_keys_are_no_flags() -> None:
 def test_impossible_clusters_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="--"):
         ServeConfig(**options)  # type: ignore[arg-type]
+
+
+def test_workers_that_may_change_have_names_without_a_role() -> None:
+    options = {"prefill_workers": 1, "decode_workers": 2, "role_switching": "on", "store_nodes": 2}
+    specs = members(**options)
+    assert set(specs) == {"store-0", "store-1", "worker-0", "worker-1", "worker-2", "gateway-0"}
+    workers = [parsed(specs[f"worker-{i}"]) for i in range(3)]
+    assert all(isinstance(worker, WorkerConfig) for worker in workers)
+    assert [worker.role for worker in workers] == ["prefill", "decode", "decode"]
+    assert [worker.home_store for worker in workers] == ["store-0", "store-1", "store-0"]

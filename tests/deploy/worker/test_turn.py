@@ -1,0 +1,86 @@
+"""When a turn ends, and what follows it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from deploy.worker.config import WorkerConfig
+from deploy.worker.turn import Turn
+from protocol.errors import ConfigError, Overloaded
+from protocol.ids import Role
+from protocol.process import Lifecycle, running
+
+FOREVER_S = 3600.0
+
+
+def turn(drain_s: float = FOREVER_S) -> tuple[Turn, Lifecycle]:
+    process = Lifecycle(status_fd=None)
+    return Turn(Role.DECODE, process, drain_s=drain_s), process
+
+
+async def test_a_command_ends_the_turn_and_names_the_next_role() -> None:
+    decode, _ = turn()
+    decode.switch_to(Role.PREFILL)
+    await decode.until_stopped()
+    assert decode.next_role is Role.PREFILL
+    decode.switch_to(Role.PREFILL)
+    assert decode.next_role is Role.PREFILL
+
+
+async def test_its_own_role_is_no_switch() -> None:
+    decode, _ = turn()
+    decode.switch_to(Role.DECODE)
+    assert not decode.stopping.is_set()
+    assert decode.next_role is None
+
+
+async def test_a_switch_is_not_turned_round_under_way() -> None:
+    decode, _ = turn()
+    decode.switch_to(Role.PREFILL)
+    with pytest.raises(Overloaded):
+        decode.switch_to(Role.DECODE)
+    assert decode.next_role is Role.PREFILL
+
+
+async def test_the_process_ends_the_turn_and_nothing_follows_even_if_a_switch_was_on_its_way() -> (
+    None
+):
+    decode, process = turn()
+    decode.switch_to(Role.PREFILL)
+    async with running(decode.end_with_process()):
+        process.stopping.set()
+        await decode.until_stopped()
+    assert decode.next_role is None
+
+
+async def test_draining_for_a_switch_ends_with_the_work() -> None:
+    decode, _ = turn()
+    idle = asyncio.Event()
+    decode.switch_to(Role.PREFILL)
+    draining = asyncio.create_task(decode.drained(idle.wait(), timeout_s=0.0))
+    idle.set()
+    assert await draining
+
+
+async def test_a_command_may_grant_no_time_at_all() -> None:
+    decode, _ = turn()
+    decode.switch_to(Role.PREFILL, drain_s=0.0)
+    assert not await decode.drained(asyncio.Event().wait(), timeout_s=FOREVER_S)
+
+
+async def test_a_stop_during_the_drain_of_a_switch_leaves_the_time_of_a_stop() -> None:
+    decode, process = turn()
+    decode.switch_to(Role.PREFILL)
+    process.stopping.set()
+    assert not await decode.drained(asyncio.Event().wait(), timeout_s=0.0)
+
+
+def test_options_that_forbid_one_of_the_roles_are_told_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="max-num-seqs"):
+        WorkerConfig(
+            instance_id="w", model="m", role="prefill", max_num_batched_tokens=8, max_num_seqs=16
+        )
+    with pytest.raises(ConfigError, match="role-drain-s"):
+        WorkerConfig(instance_id="w", model="m", role="prefill", role_drain_s=-1.0)

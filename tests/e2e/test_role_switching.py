@@ -1,0 +1,158 @@
+"""Workers that change between prefill and decode while requests are under way, as real processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy import role
+from tests.e2e.cluster import Cluster, running_cluster
+from tests.random_models import make_model
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = [3 + i % 90 for i in range(100)]
+WISH = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+LONG = 150  # tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("roles") / "model"
+    make_model("llama", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One prefill and two decode workers to begin with."""
+    flags = ("--role-switching", "on", "--decode-workers", "2", "--num-threads", "1")
+    with running_cluster(model, tmp_path_factory.mktemp("logs"), *flags) as started:
+        yield started
+        assert not started.tracebacks(), started.logs()
+
+
+def instance(cluster: Cluster, instance_id: str) -> dict[str, Any]:
+    return next(i for i in cluster.instances() if i["instance_id"] == instance_id)
+
+
+def switch(cluster: Cluster, instance_id: str, to: str, drain_s: float) -> int:
+    arguments = [instance_id, to, "--url", cluster.url, "--drain-s", str(drain_s)]
+    return role.main(arguments, {"MOONSERVE_CLUSTER_TOKEN": cluster.token})
+
+
+def decisions(cluster: Cluster, request_id: str) -> list[dict[str, Any]]:
+    with cluster.client() as client:
+        found: list[dict[str, Any]] = client.get(f"/v1/requests/{request_id}/explain").json()[
+            "decisions"
+        ]
+        return found
+
+
+class Stream:
+    """A streamed completion that is read a bit at a time."""
+
+    def __init__(self, cluster: Cluster, max_tokens: int) -> None:
+        self._client = cluster.client()
+        wish = {"prompt": PROMPT, "max_tokens": max_tokens, "stream": True, **WISH}
+        request = self._client.build_request("POST", "/v1/completions", json=wish)
+        self._reply = self._client.send(request, stream=True)
+        assert self._reply.status_code == 200
+        self._lines = self._reply.iter_lines()
+        self.token_ids: list[int] = []
+        self.request_id = ""
+        self.decode = self._reply.headers["x-decode-instance-id"]
+
+    def read(self, num_tokens: int) -> None:
+        """Until so many are here, or the end."""
+        while len(self.token_ids) < num_tokens and (line := next(self._lines, None)) is not None:
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            self.request_id = chunk["id"]
+            self.token_ids += chunk["choices"][0]["token_ids"] if chunk["choices"] else []
+
+    def close(self) -> None:
+        self._reply.close()
+        self._client.close()
+
+
+def expected(cluster: Cluster, max_tokens: int) -> list[int]:
+    ids: list[int] = cluster.complete(PROMPT, max_tokens=max_tokens, **WISH)["choices"][0][
+        "token_ids"
+    ]
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "most_attempts"),
+    [pytest.param(0.0, 2, id="cut off at once"), pytest.param(300.0, 1, id="ends where it is")],
+)
+def test_a_stream_goes_on_while_its_decode_worker_becomes_a_prefill_worker_and_back(
+    cluster: Cluster, drain_s: float, most_attempts: int
+) -> None:
+    wanted = expected(cluster, LONG)
+    stream = Stream(cluster, LONG)
+    stream.read(3)
+    before = instance(cluster, stream.decode)
+    assert switch(cluster, stream.decode, "prefill", drain_s) == 0
+    stream.read(LONG)
+    stream.close()
+    assert stream.token_ids == wanted
+    attempts = decisions(cluster, stream.request_id)
+    assert 1 <= len(attempts) <= most_attempts
+    assert all(later["decode"] != stream.decode for later in attempts[1:])
+    after = instance(cluster, stream.decode)
+    assert (before["role"], after["role"]) == ("decode", "prefill")
+    assert after["epoch"] > before["epoch"]
+    assert expected(cluster, LONG) == wanted
+    assert switch(cluster, stream.decode, "decode", drain_s) == 0
+    assert expected(cluster, LONG) == wanted
+
+
+def test_a_worker_that_changed_is_placed_upon_in_its_new_role(cluster: Cluster) -> None:
+    assert switch(cluster, "worker-2", "prefill", 300.0) == 0
+    answer = cluster.complete(PROMPT, max_tokens=2, **WISH)
+    (decision,) = decisions(cluster, answer["id"])
+    prefills = {c["instance_id"] for c in decision["prefill_candidates"]}
+    assert prefills == {"worker-0", "worker-2"}
+    assert [c["instance_id"] for c in decision["decode_candidates"]] == ["worker-1"]
+    assert switch(cluster, "worker-2", "decode", 300.0) == 0
+
+
+def test_the_prefix_cache_survives_a_change_of_role(cluster: Cluster) -> None:
+    cluster.complete(PROMPT, max_tokens=2, **WISH)
+    num_blocks = len(PROMPT) // 32
+    # One of the two decode workers has it; whichever, it becomes the only prefill worker with it.
+    holder = next(
+        i["instance_id"]
+        for i in cluster.instances()
+        if i["role"] == "decode" and i["indexed_blocks"] >= num_blocks
+    )
+    held = instance(cluster, holder)["indexed_blocks"]
+    assert switch(cluster, holder, "prefill", 300.0) == 0
+    cluster.wait_for(
+        "its blocks in the index", lambda: instance(cluster, holder)["indexed_blocks"] >= held
+    )
+    answer = cluster.complete(PROMPT, max_tokens=2, **WISH)
+    (decision,) = decisions(cluster, answer["id"])
+    (found,) = (c for c in decision["prefill_candidates"] if c["instance_id"] == holder)
+    assert found["device_blocks"] >= num_blocks
+    assert switch(cluster, holder, "decode", 300.0) == 0
+
+
+def test_the_command_says_what_is_wrong(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert switch(cluster, "worker-9", "decode", 0.0) == 1
+    assert "worker-9" in capsys.readouterr().err
+    assert switch(cluster, "worker-0", "prefill", 0.0) == 0
+    assert "is a prefill worker" in capsys.readouterr().out
+    arguments = ["worker-0", "decode", "--url", cluster.url]
+    assert role.main(arguments, {"MOONSERVE_CLUSTER_TOKEN": "wrong"}) == 2
+    assert "MOONSERVE_CLUSTER_TOKEN" in capsys.readouterr().err

@@ -1,0 +1,36 @@
+"""Streams from a worker to gateways, beyond what the workers' own tests see of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from protocol.ids import GatewayId
+from protocol.streams import GatewayStreams
+
+GATEWAY = GatewayId("g")
+
+
+async def test_a_gateway_whose_stream_ends_is_given_up_after_the_grace() -> None:
+    lost: asyncio.Queue[GatewayId] = asyncio.Queue()
+    streams = GatewayStreams(lost.put_nowait, grace_s=0.0)
+    events = streams.events(GATEWAY)
+    await anext(events)
+    await events.aclose()
+    assert await asyncio.wait_for(lost.get(), 10) == GATEWAY
+
+
+async def test_a_stream_that_ends_after_the_close_gives_nobody_up() -> None:
+    """A worker that changes its role lives on while the streams of its earlier role end."""
+    lost: list[GatewayId] = []
+    streams = GatewayStreams(lost.append, grace_s=0.0)
+    events = streams.events(GATEWAY)
+    await anext(events)
+    streams.close()
+    failures: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, what: failures.append(what))
+    await events.aclose()
+    done = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.0, done.set)  # behind whatever was to be called then
+    await done.wait()
+    assert not lost
+    assert not failures
