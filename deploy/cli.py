@@ -27,6 +27,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "profile": ("deploy.profile", "main", "measure a model on this machine: profile [MODEL]"),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),
     "simulate": ("traces.simulator.command", "main", "a cluster in virtual time: simulate TRACE"),
+    "plan": ("traces.planner.command", "main", "the cluster that a trace needs: plan TRACE"),
     "reproduce": (
         "traces.reproduction.command",
         "main",

@@ -24,6 +24,7 @@ from protocol.config import Option, options_of
 from protocol.process import ProcessConfig
 from traces.analysis.command import AnalyzeConfig
 from traces.fetch import FetchConfig
+from traces.planner.command import PlanConfig
 from traces.replay import ReplayConfig
 from traces.reproduction.command import ReproduceConfig
 from traces.simulator.command import SimulateConfig
@@ -42,6 +43,7 @@ PAGES: list[tuple[str, type]] = [
     ("moonserve profile", ProfileConfig),
     ("moonserve replay", ReplayConfig),
     ("moonserve simulate", SimulateConfig),
+    ("moonserve plan", PlanConfig),
     ("moonserve reproduce", ReproduceConfig),
     ("moonserve traces fetch", FetchConfig),
     ("moonserve traces analyze", AnalyzeConfig),

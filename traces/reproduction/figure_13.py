@@ -18,7 +18,7 @@ from traces.reproduction.figure import (
 from traces.reproduction.testbed import MOONCAKE, mean_ttft_s, pooled
 from traces.simulator.many import Work
 
-_GBIT = (12, 24, 50, 100, 200, 400)
+_GBIT = (24, 50, 100, 200, 400)
 _BYTES_PER_GBIT = 1e9 / 8
 _KNEE = 100
 _UNDER_S = 2.0

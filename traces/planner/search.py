@@ -1,0 +1,159 @@
+"""The search for a cluster: successive halving on ever longer parts of the trace. Pure: whoever calls it simulates.
+
+All divisions are tried on the first eighth of the trace, the best of them on the first quarter, the best two on all of
+it (Jamieson and Talwalkar, 2016: most of the effort goes to the few that may win). Policies join at the quarter, since
+they matter less than the division; caches come last, on the whole trace, since a part of it never fills them. The
+smallest cluster is found by bisection: a larger one is taken not to be worse. **Nothing here is random, and
+the number of simulations is bounded** by the number of machines: see `bound`.
+
+What this cannot see: a division that is bad in the first eighth and best later on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from traces.planner.cluster import Cluster, Score, Scored
+
+_FIRST, _SECOND, _WHOLE = 0.125, 0.25, 1.0
+_KEPT_FIRST, _KEPT_SECOND = 3, 2
+_MAX_DIVISIONS = 15  # tried at first; between them lies what is tried next
+_CACHE_HALVINGS = 4
+_ENOUGH = 0.005  # of effective requests: a smaller cache may cost so much
+
+
+class Evaluate(Protocol):
+    """Simulates the first `share` of the trace on each cluster; results in the order of the clusters."""
+
+    def __call__(self, clusters: Sequence[Cluster], share: float) -> Sequence[Score]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked."""
+
+    num_machines: int  # at most
+    target: float  # share of effective requests
+    policies: tuple[str, ...]  # the first one is the one divisions are compared with
+    dram_tokens: int  # of a prefill machine; smaller ones are tried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The answer, on the whole trace."""
+
+    best: Scored  # of all machines
+    rivals: tuple[Scored, ...]  # that came to the last round beside it, the better first
+    caches: tuple[Scored, ...]  # the best with smaller and smaller caches
+    thrifty: Scored  # the one with the smallest cache that costs hardly anything
+    smallest: Scored | None  # that meets the target; None: none of so many machines does
+    too_small: Scored | None  # the best of one machine fewer; None: there cannot be fewer
+
+
+def plan(question: Question, evaluate: Evaluate) -> Plan:
+    """Equal questions and scores give equal plans."""
+    finalists = _best(question, question.num_machines, question.policies, evaluate)
+    best = finalists[0]
+    sizes = [question.dram_tokens >> n for n in range(1, _CACHE_HALVINGS + 1)]
+    caches = _scored([_with_cache(best, size) for size in sizes if size], _WHOLE, evaluate)
+    smallest, too_small = _smallest(question, best, evaluate)
+    return Plan(
+        best=best,
+        rivals=tuple(finalists[1:]),
+        caches=tuple(caches),
+        thrifty=_thrifty(best, caches),
+        smallest=smallest,
+        too_small=too_small,
+    )
+
+
+def bound(question: Question) -> float:
+    """At most so many simulations of the whole trace, parts of it counted as parts."""
+    machines = question.num_machines
+    divisions = min(machines - 1, _MAX_DIVISIONS)
+    seconds = _KEPT_FIRST * (1 if divisions == machines - 1 else 3)  # each with its neighbours
+    first = divisions * _FIRST + seconds * len(question.policies) * _SECOND + _KEPT_SECOND
+    steps = math.ceil(math.log2(max(machines, 2)))
+    return first + _CACHE_HALVINGS + steps * (divisions * _FIRST + seconds * _SECOND + _KEPT_SECOND)
+
+
+def _with_cache(scored: Scored, dram_tokens: int) -> Cluster:
+    return replace(scored.cluster, dram_tokens=dram_tokens)
+
+
+def _thrifty(best: Scored, caches: Sequence[Scored]) -> Scored:
+    """As long as each is good enough: a smaller one that is good by luck is none to trust."""
+    thrifty = best
+    for each in caches:
+        if each.score.effective < best.score.effective - _ENOUGH:
+            break
+        thrifty = each
+    return thrifty
+
+
+def _best(
+    question: Question, num_machines: int, policies: Sequence[str], evaluate: Evaluate
+) -> list[Scored]:
+    """The finalists on the whole trace, the best first."""
+    step = max(math.ceil((num_machines - 1) / _MAX_DIVISIONS), 1)
+    divisions = list(range(1, num_machines, step))
+    coarse = _clusters(question, num_machines, divisions, policies[:1])
+    first = _by_merit(_scored(coarse, _FIRST, evaluate))
+    kept = {each.cluster.num_prefill for each in first[:_KEPT_FIRST]}
+    if step > 1:  # what lies between was left out
+        around = {n + offset for n in kept for offset in (-(step // 2), 0, step // 2)}
+        kept = {n for n in around if 1 <= n < num_machines}
+    finer = _clusters(question, num_machines, sorted(kept), policies)
+    second = _by_merit(_scored(finer, _SECOND, evaluate))
+    finalists = [each.cluster for each in second[:_KEPT_SECOND]]
+    return _by_merit(_scored(finalists, _WHOLE, evaluate))
+
+
+def _clusters(
+    question: Question, num_machines: int, divisions: Sequence[int], policies: Sequence[str]
+) -> list[Cluster]:
+    return [
+        Cluster(
+            num_prefill=num_prefill,
+            num_decode=num_machines - num_prefill,
+            policy=policy,
+            dram_tokens=question.dram_tokens,
+        )
+        for num_prefill in divisions
+        for policy in policies
+    ]
+
+
+def _scored(clusters: Sequence[Cluster], share: float, evaluate: Evaluate) -> list[Scored]:
+    """In the order of the clusters."""
+    scores = evaluate(clusters, share)
+    return [
+        Scored(cluster=cluster, score=score, share=share)
+        for cluster, score in zip(clusters, scores, strict=True)
+    ]
+
+
+def _by_merit(scored: Sequence[Scored]) -> list[Scored]:
+    """The best first; equals stay in their order."""
+    return sorted(scored, key=lambda each: each.score.merit, reverse=True)
+
+
+def _smallest(
+    question: Question, best: Scored, evaluate: Evaluate
+) -> tuple[Scored | None, Scored | None]:
+    """The smallest that meets the target, and the best of one machine fewer, which does not."""
+    if best.score.effective < question.target:
+        return None, None
+    enough, short = best, None
+    low, high = 1, question.num_machines  # low: too few (one machine is no cluster), high: enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = _best(question, middle, (best.cluster.policy,), evaluate)[0]
+        if found.score.effective >= question.target:
+            high, enough = middle, found
+        else:
+            low, short = middle, found
+    return enough, short
