@@ -179,4 +179,7 @@ def outcome(report: Report, flight: Flight) -> Outcome:
         elapsed_s=report.elapsed_s,
         cached_tokens=flight.cached_tokens,
         output_tokens=report.output_tokens if ended else None,
+        queue_s=report.queue_s,
+        transfer_s=report.transfer_s,
+        prefill_s=report.prefill_s,
     )
