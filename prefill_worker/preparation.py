@@ -29,16 +29,21 @@ class Preparation:
         """Gives blocks to the head of the queue while little work is prepared ahead."""
         ledger, limits = self._ledger, self._ledger.limits
         prepared = [s for s in ledger.admitted.values() if s.phase in PREPARED]
-        num_ahead, tokens_ahead = len(prepared), sum(s.num_left for s in prepared)
-        while num_ahead < limits.max_num_seqs and (
-            num_ahead < limits.lookahead or tokens_ahead < limits.max_num_batched_tokens
-        ):
+        while len(prepared) < limits.max_num_seqs:
             sequence = ledger.queue.head()
-            if sequence is None or not self._take_blocks(sequence):
+            if sequence is None or not self._is_due(sequence, prepared):
+                return
+            if not self._take_blocks(sequence):
                 return
             ledger.dequeue(sequence)
             self._prepare(sequence, now)
-            num_ahead, tokens_ahead = num_ahead + 1, tokens_ahead + sequence.num_left
+            prepared.append(sequence)
+
+    def _is_due(self, sequence: Sequence, prepared: list[Sequence]) -> bool:
+        """Little is prepared that goes before it. What it overtakes does not keep it from being prepared."""
+        limits = self._ledger.limits
+        ahead = [s.num_left for s in prepared if s.rank < sequence.rank]
+        return len(ahead) < limits.lookahead or sum(ahead) < limits.max_num_batched_tokens
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Cached blocks of the prompt and fresh ones for the rest, or nothing at all."""

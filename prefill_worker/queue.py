@@ -1,7 +1,8 @@
 """Requests that wait for blocks, in the order in which they get them.
 
-The order is a sequence's `rank`, which the scheduling policy makes: (0, arrival) for fcfs, (priority, arrival) for
-priority. The head is never overtaken, so a large request cannot starve behind small ones.
+The order is a sequence's `rank`: priority (0 for fcfs), the time of arrival + the seconds that its placement says it
+yields (`Placement.rank`, 0 = to nobody), arrival. What arrives later than that does not overtake it, so a large request
+cannot starve behind small ones; and a head that waits for blocks is not passed by those behind it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from prefill_worker.sequence import Sequence
+from prefill_worker.sequence import Rank, Sequence
 from protocol.ids import RequestId
 
 
@@ -17,7 +18,7 @@ class RequestQueue:
     """A priority queue whose members can leave from any place."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], RequestId]] = []
+        self._heap: list[tuple[Rank, RequestId]] = []
         self._waiting: dict[RequestId, Sequence] = {}
 
     def __len__(self) -> int:

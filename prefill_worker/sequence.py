@@ -55,13 +55,17 @@ class IllegalTransition(Exception):
     """A bug of ours: the sequence cannot go there from where it is."""
 
 
+# A place in the queue, lower runs first: priority, time of arrival + seconds it yields, number of the arrival.
+Rank = tuple[int, float, int]
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     """The mutable execution of a `Request`."""
 
     request: Request
     placement: Placement
-    rank: tuple[int, int]  # place in the queue: lower runs first
+    rank: Rank
     lease_id: LeaseId
     submitted_at: float
     phase: Phase = Phase.QUEUED

@@ -5,6 +5,7 @@ Checks what a gateway sends before it becomes a request: one malformed submissio
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -38,6 +39,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             raise NoWorker("this prefill worker is draining", request=request.request_id)
         wish = self._parse(request)
         placement = placement_from_wire(request.placement)
+        if not (placement.rank >= 0.0 and math.isfinite(placement.rank)):
+            raise InvalidRequest(
+                f"rank {placement.rank} is no number of seconds", request=request.request_id
+            )
         self._service.post(ev.Submitted(request=wish, placement=placement))
         return worker_pb2.SubmitReply()
 

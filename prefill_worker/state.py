@@ -206,7 +206,7 @@ class PrefillState:
         sequence = Sequence(
             request=request,
             placement=event.placement,
-            rank=(priority, self._num_submitted),
+            rank=(priority, now + event.placement.rank, self._num_submitted),
             lease_id=LeaseId(f"{self._lease_prefix}-{self._num_submitted}"),
             submitted_at=now,
         )

@@ -56,7 +56,10 @@ def make_request(
 
 
 def make_placement(
-    request: Request, *, sources: Sequence[tuple[Endpoint, int, int]] = ()
+    request: Request,
+    *,
+    sources: Sequence[tuple[Endpoint, int, int]] = (),
+    rank: float = 0.0,
 ) -> Placement:
     return Placement(
         request_id=request.request_id,
@@ -66,13 +69,18 @@ def make_placement(
             PrefixSource(store=store, first_block=first, num_blocks=count)
             for store, first, count in sources
         ),
+        rank=rank,
     )
 
 
 def submitted(
-    request: Request, *, sources: Sequence[tuple[Endpoint, int, int]] = ()
+    request: Request,
+    *,
+    sources: Sequence[tuple[Endpoint, int, int]] = (),
+    rank: float = 0.0,
 ) -> ev.Submitted:
-    return ev.Submitted(request=request, placement=make_placement(request, sources=sources))
+    placement = make_placement(request, sources=sources, rank=rank)
+    return ev.Submitted(request=request, placement=placement)
 
 
 def make_state(

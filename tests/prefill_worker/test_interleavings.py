@@ -196,6 +196,7 @@ class PrefillWorkers(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         sources=st.integers(0, 4),
         timeout_s=st.sampled_from([5.0, 600.0]),
+        rank=st.sampled_from([0.0, 0.0, 3.0, 100.0]),
     )
     def submit(
         self,
@@ -206,6 +207,7 @@ class PrefillWorkers(RuleBasedStateMachine):
         priority: int,
         sources: int,
         timeout_s: float,
+        rank: float,
     ) -> None:
         self.num_requests += 1
         name = f"r{self.num_requests}"
@@ -221,7 +223,7 @@ class PrefillWorkers(RuleBasedStateMachine):
         )
         self.live.add(name)
         placed = [(HOME, 0, sources), (endpoint("store-1"), sources, 2)] if sources else []
-        self.post(submitted(request, sources=placed))
+        self.post(submitted(request, sources=placed, rank=rank))
 
     @precondition(lambda self: self.num_requests)
     @rule(data=st.data(), own=st.integers(1, 24))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -227,6 +228,10 @@ async def test_malformed_submissions_are_refused_before_they_become_requests(
                 setattr(wrong, name, value)
             with pytest.raises(InvalidRequest):
                 await c.channels.call(stub.Submit, wrong, timeout_s=LIMIT_S)
+        for rank in (math.nan, math.inf, -1.0):
+            message.placement.rank = rank
+            with pytest.raises(InvalidRequest, match="rank"):
+                await c.channels.call(stub.Submit, message, timeout_s=LIMIT_S)
         await c.assert_drained()
 
 

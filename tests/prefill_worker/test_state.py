@@ -597,7 +597,7 @@ def test_an_illegal_step_raises_with_the_history_and_changes_nothing() -> None:
     sequence = Sequence(
         request=request,
         placement=make_placement(request),
-        rank=(0, 1),
+        rank=(0, 0.0, 1),
         lease_id=LeaseId("l"),
         submitted_at=0.0,
     )
