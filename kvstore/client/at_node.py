@@ -22,7 +22,7 @@ from kvstore.client.scratch import PORTION_BYTES
 from kvstore.client.spots import Spots
 from kvstore.client.touches import Touches
 from kvstore.native.base import Entry
-from protocol.keys import BlockKey
+from protocol.keys import BlockKey, pack_keys
 from protocol.pb import kvstore_pb2
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class AtNode:
         """Lengths of what lies in the spots now. Raises InvalidRequest for an object that does not fit."""
 
         def near(near: Near) -> list[int | Fate]:
-            return near.into(keys, spots, verify=verify)
+            return near.into(pack_keys(keys), spots, verify=verify)
 
         def far(far: Far) -> list[int | Fate]:
             return far.fetch(keys, spots, deadline)
@@ -91,7 +91,7 @@ class AtNode:
         """True or ABSENT."""
 
         def near(near: Near) -> list[bool | Fate]:
-            self.used(node, ())
+            self.used(node, b"")
             return near.exist(keys)
 
         def far(_: Far) -> list[bool | Fate]:
@@ -119,9 +119,9 @@ class AtNode:
             _put(fates, places[first : first + len(lease.entries)], lease.entries)
         return [Fate.ABSENT if fate is Fate.ASK else fate for fate in fates]
 
-    def used(self, node: StoreNode, keys: Keys) -> None:
+    def used(self, node: StoreNode, packed_keys: bytes) -> None:
         """They were read there without the node's help."""
-        self._touches.note(node, keys)
+        self._touches.note(node, packed_keys)
 
     def _read(
         self,
@@ -134,10 +134,10 @@ class AtNode:
     ) -> list[T | Fate]:
         fates = node.reading(lambda way: _by(way, near, far), deadline)
         if Fate not in set(map(type, fates)):
-            self.used(node, keys)
+            self.used(node, pack_keys(keys))
             return fates
         read = [key for key, fate in zip(keys, fates, strict=True) if not isinstance(fate, Fate)]
-        self.used(node, read)
+        self.used(node, pack_keys(read))
         if len(read) < len(keys) and (places := _to_ask(fates)):
             _put(fates, places, leased(places))
             self._counters.count(Event.LEASED_READ, len(places))

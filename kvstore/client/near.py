@@ -21,7 +21,7 @@ from kvstore.native.base import Entry
 from kvstore.native.layout import HEADER, Geometry
 from kvstore.native.reader import MappedReader, NotCopied, Presence, Unknown, slots_of
 from protocol.errors import InvalidRequest
-from protocol.keys import BlockKey, pack_keys
+from protocol.keys import BlockKey, iter_keys, pack_keys
 from transfer.native import address_of
 
 _TRIES = 8
@@ -92,16 +92,19 @@ class Near:
             return Fate.CORRUPT
         return value
 
-    def into(self, keys: Sequence[BlockKey], spots: Spots, *, verify: bool) -> list[int | Fate]:
-        """Length of each object that lies in its spot now. Raises InvalidRequest for one that does not fit."""
-        copied = self._reader.copy(pack_keys(keys), spots.addresses, spots.rooms)
+    def into(self, packed_keys: bytes, spots: Spots, *, verify: bool) -> list[int | Fate]:
+        """Length of each object that lies in its spot now; keys of 16 bytes, back to back.
+
+        Raises InvalidRequest for one that does not fit.
+        """
+        copied = self._reader.copy(packed_keys, spots.addresses, spots.rooms)
         lengths: list[int] = copied.lengths.tolist()
         if not verify and min(lengths, default=0) >= 0:
             return cast(list[int | Fate], lengths)
         checksums: list[int] = copied.checksums.tolist()
         return [
             self._judged(key, spots, place, length, checksums[place] if verify else None)
-            for place, (key, length) in enumerate(zip(keys, lengths, strict=True))
+            for place, (key, length) in enumerate(zip(iter_keys(packed_keys), lengths, strict=True))
         ]
 
     def _judged(

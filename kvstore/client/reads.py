@@ -19,7 +19,7 @@ from kvstore.client.counters import Counters, Event
 from kvstore.client.deadline import Deadline
 from kvstore.client.directory import locate
 from kvstore.client.fate import Fate
-from kvstore.client.keys import Block
+from kvstore.client.keys import Block, Keys
 from kvstore.client.near import Near
 from kvstore.client.node import Means, StoreNode
 from kvstore.client.search import Hints, Search
@@ -27,7 +27,7 @@ from kvstore.client.spots import Spots
 from kvstore.native.base import Entry
 from kvstore.native.layout import Retired
 from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost, StaleLease
-from protocol.keys import BlockKey
+from protocol.keys import BlockKey, pack_keys
 from protocol.pb import kvstore_pb2
 
 log = logging.getLogger(__name__)
@@ -50,28 +50,58 @@ class Reads:
         self._counters = counters
         self._at_node = at_node
 
-    def values(
-        self, blocks: Sequence[Block], deadline: Deadline, *, verify: bool
-    ) -> list[bytes | None]:
+    def values(self, keys: Keys, deadline: Deadline, *, verify: bool) -> list[bytes | None]:
         """Raises PeerLost when a node that may have a missing one is out of reach, NoWorker, DeadlineExceeded."""
-        keys = [block.key for block in blocks]
 
         def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[bytes | Fate]:
-            return self._at_node.values(node, pick(keys, places), within, verify=verify)
+            return self._at_node.values(node, pick(keys.stored, places), within, verify=verify)
 
-        return self.search(blocks, at, deadline)
+        return self.search(keys, at, deadline)
 
     def into(
-        self, blocks: Sequence[Block], spots: Spots, deadline: Deadline, *, verify: bool
+        self, keys: Keys, spots: Spots, deadline: Deadline, *, verify: bool
     ) -> list[int | None]:
         """Lengths of what lies in the spots now. Raises as `values`, InvalidRequest for one that does not fit."""
-        keys = [block.key for block in blocks]
+        there = self._into_at_once(keys, spots, verify=verify)
+        if there is None:
+            return self._search_into(keys, spots, deadline, verify=verify)
+        if Fate not in set(map(type, there)):  # quicker than to look at each in Python
+            return cast(list[int | None], there)
+        rest = [place for place, length in enumerate(there) if isinstance(length, Fate)]
+        found = self._search_into(keys.at(rest), spots.at(rest), deadline, verify=verify)
+        lengths = cast(list[int | None], there)
+        for place, length in zip(rest, found, strict=True):
+            lengths[place] = length
+        return lengths
 
+    def _search_into(
+        self, keys: Keys, spots: Spots, deadline: Deadline, *, verify: bool
+    ) -> list[int | None]:
         def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[int | Fate]:
             there = spots.at(places)
-            return self._at_node.into(node, pick(keys, places), there, within, verify=verify)
+            return self._at_node.into(node, pick(keys.stored, places), there, within, verify=verify)
 
-        return self.search(blocks, at, deadline)
+        return self.search(keys, at, deadline)
+
+    def _into_at_once(self, keys: Keys, spots: Spots, *, verify: bool) -> list[int | Fate] | None:
+        """What the only node has, where its memory is mapped already: no search, no waiting. None elsewhere.
+
+        What is to be done for each key in Python is half of what a batch costs beyond copying it.
+        """
+        nodes = self._cluster.view.nodes
+        near = nodes[0].near if len(nodes) == 1 else None
+        if near is None:
+            return None
+        packed = pack_keys(keys.stored)
+        try:
+            there = near.into(packed, spots, verify=verify)
+        except Retired:
+            return None
+        if Fate in set(map(type, there)):
+            read = zip(keys.stored, there, strict=True)
+            packed = pack_keys([key for key, length in read if not isinstance(length, Fate)])
+        self._at_node.used(nodes[0], packed)
+        return there
 
     def part(self, block: Block, offset: int, length: int, deadline: Deadline) -> bytes | None:
         """Raises as `values`, InvalidRequest when it is not within the object."""
@@ -79,17 +109,16 @@ class Reads:
         def at(node: StoreNode, _: Sequence[int], within: Deadline) -> list[bytes | Fate]:
             return [self._at_node.part(node, block.key, offset, length, within)]
 
-        [value] = self.search([block], at, deadline)
+        [value] = self.search(Keys([block]), at, deadline)
         return value
 
-    def exist(self, blocks: Sequence[Block], deadline: Deadline) -> list[bool]:
+    def exist(self, keys: Keys, deadline: Deadline) -> list[bool]:
         """Raises as `values`."""
-        keys = [block.key for block in blocks]
 
         def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[bool | Fate]:
-            return self._at_node.exist(node, pick(keys, places), within)
+            return self._at_node.exist(node, pick(keys.stored, places), within)
 
-        return [present is True for present in self.search(blocks, at, deadline)]
+        return [present is True for present in self.search(keys, at, deadline)]
 
     def value_at_once(
         self, block: Block, *, verify: bool, max_bytes: float = math.inf
@@ -106,14 +135,14 @@ class Reads:
         node, fate = self._at_once(block, at)
         if node is None or isinstance(fate, Fate):
             return None if fate is Fate.ABSENT else Fate.ASK
-        self._at_node.used(node, [block.key])
+        self._at_node.used(node, block.key)
         return fate
 
     def exists_at_once(self, block: Block) -> bool | Fate:
         """As `value_at_once`."""
         node, fate = self._at_once(block, lambda near: near.exist([block.key])[0])
         if node is not None:
-            self._at_node.used(node, ())
+            self._at_node.used(node, b"")
         return bool(fate) if isinstance(fate, bool) else fate
 
     def _at_once(
@@ -134,11 +163,12 @@ class Reads:
         missing = fate is Fate.ABSENT or fate is False
         return (ranked[0], fate) if len(ranked) == 1 or not missing else (None, Fate.ASK)
 
-    def search(self, blocks: Sequence[Block], at: At[T], deadline: Deadline) -> list[T | None]:
+    def search(self, keys: Keys, at: At[T], deadline: Deadline) -> list[T | None]:
         """What `at` gives for each at the first node where that is no `Fate`. Raises as `values`."""
         view = self._cluster.view
         if len(view.nodes) == 1:
-            return self._ask_only(view.nodes[0], blocks, at, deadline)
+            return self._ask_only(view.nodes[0], keys, at, deadline)
+        blocks = keys.blocks()
         results: list[T | None] = [None] * len(blocks)
         search = Search(blocks, view, self._hints)
         self._ask_all(search, blocks, at, deadline, results)
@@ -149,20 +179,20 @@ class Reads:
         return results
 
     def _ask_only(
-        self, node: StoreNode, blocks: Sequence[Block], at: At[T], deadline: Deadline
+        self, node: StoreNode, keys: Keys, at: At[T], deadline: Deadline
     ) -> list[T | None]:
         """Where there is nothing to search."""
         try:
-            fates = at(node, range(len(blocks)), deadline)
+            fates = at(node, range(len(keys)), deadline)
         except (PeerLost, DeadlineExceeded) as error:
             if deadline.fair():
                 node.lost(error)
             raise
         if Fate not in set(map(type, fates)):  # quicker than to look at each in Python
             return cast(list[T | None], fates)
-        for block, fate in zip(blocks, fates, strict=True):
+        for key, fate in zip(keys.stored, fates, strict=True):
             if fate is Fate.CORRUPT:
-                self._report_corrupt(node, block.key)
+                self._report_corrupt(node, key)
         return [None if isinstance(fate, Fate) else fate for fate in fates]
 
     def _ask_all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,13 +37,12 @@ class Spots:
             rooms = rooms_between(offsets, segment.nbytes)
         if len(rooms) != len(offsets):
             raise InvalidRequest(f"{len(offsets)} offsets with {len(rooms)} lengths")
-        if len(offsets) and (
-            min(offsets) < 0
-            or min(rooms) < 0
-            or max(map(operator.add, offsets, rooms)) > segment.nbytes
-        ):
+        if max(map(operator.add, offsets, rooms), default=0) > segment.nbytes:
             raise _outside(segment, offsets, rooms)
-        return cls(segment, np.array(offsets, np.uint64), np.array(rooms, np.uint64))
+        try:
+            return cls(segment, _words(offsets), _words(rooms))
+        except OverflowError as error:  # below 0
+            raise _outside(segment, offsets, rooms) from error
 
     @classmethod
     def packed(cls, segment: Segment, lengths: Sequence[int]) -> Spots:
@@ -64,6 +64,11 @@ class Spots:
         """The first bytes of a spot."""
         offset = int(self.offsets[place])
         return self.segment.buffer[offset : offset + length]
+
+
+def _words(numbers: Sequence[int]) -> Words:
+    """Half the price of `np.array`. Raises OverflowError for one below 0."""
+    return np.frombuffer(array("Q", numbers), np.uint64)
 
 
 def _outside(segment: Segment, offsets: Sequence[int], rooms: Sequence[int]) -> InvalidRequest:

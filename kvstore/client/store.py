@@ -17,7 +17,7 @@ from kvstore.client.cluster import Cluster
 from kvstore.client.counters import Counters
 from kvstore.client.deadline import Deadline
 from kvstore.client.fate import Fate
-from kvstore.client.keys import Key, block_of, blocks_of
+from kvstore.client.keys import Key, Keys, block_of, blocks_of
 from kvstore.client.node import Means
 from kvstore.client.pool import NodeView, Pool, PoolStats
 from kvstore.client.puts import Item, Puts, Terms
@@ -79,7 +79,7 @@ class KvStore:
         value = self.get_at_once(key, verify=verify)
         if not isinstance(value, Fate):
             return value
-        return self._reads.values([block_of(key)], Deadline(timeout_s), verify=verify)[0]
+        return self._reads.values(Keys([key]), Deadline(timeout_s), verify=verify)[0]
 
     def get_at_once(
         self, key: Key, *, verify: bool = True, max_bytes: float = math.inf
@@ -91,7 +91,7 @@ class KvStore:
         self, keys: Sequence[Key], *, timeout_s: float | None = None, verify: bool = True
     ) -> list[bytes | None]:
         """As `get`, for each."""
-        return self._reads.values(blocks_of(keys), Deadline(timeout_s), verify=verify)
+        return self._reads.values(Keys(keys), Deadline(timeout_s), verify=verify)
 
     def get_into(
         self,
@@ -123,10 +123,10 @@ class KvStore:
         verify: bool = True,
     ) -> list[int | None]:
         """As `get_into`, for each; without lengths each spot ends where the next one begins."""
-        blocks = blocks_of(keys)
-        _require_as_many(len(blocks), len(offsets))
+        wanted = Keys(keys)
+        _require_as_many(len(wanted), len(offsets))
         spots = Spots.checked(segment, offsets, lengths)
-        return self._reads.into(blocks, spots, Deadline(timeout_s), verify=verify)
+        return self._reads.into(wanted, spots, Deadline(timeout_s), verify=verify)
 
     def get_range(
         self, key: Key, offset: int, length: int, *, timeout_s: float | None = None
@@ -148,20 +148,20 @@ class KvStore:
     ) -> StoreLease:
         """Objects in place: `with store.lease(keys) as lease: lease.views[0]`. See `StoreLease`."""
         lease = StoreLease(self._means, ttl_s)
-        return lease.open(self._reads, blocks_of(keys), Deadline(timeout_s), verify=verify)
+        return lease.open(self._reads, Keys(keys), Deadline(timeout_s), verify=verify)
 
     def exists(self, key: Key, *, timeout_s: float | None = None) -> bool:
         present = self.exists_at_once(key)
         if not isinstance(present, Fate):
             return present
-        return self._reads.exist([block_of(key)], Deadline(timeout_s))[0]
+        return self._reads.exist(Keys([key]), Deadline(timeout_s))[0]
 
     def exists_at_once(self, key: Key) -> bool | Fate:
         """As `exists`, without ever waiting; Fate.ASK when that needs waiting."""
         return self._reads.exists_at_once(block_of(key))
 
     def batch_exists(self, keys: Sequence[Key], *, timeout_s: float | None = None) -> list[bool]:
-        return self._reads.exist(blocks_of(keys), Deadline(timeout_s))
+        return self._reads.exist(Keys(keys), Deadline(timeout_s))
 
     # Writing
 

@@ -19,7 +19,7 @@ from kvstore.client.at_node import pick
 from kvstore.client.deadline import Deadline
 from kvstore.client.far import read
 from kvstore.client.fate import Fate
-from kvstore.client.keys import Block
+from kvstore.client.keys import Keys
 from kvstore.client.leased import NodeLease, take_lease
 from kvstore.client.node import Means, StoreNode
 from kvstore.client.reads import Reads
@@ -45,17 +45,14 @@ class StoreLease:
         self._memory = contextlib.ExitStack()
         self._renewing: concurrent.futures.Future[None] | None = None
 
-    def open(
-        self, reads: Reads, blocks: Sequence[Block], deadline: Deadline, *, verify: bool
-    ) -> StoreLease:
+    def open(self, reads: Reads, keys: Keys, deadline: Deadline, *, verify: bool) -> StoreLease:
         """Takes the leases. Raises as `Reads.values`."""
-        keys = [block.key for block in blocks]
 
         def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[memoryview | Fate]:
-            return self._take(node, pick(keys, places), within, verify=verify)
+            return self._take(node, pick(keys.stored, places), within, verify=verify)
 
         try:
-            self.views = tuple(reads.search(blocks, at, deadline))
+            self.views = tuple(reads.search(keys, at, deadline))
             if self._leases:
                 self._renewing = self._means.backstage.begin(self._renew())
         except BaseException:  # interrupted too: what was leased is given back

@@ -1,8 +1,8 @@
-/* Metadata of millions of blocks: the published index of keys, and private maps of keys.
+/* Metadata of millions of blocks: the published index of keys.
  *
  * Called through ctypes. Takes addresses as they are: Python allocates all memory, zeroed, checks bounds once, and keeps
- * it alive. A structure has one thread that changes it; only the index may be read meanwhile, by other processes
- * (`look` below). Layout and constants are repeated in layout.py; twin.py does the same in Python.
+ * it alive. One thread changes an index; others may read it meanwhile, and other processes (`look` below). Layout and
+ * constants are repeated in layout.py; twin.py does the same in Python. Private maps of keys are key_map.c.
  */
 #define _GNU_SOURCE
 #include <sched.h>
@@ -18,10 +18,10 @@
 #define GOLDEN 0x9E3779B97F4A7C15u /* 2**64 / golden ratio, made odd: an odd factor loses nothing modulo 2**64 */
 #define KEY_BYTES 16
 #define MOST_LOADED_PERCENT 70 /* of the index; at most 6 slots on average until a key is known to be absent */
-#define MAP_LOADED_PERCENT 75
 #define AHEAD 8 /* keys whose memory is asked for before its turn: several times faster beyond the caches */
 #define PATIENCE 1000     /* tries again; a change takes microseconds, and a stopped writer must not stop readers */
 #define YIELD_EVERY 16    /* tries: the writer may be waiting for this very core */
+#define TOGETHER 16       /* copies between two looks: the longer it takes, the more often something has moved */
 #define COPY_STEP ((uint64_t)256 << 10) /* as in transfer/native/data_plane.c */
 #define OFFSET_UNIT 256
 #define NOWHERE UINT32_MAX /* an offset: not in memory */
@@ -300,33 +300,54 @@ static int64_t copy_entry(const Mapping *mapping, const Entry *entry, char *to, 
     return (int64_t)length;
 }
 
-/* What was copied counts when the object lay there all the while. `*status` is RETIRED when nobody can tell. */
-static int64_t copy_key(const Mapping *mapping, Key key, Entry *entry, char *to, uint64_t capacity, int64_t *patience,
-                        int *status) {
+/* What was copied counts when the object lay there all the while; a length, or why not. */
+static int64_t second_look(const Mapping *mapping, Key key, const Entry *entry, int64_t length, int64_t *patience,
+                           int *status) {
     Entry after;
-    *status = look(&mapping->index, key, entry, patience);
-    if (*status != FOUND) *entry = (Entry){{0}};
-    if (*status != FOUND) return *status == ABSENT ? NOT_THERE : NOT_KNOWN;
-    int64_t length = copy_entry(mapping, entry, to, capacity);
-    if (length < 0) return length;
     *status = look(&mapping->index, key, &after, patience);
     if (*status == UNKNOWN) return NOT_KNOWN;
     return *status == FOUND && !memcmp(&after, entry, sizeof after) ? length : CHANGED;
+}
+
+typedef struct {
+    const uint64_t *addresses, *capacities;
+    int64_t *lengths;
+    uint64_t *checksums, *generations;
+} Copies;
+
+/* First all are looked up, then all are copied: what looking waits for is waited for once and not before each copy. */
+static int copy_some(const Mapping *mapping, const uint8_t *keys, int64_t count, Copies to, int64_t *patience) {
+    Entry entries[TOGETHER];
+    int status;
+    for (int64_t i = 0; i < count; i++) fetch_home(&mapping->index, keys, i, count);
+    for (int64_t i = 0; i < count; i++) {
+        status = look(&mapping->index, key_at(keys + i * KEY_BYTES), &entries[i], patience);
+        if (status == RETIRED) return 0;
+        if (status != FOUND) entries[i] = (Entry){{0}};
+        to.lengths[i] = status == FOUND ? 0 : (status == ABSENT ? NOT_THERE : NOT_KNOWN);
+        to.checksums[i] = entries[i].words[CHECKSUM];
+        to.generations[i] = entries[i].words[GENERATION];
+    }
+    for (int64_t i = 0; i < count; i++)
+        if (!to.lengths[i])
+            to.lengths[i] = copy_entry(mapping, &entries[i], (char *)(uintptr_t)to.addresses[i], to.capacities[i]);
+    for (int64_t i = 0; i < count; i++) {
+        if (to.lengths[i] < 0) continue;
+        to.lengths[i] = second_look(mapping, key_at(keys + i * KEY_BYTES), &entries[i], to.lengths[i], patience,
+                                    &status);
+        if (status == RETIRED) return 0;
+    }
+    return 1;
 }
 
 /* 0 when the memory is retired: then no result counts. */
 PUBLIC int32_t reader_copy(const Mapping *mapping, const uint8_t *keys, int64_t count, const uint64_t *addresses,
                            const uint64_t *capacities, int64_t *lengths, uint64_t *checksums, uint64_t *generations) {
     int64_t patience = PATIENCE + count;
-    for (int64_t i = 0; i < count; i++) {
-        Entry entry;
-        int status;
-        fetch_home(&mapping->index, keys, i + AHEAD, count);
-        lengths[i] = copy_key(mapping, key_at(keys + i * KEY_BYTES), &entry, (char *)(uintptr_t)addresses[i],
-                              capacities[i], &patience, &status);
-        if (status == RETIRED) return 0;
-        checksums[i] = entry.words[CHECKSUM];
-        generations[i] = entry.words[GENERATION];
+    for (int64_t at = 0; at < count; at += TOGETHER) {
+        Copies to = {addresses + at, capacities + at, lengths + at, checksums + at, generations + at};
+        int64_t some = count - at < TOGETHER ? count - at : TOGETHER;
+        if (!copy_some(mapping, keys + at * KEY_BYTES, some, to, &patience)) return 0;
     }
     return 1;
 }
@@ -365,70 +386,4 @@ PUBLIC int64_t reader_locate(const Mapping *mapping, const uint8_t *keys, const 
         pieces[num_pieces++][1] = length;
     }
     return num_pieces;
-}
-
-/* ---- private maps: key -> number -------------------------------------------------------------------------------- */
-
-typedef struct { uint8_t key[KEY_BYTES]; uint32_t value; } MapSlot; /* value + 1; 0 = empty */
-
-typedef struct {
-    MapSlot *slots;
-    uint64_t num_slots, seed, count;
-} Map;
-
-static uint64_t map_home(const Map *map, const uint8_t *key) {
-    return reduce(hash_of(key_at(key), map->seed), map->num_slots);
-}
-
-static uint64_t map_next(const Map *map, uint64_t at) { return at + 1 < map->num_slots ? at + 1 : 0; }
-
-/* Of `key`, or the empty one where it would go; there always is one. */
-static MapSlot *map_slot(const Map *map, const uint8_t *key) {
-    uint64_t at = map_home(map, key);
-    while (map->slots[at].value && memcmp(map->slots[at].key, key, KEY_BYTES)) at = map_next(map, at);
-    return &map->slots[at];
-}
-
-/* How many values were written: all, or with `leading` those before the first absent key. */
-PUBLIC int64_t map_get(const Map *map, const uint8_t *keys, int64_t count, int64_t *values, int32_t leading) {
-    for (int64_t i = 0; i < count; i++) {
-        if (i + AHEAD < count) __builtin_prefetch(&map->slots[map_home(map, keys + (i + AHEAD) * KEY_BYTES)]);
-        values[i] = (int64_t)map_slot(map, keys + i * KEY_BYTES)->value - 1;
-        if (leading && values[i] < 0) return i;
-    }
-    return count;
-}
-
-/* 0 when the map must grow first. */
-PUBLIC int32_t map_put(Map *map, const uint8_t *key, uint32_t value) {
-    MapSlot *slot = map_slot(map, key);
-    if (!slot->value) {
-        if ((map->count + 1) * 100 > map->num_slots * MAP_LOADED_PERCENT) return 0;
-        memcpy(slot->key, key, KEY_BYTES);
-        map->count++;
-    }
-    slot->value = value + 1;
-    return 1;
-}
-
-PUBLIC int64_t map_pop(Map *map, const uint8_t *key) {
-    MapSlot *slot = map_slot(map, key);
-    int64_t value = (int64_t)slot->value - 1;
-    if (value < 0) return value;
-    uint64_t hole = (uint64_t)(slot - map->slots);
-    for (uint64_t next = map_next(map, hole); map->slots[next].value; next = map_next(map, next)) {
-        uint64_t home = map_home(map, map->slots[next].key);
-        if (hole < next ? hole < home && home <= next : hole < home || home <= next) continue;
-        map->slots[hole] = map->slots[next];
-        hole = next;
-    }
-    map->slots[hole].value = 0;
-    map->count--;
-    return value;
-}
-
-PUBLIC void map_move(Map *to, const Map *from) {
-    for (uint64_t at = 0; at < from->num_slots; at++)
-        if (from->slots[at].value) *map_slot(to, from->slots[at].key) = from->slots[at];
-    to->count = from->count;
 }

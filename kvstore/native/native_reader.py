@@ -53,9 +53,10 @@ class NativeLookups:
     def copy(
         self, packed_keys: bytes, addresses: Addresses, capacities: Addresses, into: Copied
     ) -> None:
-        arrays = addresses, capacities, into.lengths, into.checksums, into.generations
-        places = [address_of(array) for array in arrays]
-        if not self._library.reader_copy(self._at, packed_keys, len(addresses), *places):
+        count, rows = len(addresses), address_of(into.rows)
+        places = address_of(addresses), address_of(capacities)
+        outcomes = rows, rows + 8 * count, rows + 16 * count
+        if not self._library.reader_copy(self._at, packed_keys, count, *places, *outcomes):
             raise Retired
 
     def locate(

@@ -9,6 +9,7 @@ from pathlib import Path
 from protocol.native import load_library
 
 METADATA_SOURCE = Path(__file__).with_name("metadata.c")
+MAP_SOURCE = Path(__file__).with_name("key_map.c")
 HEAP_SOURCE = Path(__file__).with_name("rank_heap.c")
 FLAGS = ("-std=gnu11", "-O2", "-fvisibility=hidden")
 
@@ -36,7 +37,7 @@ class Mapping(ctypes.Structure):
 
 
 class MapState(ctypes.Structure):
-    """`Map` of metadata.c."""
+    """`Map` of key_map.c."""
 
     _fields_ = (
         ("slots", _pointer),
@@ -85,7 +86,7 @@ def _load(source: Path, folder: Path | None) -> tuple[ctypes.CDLL, ctypes.CDLL]:
 
 
 class MetadataLibrary:
-    """metadata.c."""
+    """metadata.c and key_map.c."""
 
     def __init__(self, folder: Path | None) -> None:
         long, short = _load(METADATA_SOURCE, folder)
@@ -103,7 +104,7 @@ class MetadataLibrary:
         self.index_retire = _function(short, "index_retire", None, _pointer)
         self.index_check = _function(long, "index_check", _int64, _pointer)
         self._declare_reader(long, short)
-        self._declare_map(long, short)
+        self._declare_map(*_load(MAP_SOURCE, folder))
 
     def _declare_reader(self, long: ctypes.CDLL, short: ctypes.CDLL) -> None:
         batch = _pointer, _pointer, _int64

@@ -59,12 +59,13 @@ class PythonLookups:
         self, packed_keys: bytes, addresses: Addresses, capacities: Addresses, into: Copied
     ) -> None:
         tries = patience(len(addresses))
+        lengths, checksums, generations = into.lengths, into.checksums, into.generations
         places = zip(addresses.tolist(), capacities.tolist(), strict=True)
         for i, (key, (to, capacity)) in enumerate(zip(iter_keys(packed_keys), places, strict=True)):
             length, entry = self._copy_key(key, to, capacity, tries)
-            into.lengths[i] = length
-            into.checksums[i] = entry.checksum if entry is not None else 0
-            into.generations[i] = entry.generation if entry is not None else 0
+            lengths[i] = length
+            checksums[i] = entry.checksum if entry is not None else 0
+            generations[i] = entry.generation if entry is not None else 0
 
     def locate(
         self, packed_keys: bytes, rooms: Addresses, budget: int, rows: Addresses, pieces: Addresses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.client.keys import Block, block_of, blocks_of, chain, plain_key
+from kvstore.client.keys import KEPT_KEYS, Block, Key, Keys, block_of, blocks_of, chain, plain_key
 from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
 
@@ -37,3 +37,35 @@ def test_what_is_no_key_is_refused() -> None:
         block_of("text")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="not one key"):
         blocks_of(b"one")  # type: ignore[arg-type]
+
+
+def test_the_keys_of_a_call_are_those_of_their_blocks() -> None:
+    """Known or new, whatever they are made of."""
+    given: list[Key] = [
+        b"one",
+        *chain([A, B]),
+        b"",
+        bytes(200),
+        bytearray(b"two"),
+        memoryview(b"one"),
+    ]  # type: ignore[list-item]
+    for _ in range(2):
+        keys = Keys(given)
+        assert keys.blocks() == blocks_of(given)
+        assert keys.stored == [block.key for block in keys.blocks()]
+        assert len(keys) == len(given)
+        assert keys.at([0, 2]).stored == [keys.stored[0], keys.stored[2]]
+    known = Keys([b"one", b"one"])
+    assert known.stored == 2 * [plain_key(b"one")]
+
+
+def test_any_number_of_keys_may_be_known() -> None:
+    keys = [b"%d" % number for number in range(KEPT_KEYS + 10)]
+    assert Keys(keys).stored == [plain_key(key) for key in keys]
+    assert Keys(keys[:5]).stored == [plain_key(key) for key in keys[:5]]
+
+
+def test_what_is_no_sequence_of_keys_is_refused() -> None:
+    for wrong in (b"one", "text", ["text"], [3], [[]], [None]):
+        with pytest.raises(InvalidRequest):
+            Keys(wrong)  # type: ignore[arg-type]

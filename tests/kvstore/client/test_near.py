@@ -36,7 +36,7 @@ def test_a_value_of_any_size_is_read(published: Published, length: int, verify: 
     assert near.exist([key(1), key(2)]) == [True, False]
     local = published.engine.allocate(200_000)
     spots = Spots.packed(local, [100_000, 100_000])
-    assert near.into([key(2), key(1)], spots, verify=verify) == [Fate.ABSENT, length]
+    assert near.into(key(2) + key(1), spots, verify=verify) == [Fate.ABSENT, length]
     assert local.buffer[100_000 : 100_000 + length] == value
 
 
@@ -48,9 +48,9 @@ def test_bytes_that_do_not_match_are_corrupt_unless_nobody_asks(published: Publi
     local = published.engine.allocate(4096)
     spots = Spots.packed(local, [8])
     assert near.values([key(1)], verify=True) == [Fate.CORRUPT]
-    assert near.into([key(1)], spots, verify=True) == [Fate.CORRUPT]
+    assert near.into(key(1), spots, verify=True) == [Fate.CORRUPT]
     assert near.values([key(1)], verify=False) == [b"qrecious"]
-    assert near.into([key(1)], spots, verify=False) == [8]
+    assert near.into(key(1), spots, verify=False) == [8]
 
 
 def test_what_is_only_on_disk_is_left_to_the_node(published: Published) -> None:
@@ -59,7 +59,7 @@ def test_what_is_only_on_disk_is_left_to_the_node(published: Published) -> None:
     near = reader(published)
     local = published.engine.allocate(4096)
     assert near.values([key(1)], verify=True) == [Fate.ASK]
-    assert near.into([key(1)], Spots.packed(local, [8]), verify=True) == [Fate.ASK]
+    assert near.into(key(1), Spots.packed(local, [8]), verify=True) == [Fate.ASK]
     assert near.part(key(1), 0, 1) is Fate.ASK
     assert near.exist([key(1)]) == [True]
 
@@ -68,7 +68,7 @@ def test_a_value_that_does_not_fit_is_refused_with_both_sizes(published: Publish
     published.put(1, bytes(100))
     local = published.engine.allocate(4096)
     with pytest.raises(InvalidRequest, match="100 bytes, the room for it 99"):
-        reader(published).into([key(1)], Spots.packed(local, [99]), verify=True)
+        reader(published).into(key(1), Spots.packed(local, [99]), verify=True)
 
 
 def test_a_part_is_read_from_within_the_value_only(published: Published) -> None:
@@ -90,7 +90,7 @@ def test_an_index_that_has_moved_says_so(published: Published) -> None:
     published.grow()
     for call in (
         lambda: near.values([key(1)], verify=True),
-        lambda: near.into([key(1)], Spots.packed(local, [8]), verify=True),
+        lambda: near.into(key(1), Spots.packed(local, [8]), verify=True),
         lambda: near.exist([key(1)]),
         lambda: near.part(key(1), 0, 1),
     ):
