@@ -178,11 +178,12 @@ class Cluster:
         if not prefill.is_alive:
             self._lose(journey, prefill, now)
             return
+        assert journey.placement is not None
         self._journey_of[journey.request_id] = journey
         prefill.num_submitted += 1
         prompt = Prompt(
             request_id=journey.request_id,
-            rank=(0, prefill.num_submitted),
+            rank=(now + journey.placement.rank, prefill.num_submitted),
             num_tokens=journey.num_tokens,
             submitted_at=now,
         )

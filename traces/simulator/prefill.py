@@ -27,7 +27,7 @@ class Prompt:
     """One prompt here. QUEUED (not prepared), prepared, computing (begun), computed (`computed == num_tokens`)."""
 
     request_id: str
-    rank: tuple[int, int]
+    rank: tuple[float, int]  # arrival + the seconds that it yields, number: lower runs first
     num_tokens: int
     submitted_at: float
     is_prepared: bool = False
@@ -194,12 +194,16 @@ class PrefillMachine:
             outcomes.append(Computed(prompt))
 
     def _prepare(self, outcomes: list[PrefillOutcome]) -> None:
-        ahead = sum(p.is_prepared and p.started_at is None for p in self._prompts.values())
-        while self._queue and ahead < PREPARED_AHEAD:
-            prompt = self._queue.pop(0)
+        prompts = self._prompts.values()
+        ahead = [p.rank for p in prompts if p.is_prepared and p.started_at is None]
+        while self._queue:
+            prompt = self._queue[0]
+            if sum(rank < prompt.rank for rank in ahead) >= PREPARED_AHEAD:
+                return
+            del self._queue[0]
             prompt.is_prepared = prompt.awaits_landing = prompt.awaits_prefix = True
             outcomes.append(Prepare(prompt))
-            ahead += 1
+            ahead.append(prompt.rank)
 
     def _best_ready(self) -> list[Prompt]:
         """Those that the next chunk may be of, best first."""

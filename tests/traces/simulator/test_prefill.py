@@ -97,6 +97,32 @@ def test_only_a_few_prompts_are_prepared_ahead() -> None:
     machine.validate()
 
 
+def test_what_a_prompt_overtakes_does_not_keep_it_from_being_prepared() -> None:
+    machine = PrefillMachine(PROFILE, chunk_tokens=100)
+    for number in range(PREPARED_AHEAD + 1):
+        machine.submit(prompt(f"p{number}", 10, order=10 + number), 0.0)
+    (prepare,) = machine.submit(prompt("short", 1, order=1), 0.0)
+    assert isinstance(prepare, Prepare)
+    assert prepare.prompt.request_id == "short"
+    machine.validate()
+
+
+def test_a_prompt_of_lower_rank_goes_between_the_chunks_of_one_that_runs() -> None:
+    """Long: 10 tokens in chunks of 5. Short: 2, submitted at 1 s, from 5 s to 7 s."""
+    machine = PrefillMachine(PROFILE, chunk_tokens=5)
+    machine.submit(prompt("long", 10, order=2), 0.0)
+    prepared(machine, "long", 0.0)
+    machine.submit(prompt("short", 2, order=1), 1.0)
+    assert prepared(machine, "short", 1.0) == []
+    ends = {}
+    while (at := machine.wake_at) is not None:
+        for outcome in machine.advance(at):
+            if isinstance(outcome, Computed):
+                ends[outcome.prompt.request_id] = at
+        machine.validate()
+    assert ends == {"short": 7.0, "long": 12.0}
+
+
 def test_a_group_computes_a_prompt_as_a_pipeline() -> None:
     """By hand: 4 machines, 4 chunks of 4 s: the first takes 4 × 1 s, each further one comes 1 s later: 7 s, not 16."""
     machine = PrefillMachine(PROFILE, chunk_tokens=4, num_stages=4)
