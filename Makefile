@@ -1,6 +1,6 @@
 # moonserve: everything is one of these.
 #   make serve [MODEL=folder-or-hub-name] [ARGS="--prefill-workers 2"]
-#   make test | test-rdma | check | bench | bench-transfer | bench-store | docs | proto | clean
+#   make test | test-rdma | check | bench | bench-transfer | bench-store | reproduce | docs | proto | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +12,7 @@ ARGS ?=
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: serve test test-rdma check format bench bench-transfer bench-store docs proto proto-check clean
+.PHONY: serve test test-rdma check format bench bench-transfer bench-store reproduce docs proto proto-check clean
 
 serve: $(RUNTIME)
 	$(BIN)/moonserve serve $(MODEL) $(ARGS)
@@ -65,6 +65,12 @@ bench-store: $(DEV) $(PEERS)/.installed $(PEERS)/.installed-stores
 
 $(PEERS)/.installed-stores: benchmarks/store/requirements.txt | $(PEERS)/.installed
 	-@$(install-peers)
+
+# Mooncake's published figures from its public trace, as out/reproduce/index.html (docs/reproduction.md).
+TRACE ?= $(or $(MOONSERVE_TRACE),../shared/traces/conversation_trace.jsonl)
+
+reproduce: $(DEV)
+	$(BIN)/python -m traces.reproduction --trace "$(TRACE)" $(ARGS)
 
 docs: $(RUNTIME)
 	$(BIN)/python -m deploy.reference docs/configuration.md
