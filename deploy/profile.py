@@ -2,7 +2,9 @@
 
 Owns what is measured, in which order, and the file that `moonserve simulate` reads. Its rule: everything is measured as
 the cluster does it: prompts in a worker's chunks, copies and connections by the transfer engine, the disk around the
-page cache. Runs alone, in one process; changes nothing but the file it is told to write.
+page cache. Runs alone, in one process, or with `--serving` as the client of a cluster that it starts and stops, so that
+what serving adds and what the processes cost each other is measured too. Changes nothing but the file it is told to
+write.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 
 from conductor.cost.decode import DecodeFit, fit_decode
 from conductor.cost.prefill import PrefillFit, fit_prefill
-from deploy import disk_speed, profile_report
+from deploy import disk_speed, profile_report, serving_profile
 from deploy.transfer_checks import try_transport
 from engine.config import ModelConfig, load_model_config
 from engine.hub import resolve_model
@@ -30,14 +32,27 @@ from protocol.errors import ConfigError
 from protocol.machine import cache_folder
 from protocol.process import EXIT_CONFIG
 from traces.simulator.profiles import write_profile
-from traces.simulator.spec import ModelProfile
+from traces.simulator.spec import Crowding, ModelProfile, Overheads
 from transfer.options import TransferOptions
 
 if TYPE_CHECKING:
+    from deploy.serving_probe import PromptRun, StepRun
+    from deploy.serving_terms import ServingTerms
     from engine.engine import Engine
     from engine.profile import DecodePoint, Grid, PrefillPoint
 
 MIB = 2**20
+
+# Options that a cluster is started with.
+_OF_WORKERS = (
+    "dtype",
+    "load_format",
+    "block_size",
+    "kv_cache_memory",
+    "dram",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+)
 
 # `cpu` leaves out the time that other programs had the processor.
 _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -74,11 +89,24 @@ class ProfileConfig:
         help="cpu = the process's own time, on a machine that is busy with other things",
         choices=tuple(_CLOCKS),
     )
+    serving: bool = option(
+        False, help="measure through a cluster on this machine, with all that serving adds"
+    )
+    prefill_workers: int = option(1, help="with --serving: its prefill workers")
+    decode_workers: int = option(1, help="with --serving: its decode workers")
 
     def __post_init__(self) -> None:
         require_at_least_1(
-            self, "block_size", "max_num_seqs", "max_num_batched_tokens", "num_threads"
+            self,
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_threads",
+            "prefill_workers",
+            "decode_workers",
         )
+        if self.serving and self.clock != "wall":
+            raise ConfigError("--serving sees what a client sees: it needs --clock wall")
         if not self.budget_s > 0:
             raise ConfigError("--budget-s must be above 0")
         if self.clock == "cpu" and self.num_threads > 1:
@@ -89,10 +117,11 @@ class ProfileConfig:
 class _Timed:
     """The model's steps, as measured and as fitted."""
 
-    prefill_points: Sequence[PrefillPoint]
-    decode_points: Sequence[DecodePoint]
+    prefill_points: Sequence[PrefillPoint | PromptRun]
+    decode_points: Sequence[DecodePoint | StepRun]
     prefill: PrefillFit
     decode: DecodeFit
+    terms: ServingTerms | None = None  # with --serving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +156,9 @@ def run(config: ProfileConfig) -> ModelProfile:
     model = load_model_config(path)
     plan = plan_pool(_replica(config, path), model)
     rates = _measure_rates(config)  # first: torch's threads are not about yet
-    timed = _measure_steps(_load(config, path, model, plan), config)
+    timed = (
+        _measure_serving(config) if config.serving else _measure_alone(config, path, model, plan)
+    )
     profile = _profile(config, path, model, plan, timed, rates)
     print(f"{profile.name}, {config.num_threads} thread(s), {config.clock} time, ", end="")
     print(f"prompts in chunks of {config.max_num_batched_tokens} tokens\n")
@@ -137,10 +168,36 @@ def run(config: ProfileConfig) -> ModelProfile:
         ("disk, reading", rates.disk),
     )
     print(profile_report.as_text(timed.prefill, timed.decode, shown))
+    if timed.terms is not None:
+        print("", *serving_profile.as_text(timed.terms), sep="\n")
     if config.json is not None:
         write_profile(profile, Path(config.json), measured=_measured(config, timed))
         print(f"\nwritten to {config.json}")
     return profile
+
+
+def _measure_serving(config: ProfileConfig) -> _Timed:
+    shape = serving_profile.ClusterShape(
+        model=None if config.model is None else resolve_model(config.model),
+        num_prefill=config.prefill_workers,
+        num_decode=config.decode_workers,
+        num_threads=config.num_threads,
+        flags=tuple(
+            part
+            for name in _OF_WORKERS
+            for part in (f"--{name.replace('_', '-')}", str(getattr(config, name)))
+        ),
+    )
+    terms, seen = serving_profile.measure(
+        shape, chunk_tokens=config.max_num_batched_tokens, budget_s=config.budget_s
+    )
+    return _Timed(
+        prefill_points=seen.prompts,
+        decode_points=seen.steps,
+        prefill=terms.prefill,
+        decode=terms.decode,
+        terms=terms,
+    )
 
 
 def _replica(config: ProfileConfig, path: Path) -> ReplicaConfig:
@@ -169,10 +226,11 @@ def _load(config: ProfileConfig, path: Path, model: ModelConfig, plan: PoolPlan)
     )
 
 
-def _measure_steps(engine: Engine, config: ProfileConfig) -> _Timed:
+def _measure_alone(config: ProfileConfig, path: Path, model: ModelConfig, plan: PoolPlan) -> _Timed:
     """Decode steps first, since they take least."""
     from engine.profile import decode_points, prefill_points
 
+    engine = _load(config, path, model, plan)
     clock, grid = _CLOCKS[config.clock], _grid(config)
     began = clock()
     decode = decode_points(engine, grid, clock, began + config.budget_s / 2)
@@ -242,6 +300,8 @@ def _profile(
         dram_tokens=config.dram // token_bytes,
         max_num_seqs=config.max_num_seqs,
         max_model_len=plan.max_model_len,
+        overheads=Overheads() if timed.terms is None else timed.terms.overheads,
+        crowding=Crowding() if timed.terms is None else timed.terms.crowding,
     )
 
 

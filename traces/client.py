@@ -35,6 +35,7 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     token_ids: tuple[int, ...] = ()
+    request_id: str = ""  # under which the endpoint knows it, where it tells
 
     @property
     def succeeded(self) -> bool:
@@ -85,6 +86,14 @@ class StreamClient:
                 )
         raise ConfigError(f"{self._url} does not serve a model named {name!r}")
 
+    async def explain(self, request_id: str) -> dict[str, Any] | None:
+        """Why a request went where it last went, and what then happened (`conductor.decision`); None = nobody knows."""
+        async with self._session.get(f"{self._url}/v1/requests/{request_id}/explain") as response:
+            if response.status != 200:
+                return None
+            decision: dict[str, Any] = (await response.json())["decisions"][-1]
+            return decision
+
     async def complete(
         self,
         model: str,
@@ -118,7 +127,7 @@ class StreamClient:
         async with self._session.post(url, data=body, headers=headers) as response:
             if response.status != 200:
                 return Outcome(status=response.status, error=await response.text(), timeline=None)
-            reading = _Reading(arrived_at)
+            reading = _Reading(arrived_at, response.headers.get("x-request-id", ""))
             async for event in _events(response.content):
                 reading.take(event, time.monotonic())
             return reading.outcome()
@@ -127,8 +136,9 @@ class StreamClient:
 class _Reading:
     """What has come of one stream so far."""
 
-    def __init__(self, arrived_at: float) -> None:
+    def __init__(self, arrived_at: float, request_id: str) -> None:
         self._arrived_at = arrived_at
+        self._request_id = request_id
         self._token_at: list[float] = []
         self._token_ids: list[int] = []
         self._usage: dict[str, Any] = {}
@@ -159,6 +169,7 @@ class _Reading:
             prompt_tokens=self._usage.get("prompt_tokens", 0),
             cached_tokens=details.get("cached_tokens") or 0,
             token_ids=tuple(self._token_ids),
+            request_id=self._request_id,
         )
 
 

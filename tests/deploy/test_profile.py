@@ -43,6 +43,7 @@ def test_a_profile_is_measured_printed_and_written(
         (["--budget-s", "0"], "--budget-s"),
         (["--clock", "cpu", "--num-threads", "2"], "--num-threads 1"),
         (["--clock", "moon"], "--clock is one of"),
+        (["--serving", "--clock", "cpu"], "--clock wall"),
         (["no/such/model"], "neither a folder nor a hub name"),
         (["--disk", "/proc/self"], "--disk /proc/self"),
     ],
@@ -64,3 +65,21 @@ def test_a_disk_is_read_and_left_as_it_was(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_cannot_be_measured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent"):
         read_bytes_per_s(tmp_path / "absent")
+
+
+def test_what_serving_adds_is_measured_through_a_real_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cluster of the demo model is started, asked and stopped; the file has what a simulation of it needs."""
+    written = tmp_path / "serving.json"
+    options = ["--json", str(written), "--disk", str(tmp_path), "--budget-s", "1", "--serving"]
+    assert main(["profile", *options]) == 0
+    profile = read_profile(written)
+    assert profile.overheads.request_s > 0.0
+    assert profile.overheads.landing_s > 0.0
+    assert profile.prefill.seconds(512, 0) > 0.0
+    assert profile.decode.step_s(8, 4096) > 0.0
+    assert profile.crowding.prefill[0] == profile.crowding.decode[0] == 1.0
+    printed = capsys.readouterr().out
+    for words in ("request, beside its computing", "prefill beside 0, 1, … others"):
+        assert words in printed

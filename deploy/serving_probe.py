@@ -1,0 +1,303 @@
+"""What a running cluster takes for known work, seen from a client: the measurements of `moonserve profile --serving`.
+
+Sends prompts that nobody has sent before, alone and beside others, and notes what came when; how long a prompt waited,
+loaded and computed is the prefill worker's own report, as the conductor explains it. Its rule: runs of one shape lie
+far apart and what is compared is measured in turn, so that a busy neighbour disturbs some of each and not all of one.
+Makes no formula of it: that is `serving_terms`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.errors import ConfigError
+from protocol.timeline import Timeline
+from traces.client import ModelFacts, Outcome, StreamClient
+
+FIRST_TOKEN_ID = 16  # those before are special in most vocabularies
+_OUTPUT_TOKENS = 12  # of a prompt alone: enough for a step time beside the handoff
+_STEADY_TOKENS = 64  # of each stream of a batch
+_BESIDE_PROMPT = 1024
+_BESIDE_STREAMS = 4
+_BESIDE_CONTEXT = 256
+_ENOUGH_SHAPES = 4  # for three coefficients; measured however long they take
+_TERMS = ("queue_s", "transfer_s", "prefill_s")  # of a prefill worker's report, as explained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Shapes to time. Those that do not fit the model are left out."""
+
+    prompt_tokens: tuple[int, ...] = (16, 64, 256, 512, 1024, 2048, 4096, 7168)
+    cached_shares: tuple[float, ...] = (0.5,)  # of a prompt that was sent before
+    batches: tuple[int, ...] = (1, 4, 16, 32)
+    contexts: tuple[int, ...] = (64, 512, 1536)
+    max_pool_tokens: int = 40_000  # of all streams together, or they push each other out
+    runs: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRun:
+    """One prompt, seconds."""
+
+    machine: str  # that computed it
+    num_tokens: int
+    num_cached: int
+    num_others: int  # machines that computed beside it
+    ttft_s: float  # at the client
+    queue_s: float  # at the prefill worker, like the next two
+    load_s: float
+    compute_s: float
+    second_gap_s: float | None  # between the first and the second token
+    step_s: float | None  # between later ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRun:
+    """Steps of a batch: its mean step time while nobody joined or left."""
+
+    num_seqs: int
+    context_tokens: int
+    num_others: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observations:
+    """Everything that was measured; `beside_*` belong together and are compared with each other only."""
+
+    prompts: Sequence[PromptRun]
+    steps: Sequence[StepRun]
+    beside_prompts: Sequence[PromptRun]
+    beside_steps: Sequence[StepRun]
+
+
+class Probe:
+    """Measures through one client. Every prompt is new to the cluster, or as cached as it is meant to be."""
+
+    def __init__(self, client: StreamClient, facts: ModelFacts, grid: Grid, seed: int) -> None:
+        """Raises ConfigError when the endpoint does not tell what its prompts may be."""
+        if facts.vocab_size is None or facts.max_model_len is None:
+            raise ConfigError("the endpoint's /v1/models tells no vocab_size and max_model_len")
+        self._client = client
+        self._model = facts.name
+        self._vocab_size = facts.vocab_size
+        self._longest = facts.max_model_len
+        self._grid = grid
+        self._random = np.random.default_rng(seed)
+
+    async def observe(self, num_prefill: int, budget_s: float) -> Observations:
+        """Takes about `budget_s` seconds, more where the first shapes do."""
+        for num_tokens in (16, 256, 256):  # connections, first touches of memory
+            await self._alone(self._fresh(num_tokens), 0)
+        began = time.monotonic()
+        prompts = await self._prompts(began + budget_s / 2)
+        steps = await self._steps(began + budget_s * 3 / 4)
+        beside_prompts, beside_steps = await self._beside(num_prefill, began + budget_s)
+        return Observations(
+            prompts=prompts,
+            steps=steps,
+            beside_prompts=beside_prompts,
+            beside_steps=beside_steps,
+        )
+
+    # -- prompts alone
+
+    async def _prompts(self, deadline: float) -> list[PromptRun]:
+        """Shortest first, as many shapes as one run has time for."""
+        share_s = (deadline - time.monotonic()) / self._grid.runs
+        fitting = [n for n in self._grid.prompt_tokens if n + _OUTPUT_TOKENS <= self._longest]
+        found: list[PromptRun] = []
+        for run in range(self._grid.runs):
+            began = time.monotonic()
+            kept = 0
+            for num_tokens in fitting:
+                is_late = time.monotonic() - began > share_s
+                if run == 0 and kept >= _ENOUGH_SHAPES and is_late:
+                    break
+                found += await self._with_prefixes(num_tokens)
+                kept += 1
+            fitting = fitting[:kept]
+        return found
+
+    async def _with_prefixes(self, num_tokens: int) -> list[PromptRun]:
+        """A new prompt, then prompts that begin like it."""
+        first = self._fresh(num_tokens)
+        kept = [int(num_tokens * share) for share in self._grid.cached_shares]
+        later = [first[:count] + self._fresh(num_tokens - count) for count in kept]
+        return [await self._alone(prompt, 0) for prompt in (first, *later)]
+
+    async def _alone(self, prompt: Sequence[int], num_others: int) -> PromptRun:
+        outcome = await self._complete(prompt, _OUTPUT_TOKENS)
+        return await self._prompt_run(outcome, len(prompt), num_others)
+
+    async def _prompt_run(self, outcome: Outcome, num_tokens: int, num_others: int) -> PromptRun:
+        timeline = _timeline(outcome)
+        machine, *terms = await self._explained(outcome)
+        gaps = timeline.gaps_s
+        return PromptRun(
+            machine=machine,
+            num_tokens=num_tokens,
+            num_cached=outcome.cached_tokens,
+            num_others=num_others,
+            ttft_s=timeline.ttft_s,
+            queue_s=terms[0],
+            load_s=terms[1],
+            compute_s=terms[2],
+            second_gap_s=gaps[0] if len(gaps) > 2 else None,
+            step_s=float(np.median(gaps[1:])) if len(gaps) > 2 else None,
+        )
+
+    async def _explained(self, outcome: Outcome) -> tuple[str, float, float, float]:
+        """Its machine, and seconds of queue, load and computing. Raises ConfigError where nobody explains."""
+        record = await self._client.explain(outcome.request_id) or {}
+        found = record.get("outcome") or {}
+        try:
+            queue_s, load_s, compute_s = (float(found[name]) for name in _TERMS)
+        except (KeyError, TypeError) as error:
+            raise ConfigError("the endpoint does not explain what its prompts took") from error
+        return str(record["prefill"]), queue_s, load_s, compute_s
+
+    # -- batches
+
+    async def _steps(self, deadline: float) -> list[StepRun]:
+        """Fewest tokens first, over and over until the time is up."""
+        shapes = [
+            (batch, context)
+            for context, batch in itertools.product(self._grid.contexts, self._grid.batches)
+            if batch * (context + _STEADY_TOKENS) <= self._grid.max_pool_tokens
+            and context + _STEADY_TOKENS <= self._longest
+        ]
+        shapes.sort(key=lambda shape: (shape[0] * shape[1], shape))
+        found: list[StepRun] = []
+        for _ in range(self._grid.runs):
+            for batch, context in shapes:
+                if len(found) >= _ENOUGH_SHAPES and time.monotonic() > deadline:
+                    return found
+                found += await self._batch(batch, context)
+        return found
+
+    async def _batch(self, batch: int, context: int) -> list[StepRun]:
+        """Their prompts are computed beforehand, so that all begin to decode at about the same time."""
+        prompts = [self._fresh(context) for _ in range(batch)]
+        for prompt in prompts:
+            await self._complete(prompt, 1)
+        outcomes = await asyncio.gather(*(self._complete(p, _STEADY_TOKENS) for p in prompts))
+        timelines = [_timeline(outcome) for outcome in outcomes]
+        begin = max(timeline.token_at[0] for timeline in timelines)
+        end = min(timeline.token_at[-1] for timeline in timelines)
+        return steps_between(timelines, context, begin, end, num_others=0)
+
+    # -- side by side
+
+    async def _beside(
+        self, num_prefill: int, deadline: float
+    ) -> tuple[list[PromptRun], list[StepRun]]:
+        """In turn: prompts beside nobody, one beside a batch, several at once beside a batch."""
+        prompts: list[PromptRun] = []
+        steps: list[StepRun] = []
+        for run in itertools.count():
+            if run and time.monotonic() > deadline:
+                return prompts, steps
+            prompts += await self._at_once(1, num_others=0)
+            for width in range(1, num_prefill + 1):
+                more_prompts, more_steps = await self._beside_batch(width)
+                prompts += more_prompts
+                steps += more_steps
+        raise AssertionError("unreachable")
+
+    async def _at_once(self, width: int, num_others: int) -> list[PromptRun]:
+        length = min(_BESIDE_PROMPT, self._longest - _OUTPUT_TOKENS)
+        fresh = [self._fresh(length) for _ in range(width)]
+        return list(await asyncio.gather(*(self._alone(prompt, num_others) for prompt in fresh)))
+
+    async def _beside_batch(self, width: int) -> tuple[list[PromptRun], list[StepRun]]:
+        """`width` prompts, as often as the batch lasts; steps before them and during them."""
+        streams = [self._fresh(_BESIDE_CONTEXT) for _ in range(_BESIDE_STREAMS)]
+        for prompt in streams:
+            await self._complete(prompt, 1)
+        length = min(self._longest - _BESIDE_CONTEXT, 8 * _STEADY_TOKENS)
+        tasks = [asyncio.create_task(self._complete(p, length)) for p in streams]
+        await asyncio.sleep(0.2)
+        runs: list[tuple[float, list[PromptRun], float]] = []
+        while not any(task.done() for task in tasks):
+            began = time.monotonic()
+            found = await self._at_once(width, num_others=width)
+            runs.append((began, found, time.monotonic()))
+            await asyncio.sleep(0.1)
+        timelines = [_timeline(outcome) for outcome in await asyncio.gather(*tasks)]
+        return _compared(timelines, runs, width)
+
+    # -- prompts
+
+    def _fresh(self, num_tokens: int) -> list[int]:
+        tokens: list[int] = self._random.integers(
+            FIRST_TOKEN_ID, self._vocab_size, num_tokens
+        ).tolist()
+        return tokens
+
+    async def _complete(self, prompt: Sequence[int], max_tokens: int) -> Outcome:
+        outcome = await self._client.complete(self._model, prompt, max_tokens=max_tokens)
+        if not outcome.succeeded:
+            raise ConfigError(f"a prompt of {len(prompt)} tokens failed: {outcome.error}")
+        return outcome
+
+
+def _timeline(outcome: Outcome) -> Timeline:
+    assert outcome.timeline is not None, "it succeeded"
+    return outcome.timeline
+
+
+def steps_between(
+    timelines: Sequence[Timeline], context: int, begin: float, end: float, *, num_others: int
+) -> list[StepRun]:
+    """The mean gap of streams that all decode from `begin` to `end`, whose prompts had `context` tokens; nothing for
+    less than three steps. Tokens that reach the client together still count as steps of their own."""
+    gaps, tokens = [], []
+    for timeline in timelines:
+        inside = [(n, at) for n, at in enumerate(timeline.token_at) if begin <= at <= end]
+        if len(inside) < 4:
+            return []
+        (first, first_at), (last, last_at) = inside[0], inside[-1]
+        gaps.append((last_at - first_at) / (last - first))
+        tokens.append(context + (first + last) / 2)
+    return [
+        StepRun(
+            num_seqs=len(timelines),
+            context_tokens=round(sum(tokens)),
+            num_others=num_others,
+            seconds=float(np.mean(gaps)),
+        )
+    ]
+
+
+def _compared(
+    timelines: Sequence[Timeline], runs: Iterable[tuple[float, list[PromptRun], float]], width: int
+) -> tuple[list[PromptRun], list[StepRun]]:
+    """Prompts that were computed wholly beside the batch, and its steps while and while not."""
+    begin = max(timeline.token_at[1] for timeline in timelines)
+    end = min(timeline.token_at[-1] for timeline in timelines)
+    prompts: list[PromptRun] = []
+    steps: list[StepRun] = []
+    idle_from = begin
+    for began, found, ended in runs:
+        first_at = [began + run.ttft_s for run in found]
+        computing_from = max(at - run.compute_s for at, run in zip(first_at, found, strict=True))
+        if ended > end:
+            break
+        if len({run.machine for run in found}) < width:
+            idle_from = ended
+            continue  # they waited for each other
+        steps += steps_between(timelines, _BESIDE_CONTEXT, idle_from, began, num_others=0)
+        steps += steps_between(
+            timelines, _BESIDE_CONTEXT, computing_from, min(first_at), num_others=width
+        )
+        prompts += found
+        idle_from = ended
+    return prompts, steps

@@ -1,0 +1,110 @@
+"""From what a client saw of a cluster to the terms of a simulation: formulae, overheads, crowding. Pure.
+
+The formulae hold for machines alone; crowding says how many times as long the same work took beside others. The
+constant of the prefill formula is paid per step, so that a prompt of several chunks pays it several times, as the
+simulator's prefill machine does it. Knows no endpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from conductor.cost.decode import DecodeFit, fit_decode
+from conductor.cost.prefill import PrefillFit
+from conductor.cost.residuals import report_errors
+from deploy.serving_probe import Observations, PromptRun
+from protocol.errors import ConfigError
+from protocol.fitting import fit_relative
+from protocol.profile import DecodeProfile, PrefillProfile
+from traces.simulator.spec import Crowding, Overheads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingTerms:
+    """What a simulation of this cluster needs beside its size."""
+
+    prefill: PrefillFit
+    decode: DecodeFit
+    overheads: Overheads
+    crowding: Crowding
+
+
+def terms_of(seen: Observations, chunk_tokens: int) -> ServingTerms:
+    """Raises ConfigError when too little was measured."""
+    prefill = fit_chunked_prefill(seen.prompts, chunk_tokens)
+    decode = fit_decode(
+        np.array([run.num_seqs for run in seen.steps]),
+        np.array([run.context_tokens for run in seen.steps]),
+        np.array([run.seconds for run in seen.steps]),
+    )
+    return ServingTerms(
+        prefill=prefill,
+        decode=decode,
+        overheads=overheads_of(seen.prompts),
+        crowding=crowding_of(seen, prefill.profile, decode.profile),
+    )
+
+
+def fit_chunked_prefill(prompts: Sequence[PromptRun], chunk_tokens: int) -> PrefillFit:
+    """t = c0 · steps + c1·(n−p) + c2·(n²−p²)."""
+    tokens = np.array([run.num_tokens for run in prompts], np.int64)
+    cached = np.array([run.num_cached for run in prompts], np.int64)
+    seconds = np.array([run.compute_s for run in prompts], float)
+    steps = -(-(tokens - cached) // chunk_tokens)
+    columns = np.stack([steps, tokens - cached, tokens**2 - cached**2], axis=-1).astype(float)
+    coefficients = fit_relative(columns, seconds)
+    c0, c1, c2 = map(float, coefficients)
+    at = list(zip(tokens.tolist(), cached.tolist(), strict=True))
+    return PrefillFit(
+        profile=PrefillProfile(c0=c0, c1=c1, c2=c2),
+        errors=report_errors(at, seconds, columns @ coefficients),
+    )
+
+
+def overheads_of(prompts: Iterable[PromptRun]) -> Overheads:
+    """Medians over prompts that nobody delayed. A landing is what a prompt without a prefix waits for before its first
+    step."""
+    alone = [run for run in prompts if run.num_others == 0]
+    request_s = [run.ttft_s - run.queue_s - run.load_s - run.compute_s for run in alone]
+    landing_s = [run.load_s for run in alone if run.num_cached == 0]
+    handoff_s = [
+        run.second_gap_s - run.step_s
+        for run in alone
+        if run.second_gap_s is not None and run.step_s is not None
+    ]
+    return Overheads(
+        request_s=_median(request_s), landing_s=_median(landing_s), handoff_s=_median(handoff_s)
+    )
+
+
+def _median(seconds: Sequence[float]) -> float:
+    if not seconds:
+        raise ConfigError("nothing was measured; a larger --budget-s gives time for more")
+    return max(float(np.median(seconds)), 0.0)
+
+
+def crowding_of(seen: Observations, prefill: PrefillProfile, decode: DecodeProfile) -> Crowding:
+    """Each time against the formula's, so that shapes may differ a little; then against the times alone."""
+    prompts = [
+        (run.num_others, run.compute_s / prefill.seconds(run.num_tokens, run.num_cached))
+        for run in seen.beside_prompts
+    ]
+    steps = [
+        (run.num_others, run.seconds / decode.step_s(run.num_seqs, run.context_tokens))
+        for run in seen.beside_steps
+    ]
+    return Crowding(prefill=_factors(prompts), decode=_factors(steps))
+
+
+def _factors(ratios: Sequence[tuple[int, float]]) -> tuple[float, ...]:
+    """By number of others, from 0 on, as far as measured without a gap; the first one is 1."""
+    by_others: dict[int, list[float]] = {}
+    for num_others, ratio in ratios:
+        by_others.setdefault(num_others, []).append(ratio)
+    factors: list[float] = []
+    while (found := by_others.get(len(factors))) is not None:
+        factors.append(float(np.median(found)))
+    return tuple(factor / factors[0] for factor in factors)

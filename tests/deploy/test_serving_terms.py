@@ -1,0 +1,103 @@
+"""From observations to terms: what was put in comes out, and noise on one side of a comparison does not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.serving_probe import Observations, PromptRun, StepRun, steps_between
+from deploy.serving_terms import terms_of
+from protocol.errors import ConfigError
+from protocol.profile import DecodeProfile, PrefillProfile
+from protocol.timeline import Timeline
+
+NEAR = pytest.approx
+CHUNK = 512
+PREFILL = PrefillProfile(c0=2e-3, c1=5e-5, c2=5e-8)
+DECODE = DecodeProfile(c0=2e-3, c1=1e-4, c2=4e-7)
+
+
+def prompt(
+    num_tokens: int, num_cached: int = 0, num_others: int = 0, slow: float = 1.0
+) -> PromptRun:
+    """As a worker with PREFILL computes it, chunk by chunk, between 5 ms of request and 2 of landing."""
+    starts = range(num_cached, num_tokens, CHUNK)
+    compute_s = slow * sum(PREFILL.seconds(min(s + CHUNK, num_tokens), s) for s in starts)
+    return PromptRun(
+        machine="prefill-0",
+        num_tokens=num_tokens,
+        num_cached=num_cached,
+        num_others=num_others,
+        ttft_s=compute_s + 0.001 + 0.002 + 0.005,
+        queue_s=0.001,
+        load_s=0.002,
+        compute_s=compute_s,
+        second_gap_s=0.009,
+        step_s=0.003,
+    )
+
+
+def step(num_seqs: int, context: int, num_others: int = 0, slow: float = 1.0) -> StepRun:
+    return StepRun(
+        num_seqs=num_seqs,
+        context_tokens=context,
+        num_others=num_others,
+        seconds=slow * DECODE.step_s(num_seqs, context),
+    )
+
+
+def observed(**changes: object) -> Observations:
+    values: dict[str, object] = {
+        "prompts": [prompt(n, p) for n in (16, 300, 900, 4000) for p in (0, n // 2)],
+        "steps": [step(b, b * c) for b in (1, 4, 16) for c in (64, 512, 1536)],
+        "beside_prompts": [prompt(1024), prompt(1024, num_others=1, slow=1.25)],
+        "beside_steps": [step(4, 1500), step(4, 1600, num_others=1, slow=1.5)],
+    }
+    return Observations(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_formulae_overheads_and_crowding_come_out_as_they_went_in() -> None:
+    """The constant of a prompt is its chunks': eight for 4,000 tokens."""
+    terms = terms_of(observed(), CHUNK)
+    prefill, decode = terms.prefill.profile, terms.decode.profile
+    assert (prefill.c0, prefill.c1, prefill.c2) == NEAR((2e-3, 5e-5, 5e-8))
+    assert (decode.c0, decode.c1, decode.c2) == NEAR((2e-3, 1e-4, 4e-7))
+    assert terms.prefill.errors.max == NEAR(0.0, abs=1e-6)
+    overheads = terms.overheads
+    assert (overheads.request_s, overheads.landing_s) == (NEAR(0.005), NEAR(0.002))
+    assert overheads.handoff_s == NEAR(0.006)
+    assert (terms.crowding.prefill, terms.crowding.decode) == (NEAR((1, 1.25)), NEAR((1, 1.5)))
+
+
+@given(slow=st.floats(0.5, 4.0), others=st.integers(1, 3))
+def test_crowding_is_told_from_a_machine_that_is_slow_at_all_times(
+    slow: float, others: int
+) -> None:
+    """Both sides of the comparison were measured later than the formulae, when everything took `slow` times as long."""
+    prompts = [prompt(1024, num_others=n, slow=slow * (1 + n / 4)) for n in range(others + 1)]
+    terms = terms_of(observed(beside_prompts=prompts), CHUNK)
+    assert terms.crowding.prefill == NEAR(tuple(1 + n / 4 for n in range(others + 1)))
+
+
+def test_a_gap_in_the_numbers_of_others_ends_the_factors() -> None:
+    prompts = [prompt(1024), prompt(1024, num_others=2, slow=2.0)]
+    assert terms_of(observed(beside_prompts=prompts), CHUNK).crowding.prefill == (1.0,)
+    assert terms_of(observed(beside_prompts=[]), CHUNK).crowding.prefill == ()
+
+
+def test_nothing_measured_is_said() -> None:
+    with pytest.raises(ConfigError, match="--budget-s"):
+        terms_of(observed(prompts=[prompt(64, 32)] * 4), CHUNK)
+
+
+def test_the_steps_of_a_batch_are_counted_where_all_decode() -> None:
+    """Two streams with steps of 10 ms, one a step ahead; prompts of 100 tokens, 3 to 7 generated: 210 on average."""
+    streams = [
+        Timeline(0.0, tuple(0.01 * n for n in range(12))),
+        Timeline(0.0, tuple(0.01 * n + 0.01 for n in range(12))),
+    ]
+    (run,) = steps_between(streams, 100, 0.03, 0.07, num_others=2)
+    assert (run.num_seqs, run.num_others, run.seconds) == (2, 2, NEAR(0.01))
+    assert run.context_tokens == 100 + 5 + 100 + 4
+    assert steps_between(streams, 100, 0.03, 0.05, num_others=0) == []
