@@ -205,7 +205,7 @@ def test_what_only_a_killed_node_had_is_unreachable_and_not_missing(
     with pool.store(transports) as store:
         store.put(name, VALUE)
         pool.nodes[rank_of(pool, name)[0]].kill()
-        store._touches.note(store._cluster.view.by_id(rank_of(pool, name)[0]), ())  # type: ignore[arg-type]
+        store._touches.note(store._cluster.view.by_id(rank_of(pool, name)[0]), b"")  # type: ignore[arg-type]
         until(lambda: any(node.resting for node in store.nodes()))
         with pytest.raises(PeerLost):
             store.get(name, timeout_s=5.0)
