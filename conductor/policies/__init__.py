@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from conductor.policies.base import PlacementPolicy
 from conductor.policies.global_cache_aware import GlobalCacheAware
+from conductor.policies.least_added_delay import LeastAddedDelay
 from conductor.policies.least_loaded import LeastLoaded
 from conductor.policies.local_cache_aware import LocalCacheAware
 from conductor.policies.random_choice import Random
@@ -17,6 +18,7 @@ DEFAULT_POLICY = GlobalCacheAware.name
 
 _POLICIES: dict[str, Callable[[float, int], PlacementPolicy]] = {
     GlobalCacheAware.name: lambda threshold, _seed: GlobalCacheAware(threshold),
+    LeastAddedDelay.name: lambda _threshold, _seed: LeastAddedDelay(),
     LocalCacheAware.name: lambda _threshold, _seed: LocalCacheAware(),
     SessionAffinity.name: lambda _threshold, _seed: SessionAffinity(),
     LeastLoaded.name: lambda _threshold, _seed: LeastLoaded(),
