@@ -20,15 +20,15 @@ class FaultPlan:
     """One byte is flipped in this many WRITEs after that, as a bad link would: the engine must notice."""
     drop_connections: int = 0
     """This many batches lose their connection and fail with PeerLost."""
-    delay_s: float = 0.0
-    """Added to every batch."""
+    held: bool = False
+    """No batch is begun while it is set."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def any(self) -> bool:
         """Something is still to go wrong."""
         return bool(
-            self.corrupt_writes or self.corrupt_slices or self.drop_connections or self.delay_s
+            self.corrupt_writes or self.corrupt_slices or self.drop_connections or self.held
         )
 
     def take_corrupt_slice(self) -> bool:

@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 IDLE_S = 60.0
 """A lane that is unused for this long and not connected any more gives its thread back."""
 _FENCE_S = 6.0
+_HELD_S = 0.005
+"""Between looks at a fault plan that holds what is to begin."""
 
 
 class Lane:
@@ -354,8 +356,8 @@ class Lane:
     def _not_to_be_begun(self, group: Group) -> bool:
         if group.fresh:
             group.fresh = False
-            if self._faults.delay_s:
-                self._forgotten.wait(self._faults.delay_s)
+            while self._faults.held and not self._forgotten.wait(_HELD_S):
+                pass
         if not group.job.cancelled and time.monotonic() < group.job.deadline_at:
             return False
         self._groups.pop_head()

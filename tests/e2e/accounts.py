@@ -13,8 +13,8 @@ from protocol.keys import KEY_BYTES, BlockKey
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protocol.rpc import Channels
 from tests.e2e.cluster import Cluster
+from tests.patience import PATIENCE_S
 
-CALL_TIMEOUT_S = 30.0
 LANDING_TTL_S = 60.0
 """The longest that a decode worker grants without hearing of it again."""
 
@@ -55,7 +55,7 @@ class HeldLanding:
         self._call(self._stub.Release, worker_pb2.ReleaseRequest(lease_id=self._lease_id))
 
     def _call(self, method: Any, request: Any) -> Any:
-        return self._runner.run(self._channels.call(method, request, timeout_s=CALL_TIMEOUT_S))
+        return self._runner.run(self._channels.call(method, request, timeout_s=PATIENCE_S))
 
 
 class Accounts:
@@ -70,17 +70,13 @@ class Accounts:
         channel = self._channels.to(self._address(instance_id))
         stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         return self._runner.run(
-            self._channels.call(
-                stub.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=CALL_TIMEOUT_S
-            )
+            self._channels.call(stub.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=PATIENCE_S)
         )
 
     def store(self, instance_id: str = "store-0") -> kvstore_pb2.StoreStatsReply:
         stub = self._store_stub(instance_id)
         return self._runner.run(
-            self._channels.call(
-                stub.Stats, kvstore_pb2.StoreStatsRequest(), timeout_s=CALL_TIMEOUT_S
-            )
+            self._channels.call(stub.Stats, kvstore_pb2.StoreStatsRequest(), timeout_s=PATIENCE_S)
         )
 
     def places(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
@@ -90,9 +86,9 @@ class Accounts:
     async def _places(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
         call, stub = self._channels.call, self._store_stub("store-0")
         request = kvstore_pb2.StoreLeaseRequest(lease_id="test", keys=keys, ttl_s=60)
-        reply = await call(stub.Lease, request, timeout_s=CALL_TIMEOUT_S)
+        reply = await call(stub.Lease, request, timeout_s=PATIENCE_S)
         release = kvstore_pb2.StoreReleaseRequest(lease_id="test")
-        await call(stub.Release, release, timeout_s=CALL_TIMEOUT_S)
+        await call(stub.Release, release, timeout_s=PATIENCE_S)
         return [(stored.offset, stored.length) for stored in reply.objects]
 
     def counter(self, instance_id: str, name: str) -> int:
@@ -139,7 +135,7 @@ class Accounts:
         assert counted == stats.capacity_bytes, f"{name} lost bytes: {stats}"
         return [f"{name}: {stats}"] if stats.leased_bytes or stats.reserved_bytes else []
 
-    def wait_until_all_is_free(self, timeout_s: float = 60) -> None:
+    def wait_until_all_is_free(self, timeout_s: float = PATIENCE_S) -> None:
         """Fails when a pool still holds something for a request after this time."""
         self._cluster.wait_for("all pools free", lambda: not self.in_use(), timeout_s)
 

@@ -17,6 +17,7 @@ import psutil
 from deploy.local import LocalCluster
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.rpc import TOKEN_HEADER
+from tests.patience import PATIENCE_S
 from tests.ports import free_port
 
 
@@ -28,8 +29,14 @@ class Cluster(LocalCluster):
         environ = {"MOONSERVE_CLUSTER_TOKEN": self.token}
         super().__init__(model, *flags, log_dir=log_dir, environ=environ, port=free_port())
 
+    def wait_until_ready(self, timeout_s: float = 3 * PATIENCE_S) -> None:
+        super().wait_until_ready(timeout_s)
+
+    def stop(self, timeout_s: float = PATIENCE_S) -> int:
+        return super().stop(timeout_s)
+
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=120)
+        return httpx.Client(base_url=self.url, timeout=2 * PATIENCE_S)
 
     def complete(self, prompt: Any, **parameters: Any) -> dict[str, Any]:
         """One unary completion; fails on any status but 200."""
@@ -56,7 +63,7 @@ class Cluster(LocalCluster):
             return worker_pb2_grpc.WorkerStub(channel).GetStatus(
                 worker_pb2.GetStatusRequest(),
                 metadata=((TOKEN_HEADER, self.token),),
-                timeout=30,
+                timeout=PATIENCE_S,
                 wait_for_ready=True,
             )
 
@@ -83,7 +90,9 @@ class Cluster(LocalCluster):
         files = sorted(self.log_dir.glob("*.log"))
         return [path.name for path in files if "Traceback" in path.read_text()]
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    def wait_for(
+        self, what: str, condition: Callable[[], bool], timeout_s: float = PATIENCE_S
+    ) -> None:
         """Waits until `condition` holds; fails with the cluster's logs when it does not in time."""
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -10,8 +10,7 @@ from typing import Any
 import httpx2 as httpx
 
 from tests.e2e.cluster import Cluster
-
-START_TIMEOUT_S = 60.0
+from tests.patience import PATIENCE_S
 
 
 class BackgroundLoad:
@@ -37,7 +36,7 @@ class BackgroundLoad:
         """Returns when every stream has had its first token."""
         for thread in self._threads:
             thread.start()
-        if not all(flowing.wait(START_TIMEOUT_S) for flowing in self._flowing):
+        if not all(flowing.wait(PATIENCE_S) for flowing in self._flowing):
             self._stop()
             raise AssertionError(
                 f"the load does not flow: {self._failures}\n{self._cluster.logs()}"

@@ -9,8 +9,7 @@ from http.client import HTTPResponse
 from typing import Any
 
 from tests.e2e.cluster import Cluster
-
-TIMEOUT_S = 60.0
+from tests.patience import PATIENCE_S
 
 
 class RawClient:
@@ -18,7 +17,7 @@ class RawClient:
 
     def __init__(self, cluster: Cluster, *, receive_buffer: int | None = None) -> None:
         self.socket = socket.socket()
-        self.socket.settimeout(TIMEOUT_S)
+        self.socket.settimeout(PATIENCE_S)
         if receive_buffer is not None:  # before connecting, or the window is agreed already
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.connect(("127.0.0.1", cluster.port))

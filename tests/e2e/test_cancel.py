@@ -68,7 +68,7 @@ def stopped(cluster: Cluster, instance_id: str) -> Iterator[None]:
 
 
 def wait_for_count(cluster: Cluster, accounts: Accounts, name: str, at_least: int) -> None:
-    cluster.wait_for(name, lambda: accounts.counter("prefill-0", name) >= at_least, 30)
+    cluster.wait_for(name, lambda: accounts.counter("prefill-0", name) >= at_least)
 
 
 def test_while_queued(cluster: Cluster, accounts: Accounts) -> None:

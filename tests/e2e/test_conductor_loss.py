@@ -28,6 +28,7 @@ from protocol.pb import (
 from protocol.rpc import FAILURE_HEADER, TOKEN_HEADER
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.sse import stream_tokens
+from tests.patience import PATIENCE_S
 from tests.random_models import make_model
 from tests.redis_server import RedisServer
 
@@ -66,7 +67,7 @@ def who(cluster: Cluster, name: str) -> leadership_pb2.WhoReply | None:
             return leadership_pb2_grpc.LeadershipStub(channel).Who(
                 leadership_pb2.WhoRequest(),
                 metadata=((TOKEN_HEADER, cluster.token),),
-                timeout=2,
+                timeout=5,
             )
         except grpc.RpcError:
             return None
@@ -133,7 +134,7 @@ def busy(cluster: Cluster) -> Iterator[Clients]:
         finally:
             clients.end()
         for future in futures:
-            future.result(timeout=120)
+            future.result(timeout=3 * PATIENCE_S)
 
 
 def wait_for_placements(cluster: Cluster, clients: Clients, began: float) -> float:
@@ -203,7 +204,7 @@ def place_at(cluster: Cluster, name: str) -> Exception:
         pytest.raises(grpc.RpcError) as caught,
     ):
         conductor_pb2_grpc.ConductorStub(channel).Place(
-            request, metadata=((TOKEN_HEADER, cluster.token),), timeout=10
+            request, metadata=((TOKEN_HEADER, cluster.token),), timeout=PATIENCE_S
         )
     trailing = dict(caught.value.trailing_metadata())
     return failure_from_wire(common_pb2.Failure.FromString(trailing[FAILURE_HEADER]))

@@ -16,12 +16,13 @@ import pytest
 from tests.e2e.accounts import accounts_of
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.raw_http import RawClient
+from tests.patience import PATIENCE_S
 from tests.random_models import VOCAB_SIZE, make_model
 
 pytestmark = pytest.mark.e2e
 
 MAX_MODEL_LEN = 4_096
-PATIENCE_S = 2
+GIVES_UP_S = 5
 """What the gateway has with clients that hardly read or send."""
 
 COMPLETIONS = "/v1/completions"
@@ -34,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     make_model("llama", folder / "model", max_position_embeddings=MAX_MODEL_LEN)
     flags = (
         *("--dtype", "float32", "--kv-cache-memory", "32MiB", "--served-model-name", "tiny"),
-        *("--slow-client-s", str(PATIENCE_S), "--body-timeout-s", str(PATIENCE_S)),
+        *("--slow-client-s", str(GIVES_UP_S), "--body-timeout-s", str(GIVES_UP_S)),
     )
     with running_cluster(folder / "model", folder / "logs", *flags) as cluster:
         yield cluster
@@ -291,11 +292,9 @@ def test_a_client_that_hardly_reads_delays_nobody_and_is_given_up(
         try:
             port = client.socket.getsockname()[1]
             cluster.wait_for("the request", lambda: port in client_ports(cluster))
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 3 * PATIENCE_S
             while port in client_ports(cluster):
-                before = time.monotonic()
                 assert_serves(cluster)
-                assert time.monotonic() - before < 10
                 assert time.monotonic() < deadline
         finally:
             stopping.set()

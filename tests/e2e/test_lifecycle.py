@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 
 import psutil
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import MoonserveError
 from tests.e2e.cluster import Cluster, running_cluster
+from tests.patience import PATIENCE_S
 from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
@@ -49,7 +49,7 @@ def mapped_from_shm() -> set[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_everything_within_five_seconds(tmp_path: Path, number: int) -> None:
+def test_a_signal_stops_everything(tmp_path: Path, number: int) -> None:
     shm_before = set(os.listdir("/dev/shm"))
     cluster = Cluster(small_model(tmp_path), log_dir=tmp_path / "logs")
     cluster.wait_until_ready()
@@ -57,10 +57,8 @@ def test_a_signal_stops_everything_within_five_seconds(tmp_path: Path, number: i
     assert f"curl {cluster.url}" in cluster.output
     pids = [p.pid for p in psutil.Process(cluster.process.pid).children(recursive=True)]
     assert len(pids) == 5
-    began = time.monotonic()
     cluster.process.send_signal(number)
-    assert cluster.process.wait(6) == 0
-    assert time.monotonic() - began < 5
+    assert cluster.process.wait(PATIENCE_S) == 0
     assert_nothing_left(cluster, pids, shm_before)
 
 
@@ -79,7 +77,7 @@ def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
     children = psutil.Process(cluster.process.pid).children()
     cluster.process.kill()
     cluster.process.wait()
-    _, alive = psutil.wait_procs(children, timeout=8)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
     assert not alive
 
 
@@ -87,7 +85,7 @@ def test_a_child_that_dies_at_start_is_reported_with_its_last_lines(tmp_path: Pa
     cluster = Cluster(None, log_dir=tmp_path)
     cluster.wait_for("a decode worker", lambda: "decode-0" in cluster.pids())
     os.kill(cluster.pids()["decode-0"], signal.SIGKILL)
-    assert cluster.process.wait(15) == 1
+    assert cluster.process.wait(PATIENCE_S) == 1
     cluster.wait_for("the report", lambda: "decode-0 ended with exit code -9" in cluster.output)
     assert "last log lines" in cluster.output
 
@@ -112,6 +110,6 @@ def test_a_process_that_dies_later_is_started_again_and_serves(tmp_path: Path) -
         before = cluster.complete([1, 2, 3], **wish)
         old = cluster.epoch("prefill-0")
         os.kill(cluster.pids()["prefill-0"], signal.SIGKILL)
-        cluster.wait_for("its registration", lambda: cluster.epoch("prefill-0") > old, 30)
+        cluster.wait_for("its registration", lambda: cluster.epoch("prefill-0") > old)
         after = cluster.complete([1, 2, 3], **wish)
         assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]

@@ -19,6 +19,7 @@ from tests.e2e.accounts import Accounts, accounts_of
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.raw_http import RawClient, read_events
 from tests.e2e.sse import stream_tokens
+from tests.patience import PATIENCE_S
 from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
@@ -102,7 +103,7 @@ def streamed(cluster: Cluster, asked: Sequence[Wish], num_clients: int) -> list[
     """The tokens of each, as many at once as there are clients."""
     limits = httpx.Limits(max_connections=num_clients)
     with (
-        httpx.Client(base_url=cluster.url, timeout=240, limits=limits) as client,
+        httpx.Client(base_url=cluster.url, timeout=3 * PATIENCE_S, limits=limits) as client,
         ThreadPoolExecutor(num_clients) as pool,
     ):
         return list(pool.map(lambda wish: stream_tokens(client, wish.body()), asked))
@@ -133,7 +134,7 @@ def test_500_requests_leave_no_descriptor_thread_or_memory_behind(cluster: Clust
         work(cluster, accounts, 100)
         before = footprints(cluster)
         work(cluster, accounts, 500)
-        deadline = time.monotonic() + 60  # for connections that are being closed
+        deadline = time.monotonic() + PATIENCE_S  # for connections that are being closed
         while grown := more_than(before, footprints(cluster)):
             assert time.monotonic() < deadline, grown
             time.sleep(0.1)

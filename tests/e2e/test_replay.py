@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import Cluster, running_cluster
+from tests.patience import PATIENCE_S
 from tests.traces.test_format_and_prompts import TRACE, needs_trace
 
 pytestmark = pytest.mark.e2e
@@ -19,7 +20,10 @@ pytestmark = pytest.mark.e2e
 def replay(cluster: Cluster, trace: Path, report: Path, *flags: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "deploy", "replay", str(trace), "--url", cluster.url]
     result = subprocess.run(
-        [*command, "--output", str(report), *flags], capture_output=True, text=True, timeout=240
+        [*command, "--output", str(report), *flags],
+        capture_output=True,
+        text=True,
+        timeout=3 * PATIENCE_S,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "hit ratio" in result.stdout

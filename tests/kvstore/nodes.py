@@ -22,6 +22,7 @@ from protocol.pb import kvstore_pb2
 from protocol.request import Endpoint
 from protocol.rpc import Channels
 from tests.kvstore.plain_client import StoreClient
+from tests.patience import PATIENCE_S
 from transfer import FaultPlan, Segment, TransferEngine, TransferOptions
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class Node:
 
     def stop(self) -> None:
         self.process.terminate()
-        assert self.process.wait(timeout=10) == 0
+        assert self.process.wait(timeout=PATIENCE_S) == 0
 
     def flip_byte(self, offset: int, segment_bytes: int) -> None:
         """Damages one byte of the node's segment behind its back."""
@@ -108,7 +109,7 @@ async def connected(
     ) as transfer:
         client = StoreClient(channels, transfer)
         try:
-            yield client, transfer, await client.locate(rpc_address, timeout_s=10.0)
+            yield client, transfer, await client.locate(rpc_address, timeout_s=PATIENCE_S)
         finally:
             await client.close()
             await channels.close()
@@ -117,14 +118,14 @@ async def connected(
 async def until_stats(
     client: StoreClient, store: Endpoint, holds: Callable[[kvstore_pb2.StoreStatsReply], bool]
 ) -> kvstore_pb2.StoreStatsReply:
-    """The first statistics for which `holds`; fails after 5 s."""
+    """The first statistics for which `holds`."""
 
     async def poll() -> kvstore_pb2.StoreStatsReply:
         while not holds(stats := await client.stats(store)):  # noqa: ASYNC110 - it is elsewhere
             await asyncio.sleep(0.01)
         return stats
 
-    return await within(5.0, poll())
+    return await within(PATIENCE_S, poll())
 
 
 async def within(timeout_s: float, body: Awaitable[T]) -> T:

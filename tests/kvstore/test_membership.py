@@ -13,6 +13,7 @@ from protocol.keys import unpack_keys
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from protocol.rpc import RpcServer
 from tests.kvstore.nodes import TOKEN, chain_of, connected, key, running_node, within
+from tests.patience import PATIENCE_S
 
 BLOCK = 64 * 1024
 STORE = InstanceId("store-0")
@@ -29,7 +30,7 @@ class IndexingConductor(conductor_pb2_grpc.ConductorServicer):
 
     async def until(self, holds: Any) -> None:
         async with self._changed:
-            await within(10.0, self._changed.wait_for(holds))
+            await within(PATIENCE_S, self._changed.wait_for(holds))
 
     async def Register(
         self, request: conductor_pb2.RegisterRequest, context: Any

@@ -293,11 +293,12 @@ async def test_cancel_while_running(model_path: Path) -> None:
 
 async def test_cancel_while_sending(model_path: Path) -> None:
     async with cluster(model_path) as c:
-        c.faults.delay_s = 0.5  # the writes arrive long after the first token
+        c.faults.held = True
         await c.submit("r", prompt_of(16))
         await c.ears.first_token("r")
         await c.cancel("r")
         assert (await c.status()).counters["cancelled_sending"] == 1
+        c.faults.held = False
         await c.assert_drained()
 
 

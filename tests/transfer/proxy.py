@@ -54,6 +54,8 @@ class Proxy:
         self.hold: Trouble | None = None
         """From there on it is silent."""
         self.num_connections = 0
+        self.num_bytes = 0
+        """Taken in, from either end."""
         host_port = endpoint.rpartition(":")
         self._upstream = (host_port[0], int(host_port[2]))
         self._listener = socket.create_server((host, 0))
@@ -116,6 +118,7 @@ class Proxy:
         with contextlib.suppress(OSError, ValueError):
             done = 0
             for data in self._chunks(source):
+                self.num_bytes += len(data)
                 self._harm(data, towards, done)
                 done += len(data)
                 self._send(to, data)

@@ -93,8 +93,9 @@ def test_a_damaged_slice_is_counted_and_sent_again(make_engine: Make, transport:
 def test_refusals_are_failures_and_cancelled_slices_are_not(
     make_engine: Make, peer: PeerInProcess
 ) -> None:
-    """The delay is what makes sure that the batch has not begun when it is cancelled."""
-    engine = make_engine(faults=FaultPlan(delay_s=0.5))
+    """The plan makes sure that the batch has not begun when it is cancelled."""
+    faults = FaultPlan()
+    engine = make_engine(faults=faults)
     local, readings = engine.allocate(4096), Readings(engine)
     address, segment_id = peer.ask("address"), peer.ask("allocate", 4096, 0, True)
     window_id = peer.ask("open_window", segment_id, [(0, 4096)])
@@ -103,9 +104,11 @@ def test_refusals_are_failures_and_cancelled_slices_are_not(
         engine.submit([absent], deadline_s=PATIENCE_S).wait()
     assert readings.of("failures_total") == 1
     write = Transfer(Op.WRITE, local, 0, RemoteSegment(address, segment_id), 0, 10, window_id)
+    faults.held = True
     batch = engine.submit([write], deadline_s=PATIENCE_S)
     assert readings.of("bytes_in_flight") == 10
     batch.cancel()
+    faults.held = False
     with pytest.raises(Cancelled):
         batch.wait(PATIENCE_S)
     assert readings.of("failures_total") == 1

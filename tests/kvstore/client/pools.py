@@ -15,6 +15,7 @@ from protocol.registry.embedded import EmbeddedRegistry
 from protocol.registry.service import RegistryService
 from protocol.rpc import RpcServer
 from tests.kvstore.nodes import TOKEN, Node, running_node
+from tests.patience import PATIENCE_S
 from transfer import TransferOptions
 
 DRAM = 8 * 2**20
@@ -24,7 +25,7 @@ TCP = ("tcp",)
 
 def store_of(url: str, transports: tuple[str, ...] = BOTH) -> KvStore:
     options = TransferOptions(transports=transports, checksums=False)
-    return connect(url, cluster_token=TOKEN, options=options, timeout_s=20.0)
+    return connect(url, cluster_token=TOKEN, options=options, timeout_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
@@ -41,10 +42,10 @@ def running_registry() -> Iterator[str]:
         return await server.start("127.0.0.1", 0)
 
     try:
-        yield backstage.ask(start(), 10.0)
+        yield backstage.ask(start(), PATIENCE_S)
     finally:
         for server in servers:
-            backstage.ask(server.stop(0.0), 10.0)
+            backstage.ask(server.stop(0.0), PATIENCE_S)
         backstage.close()
 
 
@@ -79,7 +80,7 @@ def running_pool(num_nodes: int, *flags: str) -> Iterator[Pool]:
         yield pool
 
 
-def until(holds: Callable[[], object], timeout_s: float = 20.0) -> None:
+def until(holds: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     """Returns once it holds, which another process or thread is working on; fails after `timeout_s`."""
     give_up_at = time.monotonic() + timeout_s
     while not holds():

@@ -17,6 +17,7 @@ from protocol.keys import BlockKey, pack_keys
 from protocol.pb import directory_pb2, directory_pb2_grpc
 from protocol.rpc import Channels
 from tests.kvstore.nodes import ROOT, TOKEN, connected, key, running_node
+from tests.patience import PATIENCE_S
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ def running_directory(*flags: str, port: int) -> Iterator[subprocess.Popen[bytes
         yield process
         if process.poll() is None:
             process.terminate()
-            assert process.wait(timeout=10) == 0
+            assert process.wait(timeout=PATIENCE_S) == 0
     finally:
         process.kill()
         process.wait()
@@ -73,14 +74,14 @@ class Questions:
 
     async def nodes(self) -> dict[str, directory_pb2.StoreNodeView]:
         reply = await self._channels.call(
-            self._stub.GetNodes, directory_pb2.GetNodesRequest(), timeout_s=5.0
+            self._stub.GetNodes, directory_pb2.GetNodesRequest(), timeout_s=PATIENCE_S
         )
         return {node.endpoint.instance_id: node for node in reply.nodes}
 
     async def holders(self, keys: Sequence[BlockKey]) -> list[dict[str, int]]:
         """Of each key, the tiers by node."""
         request = directory_pb2.LocateRequest(keys=pack_keys(keys))
-        reply = await self._channels.call(self._stub.Locate, request, timeout_s=5.0)
+        reply = await self._channels.call(self._stub.Locate, request, timeout_s=PATIENCE_S)
         names = [node.instance_id for node in reply.nodes]
         return [
             {names[n]: tier for n, tier in zip(holders.nodes, holders.tiers, strict=True)}
@@ -90,7 +91,7 @@ class Questions:
     async def prefixes(self, keys: Sequence[BlockKey]) -> dict[str, tuple[int, int]]:
         """By node: blocks of the chain, and of them in memory."""
         request = directory_pb2.MatchPrefixRequest(keys=pack_keys(keys))
-        reply = await self._channels.call(self._stub.MatchPrefix, request, timeout_s=5.0)
+        reply = await self._channels.call(self._stub.MatchPrefix, request, timeout_s=PATIENCE_S)
         lengths = zip(reply.lengths, reply.memory_lengths, strict=True)
         return {n.instance_id: both for n, both in zip(reply.nodes, lengths, strict=True)}
 
@@ -100,7 +101,7 @@ class Questions:
         request = directory_pb2.ChangeReplicaRequest(
             keys=pack_keys(keys), num_replicas=num_replicas
         )
-        return await self._channels.call(self._stub.ChangeReplica, request, timeout_s=40.0)
+        return await self._channels.call(self._stub.ChangeReplica, request, timeout_s=PATIENCE_S)
 
     async def until_in_step(self, *names: str) -> None:
         """Exactly these nodes are known, and all they hold."""
@@ -126,7 +127,7 @@ async def asking(port: int, address: str = "") -> AsyncIterator[Questions]:
         await channels.close()
 
 
-async def until(holds: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
+async def until(holds: Callable[[], Awaitable[bool]], timeout_s: float = PATIENCE_S) -> None:
     """Returns once `holds`; it is another process's state, so it can only be asked for."""
 
     async def poll() -> None:
@@ -170,6 +171,6 @@ async def read_chain(
         for _ in range(times):
             lease = await client.lease(store, keys)
             places = [[(index * OBJECT_BYTES, OBJECT_BYTES)] for index in range(len(keys))]
-            assert await client.read(lease, local, places, deadline_s=10.0) == len(keys)
+            assert await client.read(lease, local, places, deadline_s=PATIENCE_S) == len(keys)
             await client.release(lease)
         return bytes(local.buffer)

@@ -24,6 +24,7 @@ from tests.kvstore.directory.cluster import (
     value,
 )
 from tests.kvstore.nodes import TOKEN, connected
+from tests.patience import PATIENCE_S
 from tests.ports import free_port
 
 MEMORY = kvstore_pb2.STORE_TIER_MEMORY
@@ -79,7 +80,7 @@ async def test_it_is_a_member_that_says_where_it_can_be_asked_quickly_and_what_i
 
 
 def scraped(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as reply:
         text: str = reply.read().decode()
         return text
 

@@ -20,6 +20,7 @@ from protocol.registry.base import Member
 from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
 from tests.kvstore.nodes import TOKEN, key, within
+from tests.patience import PATIENCE_S
 
 A = InstanceId("a")
 
@@ -76,14 +77,14 @@ class Scene:
         self.reads: list[bytes] = []
 
     async def subscribed(self) -> tuple[Any, asyncio.Queue[Any]]:
-        return await within(10.0, self.node.calls.get())
+        return await within(PATIENCE_S, self.node.calls.get())
 
     async def until_held(self, *numbers: int) -> None:
         async def poll() -> None:
             while self._held() != set(numbers):  # noqa: ASYNC110 - no event says so
                 await asyncio.sleep(0.005)
 
-        await within(10.0, poll())
+        await within(PATIENCE_S, poll())
         self.directory.validate()
 
     def _held(self) -> set[int]:
@@ -215,7 +216,7 @@ async def test_what_a_node_says_of_itself_is_its_view() -> None:
             while not scene.follower.view().in_step:  # noqa: ASYNC110 - no event says so
                 await asyncio.sleep(0.005)
 
-        await within(10.0, described())
+        await within(PATIENCE_S, described())
         view = scene.follower.view()
         assert (view.host, view.free_bytes, view.capacity_bytes) == ("h", 7, 9)
         endpoint = scene.follower.endpoint

@@ -36,6 +36,7 @@ from protocol.keys import NO_PARENT, BlockKey
 from protocol.pb import common_pb2
 from tests.kvstore.client.pools import BOTH, TCP, store_of, until
 from tests.kvstore.nodes import Node, running_node
+from tests.patience import NEVER_S, PATIENCE_S
 from transfer import Segment
 
 DRAM = 16 * 2**20
@@ -72,7 +73,7 @@ def local(store: KvStore) -> Segment:
 
 
 def express_of(store: KvStore) -> Express:
-    express = store._cluster.view.nodes[0].attached(Deadline(10.0)).express
+    express = store._cluster.view.nodes[0].attached(Deadline(PATIENCE_S)).express
     assert express is not None
     return express
 
@@ -94,7 +95,12 @@ def fresh() -> BlockKey:
 def put(express: Express, key: BlockKey, value: bytes) -> Put:
     memory = memoryview(bytearray(value))
     [outcome] = express.put(
-        [(key, None)], [memory], lambda _: checksum([value]), Deadline(10.0), pin=0, tenant=b""
+        [(key, None)],
+        [memory],
+        lambda _: checksum([value]),
+        Deadline(PATIENCE_S),
+        pin=0,
+        tenant=b"",
     )
     return outcome
 
@@ -102,7 +108,7 @@ def put(express: Express, key: BlockKey, value: bytes) -> Put:
 def get(express: Express, key: BlockKey, local: Segment, room: int = 2**20) -> object:
     """The value, or what is said instead of it."""
     spots = Spots.packed(local, [room])
-    [found] = express.get([key], spots, Deadline(10.0))
+    [found] = express.get([key], spots, Deadline(PATIENCE_S))
     return bytes(spots.memory(0, found)) if isinstance(found, int) else found
 
 
@@ -334,9 +340,9 @@ def test_a_node_that_is_told_where_kv_goes_offers_no_other_way(flags: tuple[str,
     with own_node(*flags, transports=BOTH) as (_, store):
         store.put(b"key", VALUE)
         assert store.get(b"key") == VALUE
-        lean = store._cluster.view.nodes[0].attached(Deadline(10.0)).channel
+        lean = store._cluster.view.nodes[0].attached(Deadline(PATIENCE_S)).channel
         with pytest.raises(MoonserveError, match="no method"):
-            lean.hand_over(frames.METHOD, timeout_s=10.0)
+            lean.hand_over(frames.METHOD, timeout_s=PATIENCE_S)
 
 
 def test_a_node_that_is_killed_in_the_midst_is_lost_at_once() -> None:
@@ -348,7 +354,7 @@ def test_a_node_that_is_killed_in_the_midst_is_lost_at_once() -> None:
         node.kill()
         assert is_ended(link)
         with pytest.raises(PeerLost):
-            store.get(b"key", timeout_s=60.0)
+            store.get(b"key", timeout_s=NEVER_S)
 
 
 def test_a_stopped_node_is_the_deadlines() -> None:

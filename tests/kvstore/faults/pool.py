@@ -24,9 +24,9 @@ from protocol.rpc import Channels
 from tests.kvstore.client.pools import BOTH, running_registry, store_of, until
 from tests.kvstore.faults.values import value_of
 from tests.kvstore.nodes import ROOT, TOKEN, Node
+from tests.patience import PATIENCE_S
 
 Stats = kvstore_pb2.StoreStatsReply
-SETTLE_S = 30.0
 SHORT_RIGHTS = ("--reservation-ttl-s", "2", "--lease-ttl-s", "2")
 """For callers that name none; clients name theirs by their deadlines."""
 
@@ -130,14 +130,16 @@ class Pool:
 
     # Asking nodes
 
-    def ask(self, node_id: str, method: str, request: Any = None, timeout_s: float = 10.0) -> Any:
+    def ask(
+        self, node_id: str, method: str, request: Any = None, timeout_s: float = PATIENCE_S
+    ) -> Any:
         """A unary call of a node. Raises as it."""
 
         async def call() -> Any:
             stub = self._method(node_id, method)
             return await self.channels.call(stub, request, timeout_s=timeout_s)
 
-        return self.backstage.ask(call(), timeout_s + SETTLE_S)
+        return self.backstage.ask(call(), timeout_s + PATIENCE_S)
 
     def stream(self, node_id: str, method: str, request: Any) -> list[Any]:
         """Everything that a streaming call of a node gives."""
@@ -146,7 +148,7 @@ class Pool:
             stub = self._method(node_id, method)
             return [each async for each in self.channels.stream(stub, request)]
 
-        return self.backstage.ask(everything(), SETTLE_S)
+        return self.backstage.ask(everything(), PATIENCE_S)
 
     def _method(self, node_id: str, method: str) -> Any:
         channel = self.channels.to(self.running[node_id].rpc_address)
@@ -157,7 +159,7 @@ class Pool:
         return stats
 
     def until_stats(self, node_id: str, holds: Callable[[Stats], object]) -> None:
-        until(lambda: holds(self.stats(node_id)), SETTLE_S)
+        until(lambda: holds(self.stats(node_id)), PATIENCE_S)
 
     def objects(self, node_id: str) -> list[kvstore_pb2.StoreListReply.Object]:
         replies = self.stream(node_id, "List", kvstore_pb2.StoreListRequest())
@@ -210,7 +212,7 @@ class Pool:
 
 def until_on_disk(pool: Pool, node_id: str, names: Iterable[bytes]) -> None:
     wanted = {plain_key(name) for name in names}
-    until(lambda: wanted <= {o.key for o in pool.objects(node_id) if o.on_disk}, SETTLE_S)
+    until(lambda: wanted <= {o.key for o in pool.objects(node_id) if o.on_disk}, PATIENCE_S)
 
 
 @contextlib.contextmanager
@@ -232,11 +234,11 @@ def running_pool(
         for node in pool.running.values():
             node.process.terminate()
         for node in pool.running.values():
-            assert node.process.wait(timeout=20) == 0
+            assert node.process.wait(timeout=PATIENCE_S) == 0
 
 
 def _end(pool: Pool) -> None:
     for node in pool.running.values():
         node.kill()
-    pool.backstage.ask(pool.channels.close(), SETTLE_S)
+    pool.backstage.ask(pool.channels.close(), PATIENCE_S)
     pool.backstage.close()

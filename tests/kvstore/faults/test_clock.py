@@ -24,7 +24,7 @@ def test_a_clock_that_jumps_ends_no_right_and_no_membership(tmp_path: Path, step
             before = {node.address for node in store.nodes()}
             with store.lease([name], ttl_s=30.0) as lease:
                 jump(pool)
-                load.go_on_for(RENEWALS_S, at_least_every_s=1.0)
+                load.go_on_for(RENEWALS_S)
                 lease.check()
                 assert sum(pool.stats(node_id).leased_bytes for node_id in pool.running)
             assert {node.address for node in store.nodes()} == before

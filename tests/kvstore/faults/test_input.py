@@ -20,6 +20,7 @@ from protocol.pb import kvstore_pb2 as pb
 from tests.kvstore.client.pools import until
 from tests.kvstore.faults.pool import Pool, running_pool
 from tests.kvstore.faults.values import name_of, value_of
+from tests.patience import PATIENCE_S
 
 DRAM = 8 * 2**20
 KEY, OTHER = bytes([1]) * 16, bytes([2]) * 16
@@ -173,7 +174,7 @@ def test_what_is_removed_under_a_lease_is_missing_at_once_and_readable_to_its_en
     name = name_of("leased", 0, 300_000)
     with pool.store() as store:
         store.put(name, value_of(name))
-        with store.lease([name], ttl_s=2.0) as lease:
+        with store.lease([name], ttl_s=60.0) as lease:
             assert store.remove(name)
             assert store.get(name) is None
             store.put(name, b"another")
@@ -193,7 +194,7 @@ def test_writers_of_one_key_at_once_all_succeed_and_one_stores(pool: Pool) -> No
     def write() -> None:
         try:
             with pool.store() as store:
-                store.put(name, value_of(name), timeout_s=20.0)
+                store.put(name, value_of(name), timeout_s=PATIENCE_S)
         except BaseException as error:
             errors.append(error)
 
@@ -201,7 +202,7 @@ def test_writers_of_one_key_at_once_all_succeed_and_one_stores(pool: Pool) -> No
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(30.0)
+        writer.join(2 * PATIENCE_S)
     assert not errors
     assert pool.stats("store-0").counters["objects_stored"] == before + 1
     pool.audit([], held=[name])
@@ -213,9 +214,9 @@ def test_a_node_full_of_leased_objects_says_so_and_recovers(pool: Pool) -> None:
     with pool.store() as store:
         for name in names:
             store.put(name, value_of(name))
-        with store.lease(names, ttl_s=10.0) as lease:
+        with store.lease(names, ttl_s=60.0) as lease:
             assert None not in lease.views
             with pytest.raises(Overloaded):
                 store.put(large, value_of(large), timeout_s=3.0)
-        store.put(large, value_of(large), timeout_s=10.0)
+        store.put(large, value_of(large), timeout_s=PATIENCE_S)
     pool.audit(names, held=[large])

@@ -15,6 +15,7 @@ from tests.kvstore.client.pools import BOTH, TCP, until
 from tests.kvstore.directory.cluster import running_directory
 from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
 from tests.kvstore.faults.values import BLAMELESS, Load, name_of, put_many, value_of
+from tests.patience import PATIENCE_S
 from tests.ports import free_port
 
 LARGE = 6 * 2**20
@@ -113,7 +114,7 @@ def test_a_node_killed_during_compaction_loses_nothing_and_brings_nothing_back(
     flags = ("--dram", "4MiB", "--ssd-write-through")
     with running_pool(tmp_path, 1, *flags, ssd="16MiB") as pool:
         with pool.store() as store, Load(store, "churn", nbytes=400_000, kept=20) as load:
-            until(lambda: last_segment(pool) > NUM_SEGMENTS, 60.0)
+            until(lambda: last_segment(pool) > NUM_SEGMENTS)
             for _ in range(ROUNDS):
                 load.go_on(160)  # twice what the disk holds
                 held = kill_under(pool, load)
@@ -148,7 +149,7 @@ def test_a_node_killed_during_replication_leaves_whole_replicas(
         pool.restart("store-1")
         pool.audit([], held=names)
         with pool.store() as store:
-            until(lambda: is_replicated(pool, store, names), 60.0)
+            until(lambda: is_replicated(pool, store, names))
             until_on_disk(pool, "store-1", names)
         pool.kill("store-0")
         with pool.alone("store-1") as store:
@@ -159,5 +160,5 @@ def is_replicated(pool: Pool, store: KvStore, names: list[bytes]) -> bool:
     """If not, it is asked for: a copy that fails is told to nobody but the directory's metrics."""
     if {plain_key(name) for name in names} <= {o.key for o in pool.objects("store-1")}:
         return True
-    store.change_replica(names, 2, timeout_s=20.0)
+    store.change_replica(names, 2, timeout_s=PATIENCE_S)
     return False

@@ -15,6 +15,7 @@ from tests.kvstore.client.pools import until
 from tests.kvstore.directory.cluster import asking, running_directory
 from tests.kvstore.faults.pool import Pool, running_pool
 from tests.kvstore.faults.values import Load, put_many, value_of
+from tests.patience import PATIENCE_S
 from tests.ports import free_port
 from tests.redis_server import RedisServer
 
@@ -39,9 +40,9 @@ def test_redis_may_be_killed_and_come_back_empty(
         with pool.store() as store, Load(store, "redis", pause_s=pause_s) as load:
             load.go_on(20)
             redis.kill()
-            load.go_on_for(outage_s, at_least_every_s=2.0)
+            load.go_on_for(outage_s)
             redis.start()
-            load.go_on_for(2.0, at_least_every_s=2.0)
+            load.go_on_for(2.0)
         assert not load.errors
         assert not load.missed
         pool.audit([], held=load.stored, gone=load.removed)
@@ -56,7 +57,7 @@ def test_a_killed_directory_is_not_missed_and_agrees_with_the_nodes_when_it_is_b
             store = pool.store()
             with pool.alone("store-1") as alone:
                 away = put_many(alone, "away from home", 20, 1000)
-            pool.backstage.ask(in_step(port, pool), 30.0)
+            pool.backstage.ask(in_step(port, pool), PATIENCE_S)
             directory.kill()
             directory.wait()
         with store:
@@ -65,11 +66,11 @@ def test_a_killed_directory_is_not_missed_and_agrees_with_the_nodes_when_it_is_b
                 load.go_on(30)
                 with running_directory(port=port):
                     load.go_on(30)
-                    pool.backstage.ask(in_step(port, pool), 30.0)
+                    pool.backstage.ask(in_step(port, pool), PATIENCE_S)
             assert not load.errors
             assert not load.missed
         with running_directory(port=port):
-            pool.backstage.ask(in_step(port, pool), 30.0)
+            pool.backstage.ask(in_step(port, pool), PATIENCE_S)
             until(lambda: agree(pool, port))
             pool.audit(away, held=load.stored, gone=load.removed)
 
@@ -95,4 +96,4 @@ def agree(pool: Pool, port: int) -> bool:
         async with asking(port) as asks:
             return [set(tiers) for tiers in await asks.holders(list(listed))]
 
-    return pool.backstage.ask(located(), 30.0) == list(listed.values())
+    return pool.backstage.ask(located(), PATIENCE_S) == list(listed.values())

@@ -27,6 +27,6 @@ def test_a_stopped_node_costs_nothing_but_time(
         ):
             load.go_on(30)
             with pool.frozen("store-1"):
-                load.go_on_for(stopped_s, at_least_every_s=3.0)
+                load.go_on_for(stopped_s)
             load.go_on(30)
         pool.audit(load.uncertain, held=load.stored)
