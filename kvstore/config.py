@@ -32,6 +32,13 @@ class StoreConfig(ProcessConfig, TransferConfig):
     ssd_write_through: bool = option(
         False, help="write every object to disk soon, not only when it is cold"
     )
+    # Redis' `appendfsync everysec`: one flush a second costs nothing that can be measured.
+    ssd_sync_interval_s: float = option(
+        1.0,
+        help="flush what was written to the disk at least so often: a loss of power costs at most the writes of"
+        " so many seconds, never a removal, and the death of the process nothing;"
+        " 0 = flush after every group of writes",
+    )
     ssd_flush_s: float = option(
         60.0, help="at an orderly stop, write what is only in memory for at most so many seconds"
     )
@@ -89,6 +96,8 @@ class StoreConfig(ProcessConfig, TransferConfig):
             raise ConfigError("--evict-share and --evict-above must satisfy 0 ≤ share ≤ above ≤ 1")
         if min(self.reservation_ttl_s, self.lease_ttl_s) <= 0:
             raise ConfigError("--reservation-ttl-s and --lease-ttl-s must be above 0")
+        if self.ssd_sync_interval_s < 0:
+            raise ConfigError("--ssd-sync-interval-s must not be below 0")
         if self.removals_kept_s <= 0:
             raise ConfigError("--removals-kept-s must be above 0")
         if self.join is not None and self.conductor is not None:

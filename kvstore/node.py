@@ -161,7 +161,10 @@ class StoreNode:
         disk = await SsdTier.open(
             folder,
             capacity,
-            DiskOptions(key_file=Path(key_file) if key_file else None),
+            DiskOptions(
+                key_file=Path(key_file) if key_file else None,
+                sync_interval_s=self._config.ssd_sync_interval_s,
+            ),
             moved=mover.relocated,
             health_changed=mover.health_changed,
         )

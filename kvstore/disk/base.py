@@ -1,7 +1,9 @@
 """The SSD tier as the rest of a node sees it: durable objects at places, in a folder of segment files.
 
-A write is durable when it returns. A place stays valid until it is released, or until the tier moves its object
-elsewhere to reclaim space, and says so. Which objects are worth keeping is the catalog's business.
+What was written outlasts the process when the write returns, and a loss of power soon afterwards; what was forgotten
+outlasts both at once. A block that had not become durable when power was lost is missed. A place stays valid until it
+is released, or until the tier moves its object elsewhere to reclaim space, and says so. Which objects are worth keeping
+is the catalog's business.
 """
 
 from __future__ import annotations
@@ -105,8 +107,8 @@ class DiskTier(Protocol):
         """
 
     async def write(self, writes: Sequence[DiskWrite]) -> list[Place | None]:
-        """Durable on return; None where there was no space, or the disk failed or did not answer in time. Never raises
-        for the disk's sake."""
+        """On disk on return, durable at the latest a configured interval later; None where there was no space, or the
+        disk failed or did not answer in time. Never raises for the disk's sake."""
 
     async def read(self, reads: Sequence[DiskRead]) -> list[bool]:
         """Whether each object now lies in its memory: its header says so and its bytes match their checksum.

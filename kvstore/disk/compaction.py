@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from kvstore.disk.base import PAGE, DiskRead, DiskWrite, Moved, Place
+from kvstore.disk.flushing import Flusher
 from kvstore.disk.format import Record, pages, place_of, unpack_tombstones
 from kvstore.disk.health import Doing
 from kvstore.disk.log import KEPT_FOR_COMPACTION, Segment
@@ -41,6 +42,7 @@ class Compactor:
         surveyor: Surveyor,
         reader: Reader,
         writer: Writer,
+        flusher: Flusher,
         scratch: Scratch,
         moved: Moved,
         pins: Pins,
@@ -51,6 +53,7 @@ class Compactor:
         self._surveyor = surveyor
         self._reader = reader
         self._writer = writer
+        self._flusher = flusher
         self._scratch = scratch
         self._moved = moved
         self._pins = pins
@@ -102,7 +105,8 @@ class Compactor:
     async def _compact(self, segment: Segment) -> None:
         self._log.compacting(segment)
         emptied = self._log.is_dead(segment) or await self._emptied(segment)
-        if emptied and await self._segments.retire(segment):
+        # What was copied, now or by an earlier attempt, is durable before its source is written over.
+        if emptied and await self._flusher.flush() and await self._segments.retire(segment):
             self._counters["segments_compacted"] += 1
         else:
             self._log.give_up(segment)

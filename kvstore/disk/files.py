@@ -29,6 +29,17 @@ class FileCalls:
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
 
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def sync_folder(self, path: Path) -> None:
+        """Makes the names in it durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
 
 class SegmentFile:
     """An open segment. Reading and writing are for I/O threads, `use` and `retire` for the event loop."""
@@ -85,11 +96,17 @@ class SegmentFile:
             self._calls.fdatasync(self._fd)
 
     def __enter__(self) -> SegmentFile:
-        """While it is in use, it is neither closed nor given another content."""
-        self._users += 1
+        self.hold()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self.let_go()
+
+    def hold(self) -> None:
+        """While it is in use, it is neither closed nor given another content."""
+        self._users += 1
+
+    def let_go(self) -> None:
         self._users -= 1
         if not self._users and self._unused is not None:
             self._unused.set()

@@ -79,7 +79,11 @@ class Folder:
         return SegmentFile(fd, number, self._calls, self._waits)
 
     def create(self, nbytes: int) -> SegmentFile:
-        """The next segment, empty; a full disk shows here, not later."""
+        """The next segment, empty; a full disk shows here, not later.
+
+        Its name and its head are durable after `sync_names` and its own sync: until then a cut finds the file under its
+        old name, or full of pages of an earlier life, which are not taken for its own.
+        """
         with self._waits:
             return self._create(nbytes)
 
@@ -92,8 +96,7 @@ class Folder:
         try:
             os.posix_fallocate(fd, 0, nbytes)
             self._write_head(file, nbytes)
-            path.rename(self._path("segment", number))
-            self._sync()
+            self._calls.rename(path, self._path("segment", number))
         except BaseException:
             file.close()
             if spare is None:
@@ -104,8 +107,13 @@ class Folder:
     def recycle(self, number: int) -> None:
         """Durably no segment any more."""
         with self._waits:
-            self._path("segment", number).rename(self._path("free", number))
-            self._sync()
+            self._calls.rename(self._path("segment", number), self._path("free", number))
+            self._calls.sync_folder(self.path)
+
+    def sync_names(self) -> None:
+        """What was created is found after a loss of power."""
+        with self._waits:
+            self._calls.sync_folder(self.path)
 
     def drop_spares(self, *, keep: int, nbytes: int) -> None:
         """Deletes files of former segments, but for `keep` of the right size."""
@@ -164,7 +172,6 @@ class Folder:
         with self._scratch.borrow(len(content)) as scratch:
             scratch[: len(content)] = content
             file.write(0, [scratch[: len(content)]])
-        file.sync()
 
     def _check_heads(self) -> None:
         """Segments of another folder would be taken for empty ones, and written over."""
@@ -188,6 +195,3 @@ class Folder:
 
     def _path(self, kind: str, number: int) -> Path:
         return self.path / f"{kind}-{number:010}.kv"
-
-    def _sync(self) -> None:
-        identities.sync_folder(self.path)

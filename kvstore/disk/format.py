@@ -16,14 +16,16 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from kvstore.disk.base import PAGE, DiskObject, Pin, Place
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
 
-FORMAT_VERSION = 2
-"""Of a folder. Pages are framed as in version 1, which knew no changes of pins and would take them for tombstones."""
+FORMAT_VERSION = 3
+"""Of a folder. Pages are framed as in version 1, which knew no changes of pins and would take them for tombstones;
+version 2 takes the first end mark for the end of the log."""
 OLDEST_FORMAT = 1
 _PAGE_VERSION = 1
 MAX_TENANT_BYTES = 1024
@@ -35,6 +37,8 @@ _FRAME = struct.Struct("<8sQHBx")  # magic, checksum of what follows it, length 
 _CHECKSUM_AT = 8
 _CHECKED_FROM = 16
 _CONTEXT = struct.Struct("<16sII")  # folder, segment, page
+_FRAME_IN_PLACE = struct.Struct("<8sQHBx16sII")  # frame and context together
+_CHECKSUM = struct.Struct("<Q")
 _RECORD = struct.Struct("<IIIBBHQQ16s16s")
 """Page, length, source segment, pin, has a parent, tenant's length, checksum, generation, key, parent."""
 _TOMBSTONE = struct.Struct("<16sQI")  # key, generation, segment and pin
@@ -46,9 +50,11 @@ SEGMENT_BITS = 29
 _IS_PIN = 1 << 31
 TOMBSTONE_BYTES = _TOMBSTONE.size
 TOMBSTONES_PER_PAGE = (PAGE - _FRAME.size - _CONTEXT.size) // TOMBSTONE_BYTES
+MAX_RECORD_BYTES = _RECORD.size + MAX_TENANT_BYTES
 LOG_BEGIN = 1
 """The first page behind the head."""
 
+_ZEROS = memoryview(bytes(PAGE))
 _PINS = (Pin.NONE, Pin.SOFT, Pin.HARD)
 _PIN_CODES = {pin: code for code, pin in enumerate(_PINS)}
 
@@ -66,9 +72,8 @@ class Kind(IntEnum):
 _KINDS = frozenset(map(int, Kind))
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Where a page belongs."""
+class Context(NamedTuple):
+    """Where a page belongs. A tuple, since one is made for every object that is written or read."""
 
     folder_id: bytes
     segment: int
@@ -151,7 +156,9 @@ def extent_pages(length: int) -> int:
 
 
 def footer_pages(records_bytes: int, tombstones_bytes: int) -> int:
-    return pages(records_bytes) + pages(tombstones_bytes) + 1
+    return (
+        1 - -records_bytes // PAGE - -tombstones_bytes // PAGE
+    )  # `pages` of both, for each append
 
 
 def frame(kind: Kind, context: Context, body: bytes = b"") -> bytes:
@@ -209,7 +216,7 @@ def decode_head(page: memoryview, context: Context) -> int | None:
 
 def record_bytes(about: DiskObject) -> int:
     """Length of its record."""
-    return _RECORD.size + len(about.tenant.encode())
+    return _RECORD.size + (len(about.tenant.encode()) if about.tenant else 0)
 
 
 def encode_record(record: Record) -> bytes:
@@ -266,6 +273,19 @@ def sealed_with(context: Context, encoded_record: bytes) -> bytes:
 
 def encode_header(context: Context, encoded_record: bytes, tag: bytes = bytes(TAG_BYTES)) -> bytes:
     return frame(Kind.OBJECT, context, encoded_record + tag)
+
+
+def fill_header(
+    page: memoryview, context: Context, encoded_record: bytes, tag: bytes = bytes(TAG_BYTES)
+) -> None:
+    """`encode_header` in place, with zeros behind it: three times as fast."""
+    length = _CONTEXT.size + len(encoded_record) + TAG_BYTES
+    _FRAME_IN_PLACE.pack_into(page, 0, _MAGIC, 0, length, Kind.OBJECT, *context)
+    middle, end = _FRAME_IN_PLACE.size + len(encoded_record), _FRAME.size + length
+    page[_FRAME_IN_PLACE.size : middle] = encoded_record
+    page[middle:end] = tag
+    page[end:] = _ZEROS[end:]
+    _CHECKSUM.pack_into(page, _CHECKSUM_AT, xxh3_64_intdigest(page[_CHECKED_FROM:end]))
 
 
 def encode_tombstones(context: Context, packed: bytes) -> bytes:

@@ -3,9 +3,8 @@ but for the futures that answer."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from kvstore.disk.base import PAGE, DiskWrite, Place
 from kvstore.disk.format import (
@@ -21,7 +20,7 @@ from kvstore.disk.format import (
     segment_of,
 )
 from kvstore.disk.log import Segment
-from kvstore.disk.object_io import Entry, ObjectEntry, TombstonesEntry
+from kvstore.disk.object_io import EndEntry, Entry, ObjectEntry, TombstonesEntry
 from kvstore.disk.threads import Answer
 
 _LARGEST_RUN_BYTES = 4 * 2**20
@@ -63,6 +62,8 @@ class Item:
     call: Call
     index: int
     num_pages: int
+    footer_bytes: tuple[int, int]
+    """That it adds to the footer's records, and to its tombstones."""
     write: DiskWrite | None = None
     tombstones: Sequence[Tombstone] = ()
     source: int = 0
@@ -70,16 +71,9 @@ class Item:
     encoded: bytes = b""
 
     @property
-    def footer_bytes(self) -> tuple[int, int]:
-        """Records, tombstones."""
-        if self.write is not None:
-            return record_bytes(self.write.object), 0
-        return 0, TOMBSTONE_BYTES * len(self.tombstones)
-
-    @property
     def entry(self) -> Entry:
         if self.write is not None:
-            return ObjectEntry(self.page, self.encoded, self.write.memory)
+            return ObjectEntry(self.page, self.num_pages, self.encoded, self.write.memory)
         return TombstonesEntry(self.page, self.encoded)
 
     def settle(self, place: Place | None) -> None:
@@ -105,15 +99,24 @@ class Group:
     items: Sequence[Item]
     segment: Segment
     end: int  # the page behind them
-    written: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the next group may be written behind it, though it may not be durable yet; or when it has failed."""
-    failed: bool = False
-    over: asyncio.Task[None] | None = None
+    has_landed: bool = False
+    error: OSError | None = None
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [*(item.entry for item in self.items), EndEntry(self.end)]
 
 
 def object_items(writes: Sequence[DiskWrite], call: Call, source: int) -> list[Item]:
     return [
-        Item(call, index, extent_pages(write.object.length), write, source=source)
+        Item(
+            call,
+            index,
+            extent_pages(write.object.length),
+            (record_bytes(write.object), 0),
+            write,
+            source=source,
+        )
         for index, write in enumerate(writes)
     ]
 
@@ -121,10 +124,11 @@ def object_items(writes: Sequence[DiskWrite], call: Call, source: int) -> list[I
 def tombstone_items(tombstones: Sequence[Tombstone]) -> list[Item]:
     """A page each, with a call of their own."""
     begins = range(0, len(tombstones), TOMBSTONES_PER_PAGE)
-    call = Call(len(begins))
+    pieces = [tombstones[begin : begin + TOMBSTONES_PER_PAGE] for begin in begins]
+    call = Call(len(pieces))
     return [
-        Item(call, index, 1, tombstones=tombstones[begin : begin + TOMBSTONES_PER_PAGE])
-        for index, begin in enumerate(begins)
+        Item(call, index, 1, (0, TOMBSTONE_BYTES * len(piece)), tombstones=piece)
+        for index, piece in enumerate(pieces)
     ]
 
 
@@ -133,9 +137,13 @@ def run_limit(nbytes: int, num_threads: int) -> int:
     return min(max(nbytes // num_threads, _SMALLEST_RUN_BYTES), _LARGEST_RUN_BYTES)
 
 
-def runs(entries: Sequence[Entry], num_threads: int) -> Iterator[list[Entry]]:
+def runs(entries: Sequence[Entry], num_threads: int) -> Iterator[Sequence[Entry]]:
     """Neighbours for one write each: enough of them for all threads, none of them small without need."""
-    limit = run_limit(sum(entry.num_pages for entry in entries) * PAGE, num_threads)
+    nbytes = sum(entry.num_pages for entry in entries) * PAGE
+    limit = run_limit(nbytes, num_threads)
+    if nbytes <= limit:
+        yield entries
+        return
     run: list[Entry] = []
     run_bytes = 0
     for entry in entries:

@@ -49,7 +49,9 @@ class Segment:
     written: int = LOG_BEGIN
     """The log is whole on disk up to this page."""
     unanswered: int = 0
-    """Calls that do not know yet what they have got here; nothing may move under them."""
+    """Calls that do not know yet what they have got here, and a footer on its way; nothing may move under them."""
+    is_broken: bool = False
+    """Something in it was not written: nothing behind that would be found."""
     live_pages: int = 0
     dead_pages: int = 0
     largest_extent: int = 0
@@ -179,17 +181,19 @@ class Log:
         self._configured_pages = capacity // segment_bytes * self.segment_pages
         self.segments: dict[int, Segment] = {}
         self.active: Segment | None = None
+        self._held_pages = 0
+        """Of all segments; counted, since it is asked for each object that is written."""
         self._fruitless = 0
         """Segments compacted since anything died."""
 
     @property
     def capacity_pages(self) -> int:
         """As configured; more while segments from before a smaller configuration are left."""
-        return max(self._configured_pages, self._held_pages())
+        return max(self._configured_pages, self._held_pages)
 
     @property
     def free_segments(self) -> int:
-        return (self.capacity_pages - self._held_pages()) // self.segment_pages
+        return (self.capacity_pages - self._held_pages) // self.segment_pages
 
     @property
     def num_segments(self) -> int:
@@ -204,7 +208,7 @@ class Log:
     def usage(self) -> DiskUsage:
         live = sum(segment.live_pages for segment in self.segments.values())
         room = self.active.room if self.active else 0
-        free = self.capacity_pages - self._held_pages() + room
+        free = self.capacity_pages - self._held_pages + room
         capacity = self.capacity_pages
         return DiskUsage(
             capacity=capacity * PAGE,
@@ -231,6 +235,7 @@ class Log:
         assert self.active is None
         assert number not in self.segments
         self.active = self.segments[number] = Segment(number, self.segment_pages)
+        self._held_pages += self.segment_pages
         return self.active
 
     def append(self, num_pages: int, *, live: bool) -> Place:
@@ -239,6 +244,11 @@ class Log:
         place = place_of(self.active.number, self.active.tail)
         self.active.add(self.active.tail, num_pages, live=live)
         return place
+
+    def skip_page(self) -> None:
+        """The active segment's next page holds an end mark that is just being written."""
+        assert self.active is not None
+        self.active.add(self.active.tail, 1, live=False)
 
     def seal(self) -> Segment:
         """The active segment takes nothing more."""
@@ -253,6 +263,7 @@ class Log:
         assert segment.number not in self.segments
         segment.state = State.SEALED
         self.segments[segment.number] = segment
+        self._held_pages += segment.num_pages
 
     def is_live(self, place: Place) -> bool:
         segment = self.segments.get(segment_of(place))
@@ -317,15 +328,15 @@ class Log:
         assert not segment.live_pages, f"segment {segment.number} has live objects"
         assert segment is not self.active
         del self.segments[segment.number]
+        self._held_pages -= segment.num_pages
         self._fruitless += 1
 
     def validate(self) -> None:
         for segment in self.segments.values():
             segment.validate()
             assert (segment.state is State.ACTIVE) == (segment is self.active)
+        held = sum(segment.num_pages for segment in self.segments.values())
+        assert held == self._held_pages
         usage = self.usage()
         assert usage.live + usage.dead + usage.free == usage.capacity
         assert min(usage.live, usage.dead, usage.free) >= 0
-
-    def _held_pages(self) -> int:
-        return sum(segment.num_pages for segment in self.segments.values())

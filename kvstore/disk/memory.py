@@ -5,9 +5,8 @@ from __future__ import annotations
 import mmap
 import threading
 
-import numpy as np
-
 from kvstore.disk.base import PAGE
+from transfer.native.base import address_of
 
 _SMALLEST = 64 * 2**10
 _KEPT_BYTES = 64 * 2**20
@@ -18,8 +17,7 @@ def is_aligned(memory: memoryview) -> bool:
     """Whether it begins on a page, so that a disk can read or write it directly."""
     if not memory.nbytes:
         return True
-    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    return address % PAGE == 0
+    return address_of(memory) % PAGE == 0
 
 
 class Scratch:
@@ -33,9 +31,11 @@ class Scratch:
 
     def borrow(self, nbytes: int) -> Borrowed:
         """At least `nbytes`, with whatever was in them. No view of it may be left at the end."""
-        return Borrowed(self, max(_SMALLEST, 1 << (nbytes - 1).bit_length()))
+        return Borrowed(self, nbytes)
 
-    def take(self, size: int) -> mmap.mmap:
+    def take(self, nbytes: int) -> mmap.mmap:
+        """As `borrow`, to be given back."""
+        size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
         with self._lock:
             self.num_borrowed += 1
             if fitting := self._idle.get(size):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -19,39 +20,33 @@ from kvstore.disk.format import (
     Header,
     Kind,
     decode_header,
-    encode_header,
     encode_tombstones,
     extent_pages,
+    fill_header,
     frame,
     holds,
     page_of,
     sealed_with,
 )
-from kvstore.disk.memory import Scratch, is_aligned
+from kvstore.disk.memory import Borrowed, Scratch, is_aligned
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectEntry:
+class ObjectEntry(NamedTuple):
     """An object to write at a page."""
 
     page: int
+    num_pages: int
     encoded_record: bytes
     memory: memoryview
 
-    @property
-    def num_pages(self) -> int:
-        return extent_pages(len(self.memory))
 
-
-@dataclass(frozen=True, slots=True)
-class TombstonesEntry:
+class TombstonesEntry(NamedTuple):
     page: int
     packed: bytes
     num_pages: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class EndEntry:
+class EndEntry(NamedTuple):
     """Says that the log was whole up to here; the next run is written over it."""
 
     page: int
@@ -59,6 +54,22 @@ class EndEntry:
 
 
 Entry = ObjectEntry | TombstonesEntry | EndEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Where a run of reads goes to: headers and what is padded into `scratch`, data to where it is wanted if it can."""
+
+    reads: Sequence[DiskRead]
+    extents: Sequence[memoryview]
+    direct: Sequence[int]
+    """Bytes of each object that are read to where they are wanted."""
+    buffers: Sequence[memoryview]
+    num_pages: int
+
+    @property
+    def page(self) -> int:
+        return page_of(self.reads[0].place)
 
 
 class ObjectIo:
@@ -69,20 +80,28 @@ class ObjectIo:
         self._cipher: AesGcm | None = folder.cipher
         self._scratch = scratch
 
+    def borrowed(self, nbytes: int) -> Borrowed:
+        """Scratch for a run."""
+        return self._scratch.borrow(nbytes)
+
     def write(self, file: SegmentFile, entries: Sequence[Entry]) -> None:
         """Raises OSError. `entries` are neighbours, in order."""
-        num_pages = sum(entry.num_pages for entry in entries)
-        with self._scratch.borrow(num_pages * PAGE) as scratch:
-            buffers: list[memoryview] = []
-            begin = entries[0].page
-            for entry in entries:
-                at = (entry.page - begin) * PAGE
-                extent = scratch[at : at + entry.num_pages * PAGE]
-                buffers += self._laid_out(file.number, entry, extent)
-            file.write(begin, buffers)
+        with self._scratch.borrow(pages_of(entries) * PAGE) as scratch:
+            file.write(entries[0].page, self.laid_out(file.number, entries, scratch))
+
+    def laid_out(
+        self, segment: int, entries: Sequence[Entry], scratch: memoryview
+    ) -> list[memoryview]:
+        """The pages of neighbours, in order: in `scratch`, which has room for all, or where they are already."""
+        buffers: list[memoryview] = []
+        begin = entries[0].page
+        for entry in entries:
+            at = (entry.page - begin) * PAGE
+            extent = scratch[at : at + entry.num_pages * PAGE]
+            buffers += self._laid_out(segment, entry, extent)
+        return buffers
 
     def _laid_out(self, segment: int, entry: Entry, extent: memoryview) -> list[memoryview]:
-        """The entry's pages: in `extent`, or where they are already."""
         context = self._folder.context(segment, entry.page)
         if isinstance(entry, TombstonesEntry):
             _fill(extent, encode_tombstones(context, entry.packed))
@@ -92,45 +111,43 @@ class ObjectIo:
             return [extent]
         header, data = extent[:PAGE], extent[PAGE:]
         if self._cipher is None:
-            _fill(header, encode_header(context, entry.encoded_record))
+            fill_header(header, context, entry.encoded_record)
             return [header, *_plain(entry.memory, data)]
         associated = sealed_with(context, entry.encoded_record)
         length = len(entry.memory)
         tag = self._cipher.seal(context.nonce(), associated, entry.memory, data[:length])
         _fill(data[length:])
-        _fill(header, encode_header(context, entry.encoded_record, tag))
+        fill_header(header, context, entry.encoded_record, tag)
         return [extent]
 
     def read(self, file: SegmentFile, reads: Sequence[DiskRead]) -> list[bool]:
         """Raises OSError. `reads` are neighbours, in order."""
-        begin = page_of(reads[0].place)
-        num_pages = sum(extent_pages(read.object.length) for read in reads)
-        with self._scratch.borrow(num_pages * PAGE) as scratch:
-            extents, buffers, direct = [], [], []
-            for read in reads:
-                at = (page_of(read.place) - begin) * PAGE
-                extents.append(scratch[at : at + extent_pages(read.object.length) * PAGE])
-                direct.append(self._direct_bytes(read))
-                buffers += _targets(read, extents[-1], direct[-1])
-            whole = file.read(begin, buffers) // PAGE + begin
-            return [
-                page_of(read.place) + extent_pages(read.object.length) <= whole
-                and self._arrived(file.number, read, extent, nbytes)
-                for read, extent, nbytes in zip(reads, extents, direct, strict=True)
-            ]
+        with self._scratch.borrow(pages_to_read(reads) * PAGE) as scratch:
+            landing = self.aimed(reads, scratch)
+            return self.arrived(file.number, landing, file.read(landing.page, landing.buffers))
 
-    def taken_from(
-        self, segment: int, reads: Sequence[DiskRead], content: memoryview
-    ) -> list[bool]:
-        """The same of neighbours that lie in `content` already, which is shorter than they are at a file's end."""
-        begin = page_of(reads[0].place)
-        results = []
+    def aimed(self, reads: Sequence[DiskRead], scratch: memoryview) -> Landing:
+        """Where neighbours, in order, are read to. `scratch` has room for all of them."""
+        extents, buffers, direct = [], [], []
+        at = 0
         for read in reads:
-            at = (page_of(read.place) - begin) * PAGE
-            extent = content[at : at + extent_pages(read.object.length) * PAGE]
-            whole = len(extent) == extent_pages(read.object.length) * PAGE
-            results.append(whole and self._arrived(segment, read, extent, 0))
-        return results
+            end = at + extent_pages(read.object.length) * PAGE
+            extents.append(scratch[at:end])
+            direct.append(self._direct_bytes(read))
+            buffers += _targets(read, extents[-1], direct[-1])
+            at = end
+        return Landing(reads, extents, direct, buffers, at // PAGE)
+
+    def arrived(self, segment: int, landing: Landing, nbytes: int) -> list[bool]:
+        """Which objects are there after so many bytes, which are fewer than asked for at a file's end."""
+        whole = landing.page + nbytes // PAGE
+        return [
+            page_of(read.place) + extent_pages(read.object.length) <= whole
+            and self._arrived(segment, read, extent, direct)
+            for read, extent, direct in zip(
+                landing.reads, landing.extents, landing.direct, strict=True
+            )
+        ]
 
     def _direct_bytes(self, read: DiskRead) -> int:
         """Of the object, what is read to where it is wanted."""
@@ -172,16 +189,25 @@ class ObjectIo:
             )
 
 
+def pages_of(entries: Sequence[Entry]) -> int:
+    return sum(entry.num_pages for entry in entries)
+
+
+def pages_to_read(reads: Sequence[DiskRead]) -> int:
+    return sum(extent_pages(read.object.length) for read in reads)
+
+
 def _targets(read: DiskRead, extent: memoryview, direct: int) -> list[memoryview]:
     if not direct:
         return [extent]
-    return [extent[:PAGE], read.memory[:direct], extent[PAGE + direct :]]
+    return [each for each in (extent[:PAGE], read.memory[:direct], extent[PAGE + direct :]) if each]
 
 
 def _plain(memory: memoryview, data: memoryview) -> list[memoryview]:
     direct = _whole_pages(len(memory)) if is_aligned(memory) else 0
-    _fill(data[direct:], memory[direct:])
-    return [memory[:direct], data[direct:]]
+    if direct < len(data):
+        _fill(data[direct:], memory[direct:])
+    return [each for each in (memory[:direct], data[direct:]) if each]
 
 
 def _whole_pages(length: int) -> int:

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from kvstore.disk.base import PAGE, DiskRead
-from kvstore.disk.format import extent_pages, page_of, segment_of
+from kvstore.disk.format import extent_pages, segment_of
 from kvstore.disk.group import run_limit
 from kvstore.disk.health import Doing
-from kvstore.disk.object_io import ObjectIo
-from kvstore.disk.ring import Ring, RingRead
+from kvstore.disk.object_io import Landing, ObjectIo, pages_to_read
+from kvstore.disk.ring import Flight, Ring, Run
 from kvstore.disk.segments import Segments
+from kvstore.disk.threads import Answer
+from kvstore.disk.uring import Opcode
 
 
 class Reader:
@@ -29,9 +31,7 @@ class Reader:
         results = [False] * len(reads)
         runs = list(self._runs(reads))
         if runs and self._ring is not None:
-            num_pages = _pages_of(reads, runs)
-            if self._ring.takes(num_pages):
-                runs = await self._read_by_ring(self._ring, reads, runs, num_pages, results)
+            runs = await self._read_by_ring(self._ring, reads, runs, results)
         if not runs:
             return results
         failed = await self._read_runs(reads, runs, results)
@@ -44,30 +44,57 @@ class Reader:
         self,
         ring: Ring,
         reads: Sequence[DiskRead],
-        runs: Sequence[list[int]],
-        num_pages: Sequence[int],
+        runs: list[list[int]],
         results: list[bool],
     ) -> list[list[int]]:
-        """Notes down in `results` what arrived. Returns the runs that the ring could not read."""
+        """Notes down in `results` what arrived. Returns the runs that the ring did not read."""
         if not self._segments.health.may_read():
             return []
-        with contextlib.ExitStack() as in_use:
-            asked = []
-            for run, length in zip(runs, num_pages, strict=True):
-                place = reads[run[0]].place
-                file = in_use.enter_context(self._segments.files[segment_of(place)])
-                asked.append(RingRead(file.fileno(), page_of(place), length))
-            landing = await ring.read(asked)
-        try:
-            contents = [ring.content(landing, index) for index in range(len(runs))]
-            for run, content in zip(runs, contents, strict=True):
-                if content is not None:
-                    segment = segment_of(reads[run[0]].place)
-                    members = [reads[index] for index in run]
-                    self._note(reads, run, self._io.taken_from(segment, members, content), results)
-            return [run for run, each in zip(runs, contents, strict=True) if each is None]
-        finally:
-            ring.give_back(landing)
+        in_use = contextlib.ExitStack()
+        asked, landings = [], []
+        for run in runs:
+            wanted = [reads[index] for index in run]
+            file = in_use.enter_context(self._segments.files[segment_of(wanted[0].place)])
+            scratch = in_use.enter_context(self._io.borrowed(pages_to_read(wanted) * PAGE))
+            landing = self._io.aimed(wanted, scratch)
+            landings.append(landing)
+            nbytes = landing.num_pages * PAGE
+            asked.append(Run(file.fileno(), landing.page, landing.buffers, nbytes))
+        if not ring.takes(asked):
+            in_use.close()
+            return runs
+        answer: Answer[list[list[int]]] = Answer()
+
+        def landed(flight: Flight) -> None:
+            try:
+                answer.give(self._taken(flight, reads, runs, landings, results))
+            except Exception as error:  # raised where it is waited for
+                answer.fail(error)
+
+        direct = any(any(landing.direct) for landing in landings)
+        ring.begin(Opcode.READV, asked, landed=landed, over=in_use.close, until_over=direct)
+        return await answer.wait()
+
+    def _taken(
+        self,
+        flight: Flight,
+        reads: Sequence[DiskRead],
+        runs: Sequence[list[int]],
+        landings: Sequence[Landing],
+        results: list[bool],
+    ) -> list[list[int]]:
+        """The runs that a thread has to read: all but those that have landed, unless they were given up."""
+        if flight.given_up:
+            return []
+        unread = []
+        for number, (run, landing) in enumerate(zip(runs, landings, strict=True)):
+            if flight.is_whole(number):
+                segment = segment_of(landing.reads[0].place)
+                outcome = self._io.arrived(segment, landing, flight.results[number])
+                self._note(reads, run, outcome, results)
+            else:
+                unread.append(run)
+        return unread
 
     async def _read_runs(
         self, reads: Sequence[DiskRead], runs: Sequence[list[int]], results: list[bool]
@@ -132,8 +159,3 @@ class Reader:
     def _possible(self, read: DiskRead) -> bool:
         known = segment_of(read.place) in self._segments.files
         return known and len(read.memory) == read.object.length
-
-
-def _pages_of(reads: Sequence[DiskRead], runs: Sequence[list[int]]) -> list[int]:
-    """Of each run."""
-    return [sum(extent_pages(reads[index].object.length) for index in run) for run in runs]

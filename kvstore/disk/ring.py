@@ -1,54 +1,77 @@
-"""Small reads through io_uring: submitted from the event loop, which the kernel wakes when they have landed.
+"""Reads and writes through io_uring: submitted from the event loop, which the kernel wakes when they have ended.
 
-A thread costs two wake-ups for each read and waits for the interpreter's lock: more than 64 KiB from a good disk.
-Needs the package `liburing` (extra `uring`) and a kernel that allows it; `opened` says None without them.
-Its rule: a run is read into a slot, memory of the ring's own, never into the caller's. `liburing` keeps a reference to
-every vector of buffers for ever, so that vectors are made once per slot and length, and used again. Its error numbers
-are not always the kernel's: who gets None asks again by a system call, which knows. Knows nothing of what it reads.
+A thread costs two wake-ups for each of them and waits for the interpreter's lock: more than 64 KiB from a good disk.
+Needs a C compiler and a kernel that allows io_uring; `opened` says None without them. Its rule: memory is kept until
+the kernel is done with it, whoever has given up waiting. An outcome that is not what was asked for is no error here: a
+thread asks again, and knows why. Knows nothing of what it moves.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import importlib
+import errno
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 from kvstore.disk.base import PAGE
-from kvstore.disk.threads import Answer
+from kvstore.disk.uring import BUFFER, IN_KERNEL_THREAD, OPERATION, Opcode, Uring
 from kvstore.disk.waits import Waits
+from protocol.native import CompilerError
+from transfer.native.base import address_of
 
 logger = logging.getLogger(__name__)
 
 NUM_SLOTS = 64
-"""Reads under way at once; what comes beyond goes to the threads."""
-SLOT_PAGES = 64
-"""The longest read, 256 KiB. The copy out of a slot and the hash are the loop's: 15 µs for as much."""
+"""Operations under way at once; what comes beyond goes to the threads."""
+MAX_BUFFERS = 256
+"""Of one operation: 128 objects with their headers."""
+IN_LOOP_BYTES = 256 * 2**10
+"""Longer ones are begun by a thread of the kernel: pinning a megabyte's pages and asking the device for them takes the
+loop 60 µs, waking that thread 5."""
 
 
-@dataclass(frozen=True, slots=True)
-class RingRead:
-    """Pages of a file that lie next to each other."""
+class Run(NamedTuple):
+    """Buffers that go to pages of a file which lie next to each other, or come from there."""
 
     fd: int
     page: int
-    num_pages: int
+    buffers: Sequence[memoryview]
+    nbytes: int
 
 
 @dataclass(slots=True, eq=False)
-class Landing:
-    """Reads that were asked for together. `slots` hold what was read until they are given back."""
+class Flight:
+    """Runs that were begun together."""
 
-    slots: list[int]
+    runs: Sequence[Run]
     begun_at: float
-    answer: Answer[None]
+    landed: Callable[[Flight], None]
+    """Called once: when all have ended, or when they are given up."""
+    over: Callable[[], None]
+    """Called once, when the kernel is done with their memory."""
+    until_over: bool
+    """Whether whoever waits has to wait until then, since the kernel writes to memory of theirs."""
+    left: int
+    results: list[int] = field(default_factory=list)
+    """By run, bytes; below 0 when it failed or was not waited for."""
     given_up: bool = False
-    nbytes: dict[int, int | None] = field(default_factory=dict)
-    """By slot, what has landed; None = it failed."""
+
+    def is_whole(self, index: int) -> bool:
+        return self.results[index] == self.runs[index].nbytes
+
+    def error(self) -> OSError:
+        """For whoever waited in vain."""
+        return OSError(errno.ETIMEDOUT, "the disk does not answer")
+
+    def give_up(self) -> None:
+        """Whoever waits is told that nothing has landed."""
+        if not self.given_up:
+            self.given_up = True
+            self.results = [-1] * len(self.runs)
+            self.landed(self)
 
 
 class Ring:
@@ -56,119 +79,102 @@ class Ring:
 
     @classmethod
     def opened(cls, waits: Waits) -> Ring | None:
-        """None where there is no io_uring to be had."""
+        """None where there is no io_uring to be had. The first call on a machine takes as long as the compiler."""
         try:
-            uring = importlib.import_module("liburing")
-        except ImportError:
+            return cls(Uring(NUM_SLOTS), waits)
+        except (CompilerError, OSError) as error:  # many containers forbid it
+            logger.info("no io_uring here (%s): the disk is asked by threads", error)
             return None
-        ring = uring.Ring()
-        try:
-            uring.io_uring_queue_init(NUM_SLOTS, ring)
-        except OSError as error:  # many containers forbid it
-            logger.info("no io_uring here (%s): small reads go through threads", error)
-            return None
-        return cls(uring, ring, waits)
 
-    def __init__(self, uring: Any, ring: Any, waits: Waits) -> None:
+    def __init__(self, uring: Uring, waits: Waits) -> None:
         """Use `opened`."""
         self._uring = uring
-        self._ring = ring
         self._waits = waits
-        self._entry = uring.Cqe()
-        self._memory = memoryview(mmap.mmap(-1, NUM_SLOTS * SLOT_PAGES * PAGE))
+        self._vectors = memoryview(mmap.mmap(-1, NUM_SLOTS * MAX_BUFFERS * BUFFER.size))
+        self._vectors_at = address_of(self._vectors)
         self._free = list(range(NUM_SLOTS))
-        self._vectors: dict[tuple[int, int], Any] = {}
-        self._landings: dict[int, Landing] = {}
+        self._under_way: dict[int, tuple[Flight, int]] = {}
+        """By slot, the flight and the index of its run."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(ring.ring_fd, self._landed)
+        self._loop.add_reader(uring.fd, self._ended)
 
     @property
     def num_under_way(self) -> int:
-        return len(self._landings)
+        return len(self._under_way)
 
-    def takes(self, num_pages: Sequence[int]) -> bool:
-        """Whether reads of so many pages can begin now."""
-        return len(num_pages) <= len(self._free) and max(num_pages) <= SLOT_PAGES
+    def takes(self, runs: Sequence[Run]) -> bool:
+        """Whether they can begin now."""
+        return len(runs) <= len(self._free) and all(len(r.buffers) <= MAX_BUFFERS for r in runs)
 
-    async def read(self, reads: Sequence[RingRead]) -> Landing:
-        """What has landed, to be looked at by `content` and given back. A cancellation waits for the disk too."""
-        landing = Landing([self._free.pop() for _ in reads], self._waits.now, Answer())
-        for slot, read in zip(landing.slots, reads, strict=True):
-            self._landings[slot] = landing
-            self._prepare(slot, read)
-        self._uring.io_uring_submit(self._ring)
-        try:
-            await landing.answer.wait()
-        except asyncio.CancelledError:
-            self.give_back(landing)
-            raise
-        return landing
-
-    def content(self, landing: Landing, index: int) -> memoryview | None:
-        """What the read of that index has brought, shorter at the end of a file; None = it failed."""
-        slot = landing.slots[index]
-        nbytes = landing.nbytes.get(slot)
-        begin = slot * SLOT_PAGES * PAGE
-        return None if nbytes is None else self._memory[begin : begin + nbytes]
-
-    def give_back(self, landing: Landing) -> None:
-        """Slots of reads that were given up come back when the disk is done with them."""
-        self._free += [slot for slot in landing.slots if slot in landing.nbytes]
-        landing.slots.clear()
+    def begin(
+        self,
+        what: Opcode,
+        runs: Sequence[Run],
+        *,
+        landed: Callable[[Flight], None],
+        over: Callable[[], None],
+        until_over: bool = False,
+    ) -> None:
+        """Those that `takes` lets. `landed` and `over` are called from the event loop later, in this order if the disk
+        answers in time."""
+        flight = Flight(runs, self._waits.now, landed, over, until_over, len(runs))
+        flight.results = [-1] * len(runs)
+        slots = [self._free.pop() for _ in runs]
+        for index, (slot, run) in enumerate(zip(slots, runs, strict=True)):
+            self._under_way[slot] = flight, index
+            self._prepare(what, index, slot, run)
+        begun = self._uring.submit(len(runs))
+        for slot in slots[begun:]:  # the kernel has no memory for them
+            self._loop.call_soon(self._note, slot, -1)
 
     def longest_s(self) -> float:
-        """How long the oldest read waits."""
-        begun = [landing.begun_at for landing in self._landings.values()]
+        """How long the oldest operation is under way."""
+        begun = [flight.begun_at for flight, _ in self._under_way.values()]
         return self._waits.now - min(begun) if begun else 0.0
 
-    def give_up(self) -> None:
-        """The disk hangs: whoever waits is told that nothing has landed."""
-        for landing in set(self._landings.values()):
-            if not landing.given_up:
-                landing.given_up = True
-                landing.answer.give(None)
+    def give_up(self, *, everything: bool) -> None:
+        """The disk hangs: whoever waits is told so. With `everything`, also who has to wait until it is over."""
+        for flight in {flight for flight, _ in self._under_way.values()}:
+            if everything or not flight.until_over:
+                flight.give_up()
 
     def close(self) -> None:
-        self._loop.remove_reader(self._ring.ring_fd)
-        self._uring.io_uring_queue_exit(self._ring)
+        """What is under way is not heard of any more."""
+        self._loop.remove_reader(self._uring.fd)
+        self._uring.close()
 
     def validate(self) -> None:
-        """Every slot is free, being read into, or being looked at; none twice."""
-        taken = [*self._free, *self._landings]
-        assert len(set(taken)) == len(taken) <= NUM_SLOTS
+        """Every slot is free or under way."""
+        assert sorted([*self._free, *self._under_way]) == list(range(NUM_SLOTS))
 
-    def _prepare(self, slot: int, read: RingRead) -> None:
-        entry = self._uring.io_uring_get_sqe(self._ring)
-        vector = self._vector(slot, read.num_pages)
-        self._uring.io_uring_prep_readv(entry, read.fd, vector, read.page * PAGE)
-        entry.user_data = slot + 1  # zero is refused
+    def _prepare(self, what: Opcode, index: int, slot: int, run: Run) -> None:
+        begin = at = slot * MAX_BUFFERS * BUFFER.size
+        for buffer in run.buffers:
+            BUFFER.pack_into(self._vectors, at, address_of(buffer), len(buffer))
+            at += BUFFER.size
+        OPERATION.pack_into(
+            self._uring.operations,
+            index * OPERATION.size,
+            self._vectors_at + begin,
+            run.page * PAGE,
+            slot,
+            run.fd,
+            len(run.buffers),
+            what,
+            IN_KERNEL_THREAD if run.nbytes > IN_LOOP_BYTES else 0,
+        )
 
-    def _vector(self, slot: int, num_pages: int) -> Any:
-        vector = self._vectors.get((slot, num_pages))
-        if vector is None:
-            begin = slot * SLOT_PAGES * PAGE
-            vector = self._uring.Iovec([self._memory[begin : begin + num_pages * PAGE]])
-            self._vectors[slot, num_pages] = vector
-        return vector
+    def _ended(self) -> None:
+        for slot, result in self._uring.reap():
+            self._note(slot, result)
 
-    def _landed(self) -> None:
-        """All that are there; the loop has just seen that it is one at least."""
-        uring, ring = self._uring, self._ring
-        for _ in range(uring.io_uring_cq_ready(ring)):
-            uring.io_uring_peek_cqe(ring, self._entry)
-            done = self._entry[0]
-            nbytes: int | None = None
-            with contextlib.suppress(OSError):
-                nbytes = done.res
-            slot = done.user_data - 1
-            uring.io_uring_cqe_seen(ring, done)
-            self._note(slot, nbytes)
-
-    def _note(self, slot: int, nbytes: int | None) -> None:
-        landing = self._landings.pop(slot)
-        if landing.given_up:
-            self._free.append(slot)
-            return
-        landing.nbytes[slot] = nbytes
-        if len(landing.nbytes) == len(landing.slots):
-            landing.answer.give(None)
+    def _note(self, slot: int, result: int) -> None:
+        flight, index = self._under_way.pop(slot)
+        self._free.append(slot)
+        flight.left -= 1
+        if not flight.given_up:
+            flight.results[index] = result
+        if not flight.left:
+            if not flight.given_up:
+                flight.landed(flight)
+            flight.over()

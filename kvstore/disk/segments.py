@@ -1,10 +1,15 @@
-"""Segments as files and as state together: begun, sealed, retired. Belongs to one event loop; the disk's errors become
-health here and go no further."""
+"""Segments as files and as state together: begun, sealed, made durable, retired.
+
+Its rule: a footer is written behind a log that is durable, so what it lists is there whenever the footer is. Belongs to
+one event loop; the disk's errors become health here and go no further.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import ExitStack
 
 from kvstore.disk.base import PAGE
@@ -15,6 +20,8 @@ from kvstore.disk.health import DiskHealth, Doing
 from kvstore.disk.log import Log, Segment
 from kvstore.disk.memory import Scratch
 from kvstore.disk.threads import IoThreads
+
+logger = logging.getLogger(__name__)
 
 
 class Segments:
@@ -34,8 +41,15 @@ class Segments:
         self.counters = counters
         self.health = health
         self.threads = threads
+        self.unnamed: set[int] = set()
+        """Files whose names are not durable yet."""
         self._folder = folder
         self._scratch = scratch
+        self._footers: set[asyncio.Task[None]] = set()
+        self.is_durable: Callable[[Segment], None] = lambda segment: None
+        """Called when all of a sealed segment is durable but for its footer."""
+        self.is_sealed: Callable[[], None] = lambda: None
+        """Called when a segment is done with, footer or not."""
 
     def may_write(self) -> bool:
         return self.health.may_write(asyncio.get_running_loop().time())
@@ -52,28 +66,68 @@ class Segments:
             self.failed(Doing.WRITE, error)
             return False
         self.files[file.number] = file
+        self.unnamed.add(file.number)
         self.log.open(file.number)
         return True
 
-    async def seal(self) -> None:
-        """The active segment, if there is one, gets its footer."""
+    def seal(self, landed: Callable[[Segment], Awaitable[None]]) -> None:
+        """The active segment, if there is one, takes nothing more and gets its footer once everything has `landed`.
+        Nobody need wait for it."""
         if self.log.active is not None:
             segment = self.log.seal()
-            if self.health.may_read():
-                await self.write_footer(segment)
-            else:
-                segment.forget_footer()
+            segment.unanswered += 1
+            task = asyncio.create_task(self._finish(segment, landed))
+            self._footers.add(task)
+            task.add_done_callback(self._footers.discard)
+
+    async def sealed(self) -> bool:
+        """Waits until a footer is written; False when none is on its way."""
+        if self._footers:
+            await asyncio.wait(self._footers, return_when=asyncio.FIRST_COMPLETED)
+            return True
+        return False
+
+    async def sync(self, numbers: Collection[int]) -> bool:
+        """Whether what has landed in these segments is durable now, and their names with it. Retired ones are."""
+        files = [self.files[number] for number in numbers if number in self.files]
+        names = self.unnamed.intersection(numbers)
+        jobs: list[Callable[[], None]] = [file.sync for file in files]
+        if names:
+            jobs.append(self._folder.sync_names)
+        in_use = ExitStack()
+        for file in files:
+            in_use.enter_context(file)
+        outcomes = await self.threads.run(jobs, over=in_use.close)
+        errors = [outcome for outcome in outcomes if outcome is not None]
+        for error in errors:
+            self.failed(Doing.WRITE, error)
+        if not errors:
+            self.unnamed -= names
+        return not errors
 
     async def write_footer(self, segment: Segment) -> None:
         """Without it the segment is scanned at the next start, and no more."""
         file = self.files[segment.number]
+        in_use = ExitStack()
+        in_use.enter_context(file)
         try:
-            in_use = ExitStack()
-            in_use.enter_context(file)
             await self.threads.call(lambda: self._write_footer(file, segment), over=in_use.close)
         except OSError as error:
             self.failed(Doing.WRITE, error)
         segment.forget_footer()
+
+    async def _finish(self, segment: Segment, landed: Callable[[Segment], Awaitable[None]]) -> None:
+        try:
+            await landed(segment)
+            if self.health.may_read() and await self.sync({segment.number}):
+                self.is_durable(segment)
+                await self.write_footer(segment)
+        except Exception:  # a held task: raised, nobody would see it
+            logger.exception("a segment of the SSD tier was not sealed: this is a bug")
+        finally:
+            segment.forget_footer()
+            segment.unanswered -= 1
+            self.is_sealed()
 
     def _write_footer(self, file: SegmentFile, segment: Segment) -> None:
         footer = encode_footer(
@@ -91,6 +145,7 @@ class Segments:
     async def retire(self, segment: Segment) -> bool:
         """Durably gives up a segment without live objects; its file is written again later."""
         file = self.files.pop(segment.number)
+        self.unnamed.discard(segment.number)
         await file.unused()
         try:
             await self.threads.call(lambda: self._folder.recycle(segment.number))

@@ -31,6 +31,7 @@ from kvstore.disk.format import (
 from kvstore.disk.memory import Scratch
 from kvstore.disk.object_io import ObjectIo
 
+_IN_LOG = (Kind.OBJECT, Kind.TOMBSTONES)
 _AHEAD_PAGES = 4 * 2**20 // PAGE
 """Read at a time when a log is scanned."""
 
@@ -140,13 +141,23 @@ class Surveyor:
             page = survey.log_end
             context = self._folder.context(survey.number, page)
             header = decode_header(window.view(page, 1), context)
+            if header is not None and header.kind is Kind.END:
+                if not self._goes_on(window, survey.number, page + 1):
+                    return
+                survey.log_end += 1
+                continue
             if header is None:
                 survey.torn = f"no header in page {page}"
             elif header.record and not self._is_whole(window, survey.number, header):
                 survey.torn = f"damaged object in page {page}"
-            if header is None or survey.torn or header.kind not in (Kind.OBJECT, Kind.TOMBSTONES):
+            if header is None or survey.torn or header.kind not in _IN_LOG:
                 return
             yield header
+
+    def _goes_on(self, window: Window, number: int, page: int) -> bool:
+        """Whether behind an end mark there is a group that was begun while the mark was being written."""
+        header = decode_header(window.view(page, 1), self._folder.context(number, page))
+        return header is not None and header.kind in _IN_LOG
 
     def _is_whole(self, window: Window, segment: int, header: Header) -> bool:
         assert header.record is not None

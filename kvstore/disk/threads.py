@@ -68,16 +68,12 @@ class _Batch(Generic[T]):
     def __init__(
         self,
         jobs: Sequence[Job[T]],
-        then: Callable[[], None] | None,
-        between: Callable[[], None] | None,
         over: Callable[[], None] | None,
         until_over: bool,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.answer: Answer[list[T | OSError]] = Answer()
         self._jobs = jobs
-        self._then = then
-        self._between = between
         self._over = over
         self.until_over = until_over
         self._given_up = False
@@ -108,23 +104,9 @@ class _Batch(Generic[T]):
             self._left -= 1
             last = not self._left
         if last:
-            self._finish()
-
-    def _finish(self) -> None:
-        failed = self._given_up or any(isinstance(o, OSError) for o in self._outcomes)
-        if self._then is not None and not failed:
-            if self._between is not None:
-                self._tell(self._between)
-            try:
-                self._then()
-            except OSError as error:
-                self._outcomes[-1] = error
-        self._tell(self._settle)
-
-    def _tell(self, what: Callable[[], None]) -> None:
-        # The loop may be gone by now: nobody is left to tell.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(what)
+            # The loop may be gone by now: nobody is left to tell.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._settle)
 
     def give_up(self) -> None:
         """The disk hangs: it is answered now, and what of it has not begun will not."""
@@ -164,22 +146,19 @@ class IoThreads:
     async def run(
         self,
         jobs: Sequence[Job[T]],
-        then: Callable[[], None] | None = None,
         *,
-        between: Callable[[], None] | None = None,
         over: Callable[[], None] | None = None,
         until_over: bool = False,
     ) -> list[T | OSError]:
         """What each job returned, or the OSError that it raised; other errors are raised here.
 
-        `then` runs in a thread when all went well; its error replaces the last outcome. `between` is called in the
-        event loop when it begins. Returns when all jobs have ended, even when it is cancelled: they hold their caller's
-        memory. Or when they are given up, unless they read into that memory (`until_over`). `over` is called in the
-        event loop once they have really ended.
+        Returns when all jobs have ended, even when it is cancelled: they hold their caller's memory. Or when they are
+        given up, unless they read into that memory (`until_over`). `over` is called in the event loop once they have
+        really ended.
         """
         if not jobs:
             return []
-        batch = _Batch(jobs, then, between, over, until_over)
+        batch = _Batch(jobs, over, until_over)
         self._unanswered.add(batch)
         self._queue.put(batch)
         try:

@@ -24,8 +24,10 @@ from kvstore.disk.base import (
     Place,
     Sleep,
 )
+from kvstore.disk.carrier import Carrier
 from kvstore.disk.compaction import Compactor
 from kvstore.disk.files import FileCalls
+from kvstore.disk.flushing import Flusher
 from kvstore.disk.folder import Folder
 from kvstore.disk.format import Tombstone, extent_pages
 from kvstore.disk.health import DiskHealth
@@ -65,7 +67,8 @@ class DiskOptions:
     )
     key_file: Path | None = None  # None = not encrypted
     direct: bool = True  # around the page cache
-    ring: bool = True  # small reads through io_uring, where there is one
+    ring: bool = True  # through io_uring, where there is one
+    sync_interval_s: float = 1.0  # 0 = what is written is durable when it returns
     check_every_s: float = 10.0
     time_limit_s: float = 30.0  # of one system call; longer than a disk's own retries take
     clock: Clock = monotonic
@@ -130,12 +133,25 @@ class SsdTier:
         # Decryption is for threads: it takes longer than the event loop may.
         self._ring = Ring.opened(waits) if options.ring and folder.cipher is None else None
         self._reader = Reader(self._segments, io, self._ring)
-        self._writer = Writer(self._segments, io)
+        self._flusher = Flusher(self._segments, options.sync_interval_s, options.sleep)
+        self._writer = Writer(
+            self._segments,
+            self._flusher,
+            lambda landed: Carrier(self._segments, io, scratch, self._ring, landed),
+        )
         self._pins = Pins()
         self._compactor = Compactor(
-            self._segments, self._surveyor, self._reader, self._writer, scratch, moved, self._pins
+            self._segments,
+            self._surveyor,
+            self._reader,
+            self._writer,
+            self._flusher,
+            scratch,
+            moved,
+            self._pins,
         )
         self._writer.room_is_coming = self._compactor.is_at_work
+        self._segments.is_sealed = self._compactor.wake
         self._recovered = False
         self._closed = False
         self._watch: asyncio.Task[None] | None = None
@@ -180,9 +196,11 @@ class SsdTier:
 
     async def write(self, writes: Sequence[DiskWrite]) -> list[Place | None]:
         assert self._recovered, "recover first"
-        places = await self._writer.write(writes)
-        self._compactor.wake()
-        return places
+        return await self._writer.write(writes)
+
+    async def flush(self) -> bool:
+        """Whether all that was written before is durable now."""
+        return await self._flusher.flush()
 
     async def read(self, reads: Sequence[DiskRead]) -> list[bool]:
         return await self._reader.read(reads)
@@ -235,7 +253,7 @@ class SsdTier:
         self._health.hangs(self._longest_wait_s())
         self._threads.give_up(everything=self._closed)
         if self._ring is not None:
-            self._ring.give_up()
+            self._ring.give_up(everything=self._closed)
         self._writer.room_changed()
 
     def _hangs(self) -> bool:
@@ -255,6 +273,7 @@ class SsdTier:
             await asyncio.wait([self._watch])
         await self._compactor.close()
         await self._writer.close()
+        await self._flusher.close()
         await self._segments.close()
         self._limit.cancel()
         await asyncio.wait([self._limit])

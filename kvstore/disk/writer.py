@@ -1,9 +1,9 @@
-"""Group commit: what is written at the same time goes to the disk in few large writes and one fdatasync.
+"""Group commit: what is written at the same time goes to the disk in few large writes, several groups at once.
 
-While one group is made durable the next one is written; then it waits for the former, so that a log is whole up to any
-acknowledged object. After a failed group its segment takes nothing more, and what follows it there fails with it; what
-was in it must not be found after a restart, so tombstones are owed for it. What compaction writes goes before what the
-node writes, and into the segment kept for it, since space comes from there.
+An answer comes when the log is whole up to what it answers: groups are settled in their order, and after a failed one
+its segment takes nothing more, and what follows it there fails with it. What was in it must not be found after a
+restart, so tombstones are owed for it. Removals are answered when they are durable, objects as `Flusher` says. What
+compaction writes goes before what the node writes, and into the segment kept for it, since space comes from there.
 """
 
 from __future__ import annotations
@@ -13,49 +13,54 @@ import errno
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
 
 from kvstore.disk.base import PAGE, DiskObject, DiskWrite, Place
-from kvstore.disk.format import MAX_TENANT_BYTES, Tombstone, place_of, record_bytes
-from kvstore.disk.group import Call, Group, Item, object_items, runs, tombstone_items
+from kvstore.disk.carrier import Carrier, Landed
+from kvstore.disk.flushing import Flusher
+from kvstore.disk.format import MAX_RECORD_BYTES, Tombstone, place_of
+from kvstore.disk.group import Call, Group, Item, object_items, tombstone_items
 from kvstore.disk.health import Doing
-from kvstore.disk.object_io import EndEntry, ObjectIo
+from kvstore.disk.log import Segment
 from kvstore.disk.segments import Segments
 
 logger = logging.getLogger(__name__)
 
-_GROUP_BYTES = 32 * 2**20
-_GROUPS_UNDER_WAY = 2
-"""One that is made durable, one that is written."""
+_GROUP_BYTES = 8 * 2**20
+_GROUPS_UNDER_WAY = 4
+"""The disk has something to do while the answers to one group make the next one."""
 
 
 class Writer:
     """The only one who appends to the log. Belongs to one event loop."""
 
-    def __init__(self, segments: Segments, io: ObjectIo) -> None:
+    def __init__(
+        self, segments: Segments, flusher: Flusher, carry: Callable[[Landed], Carrier]
+    ) -> None:
         self._segments = segments
         self._log = segments.log
-        self._io = io
+        self._flusher = flusher
+        flusher.failed = self._flush_failed
+        self._carrier = carry(self._landed)
         self._urgent: deque[Item] = deque()
         self._waiting: deque[Item] = deque()
-        self._group: list[Item] = []
-        self._under_way: list[Group] = []
+        self._under_way: deque[Group] = deque()
         self._owed: list[Tombstone] = []
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._making_room: asyncio.Task[None] | None = None
+        self._hardening: set[asyncio.Task[None]] = set()
         self.room_is_coming: Callable[[], bool] = lambda: False
         """Whether it is worth waiting for a segment; asked when there is none."""
 
     async def write(self, writes: Sequence[DiskWrite], *, source: int = 0) -> list[Place | None]:
-        """Durable on return; None where there is no space or the disk failed. `source` is the segment that compaction
+        """On disk on return; None where there is no space or the disk failed. `source` is the segment that compaction
         copies from."""
         if not writes:
             return []
         call = Call(len(writes))
         (self._urgent if source else self._waiting).extend(object_items(writes, call, source))
+        self._pump()
         try:
-            return await self._answer(call)
+            return await call.answer.wait()
         except asyncio.CancelledError:
             self._abandon(writes, call.places)
             raise
@@ -69,7 +74,8 @@ class Writer:
             return True
         items = tombstone_items(tombstones)
         (self._urgent if urgent else self._waiting).extend(items)
-        return None not in await self._answer(items[0].call)
+        self._pump()
+        return None not in await items[0].call.answer.wait()
 
     def owe(self, objects: Sequence[DiskObject]) -> None:
         """They must not be found after a restart; the next writes say so."""
@@ -85,18 +91,16 @@ class Writer:
         self._changed.set()
 
     async def close(self) -> None:
-        """Whoever waits for space does not get it. The segment in use is sealed."""
-        while self._task is not None:
+        """Whoever waits for space does not get it. The segment in use is sealed, which makes it durable."""
+        while self._making_room is not None:
             self.room_changed()
-            await asyncio.wait([self._task])
+            await asyncio.wait([self._making_room])
         await self.settle_debts()
-        await self._segments.seal()
-
-    async def _answer(self, call: Call) -> list[Place | None]:
-        self._changed.set()
-        if self._task is None:
-            self._task = asyncio.create_task(self._drain())
-        return await call.answer.wait()
+        self._segments.seal(self._landed_in)
+        while await self._segments.sealed():
+            pass
+        if self._hardening:
+            await asyncio.wait(self._hardening)
 
     def _abandon(self, writes: Sequence[DiskWrite], places: Sequence[Place | None]) -> None:
         """Nobody will hear where they are."""
@@ -105,168 +109,212 @@ class Writer:
                 self._log.release(place)
                 self.owe([write.object])
 
-    async def _drain(self) -> None:
+    def _pump(self) -> None:
+        """Begins what may be begun. What has to wait is looked at again when a group has landed or there is room."""
+        self._changed.set()
+        if self._making_room is not None:
+            return
+        group: list[Item] = []
         try:
             self._pay()
-            while self._urgent or self._waiting or self._under_way:
-                self._changed.clear()
-                if not (self._urgent or self._waiting) or self._is_busy():
-                    await self._changed.wait()
-                    continue
-                self._group = []
-                await self._gather()
-                if self._group:
-                    await self._begin(self._group)
+            while (self._urgent or self._waiting) and len(self._under_way) < _GROUPS_UNDER_WAY:
+                group = self._gather()
+                if group:
+                    self._begin(group)
+                elif self._urgent or self._waiting:
+                    self._making_room = asyncio.create_task(self._make_room())
+                    return
         except Exception:  # whoever waits for a write must be told
             logger.exception("writes to the SSD tier are refused: this is a bug")
-            self._refuse_unanswered([*self._group, *self._urgent, *self._waiting])
-            self._urgent.clear()
-            self._waiting.clear()
-        finally:
-            self._task = None
-
-    def _is_busy(self) -> bool:
-        return len(self._under_way) == _GROUPS_UNDER_WAY
+            self._refuse_all(group)
 
     def _pay(self) -> None:
         """What is owed goes with the next group; nobody waits for it."""
-        if self._owed:
+        if self._owed and (self._urgent or self._waiting):
             items = tombstone_items(self._owed)
             self._owed = []
             self._waiting.extendleft(items)
 
-    async def _gather(self) -> None:
-        """The next group: what fits into the active segment, of what waits."""
+    def _gather(self) -> list[Item]:
+        """The next group: what fits into the active segment, of what waits. What is not possible is refused."""
+        group: list[Item] = []
         nbytes = 0
+        may_write = self._segments.may_write()
         while nbytes < _GROUP_BYTES and (queue := self._urgent or self._waiting):
-            item, urgent = queue[0], queue is self._urgent
-            if self._log.may_append(urgent=urgent) and self._fits(item):
-                queue.popleft()
-                self._place(item)
-                nbytes += item.num_pages * PAGE
-            elif self._group:
-                return
-            elif not self._possible(item) or not await self._make_room(urgent):
-                queue.popleft()
-                self._refuse(item)
+            item = queue[0]
+            if not (may_write and self._possible(item)):
+                self._refuse(queue.popleft())
+                continue
+            behind = not group and self._follows_one_under_way()
+            if not self._fits(item, urgent=queue is self._urgent, skipped=behind):
+                break
+            queue.popleft()
+            if behind:
+                self._log.skip_page()
+            self._place(item)
+            group.append(item)
+            nbytes += item.num_pages * PAGE
+        return group
+
+    def _follows_one_under_way(self) -> bool:
+        """Its end mark is being written: only one that is on disk may be written over."""
+        return bool(self._under_way) and self._under_way[-1].segment is self._log.active
 
     def _place(self, item: Item) -> None:
-        assert self._log.active is not None
+        active = self._log.active
+        assert active is not None
         if item.write is not None:
-            item.call.wrote_to(self._log.active)
-        self._log.active.promise(*item.footer_bytes)
+            item.call.wrote_to(active)
+        active.promise(*item.footer_bytes)
         item.placed(self._log.append(item.num_pages, live=item.write is not None))
-        self._group.append(item)
 
-    def _fits(self, item: Item) -> bool:
+    def _fits(self, item: Item, *, urgent: bool, skipped: bool) -> bool:
         active = self._log.active
         return (
             active is not None
-            and self._possible(item)
-            and active.fits(item.num_pages, *item.footer_bytes)
+            and self._log.may_append(urgent=urgent)
+            and active.fits(item.num_pages + skipped, *item.footer_bytes)
         )
 
     def _possible(self, item: Item) -> bool:
-        if not self._segments.may_write():
-            return False
         if item.write is None:
             return True
-        about = item.write.object
+        record_bytes, _ = item.footer_bytes
         return (
-            len(item.write.memory) == about.length
-            and len(about.tenant.encode()) <= MAX_TENANT_BYTES
-            and self._log.fits_at_all(item.num_pages, record_bytes(about))
+            len(item.write.memory) == item.write.object.length
+            and record_bytes <= MAX_RECORD_BYTES
+            and self._log.fits_at_all(item.num_pages, record_bytes)
         )
 
-    async def _make_room(self, urgent: bool) -> bool:
+    async def _make_room(self) -> None:
+        """For the first that waits; it is refused where there is none to be had."""
+        try:
+            queue = self._urgent or self._waiting
+            if not await self._has_room(urgent=queue is self._urgent) and queue:
+                self._refuse(queue.popleft())
+        except Exception:  # whoever waits for a write must be told
+            logger.exception("writes to the SSD tier are refused: this is a bug")
+            self._refuse_all([])
+        finally:
+            self._making_room = None
+            self._pump()
+
+    async def _has_room(self, *, urgent: bool) -> bool:
         """Whether it is worth looking again: in another segment, or since something has changed."""
         if self._log.may_open(urgent=urgent):
-            while self._under_way:  # the footer says what has become of them
-                await self._settled(self._under_way[0])
-            await self._segments.seal()
+            if self._log.active is not None:  # the footer says what has become of what is under way
+                await self._landed_in(self._log.active)
+            self._segments.seal(self._landed_in)
             return await self._segments.begin()
-        if urgent or not self.room_is_coming():
+        if urgent:
             return False
+        if await self._segments.sealed():
+            return True
         self._changed.clear()
+        if not self.room_is_coming():
+            return False
         await self._changed.wait()
         return True
 
-    async def _begin(self, items: Sequence[Item]) -> None:
-        """Returns when the next group may be written."""
+    async def _landed_in(self, segment: Segment) -> None:
+        while any(group.segment is segment for group in self._under_way):
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _begin(self, items: Sequence[Item]) -> None:
         active = self._log.active
         assert active is not None
-        former = self._under_way[-1] if self._under_way else None
         group = Group(items, active, active.tail)
+        self._carrier.begin(group)
         self._under_way.append(group)
-        group.over = asyncio.create_task(self._commit(group, former))
-        await group.written.wait()
 
-    async def _commit(self, group: Group, former: Group | None) -> None:
+    def _landed(self, group: Group) -> None:
+        """Answers are given in the order of the log."""
+        group.has_landed = True
         try:
-            error = await self._write_group(group)
-            if former is not None:
-                await self._settled(former)
-                if former.failed and former.segment is group.segment:
-                    error = error or OSError(errno.EIO, "what lies before it was not written")
-            if error is None:
-                self._succeeded(group)
-            else:
-                await self._failed(group, error)
+            while self._under_way and self._under_way[0].has_landed:
+                self._settle(self._under_way.popleft())
         except Exception:  # whoever waits for a write must be told
             logger.exception("a group of writes to the SSD tier is refused: this is a bug")
-            self._refuse_unanswered(group.items)
-        finally:
-            self._under_way.remove(group)
-            group.written.set()
-            self._changed.set()
+            self._refuse_all(group.items)
+        self._pump()
 
-    async def _write_group(self, group: Group) -> OSError | None:
-        file = self._segments.files[group.segment.number]
-        entries = [*(item.entry for item in group.items), EndEntry(group.end)]
-        threads = self._segments.threads
-        jobs = [partial(self._io.write, file, run) for run in runs(entries, threads.num_threads)]
-        in_use = ExitStack()  # if the disk hangs, until it has really let go of it
-        in_use.enter_context(file)
-        outcomes = await threads.run(
-            jobs, then=file.sync, between=group.written.set, over=in_use.close
-        )
-        return next((outcome for outcome in outcomes if outcome is not None), None)
-
-    async def _settled(self, group: Group) -> None:
-        """Waits until its items are answered."""
-        if group.over is not None:
-            await asyncio.wait([group.over])
-
-    def _succeeded(self, group: Group) -> None:
-        segment, counters = group.segment, self._segments.counters
-        segment.written = group.end
+    def _settle(self, group: Group) -> None:
+        if group.error is None and group.segment.is_broken:
+            group.error = OSError(errno.EIO, "what lies before it was not written")
+        if group.error is not None:
+            self._failed(group, group.items, group.error)
+            return
+        group.segment.written = group.end
+        self._flusher.landed(group.segment)
         for item in group.items:
+            self._keep(group.segment, item)
+        if self._flusher.at_once:
+            self._harden(group, group.items)
+            return
+        self._succeeded(group, [item for item in group.items if item.write is not None])
+        if removals := [item for item in group.items if item.write is None]:
+            self._harden(group, removals)
+
+    def _keep(self, segment: Segment, item: Item) -> None:
+        """For the footer, in the order of the log."""
+        if item.write is not None:
+            segment.keep_record(item.encoded)
+        else:
+            segment.keep_tombstones(item.encoded, max(each.segment for each in item.tombstones))
+
+    def _harden(self, group: Group, items: Sequence[Item]) -> None:
+        """They are answered when they are durable."""
+        task = asyncio.create_task(self._hardened(group, items))
+        self._hardening.add(task)
+        task.add_done_callback(self._hardening.discard)
+
+    async def _hardened(self, group: Group, items: Sequence[Item]) -> None:
+        try:
+            if await self._flusher.flush() and not group.segment.is_broken:
+                self._succeeded(group, items)
+            else:
+                self._failed(group, items, None)
+        except Exception:  # whoever waits for a write must be told
+            logger.exception("a group of writes to the SSD tier is refused: this is a bug")
+            self._refuse_all(items)
+
+    def _succeeded(self, group: Group, items: Sequence[Item]) -> None:
+        counters = self._segments.counters
+        for item in items:
             if item.write is not None:
-                segment.keep_record(item.encoded)
                 counters["objects_written"] += 1
                 counters["bytes_written"] += item.write.object.length
-            else:
-                until = max(each.segment for each in item.tombstones)
-                segment.keep_tombstones(item.encoded, until)
-            item.settle(place_of(segment.number, item.page))
+            item.settle(place_of(group.segment.number, item.page))
 
-    async def _failed(self, group: Group, error: OSError) -> None:
+    def _failed(self, group: Group, items: Sequence[Item], error: OSError | None) -> None:
         """Nobody knows what of it is on disk: nothing may follow it, and it may not come back."""
-        group.failed = True
-        self._segments.failed(Doing.WRITE, error)
-        for item in group.items:
+        if error is not None:
+            self._segments.failed(Doing.WRITE, error)
+        self._give_up(group.segment)
+        for item in items:
             if item.write is not None:
                 self._log.release(place_of(group.segment.number, item.page))
                 self.owe([item.write.object])
-        if self._log.active is group.segment:
-            await self._segments.seal()
-        for item in group.items:
+        for item in items:
             self._refuse(item)
 
-    def _refuse_unanswered(self, items: Sequence[Item]) -> None:
-        for item in items:
+    def _flush_failed(self, numbers: set[int]) -> None:
+        """What was written there is still there to be read, but nothing that must last may lie behind it."""
+        if self._log.active is not None and self._log.active.number in numbers:
+            self._give_up(self._log.active)
+
+    def _give_up(self, segment: Segment) -> None:
+        segment.is_broken = True
+        if self._log.active is segment:
+            self._segments.seal(self._landed_in)
+
+    def _refuse_all(self, items: Sequence[Item]) -> None:
+        for item in [*items, *self._urgent, *self._waiting]:
             if not item.call.answer.is_given:
                 self._refuse(item)
+        self._urgent.clear()
+        self._waiting.clear()
 
     def _refuse(self, item: Item) -> None:
         self._owed += item.tombstones

@@ -93,7 +93,8 @@ async def test_a_file_system_remounted_read_only_is_found_by_the_next_segment(
     with mounted(tmp_path / "disk", 2 * CAPACITY) as disk:
         async with opened(disk) as stand:
             await stand.put([written(1)])
-            await stand.tier._segments.seal()
+            stand.tier._segments.seal(stand.tier._writer._landed_in)
+            assert await stand.tier._segments.sealed()
             for file in list(stand.tier._segments.files.values()):
                 file.close()  # open for writing, it would keep the mount busy
             stand.tier._segments.files.clear()

@@ -57,9 +57,9 @@ def test_a_flipped_bit_makes_a_header_invalid(record: Record, bit: int) -> None:
 def test_a_header_counts_only_where_it_belongs(record: Record) -> None:
     written = page(disk_format.encode_header(HERE, disk_format.encode_record(record)))
     for other in (
-        dataclasses.replace(HERE, segment=8),
-        dataclasses.replace(HERE, page=12),
-        dataclasses.replace(HERE, folder_id=bytes(16)),
+        HERE._replace(segment=8),
+        HERE._replace(page=12),
+        HERE._replace(folder_id=bytes(16)),
     ):
         assert disk_format.decode_header(written, other) is None
         assert not disk_format.holds(written, other, record.object)

@@ -154,7 +154,7 @@ async def test_a_file_system_that_is_frozen_costs_the_disk_and_no_request(tmp_pa
             assert await stand.put([written(1)]) == [True]
             with frozen(disk):
                 task = asyncio.create_task(stand.put([written(2)]))
-                while not stand.tier._waits.longest_s():
+                while not stand.tier._longest_wait_s():
                     clock.now += 1
                     await asyncio.sleep(0)
                 clock.now += LIMIT_S

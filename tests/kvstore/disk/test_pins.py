@@ -165,6 +165,6 @@ async def test_a_folder_of_the_version_before_is_taken_over_and_a_later_one_refu
         assert list(stand.owner.places) == [about.object]
     assert json.loads(path.read_text())["format"] == disk_format.FORMAT_VERSION
     path.write_text(json.dumps(entry | {"format": disk_format.FORMAT_VERSION + 1}))
-    with pytest.raises(ConfigError, match="format 3"):
+    with pytest.raises(ConfigError, match=f"format {disk_format.FORMAT_VERSION + 1}"):
         async with opened(tmp_path):
             pass

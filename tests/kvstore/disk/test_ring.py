@@ -1,31 +1,37 @@
-"""Reads through io_uring beside the same reads by system calls, over real files."""
+"""Reads and writes through io_uring beside the same by system calls, over real files."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import mmap
 import os
 import random
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.disk.base import PAGE
-from kvstore.disk.ring import NUM_SLOTS, SLOT_PAGES, Ring, RingRead
+from kvstore.disk import ring as rings
+from kvstore.disk.base import PAGE, DiskRead, DiskWrite
+from kvstore.disk.ring import MAX_BUFFERS, NUM_SLOTS, Flight, Ring, Run
+from kvstore.disk.uring import Opcode
 from kvstore.disk.waits import Waits
+from protocol.native import CompilerError
 from tests.kvstore.disk.tiers import opened, written
 
-FILE_PAGES = 3 * SLOT_PAGES
+FILE_PAGES = 96
+LONG_PAGES = rings.IN_LOOP_BYTES // PAGE + 1
+"""Begun by a thread of the kernel."""
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    path: Path = tmp_path_factory.mktemp("ring") / "file"
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[int]:
+    path = tmp_path / "file"
     path.write_bytes(random.Random(0).randbytes(FILE_PAGES * PAGE))
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDWR)
     yield fd
     os.close(fd)
 
@@ -33,24 +39,36 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def ring_or_skip() -> Ring:
     ring = Ring.opened(Waits())
     if ring is None:
-        pytest.skip("no io_uring here, or no liburing")
+        pytest.skip("no io_uring here, or no compiler")
     return ring
 
 
-async def contents(ring: Ring, reads: list[RingRead]) -> list[bytes | None]:
-    landing = await ring.read(reads)
-    found = [ring.content(landing, index) for index in range(len(reads))]
-    copied = [None if content is None else bytes(content) for content in found]
-    ring.give_back(landing)
+def run_of(fd: int, page: int, buffers: Sequence[bytearray]) -> Run:
+    return Run(fd, page, [memoryview(each) for each in buffers], sum(map(len, buffers)))
+
+
+def cut(num_pages: int) -> list[bytearray]:
+    """Memory for so many pages, in pieces."""
+    sizes = [1] * (num_pages % 3) + [3] * (num_pages // 3)
+    return [bytearray(size * PAGE) for size in sizes]
+
+
+async def ended(ring: Ring, what: Opcode, runs: Sequence[Run]) -> Flight:
+    """Once the kernel is done with the memory."""
+    told: list[Flight] = []
+    over = asyncio.Event()
+    ring.begin(what, runs, landed=told.append, over=over.set)
+    await over.wait()
     ring.validate()
-    return copied
+    (flight,) = told
+    return flight
 
 
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.lists(
-            st.tuples(st.integers(0, FILE_PAGES + 2), st.integers(1, SLOT_PAGES)),
+            st.tuples(st.integers(0, FILE_PAGES + 2), st.integers(1, LONG_PAGES)),
             min_size=1,
             max_size=8,
         ),
@@ -59,84 +77,158 @@ async def contents(ring: Ring, reads: list[RingRead]) -> list[bytes | None]:
     )
 )
 def test_what_lands_is_what_a_system_call_reads(
-    file: int, batches: list[list[tuple[int, int]]]
+    tmp_path_factory: pytest.TempPathFactory, batches: list[list[tuple[int, int]]]
 ) -> None:
-    """Several batches at once, short at the end of the file and empty behind it."""
+    """Several batches at once, into several buffers, short at the end of the file and empty behind it."""
+    path = tmp_path_factory.mktemp("ring") / "file"
+    path.write_bytes(random.Random(0).randbytes(FILE_PAGES * PAGE))
+    file = os.open(path, os.O_RDONLY)
 
-    async def run() -> None:
+    async def read(ring: Ring, batch: list[tuple[int, int]]) -> list[bytes]:
+        memories = [cut(num_pages) for _, num_pages in batch]
+        runs = [run_of(file, page, m) for (page, _), m in zip(batch, memories, strict=True)]
+        flight = await ended(ring, Opcode.READV, runs)
+        return [b"".join(m)[:nbytes] for m, nbytes in zip(memories, flight.results, strict=True)]
+
+    async def play() -> None:
         ring = ring_or_skip()
         try:
-            asked = [[RingRead(file, page, num) for page, num in batch] for batch in batches]
-            landed = await asyncio.gather(*(contents(ring, reads) for reads in asked))
-            for batch, found in zip(batches, landed, strict=True):
-                assert found == [os.pread(file, num * PAGE, page * PAGE) for page, num in batch]
-            assert ring.takes([1] * NUM_SLOTS)
+            landed = await asyncio.gather(*(read(ring, batch) for batch in batches))
         finally:
             ring.close()
+        for batch, found in zip(batches, landed, strict=True):
+            assert found == [os.pread(file, num * PAGE, page * PAGE) for page, num in batch]
 
-    asyncio.run(run())
+    try:
+        asyncio.run(play())
+    finally:
+        os.close(file)
 
 
-async def test_a_ring_takes_no_more_than_it_has_slots_and_nothing_longer(file: int) -> None:
+async def test_what_is_written_is_what_a_system_call_reads(file: int) -> None:
     ring = ring_or_skip()
-    assert not ring.takes([SLOT_PAGES + 1])
-    assert not ring.takes([1] * (NUM_SLOTS + 1))
-    task = asyncio.create_task(contents(ring, [RingRead(file, 0, 1)] * NUM_SLOTS))
-    await asyncio.sleep(0)
-    assert ring.num_under_way == NUM_SLOTS
-    assert not ring.takes([1])
-    await task
-    assert ring.takes([1])
+    runs, at = [], 0
+    for num_pages in (1, 2, 7, LONG_PAGES):
+        buffers = cut(num_pages)
+        for number, buffer in enumerate(buffers):
+            buffer[:] = random.Random(at + number).randbytes(len(buffer))
+        runs.append(run_of(file, at, buffers))
+        at += num_pages
+    flight = await ended(ring, Opcode.WRITEV, runs)
+    assert all(flight.is_whole(index) for index in range(len(runs)))
+    for run in runs:
+        assert os.pread(file, run.nbytes, run.page * PAGE) == b"".join(run.buffers)
     ring.close()
 
 
-async def test_a_read_that_fails_spoils_none_of_the_others(file: int) -> None:
+async def test_a_ring_takes_no_more_than_it_has_slots_and_no_longer_vectors(file: int) -> None:
+    ring = ring_or_skip()
+    one = run_of(file, 0, [bytearray(PAGE)])
+    assert not ring.takes([run_of(file, 0, [bytearray(PAGE)] * (MAX_BUFFERS + 1))])
+    assert not ring.takes([one] * (NUM_SLOTS + 1))
+    task = asyncio.create_task(ended(ring, Opcode.READV, [one] * NUM_SLOTS))
+    await asyncio.sleep(0)
+    assert ring.num_under_way == NUM_SLOTS
+    assert not ring.takes([one])
+    await task
+    assert ring.takes([one] * NUM_SLOTS)
+    ring.close()
+
+
+async def test_one_that_fails_spoils_none_of_the_others_and_says_why(file: int) -> None:
     ring = ring_or_skip()
     closed = os.dup(file)
     os.close(closed)
-    found = await contents(ring, [RingRead(file, 1, 1), RingRead(closed, 1, 1)])
-    assert found == [os.pread(file, PAGE, PAGE), None]
+    memory = bytearray(PAGE)
+    flight = await ended(
+        ring, Opcode.READV, [run_of(file, 1, [memory]), run_of(closed, 1, [bytearray(PAGE)])]
+    )
+    assert flight.results == [PAGE, -errno.EBADF]
+    assert [flight.is_whole(0), flight.is_whole(1)] == [True, False]
+    assert memory == os.pread(file, PAGE, PAGE)
     ring.close()
 
 
-async def test_a_cancelled_read_gives_its_slots_back_once_the_disk_is_done(file: int) -> None:
-    ring = ring_or_skip()
-    task = asyncio.create_task(contents(ring, [RingRead(file, 0, 1)] * 3))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert ring.num_under_way == 0
-    assert ring.takes([1] * NUM_SLOTS)
-    ring.close()
-
-
-async def test_vectors_of_buffers_are_made_once(file: int) -> None:
-    """The package never lets go of one."""
-    ring = ring_or_skip()
-    for number in range(5 * NUM_SLOTS):
-        await contents(ring, [RingRead(file, number % FILE_PAGES, 1 + number % 2)])
-    assert len(ring._vectors) <= 2 * NUM_SLOTS
-    ring.close()
-
-
-async def test_without_the_package_there_is_no_ring_and_reads_go_through_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_who_is_given_up_is_told_once_and_the_memory_is_kept_until_it_is_over(
+    file: int,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "liburing", None)
+    ring = ring_or_skip()
+    told: list[Flight] = []
+    over = asyncio.Event()
+    runs = [run_of(file, 0, [bytearray(PAGE)])]
+    ring.begin(Opcode.READV, runs, landed=told.append, over=over.set)
+    ring.give_up(everything=False)
+    ring.give_up(everything=True)
+    assert len(told) == 1
+    assert told[0].given_up
+    assert not told[0].is_whole(0)
+    assert not over.is_set()
+    assert ring.num_under_way == 1
+    await over.wait()
+    assert len(told) == 1
+    ring.validate()
+    ring.close()
+
+
+async def test_who_waits_for_its_own_memory_is_given_up_only_at_the_very_end(file: int) -> None:
+    ring = ring_or_skip()
+    told: list[Flight] = []
+    over = asyncio.Event()
+    runs = [run_of(file, 0, [bytearray(PAGE)])]
+    ring.begin(Opcode.READV, runs, landed=told.append, over=over.set, until_over=True)
+    ring.give_up(everything=False)
+    assert not told
+    await over.wait()
+    assert told[0].is_whole(0)
+    ring.close()
+
+
+@pytest.mark.parametrize(
+    "error", [CompilerError("none"), PermissionError(errno.EPERM, "forbidden")], ids=str
+)
+async def test_without_a_ring_everything_goes_through_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refused(num_entries: int) -> None:
+        raise error
+
+    monkeypatch.setattr(rings, "Uring", refused)
     async with opened(tmp_path) as stand:
         assert stand.tier._ring is None
         await stand.put([written(1)])
         assert await stand.get(written(1).object) == bytes(written(1).memory)
 
 
-async def test_what_the_ring_cannot_read_a_thread_reads(
+async def test_what_the_ring_cannot_do_a_thread_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ring_or_skip().close()
     async with opened(tmp_path) as stand:
-        await stand.put([written(1)])
         assert stand.tier._ring is not None
-        monkeypatch.setattr(stand.tier._ring, "content", lambda landing, index: None)
+        monkeypatch.setattr(Flight, "is_whole", lambda flight, index: False)
+        assert await stand.put([written(1)]) == [True]
         assert await stand.get(written(1).object) == bytes(written(1).memory)
         assert stand.tier.counters["objects_read"] == 1
+
+
+async def test_objects_that_lie_on_pages_are_read_and_written_where_they_are(
+    tmp_path: Path,
+) -> None:
+    """And those that do not, beside them."""
+    ring_or_skip().close()
+    memory = memoryview(mmap.mmap(-1, 64 * PAGE))
+    async with opened(tmp_path) as stand:
+        writes = []
+        for number, (begin, length) in enumerate([(0, 5_000), (8 * PAGE, 3 * PAGE), (99_999, 7)]):
+            source = written(number, length)
+            memory[begin : begin + length] = source.memory
+            writes.append(DiskWrite(object=source.object, memory=memory[begin : begin + length]))
+        assert all(await stand.put(writes))
+        contents = [bytes(write.memory) for write in writes]
+        memory[:] = bytes(len(memory))
+        reads = [
+            DiskRead(object=w.object, place=stand.owner.places[w.object], memory=w.memory)
+            for w in writes
+        ]
+        assert await stand.tier.read(reads) == [True] * 3
+        assert [bytes(write.memory) for write in writes] == contents

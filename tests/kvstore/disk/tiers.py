@@ -16,7 +16,7 @@ from protocol.keys import BlockKey
 
 SEGMENT = 64 * 2**10
 CAPACITY = 8 * SEGMENT
-SMALL = DiskOptions(segment_bytes=SEGMENT, num_threads=2)
+SMALL = DiskOptions(segment_bytes=SEGMENT, num_threads=2, sync_interval_s=0.0)
 
 
 def content_of(number: int, length: int) -> bytes:
@@ -89,8 +89,10 @@ class Stand:
         await self.tier.forget([about])
 
     async def settled(self) -> None:
-        """Waits for the compaction that is under way."""
+        """Waits for footers and compaction that are under way."""
         await self.tier._compactor.settled()
+        while await self.tier._segments.sealed():
+            await self.tier._compactor.settled()
 
     def validate(self) -> None:
         log = self.tier._log

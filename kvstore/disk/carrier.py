@@ -1,0 +1,109 @@
+"""Groups of writes on their way to the disk: through the ring where there is one, else by threads. Belongs to one event
+loop. Knows nothing of what follows a group, nor of what is durable."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from kvstore.disk.base import PAGE
+from kvstore.disk.files import SegmentFile
+from kvstore.disk.group import Group, runs
+from kvstore.disk.memory import Scratch
+from kvstore.disk.object_io import Entry, ObjectIo, pages_of
+from kvstore.disk.ring import Flight, Ring, Run
+from kvstore.disk.segments import Segments
+from kvstore.disk.uring import Opcode
+
+logger = logging.getLogger(__name__)
+
+Landed = Callable[[Group], None]
+"""Called in the event loop when a group has landed, or failed (`Group.error`)."""
+
+
+class Carrier:
+    def __init__(
+        self,
+        segments: Segments,
+        io: ObjectIo,
+        scratch: Scratch,
+        ring: Ring | None,
+        landed: Landed,
+    ) -> None:
+        self._segments = segments
+        self._io = io
+        self._scratch = scratch
+        self._ring = ring
+        self._landed = landed
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, group: Group) -> None:
+        """Writes it. Of several groups that are under way none touches another's pages."""
+        if self._ring is None or not self._begin_in_ring(self._ring, group):
+            self._begin_in_threads(group)
+
+    def _begin_in_ring(self, ring: Ring, group: Group) -> bool:
+        number = group.segment.number
+        file = self._segments.files[number]
+        entries = group.entries
+        memory = self._scratch.take(pages_of(entries) * PAGE)
+        asked = self._laid_out(file, entries, memoryview(memory))
+
+        def over() -> None:  # if the disk hangs, once it has really let go of them
+            file.let_go()
+            self._scratch.give_back(memory)
+
+        file.hold()
+        if not ring.takes(asked):
+            over()
+            return False
+        ring.begin(Opcode.WRITEV, asked, landed=partial(self._ended, group), over=over)
+        return True
+
+    def _laid_out(
+        self, file: SegmentFile, entries: Sequence[Entry], scratch: memoryview
+    ) -> list[Run]:
+        asked = []
+        at = 0
+        for run in runs(entries, self._segments.threads.num_threads):
+            end = at + pages_of(run) * PAGE
+            buffers = self._io.laid_out(file.number, run, scratch[at:end])
+            asked.append(Run(file.fileno(), run[0].page, buffers, end - at))
+            at = end
+        return asked
+
+    def _ended(self, group: Group, flight: Flight) -> None:
+        if flight.given_up:
+            group.error = flight.error()
+        elif not all(flight.is_whole(index) for index in range(len(flight.runs))):
+            self._begin_in_threads(group)  # the same bytes again: a thread knows why it fails
+            return
+        self._landed(group)
+
+    def _begin_in_threads(self, group: Group) -> None:
+        task = asyncio.create_task(self._write(group))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _write(self, group: Group) -> None:
+        try:
+            group.error = await self._written(group)
+        except Exception:  # whoever waits for a write must be told
+            logger.exception("a group of writes to the SSD tier is refused: this is a bug")
+            group.error = OSError("not written")
+        self._landed(group)
+
+    async def _written(self, group: Group) -> OSError | None:
+        file = self._segments.files[group.segment.number]
+        threads = self._segments.threads
+        jobs = [
+            partial(self._io.write, file, entries)
+            for entries in runs(group.entries, threads.num_threads)
+        ]
+        in_use = ExitStack()
+        in_use.enter_context(file)
+        outcomes = await threads.run(jobs, over=in_use.close)
+        return next((outcome for outcome in outcomes if outcome is not None), None)

@@ -1,0 +1,172 @@
+"""The power is cut at any moment: no wrong byte, what was flushed is there, what was removed stays removed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import random
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.disk.base import DiskObject, DiskWrite, Pin
+from protocol.keys import BlockKey
+from tests.kvstore.disk.power import Disk, Kind, RecordingCalls
+from tests.kvstore.disk.tiers import SMALL, Stand, opened, written
+
+LENGTHS = (100, 4_096, 5_000, 12_000, 30_000)
+KEPT = 8
+"""Objects at a time, most of what the tier may hold."""
+NUM_CUTS = 25
+"""Per history; cheap beside the history itself."""
+
+
+class Said(NamedTuple):
+    """What the owner of a tier knows."""
+
+    what: Literal["written", "flushed", "letting go", "forgotten", "pinned"]
+    objects: tuple[DiskObject, ...]
+
+
+def object_of(number: int) -> DiskWrite:
+    return written(number, LENGTHS[number % len(LENGTHS)], generation=number)
+
+
+class Owner:
+    """Writes, forgets, pins and lets go at random, and notes what it is told."""
+
+    def __init__(self, stand: Stand, calls: RecordingCalls, rng: random.Random) -> None:
+        self._stand = stand
+        self._calls = calls
+        self._rng = rng
+        self._held: list[DiskObject] = []
+        self._numbers = itertools.count(1)
+
+    async def step(self) -> None:
+        sizes = [self._rng.randrange(1, 4) for _ in range(self._rng.randrange(1, 4))]
+        await asyncio.gather(*(self._put(size) for size in sizes))
+        self._rng.shuffle(self._held)
+        excess = [self._held.pop() for _ in range(max(0, len(self._held) - KEPT))]
+        await asyncio.gather(self._forget(excess[::2]), self._release(excess[1::2]))
+        if self._rng.random() < 0.3:
+            await self._flush()
+        if self._held and self._rng.random() < 0.3:
+            await self._pin(self._rng.choice(self._held))
+
+    def _say(self, what: str, *objects: DiskObject) -> None:
+        self._calls.note(Said(what, objects))  # type: ignore[arg-type]
+
+    async def _put(self, size: int) -> None:
+        writes = [object_of(next(self._numbers)) for _ in range(size)]
+        done = await self._stand.put(writes)
+        there = [write.object for write, good in zip(writes, done, strict=True) if good]
+        self._say("written", *there)
+        self._held += there
+
+    async def _forget(self, objects: list[DiskObject]) -> None:
+        self._say("letting go", *objects)
+        for about in objects:
+            self._stand.release(about)
+        if await self._stand.tier.forget(objects):
+            self._say("forgotten", *objects)
+
+    async def _release(self, objects: list[DiskObject]) -> None:
+        self._say("letting go", *objects)
+        for about in objects:
+            self._stand.release(about)
+
+    async def _flush(self) -> None:
+        held = tuple(self._held)
+        assert await self._stand.tier.flush()
+        self._say("flushed", *held)
+
+    async def _pin(self, about: DiskObject) -> None:
+        changed = dataclasses.replace(about, generation=next(self._numbers), pin=Pin.HARD)
+        self._say("letting go")
+        await self._stand.tier.repin([changed])
+        self._say("pinned", about)
+
+
+class Knowledge:
+    """What must be there after a cut, and what must not."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self.certain: set[int] = set()
+        self.forgotten: set[int] = set()
+        self.pinned: set[BlockKey] = set()
+
+    def hear(self, said: Said) -> None:
+        numbers = {about.generation for about in said.objects}
+        match said.what:
+            case "written":
+                self.certain |= numbers if self._strict else set()
+            case "flushed":
+                self.certain |= numbers
+            case "letting go":
+                self.certain -= numbers
+            case "forgotten":
+                self.forgotten |= numbers
+            case "pinned":
+                self.pinned |= {about.key for about in said.objects}
+
+    async def check(self, folder: Path) -> None:
+        async with opened(folder, dataclasses.replace(SMALL, ring=False)) as stand:
+            found = {about.generation for about in stand.owner.places}
+            assert self.certain <= found
+            assert not self.forgotten & found
+            for about in stand.owner.places:
+                expected = object_of(about.generation)
+                assert about.pin is Pin.HARD or about.key not in self.pinned
+                assert dataclasses.replace(about, pin=Pin.NONE) == expected.object
+                content = await stand.get(about)
+                assert content == bytes(expected.memory) or (
+                    content is None and about.generation not in self.certain
+                )
+        async with opened(folder, dataclasses.replace(SMALL, ring=False)) as stand:
+            assert {about.generation for about in stand.owner.places} == found
+
+
+async def for_ever(seconds: float) -> None:
+    await asyncio.Event().wait()
+
+
+async def lived(folder: Path, rng: random.Random, *, strict: bool) -> RecordingCalls:
+    """A history, and its end without an orderly stop."""
+    calls = RecordingCalls()
+    options = dataclasses.replace(
+        SMALL, calls=calls, ring=False, sync_interval_s=0.0 if strict else 1.0, sleep=for_ever
+    )
+    async with opened(folder, options) as stand:
+        owner = Owner(stand, calls, rng)
+        for _ in range(rng.randrange(1, 25)):
+            await owner.step()
+    return calls
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32), strict=st.booleans())
+def test_whatever_the_disk_had_not_written_yet_is_missed_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, strict: bool
+) -> None:
+    """Also what compaction moved meanwhile. `strict` flushes after every group."""
+    rng = random.Random(seed)
+    folder = tmp_path_factory.mktemp("power")
+    calls = asyncio.run(lived(folder / "living", rng, strict=strict))
+    cuts = sorted(rng.choices(range(len(calls.events) + 1), k=NUM_CUTS))
+    disk, knowledge = Disk(calls.sizes), Knowledge(strict=strict)
+    played = 0
+    for number, cut in enumerate(cuts):
+        for event in calls.events[played:cut]:
+            disk.play(event)
+            if event.kind is Kind.NOTED:
+                assert isinstance(event.note, Said)
+                knowledge.hear(event.note)
+        played = cut
+        found = folder / f"cut-{number}"
+        disk.cut(folder / "living", found, rng)
+        asyncio.run(knowledge.check(found))
