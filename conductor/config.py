@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from conductor.leadership import Terms
 from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
+from conductor.roles import RoleController, RoleTerms
 from conductor.state import Limits
 from protocol.config import option
 from protocol.errors import ConfigError
 from protocol.process import ProcessConfig
 
 DEFAULT_TERMS = Terms()
+DEFAULT_ROLE_TERMS = RoleTerms()
 MIN_LEADER_TTL_S = 0.5  # a quarter of it is what an answer of the registry may take
 MAX_LEADER_TTL_S = 600.0
 
@@ -52,6 +54,19 @@ class ConductorConfig(ProcessConfig):
         DEFAULT_TERMS.ttl_s,
         help="with --registry: a leader that is dead or silent is replaced after this, seconds",
     )
+    role_switching: str = option(
+        "off",
+        help="on = workers that can are told to change between prefill and decode as load demands",
+        choices=("off", "on"),
+    )
+    role_hold_s: float = option(
+        DEFAULT_ROLE_TERMS.hold_s,
+        help="with --role-switching: seconds for which a need must last before a worker changes",
+    )
+    role_cool_down_s: float = option(
+        DEFAULT_ROLE_TERMS.cool_down_s,
+        help="with --role-switching: seconds between two changes",
+    )
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
     def terms(self) -> Terms:
@@ -62,6 +77,11 @@ class ConductorConfig(ProcessConfig):
                 f"{MAX_LEADER_TTL_S:.0f}"
             )
         return Terms(ttl_s=self.leader_ttl_s)
+
+    def roles(self) -> RoleController | None:
+        """A fresh one, if roles change at all. Raises ConfigError."""
+        terms = RoleTerms(hold_s=self.role_hold_s, cool_down_s=self.role_cool_down_s)
+        return RoleController(terms) if self.role_switching == "on" else None
 
     def limits(self) -> Limits:
         """Raises ConfigError for values that cannot work together."""

@@ -61,6 +61,7 @@ class Register:
     max_model_len: int = 0
     bytes_per_s: float = 0.0  # 0 = not measured
     local_bytes_per_s: float = 0.0  # within its host, likewise
+    can_switch_role: bool = False  # a worker that can change while it runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +173,14 @@ class PlacementForgotten:
     request_id: RequestId
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleChangeDue:
+    """This worker should take this role."""
+
+    endpoint: Endpoint
+    role: Role
+
+
 # ---- actions: replies
 
 
@@ -227,7 +236,7 @@ class Refused:
     error: MoonserveError = field(compare=False)
 
 
-Notice = InstanceJoined | InstanceRemoved | TtftObserved | PlacementForgotten
+Notice = InstanceJoined | InstanceRemoved | TtftObserved | PlacementForgotten | RoleChangeDue
 Reply = (
     Registered
     | HeartbeatSeen

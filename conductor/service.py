@@ -33,10 +33,12 @@ from conductor.events import (
     Registered,
     Rejected,
     Reported,
+    RoleChangeDue,
     Tick,
     TtftObserved,
 )
 from conductor.policies import make_policy
+from conductor.role_commands import RoleCommands
 from conductor.standby import STOP_GRACE_S, serve_among_others
 from conductor.state import ConductorState
 from protocol.ids import RequestId, Role
@@ -65,10 +67,13 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         state: ConductorState,
         metrics: SchedulerMetrics,
         clock: Callable[[], float] = time.monotonic,
+        role_commands: RoleCommands | None = None,
     ) -> None:
+        """`role_commands`: needed where the state changes roles."""
         self._state = state
         self._metrics = metrics
         self._clock = clock
+        self._role_commands = role_commands
 
     async def Register(
         self, request: conductor_pb2.RegisterRequest, context: Context
@@ -174,6 +179,10 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 log.warning("%s %s removed: %s", action.role, action.instance_id, action.reason)
             case PolicySwitched():
                 log.info("placing by %s from now on", action.name)
+            case RoleChangeDue():
+                log.info("%s should become a %s worker", action.endpoint.instance_id, action.role)
+                if self._role_commands is not None:
+                    self._role_commands.send(action)
             case PlacementForgotten():
                 log.warning("nobody reported the end of %s", action.request_id)
 
@@ -206,18 +215,24 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     """Runs the conductor until the process is told to stop. Raises ConfigError when it cannot start."""
     registry = CollectorRegistry()
     metrics = scheduler_metrics(registry)
+    config.roles()  # says what is wrong before anything is served
+    commands = RoleCommands(config.cluster_token)
 
     def fresh() -> ConductorService:
         policy = make_policy(
             config.placement_policy, config.balancing_threshold, config.policy_seed
         )
-        return ConductorService(ConductorState(policy, config.limits()), metrics)
+        state = ConductorState(policy, config.limits(), config.roles())
+        return ConductorService(state, metrics, role_commands=commands)
 
     with seldom_collected(), exposed(registry, config.host, config.metrics_port):
-        if config.registry is None:
-            await _serve_alone(config, lifecycle, fresh())
-        else:
-            await serve_among_others(config, config.registry, lifecycle, fresh, registry)
+        try:
+            if config.registry is None:
+                await _serve_alone(config, lifecycle, fresh())
+            else:
+                await serve_among_others(config, config.registry, lifecycle, fresh, registry)
+        finally:
+            await commands.close()
 
 
 async def _serve_alone(

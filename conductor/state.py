@@ -36,6 +36,7 @@ from conductor.events import (
     Removal,
     Report,
     Reported,
+    RoleChangeDue,
     SwitchPolicy,
     Tick,
     TtftObserved,
@@ -45,6 +46,8 @@ from conductor.members import Instance, Members
 from conductor.placement import Planner
 from conductor.policies import make_policy
 from conductor.policies.base import PlacementPolicy
+from conductor.role_loads import RoleLoads
+from conductor.roles import RoleController
 from conductor.view import ClusterView, InstanceView
 from kvstore.directory import Directory
 from protocol.errors import ConfigError, InvalidRequest, MoonserveError, StaleLease
@@ -68,7 +71,10 @@ class Limits:
 class ConductorState:
     """Everything the conductor knows."""
 
-    def __init__(self, policy: PlacementPolicy, limits: Limits) -> None:
+    def __init__(
+        self, policy: PlacementPolicy, limits: Limits, roles: RoleController | None = None
+    ) -> None:
+        """`roles`: None = workers keep theirs."""
         self._limits = limits
         self._members = Members(limits.lease_s)
         self._directory = Directory()
@@ -80,6 +86,10 @@ class ConductorState:
             tbt_slo_s=limits.tbt_slo_s,
         )
         self._decisions = DecisionLog(limits.num_decisions, limits.decision_bytes)
+        self._roles = roles
+        self._role_loads = RoleLoads(
+            self._members, ttft_slo_s=limits.ttft_slo_s, tbt_slo_s=limits.tbt_slo_s
+        )
         self._learned = Learned()
         self._flights = Flights(self._learned, limits.placement_ttl_s)
 
@@ -107,7 +117,7 @@ class ConductorState:
             case SwitchPolicy():
                 return [self._switch(event)]
             case Tick():
-                return []
+                return self._change_roles(now)
 
     # ---- membership
 
@@ -185,6 +195,16 @@ class ConductorState:
         ]
         actions += [PlacementForgotten(request_id=r) for r in self._flights.expire(now)]
         return actions
+
+    def _change_roles(self, now: float) -> list[Action]:
+        if self._roles is None:
+            return []
+        change = self._roles.decide(self._role_loads.at(now), now)
+        if change is None:
+            return []
+        worker = self._members.find(change.instance_id)
+        assert worker is not None, "loads are of members"
+        return [RoleChangeDue(endpoint=worker.endpoint, role=change.role)]
 
     def _switch(self, event: SwitchPolicy) -> PolicySwitched:
         try:
@@ -268,6 +288,7 @@ class ConductorState:
                 draining=instance.draining,
                 silent_s=max(now - instance.heard_at, 0.0),
                 indexed_blocks=self._directory.num_blocks(instance.instance_id),
+                can_switch_role=instance.registration.can_switch_role,
             )
             for instance in self._members
         ]
@@ -288,6 +309,7 @@ class ConductorState:
         self._decisions.validate()
         self._flights.validate(self._members)
         self._learned.validate()
+        self._role_loads.validate()
 
 
 def _observed(event: Report, flight: Flight) -> TtftObserved:

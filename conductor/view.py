@@ -23,6 +23,7 @@ class InstanceView:
     draining: bool
     silent_s: float  # since its last heartbeat
     indexed_blocks: int
+    can_switch_role: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

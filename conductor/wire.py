@@ -66,6 +66,7 @@ def register_from_wire(message: conductor_pb2.RegisterRequest) -> Register:
         max_model_len=message.max_model_len,
         bytes_per_s=_rate("transfer_bytes_per_s", message.transfer_bytes_per_s),
         local_bytes_per_s=_rate("local_bytes_per_s", message.local_bytes_per_s),
+        can_switch_role=message.can_switch_role,
     )
 
 
@@ -176,6 +177,7 @@ def _instances(views: Iterable[InstanceView]) -> list[conductor_pb2.InstanceView
             draining=view.draining,
             last_heard_s=view.silent_s,
             indexed_blocks=view.indexed_blocks,
+            can_switch_role=view.can_switch_role,
         )
         for view in views
     ]

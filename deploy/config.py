@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from conductor.config import DEFAULT_TERMS, ConductorConfig
+from conductor.config import DEFAULT_ROLE_TERMS, DEFAULT_TERMS, ConductorConfig
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
+from conductor.roles import RoleTerms
 from deploy.worker.config import DEFAULT_ROLE_DRAIN_S
 from kvstore.config import StoreConfig
 from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
@@ -46,8 +47,15 @@ class ServeConfig(TransferConfig, PatienceConfig):
     store_nodes: int = option(1, help="number of KV store nodes")
     role_switching: str = option(
         "off",
-        help="on = workers can change between prefill and decode while they run",
+        help="on = workers can change between prefill and decode while they run, and do as load demands",
         choices=("off", "on"),
+    )
+    role_hold_s: float = option(
+        DEFAULT_ROLE_TERMS.hold_s,
+        help="with --role-switching: seconds for which a need must last before a worker changes",
+    )
+    role_cool_down_s: float = option(
+        DEFAULT_ROLE_TERMS.cool_down_s, help="with --role-switching: seconds between two changes"
     )
     role_drain_s: float = option(
         DEFAULT_ROLE_DRAIN_S,
@@ -146,6 +154,7 @@ class ServeConfig(TransferConfig, PatienceConfig):
                 f"--conductors {self.conductors} needs --registry, where they agree which of them leads"
             )
         ConductorConfig(leader_ttl_s=self.leader_ttl_s).terms()
+        RoleTerms(hold_s=self.role_hold_s, cool_down_s=self.role_cool_down_s)
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
 

@@ -139,6 +139,7 @@ class Replica:
             max_model_len=self.plan.max_model_len,
             prefill_profile=prefill,
             decode_profile=decode,
+            can_switch_role=self.config.can_switch_role,
         )
 
 

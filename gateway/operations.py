@@ -111,6 +111,7 @@ def _instance(instance: conductor_pb2.InstanceView) -> dict[str, Any]:
         "last_heard_s": instance.last_heard_s,
         "num_blocks": instance.num_blocks,
         "indexed_blocks": instance.indexed_blocks,
+        "can_switch_role": instance.can_switch_role,
         "load": {field.name: getattr(instance.load, field.name) for field in _LOAD_FIELDS},
     }
 

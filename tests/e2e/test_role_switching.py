@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,3 +158,35 @@ def test_the_command_says_what_is_wrong(
     arguments = ["worker-0", "decode", "--url", cluster.url]
     assert role.main(arguments, {"MOONSERVE_CLUSTER_TOKEN": "wrong"}) == 2
     assert "MOONSERVE_CLUSTER_TOKEN" in capsys.readouterr().err
+
+
+def test_the_conductor_turns_a_decode_worker_into_a_prefill_worker_where_prompts_queue(
+    model: Path, tmp_path: Path
+) -> None:
+    """Prompts come as fast as they are answered or rejected, until it has."""
+    flags = ("--role-switching", "on", "--decode-workers", "2", "--num-threads", "1")
+    flags += ("--ttft-slo", "0.05", "--role-hold-s", "0", "--no-enable-prefix-caching")
+    with running_cluster(model, tmp_path, *flags) as cluster:
+        stopping = threading.Event()
+        clients = [threading.Thread(target=flood, args=(cluster, stopping)) for _ in range(24)]
+        for client in clients:
+            client.start()
+        try:
+            cluster.wait_for("a change", lambda: roles(cluster)["prefill"] == 2)
+        finally:
+            stopping.set()
+            for client in clients:
+                client.join()
+        assert roles(cluster) == {"prefill": 2, "decode": 1}
+        assert not cluster.tracebacks(), cluster.logs()
+
+
+def flood(cluster: Cluster, stopping: threading.Event) -> None:
+    with cluster.client() as client:
+        while not stopping.is_set():
+            wish = {"prompt": PROMPT * 4, "max_tokens": 1, **WISH}
+            assert client.post("/v1/completions", json=wish).status_code in (200, 429)
+
+
+def roles(cluster: Cluster) -> Counter[str]:
+    return Counter(i["role"] for i in cluster.instances() if i["role"] != "store")
