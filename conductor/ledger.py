@@ -8,6 +8,7 @@ Each book shows its sums in its instance's row (`conductor.columns`) whenever th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from conductor.columns import DecodeTable, PrefillTable, Seat, StoreTable
@@ -37,10 +38,12 @@ class PrefillQueue:
     A rank is in seconds: how long prompts may be placed after this one and still go before it, if theirs is 0.
     """
 
-    def __init__(self, seat: Seat[PrefillTable]) -> None:
+    def __init__(self, seat: Seat[PrefillTable], step_s: float = math.inf) -> None:
+        """`step_s`: how long one that goes before the rest of what runs waits for it, at most; infinite: no prompt
+        does."""
         self._seat = seat
         self._jobs: dict[RequestId, _Job] = {}
-        self._work: WorkQueue[RequestId] = WorkQueue()
+        self._work: WorkQueue[RequestId] = WorkQueue(step_s)
         self._total_tokens = 0
         self._surplus_s = 0.0  # work the instance reports beyond what was placed by this conductor
 
@@ -78,7 +81,7 @@ class PrefillQueue:
 
     def num_delayed(self, now: float, rank: float) -> int:
         """Prompts that one placed now with this rank goes before."""
-        return self._work.num_delayed(now + rank)
+        return self._work.num_delayed(now, now + rank)
 
     def correct(self, load: Load, profile: PrefillProfile, now: float) -> None:
         """Takes over what the instance says that it has left: settled prompts beyond it are prefilled already."""

@@ -26,6 +26,10 @@ from protocol.layout import KvLayout
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Endpoint
 
+# Half of 8,192, of which steps on GPUs are: what a prompt waits on average for the step under way of one that it goes
+# before. Where steps are smaller a policy is told of a wait that is too long, at most what is left of that prompt.
+_STEP_TOKENS = 4_096
+
 
 @dataclass(slots=True, eq=False)
 class Instance:
@@ -244,7 +248,7 @@ def _instance(registration: Register, now: float, seat: Seat[Any]) -> Instance:
         registration=registration,
         heard_at=now,
         seat=seat,
-        queue=PrefillQueue(prefill),
+        queue=PrefillQueue(prefill, registration.prefill_profile.seconds(_STEP_TOKENS, 0)),
         decode=DecodeBook(registration.num_blocks, decode),
         reads=PendingReads(store),
         prefill_cost=PrefillCost(registration.prefill_profile),

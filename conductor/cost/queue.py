@@ -1,8 +1,9 @@
 """How long a prompt waits in an instance's queue: what is left of the one that runs, and all that goes before it.
 
-Work runs one at a time, lowest rank first and in order of arrival within a rank (all ranks alike: FCFS); a later one of
-lower rank does not interrupt what runs. The book is told of arrivals and ends only, so it assumes that the next one
-begins when the one before it ends. Pure; knows neither instances nor where predictions come from.
+Work runs one at a time, lowest rank first and in order of arrival within a rank (all ranks alike: FCFS). It runs in
+steps: a later one of lower rank goes before the rest of what runs once the step under way has ended. The book is told
+of arrivals and ends only, so it assumes that the next one begins when the one before it ends, and that what went before
+the rest of another did so all the time until it ended. Pure; knows neither instances nor where predictions come from.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class _Work:
 class WorkQueue(Generic[K]):
     """Predicted work of one instance, in the order in which it will run. Changes and questions are O(log n)."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float = math.inf) -> None:
+        """`step_s`: how long one of lower rank waits for what runs, at most; infinite: what began runs to its end."""
+        self._step_s = step_s
         self._work: dict[K, _Work] = {}
         self._by_number: dict[int, K] = {}
         self._waiting = OrderedSums()
@@ -59,8 +62,10 @@ class WorkQueue(Generic[K]):
         del self._by_number[work.place[1]]
         if key == self._running:
             self._begin_next(now)
-        else:
-            self._waiting.remove(work.place)
+            return
+        self._waiting.remove(work.place)
+        if self._interrupts(work.place):
+            self._began_at = min(self._began_at + work.seconds, now)
 
     @property
     def waiting_s(self) -> float:
@@ -90,22 +95,36 @@ class WorkQueue(Generic[K]):
 
     def wait_s(self, now: float, rank: float = 0.0) -> float:
         """Seconds until one that arrives now with this rank begins."""
-        return self.residual_s(now) + self._waiting.before((rank, self._num_arrived + 1))
+        return self._before_s((rank, self._num_arrived + 1), now)
 
-    def num_delayed(self, rank: float = 0.0) -> int:
-        """Those that one that arrives now with this rank goes before."""
-        return self._waiting.num_after((rank, self._num_arrived + 1))
+    def num_delayed(self, now: float, rank: float = 0.0) -> int:
+        """Those that one that arrives now with this rank goes before, or before the rest of them."""
+        place = (rank, self._num_arrived + 1)
+        interrupts = self._interrupts(place) and self.residual_s(now) > self._step_s
+        return self._waiting.num_after(place) + interrupts
 
     def wait_of_s(self, key: K, now: float) -> float:
         """Seconds until this one begins; 0 when it runs. Raises KeyError."""
         work = self._work[key]
         if key == self._running:
             return 0.0
-        return self.residual_s(now) + self._waiting.before(work.place)
+        return self._before_s(work.place, now)
 
     def total_s(self, now: float) -> float:
         """Until the last one ends."""
         return self.residual_s(now) + self._waiting.total
+
+    def _before_s(self, place: Place, now: float) -> float:
+        left_s = self.residual_s(now)
+        if self._interrupts(place):
+            left_s = min(left_s, self._step_s)
+        return left_s + self._waiting.before(place)
+
+    def _interrupts(self, place: Place) -> bool:
+        """Whether work at this place goes before the rest of what runs."""
+        if self._running is None or math.isinf(self._step_s):
+            return False
+        return place < self._work[self._running].place
 
     def _begin_next(self, now: float) -> None:
         place = self._waiting.first()
