@@ -42,7 +42,7 @@ class PlanConfig:
     )
     nodes: int = option(16, help="machines there are")
     policies: tuple[str, ...] = option(
-        (DEFAULT_POLICY, "local-cache-aware", "least-loaded"),
+        tuple(dict.fromkeys((DEFAULT_POLICY, "moonserve", "global-cache-aware"))),
         help=f"placements to try, commas between: {', '.join(POLICY_NAMES)}",
     )
     model_profile: str = option(
