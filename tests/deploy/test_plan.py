@@ -57,7 +57,6 @@ def test_every_process_understands_its_flags_and_gets_the_shared_options() -> No
 
 def test_every_option_of_serve_reaches_a_process_or_is_the_launchers_own() -> None:
     launchers = {"conductors", "prefill_workers", "decode_workers", "store_nodes", "log_dir"}
-    launchers |= {"role_switching"}
     known = {option.name for cls in CLASSES.values() for option in options_of(cls)}
     assert {option.name for option in options_of(ServeConfig)} <= known | launchers
 
