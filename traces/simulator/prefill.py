@@ -61,6 +61,14 @@ class ChunkBegun(NamedTuple):
     ends_at: float
 
 
+class ChunkComputed(NamedTuple):
+    """With `mixes_prompts`: the tokens [first, end) are there, which others may share; not the prompt's last ones."""
+
+    prompt: Prompt
+    first: int
+    end: int
+
+
 class Computed(NamedTuple):
     """The whole prompt is computed; its first token is there."""
 
@@ -82,7 +90,7 @@ class _Chunk(NamedTuple):
     parts: tuple[_Part, ...]
 
 
-PrefillOutcome = Prepare | ChunkBegun | Computed
+PrefillOutcome = Prepare | ChunkBegun | ChunkComputed | Computed
 
 
 class PrefillMachine:
@@ -189,9 +197,13 @@ class PrefillMachine:
     def _computed(self, part: _Part, outcomes: list[PrefillOutcome]) -> None:
         prompt = part.prompt
         prompt.computed = part.end
-        if part.end == prompt.num_tokens and self._prompts.get(prompt.request_id) is prompt:
+        if self._prompts.get(prompt.request_id) is not prompt:
+            return
+        if part.end == prompt.num_tokens:
             del self._prompts[prompt.request_id]
             outcomes.append(Computed(prompt))
+        elif self._mixes_prompts:  # else nobody else begins before its end
+            outcomes.append(ChunkComputed(*part))
 
     def _prepare(self, outcomes: list[PrefillOutcome]) -> None:
         prompts = self._prompts.values()
