@@ -1,18 +1,37 @@
-"""Turning a request away: why, and when it may come back. Pure.
+"""Whose predictions turn a request away, why, and when it may come back. Pure.
 
-A request is admitted when its predicted TTFT and TBT are within the SLO. Otherwise it is told when queues will have
-drained, or sequences ended, enough for it.
+A request's load on an instance pair is the larger of predicted TTFT ÷ its target and predicted TBT ÷ its target; it is
+rejected above 1 (arXiv 2407.00079, §7.2). The TTFT is that of its prefill instance now. The TBT is either that of the
+decode load now (`current`), which makes prefill and decode load swing in anti-phase since a prompt lands seconds later,
+or that of the load when this prompt is prefilled (`predicted`). `none` rejects nobody for load.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import numpy as np
 
+from conductor.columns import DecodeTable, Floats
 from conductor.decision import DecodeColumns, PrefillColumns, Rejection
-from conductor.members import Instance
+from conductor.landing import Newcomer, load_at
+from conductor.outlook import INSTANTS, Outlook
 
 # A client that comes back sooner finds the same queues.
 MIN_RETRY_AFTER_S = 0.1
+
+
+class Admission(StrEnum):
+    """Whose predictions may reject."""
+
+    NONE = "none"
+    CURRENT = "current"
+    PREDICTED = "predicted"
+
+
+def judged_tbt_s(admission: Admission, columns: DecodeColumns) -> Floats:
+    """The time between tokens that is held against the target."""
+    return columns.tbt_s if admission is Admission.CURRENT else columns.landing_tbt_s
 
 
 def reject_ttft(
@@ -30,23 +49,30 @@ def reject_ttft(
 
 
 def reject_tbt(
-    instance: Instance, columns: DecodeColumns, row: int, slo_s: float, now: float
+    decodes: DecodeTable, outlook: Outlook, newcomer: Newcomer, slo_s: float, since: float
 ) -> Rejection:
-    """Retry once enough sequences are expected to have ended for this one to fit within the SLO."""
-    registration = instance.registration
-    tbt_s = float(columns.tbt_s[row])
-    drain = instance.decode.drain(tbt_s, now)
-    if not len(drain.ends_s):  # sequences that another conductor placed
-        return Rejection(reason="tbt_slo", retry_after_s=_at_least(tbt_s))
-    ended = np.arange(1, len(drain.ends_s) + 1)
-    num_seqs = np.maximum(columns.num_seqs[row] - ended, 1)
-    context_tokens = np.maximum(columns.context_tokens[row] - drain.tokens.cumsum(), 0)
-    running = np.minimum(num_seqs, registration.max_num_seqs or np.inf)
-    profile = registration.decode_profile
-    steps_s = profile.c0 + profile.c1 * running + profile.c2 * (context_tokens * running / num_seqs)
-    fits = steps_s <= slo_s
-    enough = int(fits.argmax()) if fits.any() else len(fits) - 1
-    return Rejection(reason="tbt_slo", retry_after_s=_at_least(float(drain.ends_s[enough])))
+    """Retry once an instance will be within the target: by so much the instant `since` that was judged is too early."""
+    alone = decodes.step_s(
+        np.ones(len(decodes)), np.full(len(decodes), float(newcomer.num_prompt_tokens))
+    )
+    if alone.min() > slo_s:
+        return Rejection(reason="tbt_slo_unreachable", retry_after_s=_at_least(float(alone.min())))
+    loads = [load_at(decodes, outlook, newcomer, since + s, 0.0) for s in INSTANTS.tolist()]
+    steps_s = np.array([load.step_s.min() for load in loads])
+    return Rejection(reason="tbt_slo", retry_after_s=_at_least(_falls_to(slo_s, steps_s)))
+
+
+def _falls_to(slo_s: float, steps_s: Floats) -> float:
+    """Seconds until a line through these steps at INSTANTS is at the target; the last instant where it never is."""
+    within = steps_s <= slo_s
+    if not within.any():
+        return float(INSTANTS[-1])
+    first = int(within.argmax())
+    if first == 0:
+        return 0.0
+    before, after = float(steps_s[first - 1]), float(steps_s[first])
+    share = (before - slo_s) / (before - after)
+    return float(INSTANTS[first - 1] + share * (INSTANTS[first] - INSTANTS[first - 1]))
 
 
 def _at_least(seconds: float) -> float:

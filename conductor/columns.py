@@ -105,11 +105,14 @@ class DecodeTable(Table):
     c0: Floats = field(default_factory=_FLOATS)  # of its profile, corrected
     c1: Floats = field(default_factory=_FLOATS)
     c2: Floats = field(default_factory=_FLOATS)
-    num_seqs: Ints = field(default_factory=_INTS)
-    context_tokens: Ints = field(default_factory=_INTS)
-    free_blocks: Ints = field(default_factory=_INTS)
+    number: Ints = field(default_factory=_INTS)  # in the outlook
+    num_seqs: Ints = field(default_factory=_INTS)  # that run or are on their way
+    context_tokens: Ints = field(default_factory=_INTS)  # their prompts', and what heartbeats say
+    other_seqs: Floats = field(default_factory=_FLOATS)  # that run beside those of the outlook
+    other_tokens: Floats = field(default_factory=_FLOATS)  # of their contexts
+    free_blocks: Ints = field(default_factory=_INTS)  # that no placed prompt is going to need
 
-    def step_s(self, num_seqs: Ints, context_tokens: Ints) -> Floats:
+    def step_s(self, num_seqs: Floats | Ints, context_tokens: Floats | Ints) -> Floats:
         """`DecodeProfile.batch_step_s` of every row."""
         running = np.minimum(num_seqs, self.slots)
         held = context_tokens * running / num_seqs

@@ -34,12 +34,17 @@ class DecodeCandidate(NamedTuple):
     """One decode instance with this request added to what runs there or is on its way."""
 
     instance_id: str
-    num_seqs: int
-    context_tokens: int
+    num_seqs: float  # that run now, as far as known
+    context_tokens: float  # theirs
+    landing_seqs: float  # that will run when the prompt is prefilled
+    landing_tokens: float
     free_blocks: int  # left for new requests, before this one
     needed_blocks: int
-    has_slot: bool  # fewer than max_num_seqs sequences
-    tbt_s: float
+    spare_blocks: float  # left at the worst of what is foreseen, with this request's whole answer
+    has_slot: bool  # fewer than max_num_seqs sequences when it lands
+    tbt_s: float  # if it landed now
+    landing_tbt_s: float  # when it lands
+    later_tbt_s: float  # in the middle of its answer
     chosen_at: int
 
     @property
@@ -69,12 +74,17 @@ class DecodeColumns(NamedTuple):
     """Fields of `DecodeCandidate`, likewise."""
 
     instance_id: Names
-    num_seqs: Ints
-    context_tokens: Ints
+    num_seqs: Floats
+    context_tokens: Floats
+    landing_seqs: Floats
+    landing_tokens: Floats
     free_blocks: Ints
     needed_blocks: int  # the same for all
+    spare_blocks: Floats
     has_slot: Flags
     tbt_s: Floats
+    landing_tbt_s: Floats
+    later_tbt_s: Floats
     chosen_at: Ints
 
     def rows(self) -> tuple[DecodeCandidate, ...]:
@@ -130,6 +140,8 @@ class Decision:
     predicted_ttft_s: float
     predicted_tbt_s: float
     predicted_landing_wait_s: float  # until the decode instance has blocks for the prompt
+    expected_output: float  # tokens, from what finished requests alike produced
+    admission: str  # whose predictions may reject: none, current or predicted
     rejection: Rejection | None = None
     outcome: Outcome | None = None
 

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from conductor.cost.accuracy import Accuracy, Times
-from conductor.cost.output_length import OutputLengths
+from conductor.cost.accuracy import Times
 from conductor.decision import Outcome
 from conductor.events import Phase, Place, Report
+from conductor.learned import Learned
 from conductor.members import Instance
 from conductor.placement import Plan
 from protocol.ids import RequestId
@@ -34,18 +34,6 @@ class Flight:
     tenant: str
     ttft_s: float | None = None  # set once the first token was reported
     cached_tokens: int | None = None  # likewise
-
-
-class Learned:
-    """What ended requests taught, beside the factor of each instance."""
-
-    def __init__(self) -> None:
-        self.lengths = OutputLengths()
-        self.accuracy = Accuracy()
-
-    def validate(self) -> None:
-        self.lengths.validate()
-        self.accuracy.validate()
 
 
 class Flights:
@@ -72,9 +60,11 @@ class Flights:
         decode.decode.add(
             place.request_id,
             tokens=place.num_prompt_tokens,
+            max_tokens=place.max_tokens,
             blocks=plan.needed_blocks,
             begins_at=now + plan.decision.predicted_ttft_s,
-            expected_output=self._expected_output(place),
+            step_s=plan.step_s,
+            expected_output=max(plan.decision.expected_output, 1.0),
         )
         for store, num_blocks in plan.reads:
             store.reads.add(num_blocks)
@@ -138,14 +128,6 @@ class Flights:
         oldest = next((f.placed_at for f in self._flights.values()), now)
         self._no_expiry_before = oldest + self._ttl_s
         return gone
-
-    def _expected_output(self, place: Place) -> int:
-        expected = self._learned.lengths.expected(
-            max_tokens=place.max_tokens,
-            prompt_tokens=place.num_prompt_tokens,
-            tenant=place.tenant,
-        )
-        return max(round(expected), 1)
 
     def _end_prefill(self, request_id: RequestId, flight: Flight, now: float) -> None:
         flight.prefill.queue.remove(request_id, now)

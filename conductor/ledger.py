@@ -11,15 +11,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from conductor.columns import DecodeTable, PrefillTable, Seat, StoreTable
+from conductor.columns import PrefillTable, Seat, StoreTable
 from conductor.cost.queue import WorkQueue
-from conductor.endings import Drain, Endings
 from conductor.events import Load
 from protocol.ids import RequestId
 from protocol.profile import PrefillProfile
 
-# What a column holds at most, whatever an instance says about itself; sums of such stay exact.
-_MOST = 2**53
 # Gateway hop, submission and the worker's own bookkeeping, with room for a busy machine.
 SETTLE_S = 0.5
 
@@ -118,129 +115,6 @@ class PrefillQueue:
         assert set(self._work.in_order()) == self._jobs.keys(), "a prompt without its work"
         assert self._total_tokens == sum(j.tokens for j in self._jobs.values())
         assert self._surplus_s >= 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """One placed request that has not ended."""
-
-    tokens: int
-    blocks: int
-    slot: int  # of its expected end
-    started_at: float | None = None  # its first token was reported
-
-
-class DecodeBook:
-    """Sequences of one decode instance: the last heartbeat, plus what it cannot have counted yet."""
-
-    def __init__(self, num_blocks: int, seat: Seat[DecodeTable]) -> None:
-        self._seat = seat
-        self._sequences: dict[RequestId, _Sequence] = {}
-        self._unseen: dict[RequestId, _Sequence] = {}  # of them, not counted in the last heartbeat
-        self._endings = Endings()
-        self._load = Load(free_blocks=num_blocks)
-        self._unseen_tokens = 0
-        self._unseen_blocks = 0
-        # Ended since the heartbeat that counted them.
-        self._gone_seqs = 0
-        self._gone_tokens = 0
-        self._show()
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._sequences
-
-    def add(
-        self,
-        request_id: RequestId,
-        *,
-        tokens: int,
-        blocks: int,
-        begins_at: float,
-        expected_output: int,
-    ) -> None:
-        """`begins_at`: the predicted first token."""
-        slot = self._endings.add(begins_at, expected_output, tokens, blocks)
-        sequence = _Sequence(tokens, blocks, slot)
-        self._sequences[request_id] = self._unseen[request_id] = sequence
-        self._unseen_tokens += tokens
-        self._unseen_blocks += blocks
-        self._show()
-
-    def start(self, request_id: RequestId, now: float) -> None:
-        """The first token was reported."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            sequence.started_at = now
-            self._endings.begin(sequence.slot, now)
-
-    def remove(self, request_id: RequestId) -> None:
-        """The request ended. Unknown ids are ignored."""
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is None:
-            return
-        self._endings.remove(sequence.slot)
-        if request_id in self._unseen:
-            self._see(request_id)
-        else:
-            self._gone_seqs += 1
-            self._gone_tokens += sequence.tokens
-        self._show()
-
-    def correct(self, load: Load, now: float) -> None:
-        """Takes over a heartbeat: what began SETTLE_S ago is counted in it."""
-        self._load = load
-        self._gone_seqs = 0
-        self._gone_tokens = 0
-        counted = [
-            request_id
-            for request_id, sequence in self._unseen.items()
-            if sequence.started_at is not None and sequence.started_at + SETTLE_S <= now
-        ]
-        for request_id in counted:
-            self._see(request_id)
-        self._show()
-
-    def drain(self, tbt_s: float, now: float) -> Drain:
-        """The expected ends of sequences, with steps of `tbt_s`."""
-        return self._endings.drain(tbt_s, now)
-
-    def _see(self, request_id: RequestId) -> None:
-        sequence = self._unseen.pop(request_id)
-        self._unseen_tokens -= sequence.tokens
-        self._unseen_blocks -= sequence.blocks
-
-    def _sums(self) -> tuple[int, int, int]:
-        """Sequences that run or will, tokens of their context, blocks that no placed request is going to need.
-
-        Leased blocks belong to placements that are not running yet, so they are not subtracted twice.
-        """
-        load = self._load
-        return (
-            max(min(load.num_running, _MOST) - self._gone_seqs, 0) + len(self._unseen),
-            max(min(load.context_tokens, _MOST) - self._gone_tokens, 0) + self._unseen_tokens,
-            min(load.free_blocks, _MOST) - max(self._unseen_blocks - load.leased_blocks, 0),
-        )
-
-    def _show(self) -> None:
-        table, row = self._seat.table, self._seat.row
-        table.num_seqs[row], table.context_tokens[row], table.free_blocks[row] = self._sums()
-
-    def validate(self) -> None:
-        unseen = self._unseen.values()
-        assert self._unseen.keys() <= self._sequences.keys()
-        assert self._unseen_tokens == sum(s.tokens for s in unseen)
-        assert self._unseen_blocks == sum(s.blocks for s in unseen)
-        seen = self._sequences.keys() - self._unseen.keys()
-        assert all(self._sequences[r].started_at is not None for r in seen)
-        slots = {s.slot for s in self._sequences.values()}
-        assert len(slots) == len(self._endings) == len(self), "two sequences share an expected end"
-        self._endings.validate()
-        table, row = self._seat.table, self._seat.row
-        shown = (table.num_seqs[row], table.context_tokens[row], table.free_blocks[row])
-        assert shown == self._sums(), "the row is stale"
 
 
 class PendingReads:

@@ -17,9 +17,11 @@ import numpy as np
 from conductor.columns import DecodeTable, PrefillTable, Seat, StoreTable, Table
 from conductor.cost.prefill import PrefillCost
 from conductor.cost.transfer import DEFAULT_BYTES_PER_S
+from conductor.decode_book import DecodeBook
 from conductor.draws import digest64
 from conductor.events import Load, Register
-from conductor.ledger import DecodeBook, PendingReads, PrefillQueue
+from conductor.ledger import PendingReads, PrefillQueue
+from conductor.outlook import Outlook
 from protocol.errors import Incompatible, InvalidRequest, StaleLease
 from protocol.ids import InstanceId, Role
 from protocol.layout import KvLayout
@@ -92,6 +94,7 @@ class Members:
         self.prefills = PrefillTable()
         self.decodes = DecodeTable()
         self.stores = StoreTable()
+        self.outlook = Outlook()  # of the decode instances
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._instances.values())
@@ -139,7 +142,7 @@ class Members:
         """Adds a checked instance whose id is free."""
         table = self._table(registration.role)
         seat: Seat[Any] = Seat(table, table.append())
-        instance = _instance(registration, now, seat)
+        instance = _instance(registration, now, seat, self.outlook)
         _fill(table, seat.row, registration)
         self._instances[instance.instance_id] = instance
         self._no_silence_before = min(self._no_silence_before, now + self._lease_s)
@@ -148,6 +151,7 @@ class Members:
 
     def remove(self, instance: Instance) -> None:
         table, row = instance.seat.table, instance.seat.row
+        instance.decode.leave()
         instance.seat.leave()
         table.delete(row)
         for later in self._by_role[instance.role][row + 1 :]:
@@ -222,6 +226,7 @@ class Members:
             instance.decode.validate()
             instance.reads.validate()
             instance.prefill_cost.validate()
+        self.outlook.validate()
         for role in Role:
             self._validate_rows(role)
 
@@ -239,7 +244,7 @@ class Members:
                 assert not has_home or self.stores.ids[row] == home
 
 
-def _instance(registration: Register, now: float, seat: Seat[Any]) -> Instance:
+def _instance(registration: Register, now: float, seat: Seat[Any], outlook: Outlook) -> Instance:
     role = registration.role
     prefill = seat if role is Role.PREFILL else Seat.alone(PrefillTable)
     decode = seat if role is Role.DECODE else Seat.alone(DecodeTable)
@@ -249,7 +254,7 @@ def _instance(registration: Register, now: float, seat: Seat[Any]) -> Instance:
         heard_at=now,
         seat=seat,
         queue=PrefillQueue(prefill, registration.prefill_profile.seconds(_STEP_TOKENS, 0)),
-        decode=DecodeBook(registration.num_blocks, decode),
+        decode=DecodeBook(registration.num_blocks, decode, outlook),
         reads=PendingReads(store),
         prefill_cost=PrefillCost(registration.prefill_profile),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from conductor.admission import Admission
 from conductor.cost.accuracy import Term, TermAccuracy
 from conductor.decision import Decision
 from conductor.decision_log import DecisionLog
@@ -41,9 +42,10 @@ from conductor.events import (
     Tick,
     TtftObserved,
 )
-from conductor.flights import Flight, Flights, Learned, outcome
+from conductor.flights import Flight, Flights, outcome
+from conductor.learned import Learned
 from conductor.members import Instance, Members
-from conductor.placement import Planner
+from conductor.placement import Planner, Targets
 from conductor.policies import make_policy
 from conductor.policies.base import PlacementPolicy
 from conductor.role_loads import RoleLoads
@@ -61,6 +63,7 @@ class Limits:
 
     ttft_slo_s: float = 30.0
     tbt_slo_s: float = 1.0
+    admission: Admission = Admission.PREDICTED
     lease_s: float = 5.0
     heartbeat_interval_s: float = 1.0
     placement_ttl_s: float = 900.0
@@ -78,19 +81,18 @@ class ConductorState:
         self._limits = limits
         self._members = Members(limits.lease_s)
         self._directory = Directory()
-        self._planner = Planner(
-            self._members,
-            self._directory,
-            policy,
+        self._learned = Learned()
+        targets = Targets(
             ttft_slo_s=limits.ttft_slo_s,
             tbt_slo_s=limits.tbt_slo_s,
+            admission=limits.admission,
         )
+        self._planner = Planner(self._members, self._directory, self._learned, policy, targets)
         self._decisions = DecisionLog(limits.num_decisions, limits.decision_bytes)
         self._roles = roles
         self._role_loads = RoleLoads(
             self._members, ttft_slo_s=limits.ttft_slo_s, tbt_slo_s=limits.tbt_slo_s
         )
-        self._learned = Learned()
         self._flights = Flights(self._learned, limits.placement_ttl_s)
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -157,7 +159,7 @@ class ConductorState:
         if instance.role is Role.PREFILL:
             instance.queue.correct(event.load, instance.registration.prefill_profile, now)
         elif instance.role is Role.DECODE:
-            instance.decode.correct(event.load, now)
+            instance.decode.correct(event.load, self._learned.lengths, now)
         return HeartbeatSeen(known=True, resync=not self._index(instance, event.changes))
 
     def _index(self, instance: Instance, changes: BlockChanges | None) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from conductor.cost.length_curve import LengthCurve
+from conductor.cost.length_curve import Counts, Floats, LengthCurve
 
 ENOUGH = 50  # the median of so many is within 7 ranks (σ = √(n/4) = 3.5, two of them)
 MOST_TENANTS = 256  # of 5 KiB each
@@ -47,6 +47,10 @@ class OutputLengths:
         """E[output tokens] of a request that has produced none."""
         curve = self.curve(prompt_tokens=prompt_tokens, tenant=tenant)
         return float(curve.mean_remaining(np.array(0), np.array(max_tokens)))
+
+    def remaining(self, generated: Counts, max_tokens: Counts) -> Floats:
+        """E[tokens still to come] of requests that have produced `generated`, whosoever they are; shapes alike."""
+        return self._all.mean_remaining(generated, max_tokens)
 
     def _tenant(self, tenant: str) -> LengthCurve:
         curve = self._tenants.pop(tenant, None) or LengthCurve()

@@ -35,6 +35,7 @@ from traces.simulator.membership import Membership
 from traces.simulator.network import Network
 from traces.simulator.prefill import (
     ChunkBegun,
+    ChunkComputed,
     Computed,
     PrefillOutcome,
     Prepare,
@@ -52,13 +53,10 @@ class Cluster:
     def __init__(self, spec: ClusterSpec, journeys: Sequence[Journey]) -> None:
         """Raises ConfigError for a spec that cannot be."""
         spec.check()
-        if spec.admission == "predicted":
-            raise ConfigError("--admission predicted: the conductor does not have it yet")
         self.spec = spec
         self.journeys = journeys
-        self._block_bytes = layout_of(spec).block_bytes
-        self._overheads = spec.model.overheads
-        self._host = Host(spec.model.crowding)
+        self._block_size, self._block_bytes = spec.block_size, layout_of(spec).block_bytes
+        self._overheads, self._host = spec.model.overheads, Host(spec.model.crowding)
         self._workshop = Workshop(spec, self._host, self._cached_now)
         self.prefills = [self._workshop.prefill_node(i) for i in range(spec.num_prefill)]
         self.decodes = [self._workshop.decode_node(i) for i in range(spec.num_decode)]
@@ -133,8 +131,7 @@ class Cluster:
 
     def _note_who_computes(self, now: float) -> None:
         """Steps of others take longer, or less long, from their next one on."""
-        touched = self._wakes.touched
-        is_news = [self._host.note(node.name, computes(node)) for node in touched]
+        is_news = [self._host.note(node.name, computes(node)) for node in self._wakes.touched]
         for decode in self.decodes if any(is_news) else ():
             self._decode_did(decode, decode.machine.slowdown_changed(now), now)
 
@@ -211,6 +208,10 @@ class Cluster:
                     self._prepare(node, journey, prompt, now)
                 case ChunkBegun():
                     self._send(node, journey, outcome, now)
+                case ChunkComputed(_, first, end):
+                    node.store.put(
+                        journey.keys[: end // self._block_size], first // self._block_size
+                    )
                 case Computed(prompt):
                     self._computed(node, journey, prompt, now)
 
@@ -234,19 +235,18 @@ class Cluster:
 
     def _usable(self, journey: Journey) -> Sequence[BlockKey]:
         """Blocks that need not be computed. The last token always is: its logits are the first token."""
-        return journey.keys[: (journey.num_tokens - 1) // self.spec.block_size]
+        return journey.keys[: (journey.num_tokens - 1) // self._block_size]
 
     def _cached_now(self, prompt: Prompt) -> int:
         """Tokens in the machine's memory when a prompt begins: earlier ones may have computed more of it."""
         journey = self._journey_of[prompt.request_id]
         node = self._machines_of(journey)[0]
-        return node.store.prefix(self._usable(journey)) * self.spec.block_size
+        return node.store.prefix(self._usable(journey)) * self._block_size
 
     def _loaded(self, loaded: Loaded, now: float) -> None:
         node = loaded.node
-        cached = loaded.num_blocks * self.spec.block_size
-        outcomes = node.machine.prefix_loaded(loaded.request_id, cached, now)
-        self._prefill_did(node, outcomes, now)
+        cached = loaded.num_blocks * self._block_size
+        self._prefill_did(node, node.machine.prefix_loaded(loaded.request_id, cached, now), now)
 
     def _send(self, node: PrefillNode, journey: Journey, chunk: ChunkBegun, now: float) -> None:
         if journey.num_remaining > 1:
@@ -258,8 +258,7 @@ class Cluster:
             )
 
     def _computed(self, node: PrefillNode, journey: Journey, prompt: Prompt, now: float) -> None:
-        block_size = self.spec.block_size
-        node.store.put(journey.keys, prompt.cached // block_size)
+        node.store.put(journey.keys, prompt.cached // self._block_size)
         self.gateway.first_token(journey, prompt, now)
         if journey.end is not None:
             del self._journey_of[prompt.request_id]
@@ -280,6 +279,11 @@ class Cluster:
         if journey is None:  # given up meanwhile
             return
         decode = self._machines_of(journey)[1]
+        if decode.machine.refuses(journey.num_tokens, now):
+            del self._journey_of[journey.request_id]
+            self.gateway.reject(journey, "tbt_slo_at_handoff", now)
+            self._decode_did(decode, decode.machine.cancel(journey.request_id, now), now)
+            return
         journey.phase = Phase.DECODING
         decode.landed.add(journey.index)
         outcomes = decode.machine.land(

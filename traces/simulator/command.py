@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from conductor.admission import Admission
 from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
 from kvstore.eviction import DEFAULT_POLICY as DEFAULT_EVICTION
 from kvstore.eviction import POLICY_NAMES as EVICTION_NAMES
@@ -19,7 +20,7 @@ from traces.format import TOKENS_PER_HASH, read_trace
 from traces.reports import format_summary, write_page
 from traces.simulator.profiles import LLAMA3_70B_8XA800, PROFILES, read_profile
 from traces.simulator.run import simulate
-from traces.simulator.spec import ClusterSpec, CoupledSpec, Fault, ModelProfile
+from traces.simulator.spec import ADMISSIONS, ClusterSpec, CoupledSpec, Fault, ModelProfile
 
 PROG = "moonserve simulate"
 _BITS = 8
@@ -52,9 +53,9 @@ class SimulateConfig:
         1.25, help="fetch a prefix when the best in the cluster is this many times longer"
     )
     admission: str = option(
-        "current",
-        help="which predictions reject requests",
-        choices=("none", "current", "predicted"),
+        Admission.PREDICTED.value,
+        help="which predictions reject requests; late: of the decode load only once it is computed",
+        choices=ADMISSIONS,
     )
     eviction: str = option(
         DEFAULT_EVICTION, help="what leaves a machine's memory first", choices=EVICTION_NAMES

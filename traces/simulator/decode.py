@@ -7,6 +7,8 @@ know: transfers, and how long a landing takes.
 
 from __future__ import annotations
 
+import math
+
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,8 +37,11 @@ class DecodeMachine:
         block_size: int,
         chunk_tokens: int,
         slowdown: Callable[[], float] | None = None,
+        most_step_s: float = math.inf,
     ) -> None:
-        """`slowdown`: see `Batch`."""
+        """`slowdown`: see `Batch`. `most_step_s`: see `refuses`."""
+        self._model = model
+        self._most_step_s = most_step_s
         self._block_size = block_size
         self._blocks = CountedBlocks(model.device_tokens // block_size)
         self._batch = Batch(
@@ -88,6 +93,13 @@ class DecodeMachine:
 
     def context_tokens(self, now: float) -> int:
         return self._batch.context_tokens(now)
+
+    def refuses(self, num_tokens: int, now: float) -> bool:
+        """Whether steps with a sequence of so many tokens as well would take longer than this machine allows."""
+        num_seqs = len(self._sequences) + 1
+        tokens = self._batch.context_tokens(now) + num_tokens
+        step_s = self._model.decode.batch_step_s(num_seqs, tokens, self._model.max_num_seqs)
+        return step_s > self._most_step_s
 
     def advance(self, now: float) -> list[DecodeOutcome]:
         outcomes: list[DecodeOutcome] = []

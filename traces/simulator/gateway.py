@@ -19,14 +19,14 @@ from protocol.ids import RequestId
 from traces.simulator.journey import Journey, Phase
 from traces.simulator.prefill import Prompt
 from traces.simulator.results import End
-from traces.simulator.spec import ClusterSpec
+from traces.simulator.spec import LATE, ClusterSpec
 
 MAX_ATTEMPTS = 3  # all of `gateway.state`
 PATIENCE_S = 20.0
 PAUSE_S = 0.25
 DOUBT_S = 6.0
 
-NO_SLO_S = 1e9  # admission never rejects
+NO_SLO_S = 1e9
 
 
 class Gateway:
@@ -34,7 +34,7 @@ class Gateway:
 
     def __init__(self, conductor: ConductorState, spec: ClusterSpec) -> None:
         self._conductor = conductor
-        self._slo_s = NO_SLO_S if spec.admission == "none" else None
+        self._tbt_slo_s = NO_SLO_S if spec.admission == LATE else None
         self._max_model_len = spec.model.max_model_len
         self._num_stages = spec.prefill_group
         self.num_open = 0  # requests that have not ended
@@ -46,8 +46,7 @@ class Gateway:
             block_keys=journey.keys,
             num_prompt_tokens=journey.num_tokens,
             max_tokens=self._max_model_len - journey.num_tokens,  # nobody knows more of an answer
-            ttft_slo_s=self._slo_s,
-            tbt_slo_s=self._slo_s,
+            tbt_slo_s=self._tbt_slo_s,
             excluded_instances=journey.excluded,
         )
         reply = self._conductor.handle(place, now)[-1]
@@ -118,6 +117,11 @@ class Gateway:
         """All tokens are there."""
         self._tell(journey, ReportPhase.FINISHED, now - journey.placed_at, now)
         self.end(journey, End.COMPLETED, "", now)
+
+    def reject(self, journey: Journey, reason: str, now: float) -> None:
+        """A machine will not go on with a request, which ends it."""
+        self._tell(journey, ReportPhase.CANCELLED, now - journey.placed_at, now)
+        self.end(journey, End.REJECTED, reason, now)
 
     def lose(self, journey: Journey, broken: Iterable[str], now: float) -> bool:
         """The attempt is over. True = another one is to be placed; else the request has failed."""

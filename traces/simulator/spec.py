@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from conductor.admission import Admission
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
 
@@ -27,6 +28,12 @@ class Crowding:
 
     prefill: tuple[float, ...] = ()
     decode: tuple[float, ...] = ()
+
+
+# Whose predictions reject: the conductor's three, and `late`, the baseline of arXiv 2407.00079 §7: by the prefill load
+# on arrival, and by the decode load only when the prompt is computed, for nothing then.
+LATE = "late"
+ADMISSIONS = (*(each.value for each in Admission), LATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +76,7 @@ class ClusterSpec:
     num_decode: int
     policy: str = "global-cache-aware"
     balancing_threshold: float = 1.25
-    admission: str = "current"  # none | current | predicted
+    admission: str = "predicted"  # one of ADMISSIONS
     eviction: str = "lru"
     ttft_slo_s: float = 30.0
     tbt_slo_s: float = 0.1
@@ -90,8 +97,8 @@ class ClusterSpec:
         """Raises ConfigError that says what to change."""
         if self.num_prefill < 1 or self.num_decode < 1:
             raise ConfigError("--prefill and --decode must be at least 1")
-        if self.admission not in ("none", "current", "predicted"):
-            raise ConfigError(f"--admission is {self.admission!r}; none, current or predicted")
+        if self.admission not in ADMISSIONS:
+            raise ConfigError(f"--admission is {self.admission!r}; one of {', '.join(ADMISSIONS)}")
         if self.pool not in ("global", "local"):
             raise ConfigError(f"--pool is {self.pool!r}; global or local")
         if min(self.ttft_slo_s, self.tbt_slo_s, self.heartbeat_interval_s) <= 0:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from collections.abc import Callable, Iterable
 
+from conductor.admission import Admission
 from conductor.policies import make_policy
 from conductor.state import ConductorState, Limits
 from traces.simulator.decode import DecodeMachine
@@ -11,7 +14,7 @@ from traces.simulator.host import Host
 from traces.simulator.machines import DecodeNode, Node, PrefillNode
 from traces.simulator.pool import Store
 from traces.simulator.prefill import PrefillMachine, Prompt
-from traces.simulator.spec import ClusterSpec
+from traces.simulator.spec import LATE, ClusterSpec
 
 _LEASES = 5  # heartbeat intervals until a silent instance is removed: the conductor's defaults
 _PLACEMENT_TTL_S = (
@@ -34,6 +37,7 @@ class Workshop:
         limits = Limits(
             ttft_slo_s=spec.ttft_slo_s,
             tbt_slo_s=spec.tbt_slo_s,
+            admission=Admission.PREDICTED if spec.admission == LATE else Admission(spec.admission),
             lease_s=_LEASES * spec.heartbeat_interval_s,
             heartbeat_interval_s=spec.heartbeat_interval_s,
             placement_ttl_s=_PLACEMENT_TTL_S,
@@ -71,7 +75,8 @@ class Workshop:
     def decode_machine(self, name: str) -> DecodeMachine:
         spec, host = self._spec, self._host
         slowdown = host.decode_slowdown(name) if host.is_shared else None
-        return DecodeMachine(spec.model, spec.block_size, spec.chunk_tokens, slowdown)
+        most_step_s = spec.tbt_slo_s if spec.admission == LATE else math.inf
+        return DecodeMachine(spec.model, spec.block_size, spec.chunk_tokens, slowdown, most_step_s)
 
     def links(self, nodes: Iterable[Node]) -> dict[str, float]:
         """Bytes per second of every link: in and out, memory to devices, disk."""

@@ -1,0 +1,176 @@
+"""What the conductor expects one decode instance to be busy with: its own placements, corrected by heartbeats.
+
+Begins and ends of the sequences that were placed are in the outlook of all instances; what the instance reports
+beyond them (or does not have any more) is taken as it is until the next heartbeat. A placement is *settled* `SETTLE_S`
+after its first token: by then heartbeats count it. Sums are shown in the instance's row whenever they change. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conductor.columns import DecodeTable, Floats, Ints, Seat
+from conductor.cost.output_length import OutputLengths
+from conductor.events import Load
+from conductor.ledger import SETTLE_S
+from conductor.outlook import Drain, Outlook
+from protocol.ids import RequestId
+
+# What a column holds at most, whatever an instance says about itself; sums of such stay exact.
+_MOST = 2**53
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One placed request that has not ended."""
+
+    tokens: int
+    blocks: int
+    slot: int  # in the outlook
+    started_at: float | None = None  # its first token was reported
+
+
+class DecodeBook:
+    """Sequences of one decode instance."""
+
+    def __init__(self, num_blocks: int, seat: Seat[DecodeTable], outlook: Outlook) -> None:
+        self._seat = seat
+        self._outlook = outlook
+        self._number = outlook.join()
+        self._sequences: dict[RequestId, _Sequence] = {}
+        self._unseen: dict[RequestId, _Sequence] = {}  # of them, not settled at the last heartbeat
+        self._unseen_blocks = 0
+        self._num_started = 0
+        self._prompt_tokens = 0
+        self._load = Load(free_blocks=num_blocks)
+        # Of sequences that others placed; below 0: of own ones that the instance does not have any more.
+        self._others = (0.0, 0.0)  # number, context tokens
+        seat.table.number[seat.row] = self._number
+        self._show()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._sequences
+
+    def add(
+        self,
+        request_id: RequestId,
+        *,
+        tokens: int,
+        max_tokens: int,
+        blocks: int,
+        begins_at: float,
+        step_s: float,
+        expected_output: float,
+    ) -> None:
+        """`begins_at`: the predicted first token; `step_s`: the predicted time between tokens."""
+        slot = self._outlook.add(
+            self._number,
+            tokens=tokens,
+            most=max_tokens,
+            begins_at=begins_at,
+            step_s=step_s,
+            expected=expected_output,
+        )
+        sequence = _Sequence(tokens, blocks, slot)
+        self._sequences[request_id] = self._unseen[request_id] = sequence
+        self._unseen_blocks += blocks
+        self._prompt_tokens += tokens
+        self._show()
+
+    def start(self, request_id: RequestId, now: float) -> None:
+        """The first token was reported."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.started_at is None:
+            sequence.started_at = now
+            self._num_started += 1
+            self._outlook.begin(sequence.slot, now)
+
+    def remove(self, request_id: RequestId) -> None:
+        """The request ended. Unknown ids are ignored."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return
+        self._outlook.remove(sequence.slot)
+        self._num_started -= sequence.started_at is not None
+        self._prompt_tokens -= sequence.tokens
+        self._see(request_id)
+        self._show()
+
+    def correct(self, load: Load, lengths: OutputLengths, now: float) -> None:
+        """Takes over a heartbeat. What should have ended and did not is expected to go on as others that long did."""
+        self._load = load
+        for request_id, sequence in list(self._unseen.items()):
+            if sequence.started_at is not None and sequence.started_at + SETTLE_S <= now:
+                self._see(request_id)
+        slots, generated, most = self._outlook.overdue(self._number, now)
+        if slots.size:
+            self._outlook.extend(slots, lengths.remaining(generated, most), now)
+        self._others = self._beyond_own(load)
+        self._show()
+
+    def drain(self, now: float) -> Drain:
+        """The expected ends of the sequences that were placed here."""
+        return self._outlook.drain(self._number, now)
+
+    def leave(self) -> None:
+        """The instance is gone; what was placed there may still be ended."""
+        self._outlook.leave(self._number)
+
+    def _see(self, request_id: RequestId) -> None:
+        sequence = self._unseen.pop(request_id, None)
+        if sequence is not None:
+            self._unseen_blocks -= sequence.blocks
+
+    def _beyond_own(self, load: Load) -> tuple[float, float]:
+        running = min(load.num_running, _MOST)
+        if running > self._num_started:
+            more = running - self._num_started
+            return float(more), min(load.context_tokens, _MOST) * (more / running)
+        seen = [s.tokens for r, s in self._sequences.items() if r not in self._unseen]
+        gone = max(len(seen) - running - load.num_waiting, 0)  # their ends were not reported
+        return (-float(gone), -gone * sum(seen) / len(seen)) if gone else (0.0, 0.0)
+
+    def _shown(self) -> tuple[float, float, int, int, int]:
+        """Leased blocks belong to placements that are not running yet, so they are not subtracted twice."""
+        load = self._load
+        num_others, other_tokens = self._others
+        return (
+            num_others,
+            other_tokens,
+            max(len(self._sequences) + round(num_others), 0),
+            max(self._prompt_tokens + round(other_tokens), 0),
+            min(load.free_blocks, _MOST) - max(self._unseen_blocks - load.leased_blocks, 0),
+        )
+
+    def _show(self) -> None:
+        row = self._seat.row
+        for column, figure in zip(self._columns(), self._shown(), strict=True):
+            column[row] = figure
+
+    def _columns(self) -> tuple[Floats, Floats, Ints, Ints, Ints]:
+        table = self._seat.table
+        return (
+            table.other_seqs,
+            table.other_tokens,
+            table.num_seqs,
+            table.context_tokens,
+            table.free_blocks,
+        )
+
+    def validate(self) -> None:
+        unseen = self._unseen.values()
+        assert self._unseen.keys() <= self._sequences.keys()
+        assert self._unseen_blocks == sum(s.blocks for s in unseen)
+        assert self._num_started == sum(s.started_at is not None for s in self._sequences.values())
+        seen = self._sequences.keys() - self._unseen.keys()
+        assert all(self._sequences[r].started_at is not None for r in seen)
+        slots = {s.slot for s in self._sequences.values()}
+        assert len(slots) == len(self), "two sequences share an expected end"
+        table, row = self._seat.table, self._seat.row
+        shown = tuple(column[row] for column in self._columns())
+        assert shown == self._shown(), "the row is stale"
+        assert self._prompt_tokens == sum(s.tokens for s in self._sequences.values())
+        assert table.number[row] == self._number

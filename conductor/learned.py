@@ -1,0 +1,18 @@
+"""What reports have taught about all instances together; what they teach about one is kept with that one. Pure."""
+
+from __future__ import annotations
+
+from conductor.cost.accuracy import Accuracy
+from conductor.cost.output_length import OutputLengths
+
+
+class Learned:
+    """How long answers are, and how good predictions were."""
+
+    def __init__(self) -> None:
+        self.lengths = OutputLengths()
+        self.accuracy = Accuracy()
+
+    def validate(self) -> None:
+        self.lengths.validate()
+        self.accuracy.validate()
