@@ -44,7 +44,6 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
     fault_drop_connections: int = option(
         0, help="drop this many transfer connections, for fault tests"
     )
-    fault_delay_s: float = option(0.0, help="delay every transfer, seconds, for fault tests")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +63,6 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
         return FaultPlan(
             corrupt_writes=self.fault_corrupt_writes,
             drop_connections=self.fault_drop_connections,
-            delay_s=self.fault_delay_s,
         )
 
     def limits(self, plan: PoolPlan) -> Limits:
