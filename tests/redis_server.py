@@ -18,9 +18,10 @@ from types import TracebackType
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.ports import free_port
 
-START_S = 10.0
+START_S = PATIENCE_S
 _TRIES = 5  # another process may take the port between its choice and its use
 
 

@@ -18,6 +18,7 @@ from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.request import Request, SamplingParams
 from protocol.rpc import Channels
 from protocol.wire import sampling_to_wire
+from tests.patience import PATIENCE_S
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine
 
 BLOCK_SIZE = 8
@@ -96,7 +97,12 @@ class PrefillClient:
         return Prompt(request, new_id("lease"))
 
     async def reserve(
-        self, prompt: Prompt, *, ttl_s: float = 30.0, timeout_s: float = 10.0, fingerprint: str = ""
+        self,
+        prompt: Prompt,
+        *,
+        ttl_s: float = 30.0,
+        timeout_s: float = PATIENCE_S,
+        fingerprint: str = "",
     ) -> worker_pb2.LandingLease:
         message = worker_pb2.ReserveRequest(
             lease_id=prompt.lease_id,
@@ -119,7 +125,7 @@ class PrefillClient:
             for piece in range(self.layout.pieces_per_block)
         ]
         if transfers:
-            await self.transfer.submit(transfers, deadline_s=10.0)
+            await self.transfer.submit(transfers, deadline_s=PATIENCE_S)
 
     def _transfer(
         self, prompt: Prompt, lease: worker_pb2.LandingLease, index: int, piece: int
@@ -162,7 +168,7 @@ class PrefillClient:
             priority=request.priority,
             timeout_s=request.timeout_s,
         )
-        reply = await self.channels.call(self.landing.Commit, message, timeout_s=10.0)
+        reply = await self.channels.call(self.landing.Commit, message, timeout_s=PATIENCE_S)
         return list(reply.corrupt)
 
     async def hand_off(self, prompt: Prompt) -> worker_pb2.LandingLease:
@@ -174,9 +180,9 @@ class PrefillClient:
 
     async def release(self, lease_id: str) -> None:
         message = worker_pb2.ReleaseRequest(lease_id=lease_id)
-        await self.channels.call(self.landing.Release, message, timeout_s=5.0)
+        await self.channels.call(self.landing.Release, message, timeout_s=PATIENCE_S)
 
     async def status(self) -> worker_pb2.WorkerStatus:
         return await self.channels.call(
-            self.worker.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=5.0
+            self.worker.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=PATIENCE_S
         )

@@ -39,11 +39,11 @@ from tests.decode_worker.prefill_client import (
     layout_of,
     load_engine,
 )
+from tests.patience import PATIENCE_S
 from tests.random_models import make_model
 from transfer import FaultPlan, TransferEngine
 
 T = TypeVar("T")
-LIMIT_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ class Received:
             self.failures[failed.request_id] = failed.failure
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(LIMIT_S), self.changed:
+        async with asyncio.timeout(PATIENCE_S), self.changed:
             await self.changed.wait_for(condition)
 
     async def all_of(self, prompt: Prompt) -> list[int]:
@@ -106,7 +106,7 @@ class World:
         return await self.received.all_of(prompt)
 
     async def idle(self) -> None:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             await self.service.idle.wait()
         self.service.state.validate()
         assert self.service.state.num_free_blocks == self.service.state.num_blocks
@@ -148,7 +148,7 @@ async def world(
             yield World(client, received, service, transfer)
         finally:
             stop.set()
-            await asyncio.wait_for(work, LIMIT_S)
+            await asyncio.wait_for(work, PATIENCE_S)
             ears.cancel()
             await asyncio.wait({ears})
             await channels.close()
@@ -163,7 +163,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 async def refused(call: Awaitable[T], error: type[BaseException]) -> str:
     with pytest.raises(error) as caught:
-        await asyncio.wait_for(call, LIMIT_S)
+        await asyncio.wait_for(call, PATIENCE_S)
     return str(caught.value)
 
 
@@ -265,7 +265,7 @@ async def test_other_weights_are_refused_and_both_named(model_path: Path) -> Non
 async def test_a_submission_is_refused(model_path: Path) -> None:
     async with world(model_path) as w:
         call = w.client.channels.call(
-            w.client.worker.Submit, worker_pb2.SubmitRequest(), timeout_s=5.0
+            w.client.worker.Submit, worker_pb2.SubmitRequest(), timeout_s=PATIENCE_S
         )
         await refused(call, InvalidRequest)
 
@@ -279,12 +279,12 @@ async def test_a_full_pool_makes_reservations_wait_and_then_refuses_them(model_p
         waiting = asyncio.create_task(w.client.reserve(w.client.compute(prompt_of(16, 2), 4)))
         await wait_until_queued(w)
         await w.client.release(first.lease_id)
-        lease = await asyncio.wait_for(waiting, LIMIT_S)
+        lease = await asyncio.wait_for(waiting, PATIENCE_S)
         assert len(lease.block_ids) == 2
 
 
 async def wait_until_queued(w: World) -> None:
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(PATIENCE_S):
         while w.service.state.num_waiting == 0:
             await w.client.status()
 
@@ -297,7 +297,7 @@ async def test_a_cancelled_reserve_call_gives_up_its_place(model_path: Path) -> 
         await wait_until_queued(w)
         waiting.cancel()
         await asyncio.wait({waiting})
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while (await w.client.status()).load.num_waiting:
                 pass
 
@@ -309,7 +309,7 @@ async def test_a_cancelled_request_ends_and_frees_everything(model_path: Path) -
         name = prompt.request.request_id
         await w.received.until(lambda: name in w.received.tokens)
         cancel = worker_pb2.CancelRequest(request_id=name)
-        await w.client.channels.call(w.client.worker.Cancel, cancel, timeout_s=5.0)
+        await w.client.channels.call(w.client.worker.Cancel, cancel, timeout_s=PATIENCE_S)
         await w.idle()
         assert name not in w.received.finished
 
@@ -318,7 +318,7 @@ async def test_a_cancellation_ahead_of_the_handoff_refuses_it(model_path: Path) 
     async with world(model_path) as w:
         prompt = w.client.compute(prompt_of(20), 4)
         cancel = worker_pb2.CancelRequest(request_id=prompt.request.request_id)
-        await w.client.channels.call(w.client.worker.Cancel, cancel, timeout_s=5.0)
+        await w.client.channels.call(w.client.worker.Cancel, cancel, timeout_s=PATIENCE_S)
         await refused(w.client.reserve(prompt), Cancelled)
 
 

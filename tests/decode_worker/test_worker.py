@@ -23,13 +23,12 @@ from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb
 from protocol.process import Lifecycle
 from protocol.rpc import Channels, RpcServer
 from tests.decode_worker.prefill_client import BLOCK_SIZE, TOKEN, PrefillClient
+from tests.patience import PATIENCE_S
 from tests.ports import free_port
 from tests.prefill_worker.cluster import ReportedLifecycle
 from tests.prometheus import scrape
 from tests.random_models import make_model
 from transfer import TransferEngine
-
-LIMIT_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +97,7 @@ async def cluster(
     )
     with TransferEngine(cluster_token=TOKEN) as transfer:
         try:
-            registration = await asyncio.wait_for(conductor.registrations.get(), LIMIT_S)
+            registration = await asyncio.wait_for(conductor.registrations.get(), PATIENCE_S)
             assert registration.role == common_pb2.ROLE_DECODE
             assert registration.decode_profile.c0 + registration.decode_profile.c1 > 0
             rpc_address = registration.endpoint.rpc_address
@@ -110,7 +109,7 @@ async def cluster(
             )
         finally:
             lifecycle.stopping.set()
-            await asyncio.wait_for(worker, LIMIT_S)
+            await asyncio.wait_for(worker, PATIENCE_S)
             await channels.close()
             await server.stop(0)
 
@@ -123,7 +122,7 @@ async def test_a_worker_registers_serves_announces_its_blocks_and_leaves(
         await client.hand_off(prompt)
         tokens = 0
         request = worker_pb2.EventsRequest(gateway_id="gateway-0")
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             async for batch in client.channels.stream(client.worker.Events, request):
                 tokens += len(batch.tokens)
                 if tokens == 5:
@@ -133,7 +132,7 @@ async def test_a_worker_registers_serves_announces_its_blocks_and_leaves(
                     lambda: conductor.blocks == set(prompt.request.block_keys)
                 )
         lifecycle.stopping.set()
-        await asyncio.wait_for(worker, LIMIT_S)
+        await asyncio.wait_for(worker, PATIENCE_S)
         assert conductor.left.is_set()
 
 
@@ -144,18 +143,18 @@ async def test_a_draining_worker_says_so_refuses_new_work_and_finishes_old(
         prompt = client.compute(list(range(20)), 300)
         await client.hand_off(prompt)
         lifecycle.stopping.set()
-        async with asyncio.timeout(LIMIT_S), conductor.changed:
+        async with asyncio.timeout(PATIENCE_S), conductor.changed:
             await conductor.changed.wait_for(lambda: conductor.draining)
         with pytest.raises(NoWorker):
             await client.reserve(client.compute(list(range(9)), 4))
         finished = False
         request = worker_pb2.EventsRequest(gateway_id="gateway-0")
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             async for batch in client.channels.stream(client.worker.Events, request):
                 finished = finished or any(event.finish_reason for event in batch.tokens)
                 if finished:
                     break
-        await asyncio.wait_for(worker, LIMIT_S)
+        await asyncio.wait_for(worker, PATIENCE_S)
 
 
 async def test_a_worker_shows_what_its_transfer_engine_holds(
@@ -164,11 +163,11 @@ async def test_a_worker_shows_what_its_transfer_engine_holds(
     port, lifecycle = free_port(), ReportedLifecycle()
     config = config_of(model_path, tmp_path, metrics_port=port)
     worker = asyncio.create_task(serve(config, lifecycle))
-    await asyncio.wait_for(lifecycle.facts, LIMIT_S)
+    await asyncio.wait_for(lifecycle.facts, PATIENCE_S)
     metrics = await asyncio.to_thread(scrape, port)
     assert "moonserve_transfer_segments 1.0" in metrics
     lifecycle.stopping.set()
-    await asyncio.wait_for(worker, LIMIT_S)
+    await asyncio.wait_for(worker, PATIENCE_S)
 
 
 def test_a_batch_must_hold_a_token_of_each_sequence(model_path: Path, tmp_path: Path) -> None:
@@ -201,7 +200,7 @@ def test_a_process_becomes_ready_and_ends_on_sigterm(model_path: Path, tmp_path:
             if "ready" in entry:
                 break
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=LIMIT_S)
+        _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     assert stages[-1] == "ready"
     assert "measuring" in stages
@@ -209,7 +208,7 @@ def test_a_process_becomes_ready_and_ends_on_sigterm(model_path: Path, tmp_path:
 
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_2() -> None:
     process = start("--model", "/does/not/exist")
-    _, errors = process.communicate(timeout=LIMIT_S)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
     assert len(errors.strip().splitlines()) == 1
     assert "/does/not/exist" in errors

@@ -31,13 +31,13 @@ from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
 from protocol.rpc import Channels, RpcServer
 from protocol.wire import submission_to_wire
+from tests.patience import PATIENCE_S
 from tests.prefill_worker.builders import make_request
 from tests.prefill_worker.gates import GatedEngine, GatedLandings, GatedStores, ShiftedClock
 from transfer import FaultPlan, TransferEngine
 
 TOKEN = "secret"
 BLOCK_SIZE = 8
-LIMIT_S = 20.0
 # A slow engine: whatever a store holds is worth reading.
 PROFILE = PrefillProfile(c0=0.1, c1=0.1, c2=0.0)
 
@@ -82,7 +82,7 @@ class Ears:
         self.failures.update({failed.request_id: failed.failure for failed in batch.failures})
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(LIMIT_S), self.changed:
+        async with asyncio.timeout(PATIENCE_S), self.changed:
             await self.changed.wait_for(holds)
 
     async def all_tokens(self, name: str) -> list[int]:
@@ -144,7 +144,7 @@ class Cluster:
         )
         stub = worker_pb2_grpc.WorkerStub(self.channels.to(self.prefill.rpc_address))
         await self.channels.call(
-            stub.Submit, submission_to_wire(request, placement), timeout_s=LIMIT_S
+            stub.Submit, submission_to_wire(request, placement), timeout_s=PATIENCE_S
         )
 
     async def cancel(self, name: str) -> None:
@@ -152,12 +152,12 @@ class Cluster:
         for endpoint in (self.prefill, self.decode):
             stub = worker_pb2_grpc.WorkerStub(self.channels.to(endpoint.rpc_address))
             request = worker_pb2.CancelRequest(request_id=name)
-            await self.channels.call(stub.Cancel, request, timeout_s=LIMIT_S)
+            await self.channels.call(stub.Cancel, request, timeout_s=PATIENCE_S)
 
     async def status(self) -> worker_pb2.WorkerStatus:
         stub = worker_pb2_grpc.WorkerStub(self.channels.to(self.prefill.rpc_address))
         status: worker_pb2.WorkerStatus = await self.channels.call(
-            stub.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=LIMIT_S
+            stub.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=PATIENCE_S
         )
         return status
 
@@ -168,7 +168,7 @@ class Cluster:
 
     async def assert_drained(self) -> None:
         """No block is held on either side."""
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             await self.service.drained()
             if not self.decoder.state.is_idle:
                 await self.decoder.idle.wait()
@@ -319,7 +319,7 @@ async def _decoder(path: Path, num_blocks: int) -> AsyncIterator[tuple[Endpoint,
             yield _endpoint("decode-0", address, transfer.address), service
         finally:
             ended.set()
-            await asyncio.wait_for(working, LIMIT_S)
+            await asyncio.wait_for(working, PATIENCE_S)
             await server.stop(0)
             service.streams.close()
             thread.close()

@@ -24,9 +24,10 @@ from protocol.config import load
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2_grpc
 from protocol.rpc import Channels
 from protocol.wire import endpoint_from_wire, submission_to_wire
+from tests.patience import PATIENCE_S
 from tests.ports import free_port
 from tests.prefill_worker.builders import make_placement, make_request
-from tests.prefill_worker.cluster import LIMIT_S, TOKEN, Ears, ReportedLifecycle, listening
+from tests.prefill_worker.cluster import TOKEN, Ears, ReportedLifecycle, listening
 from tests.prefill_worker.processes import process_of
 from tests.prometheus import scrape
 from tests.random_models import make_model
@@ -44,22 +45,22 @@ async def running(serve: Callable[[Any, Any], Awaitable[None]], config: Any) -> 
     """A part of the cluster in this process; gives its RPC address."""
     lifecycle = ReportedLifecycle()
     task = asyncio.ensure_future(serve(config, lifecycle))
-    facts = await asyncio.wait_for(lifecycle.facts, LIMIT_S)
+    facts = await asyncio.wait_for(lifecycle.facts, PATIENCE_S)
     try:
         yield facts["rpc"]
     finally:
         lifecycle.stopping.set()
-        await asyncio.wait_for(task, LIMIT_S)
+        await asyncio.wait_for(task, PATIENCE_S)
 
 
 async def until_member(
     channels: Channels, conductor: str, name: str, *, num_blocks: int = 0
 ) -> tuple[conductor_pb2.ClusterView, conductor_pb2.InstanceView]:
     stub = conductor_pb2_grpc.ConductorStub(channels.to(conductor))
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             view = await channels.call(
-                stub.GetCluster, conductor_pb2.GetClusterRequest(), timeout_s=LIMIT_S
+                stub.GetCluster, conductor_pb2.GetClusterRequest(), timeout_s=PATIENCE_S
             )
             for instance in view.instances:
                 known = instance.indexed_blocks >= num_blocks
@@ -104,7 +105,7 @@ async def test_a_process_joins_serves_stores_and_leaves(model_path: Path, tmp_pa
             ears, stub = Ears(), worker_pb2_grpc.WorkerStub(channels.to(rpc))
             async with listening(ears, channels, endpoint_from_wire(member.endpoint)):
                 message = submission_to_wire(request, make_placement(request))
-                await channels.call(stub.Submit, message, timeout_s=LIMIT_S)
+                await channels.call(stub.Submit, message, timeout_s=PATIENCE_S)
                 await ears.all_tokens("r")
 
             # Two full blocks, computed here and put into the store that the conductor knows.
@@ -114,7 +115,7 @@ async def test_a_process_joins_serves_stores_and_leaves(model_path: Path, tmp_pa
             assert re.search(r'transfer_bytes_total\{op="write",peer="store-0",.* [1-9]', metrics)
 
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
+            assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
             view, _ = await until_member(channels, conductor, "store-0")
             assert [i.endpoint.instance_id for i in view.instances] == ["store-0"]
         await channels.close()

@@ -17,10 +17,10 @@ from protocol.errors import InvalidRequest
 from protocol.pb import worker_pb2_grpc
 from protocol.request import Endpoint, PrefixSource
 from protocol.wire import submission_to_wire
+from tests.patience import PATIENCE_S
 from tests.prefill_worker.builders import make_placement
 from tests.prefill_worker.cluster import (
     BLOCK_SIZE,
-    LIMIT_S,
     TOKEN,
     Cluster,
     ReportedLifecycle,
@@ -43,12 +43,12 @@ async def store_node(c: Cluster) -> AsyncIterator[Endpoint]:
     lifecycle = ReportedLifecycle()
     config = StoreConfig(instance_id="store-0", cluster_token=TOKEN, dram=4 * 2**20)
     running = asyncio.create_task(serve_store(config, lifecycle))
-    facts = await asyncio.wait_for(lifecycle.facts, LIMIT_S)
+    facts = await asyncio.wait_for(lifecycle.facts, PATIENCE_S)
     try:
         yield await c.stores.locate(facts["rpc"])
     finally:
         lifecycle.stopping.set()
-        await asyncio.wait_for(running, LIMIT_S)
+        await asyncio.wait_for(running, PATIENCE_S)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -56,7 +56,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 async def at(gate: Gate) -> None:
-    await asyncio.wait_for(gate.reached.wait(), LIMIT_S)
+    await asyncio.wait_for(gate.reached.wait(), PATIENCE_S)
 
 
 async def test_tokens_are_those_of_the_coupled_engine(model_path: Path) -> None:
@@ -101,7 +101,7 @@ async def test_prefixes_go_to_the_store_and_come_back_from_it(model_path: Path) 
         await writer.submit("w", prompt, max_tokens=1)
         await writer.ears.all_tokens("w")
         keys = writer.request("w", prompt).block_keys
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while not all(await writer.stores.exists(store, keys)):  # noqa: ASYNC110 - it is elsewhere
                 await asyncio.sleep(0.01)
         async with cluster(model_path) as reader:
@@ -227,11 +227,11 @@ async def test_malformed_submissions_are_refused_before_they_become_requests(
             for name, value in change.items():
                 setattr(wrong, name, value)
             with pytest.raises(InvalidRequest):
-                await c.channels.call(stub.Submit, wrong, timeout_s=LIMIT_S)
+                await c.channels.call(stub.Submit, wrong, timeout_s=PATIENCE_S)
         for rank in (math.nan, math.inf, -1.0):
             message.placement.rank = rank
             with pytest.raises(InvalidRequest, match="rank"):
-                await c.channels.call(stub.Submit, message, timeout_s=LIMIT_S)
+                await c.channels.call(stub.Submit, message, timeout_s=PATIENCE_S)
         await c.assert_drained()
 
 

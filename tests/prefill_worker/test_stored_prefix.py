@@ -13,7 +13,8 @@ import pytest
 from prefill_worker.store_speed import FORGET_AFTER_S
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, PrefixSource
-from tests.prefill_worker.cluster import BLOCK_SIZE, LIMIT_S, Cluster, cluster
+from tests.patience import PATIENCE_S
+from tests.prefill_worker.cluster import BLOCK_SIZE, Cluster, cluster
 from tests.prefill_worker.processes import process_of
 from tests.random_models import make_model
 
@@ -34,7 +35,7 @@ async def store_process(c: Cluster, *flags: str) -> AsyncIterator[Endpoint]:
     async with process_of("kvstore", *name, *flags) as (process, rpc):
         yield await c.stores.locate(rpc)
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
 
 
 async def put_into(c: Cluster, store: Endpoint, prompts: Sequence[Sequence[int]]) -> None:
@@ -44,14 +45,14 @@ async def put_into(c: Cluster, store: Endpoint, prompts: Sequence[Sequence[int]]
         await c.submit(f"w{number}", prompt, max_tokens=1)
         await c.ears.all_tokens(f"w{number}")
         keys = c.request(f"w{number}", prompt).block_keys
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while not all(await c.stores.exists(store, keys)):  # noqa: ASYNC110 - it is elsewhere
                 await asyncio.sleep(0.01)
 
 
 async def until_on_disk_only(c: Cluster, store: Endpoint, count: int) -> None:
     """Waits until the store has so many objects on disk and not in memory."""
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             stats = await c.stores.stats(store)
             if stats.recovered == 1 and stats.num_on_disk == count:

@@ -9,8 +9,7 @@ import pytest
 from protocol.errors import StaleLease
 from protocol.process import Lifecycle, running
 from protocol.timer import Timer
-
-LIMIT_S = 5.0
+from tests.patience import PATIENCE_S
 
 
 async def test_a_process_waits_until_it_is_told_to_stop() -> None:
@@ -20,7 +19,7 @@ async def test_a_process_waits_until_it_is_told_to_stop() -> None:
         await asyncio.sleep(0)
         assert not waiting.done()
         lifecycle.stopping.set()
-        await asyncio.wait_for(waiting, LIMIT_S)
+        await asyncio.wait_for(waiting, PATIENCE_S)
         assert not other.done()
     assert other.cancelled()
 
@@ -31,7 +30,7 @@ async def test_what_ends_a_watched_task_ends_the_wait() -> None:
 
     async with running(refused()) as task:
         with pytest.raises(StaleLease):
-            await asyncio.wait_for(Lifecycle(None).until_stopped(task), LIMIT_S)
+            await asyncio.wait_for(Lifecycle(None).until_stopped(task), PATIENCE_S)
 
 
 async def test_a_cancelled_wait_leaves_the_watched_task_alone() -> None:
@@ -49,9 +48,9 @@ async def test_a_timer_rings_at_the_last_instant_it_was_set_to() -> None:
     timer = Timer(lambda: rings.put_nowait("ring"), lambda: now)
     timer.set(1000.0)
     timer.set(99.0)  # past: rings at once
-    assert await asyncio.wait_for(rings.get(), LIMIT_S) == "ring"
+    assert await asyncio.wait_for(rings.get(), PATIENCE_S) == "ring"
     timer.set(99.0)  # set anew after it rang
-    assert await asyncio.wait_for(rings.get(), LIMIT_S) == "ring"
+    assert await asyncio.wait_for(rings.get(), PATIENCE_S) == "ring"
 
 
 async def test_a_timer_that_was_unset_does_not_ring() -> None:
@@ -61,5 +60,5 @@ async def test_a_timer_that_was_unset_does_not_ring() -> None:
     timer.set(None)
     after = asyncio.Event()
     asyncio.get_running_loop().call_later(0.0, after.set)
-    await asyncio.wait_for(after.wait(), LIMIT_S)
+    await asyncio.wait_for(after.wait(), PATIENCE_S)
     assert rings == []

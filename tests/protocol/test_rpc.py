@@ -23,6 +23,7 @@ from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.request import Token
 from protocol.rpc import Channels, RpcServer, failure_from_wire, failure_to_wire
 from protocol.streams import GatewayStreams
+from tests.patience import PATIENCE_S
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):
@@ -56,7 +57,7 @@ async def cluster() -> AsyncIterator[tuple[Worker, Channels, str]]:
 
 async def cancel(channels: Channels, address: str) -> None:
     stub = worker_pb2_grpc.WorkerStub(channels.to(address))
-    await channels.call(stub.Cancel, worker_pb2.CancelRequest(request_id="r"), timeout_s=5)
+    await channels.call(stub.Cancel, worker_pb2.CancelRequest(request_id="r"), timeout_s=PATIENCE_S)
 
 
 async def test_an_error_arrives_as_the_class_that_was_raised(
@@ -115,7 +116,7 @@ async def test_events_sent_before_the_stream_stands_are_not_lost(
     worker.streams.send(GatewayId("g"), tokens=[token(2)])
     assert [t.index for t in (await anext(stream)).tokens] == [1, 2]
     await stream.aclose()  # type: ignore[attr-defined]
-    assert await asyncio.wait_for(worker.lost.get(), 5) == "g"
+    assert await asyncio.wait_for(worker.lost.get(), PATIENCE_S) == "g"
 
 
 @pytest.mark.parametrize("code", sorted(error_classes()))

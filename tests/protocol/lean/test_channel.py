@@ -13,6 +13,7 @@ from protocol.lean.served import MAX_WAITING_CALLS
 from protocol.lean.server import LeanServer
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
+from tests.patience import PATIENCE_S
 from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
 
 EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
@@ -49,18 +50,19 @@ async def stub(store: ScriptedStore, channels: Channels) -> AsyncIterator[Any]:
 async def test_a_cancelled_call_cancels_its_handler(
     stub: Any, store: ScriptedStore, channels: Channels
 ) -> None:
-    call = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=10))
+    call = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=PATIENCE_S))
     await store.begun.get()
     call.cancel()
     assert await store.cancelled.get() == "l"
-    assert (await channels.call(stub.Exists, EXISTS, timeout_s=10)).present
+    assert (await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)).present
 
 
 async def test_a_call_cancelled_while_dialling_leaves_the_dial_to_others(
     stub: Any, channels: Channels
 ) -> None:
     first, second = (
-        asyncio.create_task(channels.call(stub.Exists, EXISTS, timeout_s=10)) for _ in range(2)
+        asyncio.create_task(channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S))
+        for _ in range(2)
     )
     await asyncio.sleep(0)
     first.cancel()
@@ -70,27 +72,27 @@ async def test_a_call_cancelled_while_dialling_leaves_the_dial_to_others(
 async def test_closing_a_channel_ends_its_calls_and_cancels_their_handlers(
     stub: Any, store: ScriptedStore, channels: Channels
 ) -> None:
-    call = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=10))
+    call = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=PATIENCE_S))
     await store.begun.get()
     await channels.close()
     with pytest.raises(PeerLost):
         await call
     assert await store.cancelled.get() == "l"
     with pytest.raises(PeerLost, match="was closed"):
-        await stub.Exists(EXISTS, timeout=10)
+        await stub.Exists(EXISTS, timeout=PATIENCE_S)
 
 
 async def test_more_waiting_calls_than_one_client_may_have_are_refused(
     stub: Any, store: ScriptedStore, channels: Channels
 ) -> None:
     calls = [
-        asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=30))
+        asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=PATIENCE_S))
         for _ in range(MAX_WAITING_CALLS + 1)
     ]
     done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
     (refused,) = done
     assert isinstance(refused.exception(), Overloaded)
-    assert (await channels.call(stub.Exists, EXISTS, timeout_s=10)).present
+    assert (await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)).present
     store.go.set()
     await asyncio.gather(*calls, return_exceptions=True)
 
@@ -98,7 +100,7 @@ async def test_more_waiting_calls_than_one_client_may_have_are_refused(
 async def test_deadlines_end_calls_each_in_its_own_time(
     stub: Any, store: ScriptedStore, channels: Channels
 ) -> None:
-    patient = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=30))
+    patient = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=PATIENCE_S))
     for timeout_s in (0.06, 0.03, 0.001):
         with pytest.raises(DeadlineExceeded):
             await channels.call(stub.Lease, LEASE, timeout_s=timeout_s)
@@ -111,12 +113,12 @@ async def test_the_next_call_reaches_a_restarted_server(
 ) -> None:
     server, address = await start(store)
     stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
-    await channels.call(stub.Exists, EXISTS, timeout_s=10)
+    await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)
     await server.stop(0)
     with pytest.raises(PeerLost):
-        await channels.call(stub.Exists, EXISTS, timeout_s=10)
+        await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)
     server, _ = await start(store, int(address.rpartition(":")[2]))
-    assert (await channels.call(stub.Exists, EXISTS, timeout_s=10)).present
+    assert (await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)).present
     await channels.close()
     await server.stop(0)
 
@@ -128,7 +130,7 @@ async def test_a_call_can_wait_for_a_server_that_is_not_there_yet(
     await server.stop(0)
     stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
     call = asyncio.create_task(
-        channels.call(stub.Exists, EXISTS, timeout_s=20, wait_for_ready=True)
+        channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S, wait_for_ready=True)
     )
     await asyncio.sleep(0)
     server, _ = await start(store, int(address.rpartition(":")[2]))

@@ -24,6 +24,7 @@ from protocol.lean.frames import MAX_MESSAGE_BYTES
 from protocol.lean.sync_channel import SyncChannel
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels, RpcServer
+from tests.patience import PATIENCE_S
 from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
 
 EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE, b"gone"])
@@ -56,7 +57,7 @@ async def call(address: str, request: pytest.FixtureRequest) -> AsyncIterator[Ca
         channel = SyncChannel(address, TOKEN)
         sync_stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
         loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(16)
-        yield lambda name, message, timeout_s=10.0: loop.run_in_executor(
+        yield lambda name, message, timeout_s=PATIENCE_S: loop.run_in_executor(
             threads, partial(getattr(sync_stub, name), message, timeout=timeout_s)
         )
         threads.shutdown()
@@ -64,7 +65,7 @@ async def call(address: str, request: pytest.FixtureRequest) -> AsyncIterator[Ca
     else:
         channels = Channels(TOKEN)
         stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
-        yield lambda name, message, timeout_s=10.0: channels.call(
+        yield lambda name, message, timeout_s=PATIENCE_S: channels.call(
             getattr(stub, name), message, timeout_s=timeout_s
         )
         await channels.close()
@@ -194,10 +195,10 @@ async def test_a_wrong_token_is_refused(address: str) -> None:
     channels, threads = Channels("guess"), SyncChannel(address, "guess")
     stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
     with pytest.raises(Unauthenticated):
-        await channels.call(stub.Exists, EXISTS, timeout_s=5)
+        await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)
     path = "/moonserve.KvStore/Exists"
     with pytest.raises(Unauthenticated):
-        await asyncio.to_thread(threads.call, path, b"", timeout_s=5)
+        await asyncio.to_thread(threads.call, path, b"", timeout_s=PATIENCE_S)
     await channels.close()
     threads.close()
 
@@ -207,9 +208,9 @@ async def test_nobody_there_is_peer_lost() -> None:
         channels = Channels(TOKEN)
         stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
         with pytest.raises(PeerLost):
-            await channels.call(stub.Exists, EXISTS, timeout_s=5)
+            await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)
         with pytest.raises(PeerLost):
-            SyncChannel(address, TOKEN).call("/moonserve.KvStore/Exists", b"", timeout_s=5)
+            SyncChannel(address, TOKEN).call("/moonserve.KvStore/Exists", b"", timeout_s=PATIENCE_S)
         await channels.close()
 
 

@@ -15,6 +15,7 @@ from protocol.lean import frames, sockets
 from protocol.lean.handshake import NONCE_BYTES, Initiator
 from protocol.lean.sync_channel import SyncChannel
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from tests.patience import PATIENCE_S
 from tests.protocol.lean.scripted import ECHO, FULL, HERE, TOKEN, ServerProcess, server_process
 
 EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
@@ -34,20 +35,20 @@ def address(peer: ServerProcess, request: pytest.FixtureRequest) -> str:
 
 def exists(channel: SyncChannel) -> bool:
     stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
-    return list(stub.Exists(EXISTS, timeout=10).present) == [True]
+    return list(stub.Exists(EXISTS, timeout=PATIENCE_S).present) == [True]
 
 
 def test_what_follows_goes_to_whoever_took_the_connection(address: str) -> None:
     """The channel's other connections stay what they are, also when the handed one ends."""
     with SyncChannel(address, TOKEN) as channel:
         assert exists(channel)
-        with channel.hand_over(ECHO, timeout_s=10) as first:
-            first.settimeout(10)
+        with channel.hand_over(ECHO, timeout_s=PATIENCE_S) as first:
+            first.settimeout(PATIENCE_S)
             for said in (b"one", b"two"):
                 first.sendall(said)
                 assert first.recv(100) == said.upper()
-            with channel.hand_over(ECHO, timeout_s=10) as second:
-                second.settimeout(10)
+            with channel.hand_over(ECHO, timeout_s=PATIENCE_S) as second:
+                second.settimeout(PATIENCE_S)
                 second.sendall(b"beside")
                 assert second.recv(100) == b"BESIDE"
             assert exists(channel)
@@ -59,9 +60,9 @@ def test_what_follows_goes_to_whoever_took_the_connection(address: str) -> None:
 def test_whom_nobody_takes_is_told_why(address: str) -> None:
     with SyncChannel(address, TOKEN) as channel:
         with pytest.raises(Overloaded, match="no place"):
-            channel.hand_over(FULL, timeout_s=10)
+            channel.hand_over(FULL, timeout_s=PATIENCE_S)
         with pytest.raises(Incompatible, match="no method"):
-            channel.hand_over("/test!none", timeout_s=10)
+            channel.hand_over("/test!none", timeout_s=PATIENCE_S)
         assert exists(channel)
 
 
@@ -81,7 +82,7 @@ def proven(address: str) -> Iterator[tuple[socket.socket, tuple[str, ...]]]:
     """A connection behind its handshake, and what the server offers."""
     family, target = sockets.parse(address)
     with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.settimeout(10)
+        sock.settimeout(PATIENCE_S)
         sock.connect(target)
         initiator = Initiator(TOKEN, secrets.token_bytes(NONCE_BYTES))
         sock.sendall(initiator.hello)

@@ -13,6 +13,7 @@ from protocol.errors import DeadlineExceeded, PeerLost
 from protocol.lean.server import LeanServer
 from protocol.lean.sync_channel import SyncChannel
 from protocol.pb import kvstore_pb2
+from tests.patience import PATIENCE_S
 from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
 
 PATH = "/moonserve.KvStore/Exists"
@@ -37,10 +38,10 @@ async def address() -> AsyncIterator[str]:
 async def test_an_idle_connection_to_a_restarted_server_is_not_a_lost_call() -> None:
     server, address = await start()
     with SyncChannel(address, TOKEN) as channel:
-        await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=10)
+        await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=PATIENCE_S)
         await server.stop(0)
         server, _ = await start(int(address.rpartition(":")[2]))
-        assert await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=10) == PRESENT
+        assert await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=PATIENCE_S) == PRESENT
     await server.stop(0)
 
 
@@ -49,7 +50,9 @@ async def test_many_threads_share_a_channel(address: str, spin_s: float) -> None
     with SyncChannel(address, TOKEN, spin_s=spin_s) as channel, ThreadPoolExecutor(8) as threads:
 
         def work() -> bool:
-            return all(channel.call(PATH, REQUEST, timeout_s=30) == PRESENT for _ in range(100))
+            return all(
+                channel.call(PATH, REQUEST, timeout_s=PATIENCE_S) == PRESENT for _ in range(100)
+            )
 
         loop = asyncio.get_running_loop()
         assert all(await asyncio.gather(*(loop.run_in_executor(threads, work) for _ in range(8))))
@@ -72,5 +75,5 @@ def test_a_peer_that_hangs_up_in_the_handshake_is_lost() -> None:
         hung_up = threads.submit(lambda: rude.accept()[0].close())
         address = f"lean://127.0.0.1:{rude.getsockname()[1]}"
         with SyncChannel(address, TOKEN) as channel, pytest.raises(PeerLost):
-            channel.call(PATH, REQUEST, timeout_s=30)
+            channel.call(PATH, REQUEST, timeout_s=PATIENCE_S)
         hung_up.result()

@@ -16,7 +16,7 @@ from protocol.registry.redis_registry import RedisRegistry
 from protocol.registry.remote import RemoteRegistry
 from protocol.registry.service import RegistryService
 from protocol.rpc import RpcServer
-from tests.protocol.registry.members import PATIENCE_S
+from tests.patience import PATIENCE_S
 from tests.redis_server import RedisServer
 
 Connect = Callable[[], Registry]

@@ -9,9 +9,7 @@ from typing import Any
 
 from protocol.registry.base import Member, Registry
 from protocol.request import Endpoint
-
-PATIENCE_S = 20.0
-"""A test that waits for longer has failed; nothing waits for it to pass."""
+from tests.patience import PATIENCE_S
 
 
 def member(

@@ -11,8 +11,9 @@ import pytest
 from protocol.errors import InvalidRequest, StaleLease
 from protocol.registry.base import Member, Superseded
 from protocol.registry.claims import MAX_EPOCH
+from tests.patience import PATIENCE_S
 from tests.protocol.registry.conftest import Connect
-from tests.protocol.registry.members import PATIENCE_S, ids, member, watched_until
+from tests.protocol.registry.members import ids, member, watched_until
 
 SHORT_S = 0.5
 """A lease that a test waits out."""

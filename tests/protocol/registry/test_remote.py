@@ -14,7 +14,8 @@ import pytest
 
 from protocol.errors import PeerLost, StaleLease
 from protocol.registry.remote import RemoteRegistry
-from tests.protocol.registry.members import PATIENCE_S, member
+from tests.patience import PATIENCE_S
+from tests.protocol.registry.members import member
 
 
 class OtherProcess:
@@ -51,16 +52,18 @@ def other() -> Iterator[OtherProcess]:
 
 
 async def test_a_stopped_process_is_peer_lost_within_the_deadline(other: OtherProcess) -> None:
+    patient = RemoteRegistry(other.address, "secret", deadline_s=PATIENCE_S)
     registry = RemoteRegistry(other.address, "secret", deadline_s=0.5)
-    joined = await registry.join(member())
+    joined = await patient.join(member())
     other.signal(signal.SIGSTOP)
     for call in (registry.join, registry.renew, registry.leave):
         with pytest.raises(PeerLost):
             await call(joined)
     other.signal(signal.SIGCONT)
     async with asyncio.timeout(PATIENCE_S):
-        joined = await joined_again(registry)
-    assert await registry.members() == [joined]
+        joined = await joined_again(patient)
+    assert await patient.members() == [joined]
+    await patient.close()
     await registry.close()
 
 

@@ -12,11 +12,13 @@ from protocol.errors import InvalidRequest, PeerLost, StaleLease, Unauthenticate
 from protocol.registry.base import Member, Registry
 from protocol.registry.remote import RemoteRegistry
 from protocol.registry.seat import Seat, seated
+from tests.patience import PATIENCE_S
 from tests.protocol.registry.conftest import Connect, OpenRedis, served
-from tests.protocol.registry.members import PATIENCE_S, ids, member, watched_until
+from tests.protocol.registry.members import ids, member, watched_until
 from tests.redis_server import RedisServer
 
-TTL_S = 1.0
+TTL_S = 4.0
+"""Many times what a busy machine takes to renew it."""
 RENEW_EVERY_S = 0.1
 
 
@@ -102,7 +104,7 @@ async def test_a_restarted_process_takes_its_seat_at_once_and_its_last_life_ends
 
 async def test_a_lease_of_a_dead_owner_is_waited_for(connect: Connect) -> None:
     registry, holder = connect(), Holder(connect(), member(owner="b"))
-    dead = await registry.join(member(owner="a"), ttl_s=TTL_S)
+    dead = await registry.join(member(owner="a"), ttl_s=1.0)
     async with seated(holder.seat):
         assert await holder.epoch() > dead.endpoint.epoch
 
@@ -195,7 +197,7 @@ async def test_a_wrong_token_ends_the_seat_at_once() -> None:
 
 async def test_a_registry_that_restarts_is_waited_for_and_joined_again(told: Told) -> None:
     async with served() as address:
-        registry = RemoteRegistry(address, "secret", deadline_s=0.5)
+        registry = RemoteRegistry(address, "secret", deadline_s=5.0)
         holder = Holder(registry, member())
         keeping = seated(holder.seat)
         task = await keeping.__aenter__()
@@ -215,7 +217,7 @@ async def test_a_seat_waits_for_a_registry_that_comes_later(
     redis_server: RedisServer, open_redis: OpenRedis
 ) -> None:
     redis_server.kill()
-    registry = open_redis(redis_server.url, deadline_s=0.5)
+    registry = open_redis(redis_server.url, deadline_s=5.0)
     holder = Holder(registry, member())
     async with seated(holder.seat):
         with pytest.raises(TimeoutError):
@@ -228,7 +230,7 @@ async def test_members_survive_a_killed_redis_and_join_again_when_it_is_back(
     redis_server: RedisServer, told: Told, open_redis: OpenRedis
 ) -> None:
     """Redis comes back empty: each renewal is refused, each seat is taken again under a later epoch."""
-    registry = open_redis(redis_server.url, deadline_s=0.5, poll_s=0.1)
+    registry = open_redis(redis_server.url, deadline_s=5.0, poll_s=0.1)
     holders = [Holder(registry, member(f"store-{n}", owner=str(n))) for n in range(3)]
     async with seated(holders[0].seat) as a, seated(holders[1].seat) as b, seated(holders[2].seat):
         before = [await holder.epoch() for holder in holders]
@@ -252,7 +254,7 @@ async def test_members_survive_a_killed_redis_and_join_again_when_it_is_back(
 async def test_leaving_without_a_registry_does_not_hang(
     redis_server: RedisServer, open_redis: OpenRedis
 ) -> None:
-    registry = open_redis(redis_server.url, deadline_s=0.3)
+    registry = open_redis(redis_server.url, deadline_s=1.0)
     holder = Holder(registry, member())
     async with asyncio.timeout(PATIENCE_S):
         async with seated(holder.seat):

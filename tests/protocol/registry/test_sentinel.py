@@ -11,8 +11,9 @@ import pytest
 
 from protocol.errors import PeerLost
 from protocol.registry.seat import Seat, seated
+from tests.patience import PATIENCE_S
 from tests.protocol.registry.conftest import OpenRedis
-from tests.protocol.registry.members import PATIENCE_S, member
+from tests.protocol.registry.members import member
 from tests.redis_server import RedisServer
 
 DOWN_AFTER_MS = 500
