@@ -56,12 +56,15 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
 async def _switch(arguments: Namespace, environ: Mapping[str, str], output: Output) -> None:
     role = Role(arguments.role)
     key = environ.get(KEY_ENV, "")
-    found = await _find(arguments.url, key, arguments.instance)
+    instances = await _instances(arguments.url, key)
+    found = next((i for i in instances if i["instance_id"] == arguments.instance), None)
     if found is None:
         raise NoWorker(f"{arguments.url} knows of no worker {arguments.instance}")
     if found["role"] == role:
         output.line(f"{arguments.instance} is a {role} worker")
         return
+    if not arguments.force:
+        _check_successors(found, instances)
     await command(
         found["rpc_address"], role, arguments.drain_s, cluster_token=environ.get(TOKEN_ENV, "")
     )
@@ -107,18 +110,30 @@ async def _until_back(arguments: Namespace, key: str, role: Role) -> None:
     try:
         async with asyncio.timeout(limit_s):
             while True:
-                found = await _find(arguments.url, key, arguments.instance)
-                if found is not None and found["role"] == role:
+                instances = await _instances(arguments.url, key)
+                roles = {each["instance_id"]: each["role"] for each in instances}
+                if roles.get(arguments.instance) == role:
                     return
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as error:
         raise NoWorker(f"{arguments.instance} has not come back as {role} worker yet") from error
 
 
-async def _find(url: str, api_key: str, instance_id: str) -> dict[str, Any] | None:
-    """The instance as the gateway shows it. Raises PeerLost when it does not answer."""
+def _check_successors(leaving: dict[str, Any], instances: Sequence[dict[str, Any]]) -> None:
+    """Raises InvalidRequest where nobody would be left to do what the worker does now."""
+    role = leaving["role"]
+    if sum(each["role"] == role and not each["draining"] for each in instances) < 2:
+        raise InvalidRequest(
+            f"{leaving['instance_id']} is the only {role} worker; without one, requests fail. Give another worker "
+            "this role first, or insist with --force"
+        )
+
+
+async def _instances(url: str, api_key: str) -> list[dict[str, Any]]:
+    """As the gateway shows them. Raises MoonserveError when it does not answer."""
     view = await asyncio.to_thread(_cluster, url, api_key)
-    return next((i for i in view["instances"] if i["instance_id"] == instance_id), None)
+    found: list[dict[str, Any]] = view["instances"]
+    return found
 
 
 def _cluster(url: str, api_key: str) -> dict[str, Any]:
@@ -165,6 +180,9 @@ def _parser(environ: Mapping[str, str]) -> ArgumentParser:
     parser.add_argument("--url", default=environ.get(URL_ENV, DEFAULT_URL), help="of the gateway")
     parser.add_argument(
         "--drain-s", type=float, help="seconds that what is under way gets to finish"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="also if it is the only worker of its role"
     )
     parser.add_argument("--no-wait", action="store_true", help="do not wait until it has changed")
     return parser

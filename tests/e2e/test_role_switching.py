@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,45 @@ def test_a_stream_goes_on_while_its_decode_worker_becomes_a_prefill_worker_and_b
     assert expected(cluster, LONG) == wanted
 
 
+def test_no_answer_is_lost_or_wrong_while_workers_of_both_roles_change_under_load(
+    cluster: Cluster,
+) -> None:
+    prompts = [PROMPT[:20] + [number] * 60 for number in range(10, 16)]
+    wanted = [
+        cluster.complete(prompt, max_tokens=20, **WISH)["choices"][0]["token_ids"]
+        for prompt in prompts
+    ]
+    stopping = threading.Event()
+    with ThreadPoolExecutor(len(prompts)) as clients:
+        asking = [
+            clients.submit(ask_over_and_over, cluster, prompt, right, stopping)
+            for prompt, right in zip(prompts, wanted, strict=True)
+        ]
+        try:
+            for instance_id, to in [
+                ("worker-1", "prefill"),
+                ("worker-0", "decode"),
+                ("worker-0", "prefill"),
+                ("worker-1", "decode"),
+            ]:
+                assert switch(cluster, instance_id, to, 300.0) == 0
+        finally:
+            stopping.set()
+        for each in asking:
+            each.result()
+
+
+def ask_over_and_over(
+    cluster: Cluster, prompt: list[int], wanted: list[int], stopping: threading.Event
+) -> None:
+    """At least once; the answer must come and be right."""
+    while True:
+        answer = cluster.complete(prompt, max_tokens=20, **WISH)
+        assert answer["choices"][0]["token_ids"] == wanted
+        if stopping.is_set():
+            return
+
+
 def test_a_worker_that_changed_is_placed_upon_in_its_new_role(cluster: Cluster) -> None:
     assert switch(cluster, "worker-2", "prefill", 300.0) == 0
     answer = cluster.complete(PROMPT, max_tokens=2, **WISH)
@@ -155,7 +195,9 @@ def test_the_command_says_what_is_wrong(
     assert "worker-9" in capsys.readouterr().err
     assert switch(cluster, "worker-0", "prefill", 0.0) == 0
     assert "is a prefill worker" in capsys.readouterr().out
-    arguments = ["worker-0", "decode", "--url", cluster.url]
+    assert switch(cluster, "worker-0", "decode", 0.0) == 2
+    assert "the only prefill worker" in capsys.readouterr().err
+    arguments = ["worker-0", "decode", "--url", cluster.url, "--force"]
     assert role.main(arguments, {"MOONSERVE_CLUSTER_TOKEN": "wrong"}) == 2
     assert "MOONSERVE_CLUSTER_TOKEN" in capsys.readouterr().err
 
