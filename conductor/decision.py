@@ -27,6 +27,7 @@ class PrefillCandidate(NamedTuple):
     queue_s: float
     prefill_s: float
     ttft_s: float
+    added_s: float  # by which others would wait longer, together; 0 where the policy does not ask
     chosen_at: int  # number of the placement that last went here; 0 = none yet
 
 
@@ -64,6 +65,7 @@ class PrefillColumns(NamedTuple):
     queue_s: Floats
     prefill_s: Floats
     ttft_s: Floats
+    added_s: Floats
     chosen_at: Ints
 
     def rows(self) -> tuple[PrefillCandidate, ...]:

@@ -59,6 +59,7 @@ def record(prefills: PrefillTable, offers: Offers, weighed: Weighed) -> PrefillC
         offers.queue_s if weighed.queue_s is None else weighed.queue_s,
         weighed.prefill_s,
         weighed.ttft_s,
+        np.zeros(len(weighed.ttft_s)) if weighed.added_s is None else weighed.added_s,
         offers.chosen_at,
     )
 

@@ -77,6 +77,7 @@ class Weighed(NamedTuple):
         None  # seconds by which it yields; None: 0 everywhere, in order of arrival
     )
     queue_s: Floats | None = None  # that `ttft_s` counts on; None: the offers' column
+    added_s: Floats | None = None  # by which others would wait longer, together; for the record
 
     def by(self, score: Floats | Ints) -> Weighed:
         return self._replace(score=score)

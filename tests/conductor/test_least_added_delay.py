@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conductor.events import Phase, SwitchPolicy
 from conductor.policies.base import Offers, Prompt
-from conductor.policies.least_added_delay import LeastAddedDelay, yields_s
+from conductor.policies.least_added_delay import LeastAddedDelay, Terms, yields_s
 from conductor.state import Limits
 from protocol.ids import RequestId
 from tests.conductor.cluster import Cluster, chain
@@ -43,7 +43,7 @@ def test_a_prompt_that_is_not_late_keeps_its_objective_when_it_yields(
     prefill_s: float, waiting_s: float
 ) -> None:
     """The work that is there, its own, and as much again as may arrive while it yields."""
-    yields = yields_s(prefill_s, waiting_s, SLO_S)
+    yields = yields_s(prefill_s, waiting_s, SLO_S, Terms())
     assert yields >= 0.0
     if yields <= SLO_S:
         assert waiting_s + prefill_s + yields <= SLO_S * (1 + 1e-9)
@@ -55,18 +55,18 @@ def test_the_more_waits_the_fewer_are_worth_their_seconds(
     prefill_s: float, waits: list[float]
 ) -> None:
     """Once a prompt is late for a queue, it is for every longer one; its yield is bounded all the same."""
-    yields = [yields_s(prefill_s, waiting_s, SLO_S) for waiting_s in sorted(waits)]
+    yields = [yields_s(prefill_s, waiting_s, SLO_S, Terms()) for waiting_s in sorted(waits)]
     late = [each > SLO_S for each in yields]
     assert all(then or not now for now, then in pairwise(late))
     assert max(yields) <= 30.0 * SLO_S + 10.0 * prefill_s
 
 
 def test_without_an_objective_the_order_is_shortest_first() -> None:
-    assert yields_s(2.0, 1e6, math.inf) == 10.0
+    assert yields_s(2.0, 1e6, math.inf, Terms()) == 10.0
 
 
 def test_an_objective_of_nothing_makes_everything_late_and_divides_by_nothing() -> None:
-    assert yields_s(2.0, 5.0, 0.0) == 20.0
+    assert yields_s(2.0, 5.0, 0.0, Terms()) == 20.0
 
 
 def test_a_short_prompt_goes_before_a_long_one_that_waits_and_not_before_what_yields_less() -> None:
@@ -76,7 +76,10 @@ def test_a_short_prompt_goes_before_a_long_one_that_waits_and_not_before_what_yi
     short = made.place("short", tokens=100)
     assert short.rank == pytest.approx(5.0)
     assert short.predicted_ttft_s == pytest.approx(3.0 + 1.0), "before the long one"
-    assert queue_s(made, "short") == {"p0": pytest.approx(3.0)}
+    decision = made.state.explain(RequestId("short"))
+    assert decision is not None
+    (candidate,) = decision.prefill_candidates
+    assert (candidate.queue_s, candidate.added_s) == (pytest.approx(3.0), pytest.approx(1.0))
     made.now += 46.0
     assert made.place("later", tokens=100).predicted_ttft_s > 10.0, "the long one has waited enough"
 
@@ -104,6 +107,17 @@ def test_a_prefix_is_fetched_where_that_is_faster_than_computing_it() -> None:
         ("s1", 19),
         ("s0", 1),
     ]
+
+
+@pytest.mark.parametrize(("busy_tokens", "chosen"), [(10, "p0"), (30, "p1")])
+def test_of_similar_instances_the_one_wins_that_holds_the_prefix(
+    busy_tokens: int, chosen: str
+) -> None:
+    """Fetching takes 20 ms, computing 2 s, and a copy counts a tenth of that: 0.1 s of queue are worth it, 0.3 not."""
+    made, keys = cluster(2), chain("shared", 20)
+    made.heartbeat("s0", holds=keys)
+    made.place("busy", tokens=busy_tokens)
+    assert made.place("r", keys=keys, tokens=205).prefill.instance_id == chosen
 
 
 def test_a_prompt_that_costs_more_than_it_brings_waits_behind_all_others() -> None:
