@@ -43,6 +43,10 @@ class Link:
         """Bytes, ever."""
         return self._flow.into.moved
 
+    def fileno(self) -> int:
+        """For compiled code that serves it; valid until it is closed."""
+        return self._fd
+
     def send(self, pieces: IoVectors) -> None:
         """They begin to move with the next `pump`. The caller keeps the array and the memory until they are sent."""
         self._flow.send(pieces)

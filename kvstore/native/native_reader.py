@@ -37,6 +37,16 @@ class NativeLookups:
         self._mapping = Mapping(table_over(index_memory, geometry), data, len(data_memory))
         self._at = ctypes.addressof(self._mapping)
 
+    @property
+    def mapping_at(self) -> int:
+        """The address of what C knows of this memory; good for as long as this lives."""
+        return self._at
+
+    @property
+    def locate_at(self) -> int:
+        """The address of `reader_locate`."""
+        return ctypes.cast(self._library.reader_locate, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
     def find(self, key: BlockKey) -> tuple[int, Entry | None]:
         found = ctypes.create_string_buffer(SLOT.size)
         status = self._library.reader_find(self._at, key, found)

@@ -137,6 +137,11 @@ class MappedReader:
             else NativeLookups(libraries[0], index_memory, geometry, data_memory)
         )
 
+    @property
+    def native(self) -> NativeLookups | None:
+        """For other compiled code that looks here; None without a compiler."""
+        return self._lookups if isinstance(self._lookups, NativeLookups) else None
+
     def find(self, key: BlockKey) -> Entry | None:
         """Raises Unknown."""
         check_key(key)

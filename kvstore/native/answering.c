@@ -1,0 +1,160 @@
+/* Answers the gets of one express connection (kvstore/express/frames.py) until something else is asked.
+ *
+ * Called through ctypes, without the interpreter's lock: a get needs none of it, whatever Python does meanwhile. Takes
+ * addresses as they are: Python checks all bounds and keeps the memory alive. Knows no index: `locate` is
+ * `reader_locate` of metadata.c. kvstore/express/served.py does the same in Python.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#define PUBLIC __attribute__((visibility("default")))
+#define KEY_BYTES 16
+#define ROW_WORDS 4
+#define GET 1
+#define MAX_IOVECS 1024 /* IOV_MAX of Linux */
+#define REST 3          /* waits without spinning after a spin for nothing, as in transfer/native/data_plane.c */
+
+enum { OTHER = 1, LATE, HANGUP, RETIRED };
+
+typedef struct {
+    uint8_t kind, pin;
+    uint16_t tenant_bytes;
+    uint32_t count, deadline_ms, zero;
+    uint64_t bytes;
+} Question;
+
+typedef struct {
+    uint8_t status, zeros[3];
+    uint32_t count;
+    uint64_t bytes;
+} Answer;
+
+typedef int64_t Locate(const void *mapping, const uint8_t *keys, const uint64_t *rooms, int64_t count, uint64_t budget,
+                       uint8_t *rows, struct iovec *pieces);
+
+typedef struct {
+    Locate *locate;
+    const void *mapping;
+    uint8_t *question, *answer; /* room for a head, and for `most_keys` keys with rooms, or rows */
+    struct iovec *pieces;       /* one more than `most_keys` */
+    uint64_t most_keys, most_bytes;
+    int64_t most_ns, idle_ns, spin_ns;
+    int64_t filled; /* bytes of a question that have come */
+    int64_t active_at_ns;
+    int32_t rest;
+} Desk;
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static int is_ready(int fd, int events, int64_t timeout_ns) {
+    struct pollfd watched = {.fd = fd, .events = (short)events};
+    struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
+    return ppoll(&watched, 1, &timeout, NULL) != 0; /* a failure shows in the next call */
+}
+
+static int alone_on_one_core(void) {
+    cpu_set_t allowed;
+    return sched_getaffinity(0, sizeof allowed, &allowed) == 0 && CPU_COUNT(&allowed) == 1;
+}
+
+static int spin(int fd, int64_t until_ns) {
+    int yields = alone_on_one_core();
+    do {
+        if (yields) sched_yield();
+        if (is_ready(fd, POLLIN, 0)) return 1;
+    } while (now_ns() < until_ns);
+    return 0;
+}
+
+/* LATE when the time is over. Shortly after the last byte it looks again and again, which saves being woken. */
+static int wait_for_input(int fd, Desk *desk, int64_t give_up_at) {
+    int64_t now = now_ns(), until_ns = desk->active_at_ns + desk->spin_ns;
+    if (now >= give_up_at) return LATE;
+    if (now < until_ns && !desk->rest) {
+        if (!spin(fd, until_ns < give_up_at ? until_ns : give_up_at)) desk->rest = REST;
+        return 0;
+    }
+    if (desk->rest) desk->rest--;
+    is_ready(fd, POLLIN, give_up_at - now);
+    return 0;
+}
+
+/* 0 when so many bytes of the question have come. */
+static int fill(int fd, Desk *desk, int64_t wanted, int64_t give_up_at) {
+    while (desk->filled < wanted) {
+        ssize_t some = recv(fd, desk->question + desk->filled, (size_t)(wanted - desk->filled), MSG_DONTWAIT);
+        if (some > 0) {
+            desk->filled += some;
+            desk->active_at_ns = now_ns();
+            continue;
+        }
+        if (some == 0 || (errno != EAGAIN && errno != EINTR)) return HANGUP;
+        int end = wait_for_input(fd, desk, give_up_at);
+        if (end) return end;
+    }
+    return 0;
+}
+
+/* 0 when all pieces are sent; they are used up. */
+static int send_all(int fd, struct iovec *piece, int64_t count, int64_t give_up_at) {
+    while (count) {
+        struct msghdr message = {.msg_iov = piece, .msg_iovlen = (size_t)(count < MAX_IOVECS ? count : MAX_IOVECS)};
+        ssize_t sent = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (sent < 0) {
+            if (errno != EAGAIN && errno != EINTR) return HANGUP;
+            int64_t left_ns = give_up_at - now_ns();
+            if (left_ns <= 0) return LATE;
+            is_ready(fd, POLLOUT, left_ns);
+            continue;
+        }
+        for (; count && (size_t)sent >= piece->iov_len; piece++, count--) sent -= (ssize_t)piece->iov_len;
+        if (!count) break;
+        piece->iov_base = (char *)piece->iov_base + sent;
+        piece->iov_len -= (size_t)sent;
+    }
+    return 0;
+}
+
+static int answer_one(int fd, Desk *desk, const Question *asked, int64_t give_up_at) {
+    uint64_t count = asked->count, rows_bytes = count * ROW_WORDS * sizeof(uint64_t);
+    const uint8_t *keys = desk->question + sizeof *asked;
+    const uint64_t *rooms = (const uint64_t *)(keys + count * KEY_BYTES);
+    Answer head = {.count = (uint32_t)count, .bytes = rows_bytes};
+    memcpy(desk->answer, &head, sizeof head);
+    int64_t pieces = desk->locate(desk->mapping, keys, rooms, (int64_t)count, asked->bytes,
+                                  desk->answer + sizeof head, desk->pieces + 1);
+    if (pieces < 0) return RETIRED;
+    desk->pieces[0] = (struct iovec){desk->answer, sizeof head + rows_bytes};
+    desk->filled = 0;
+    int end = send_all(fd, desk->pieces, pieces + 1, give_up_at);
+    desk->active_at_ns = now_ns();
+    return end;
+}
+
+/* Why it came back: OTHER with the head of a question that is not for here, RETIRED with a whole get that is to be
+   answered from another index; both are in `question`. LATE or HANGUP: the connection is of no use any more. */
+PUBLIC int32_t answer_gets(int32_t fd, Desk *desk) {
+    for (;;) {
+        Question asked;
+        int end = fill(fd, desk, sizeof asked, now_ns() + desk->idle_ns);
+        if (end) return end;
+        memcpy(&asked, desk->question, sizeof asked);
+        if (asked.kind != GET || asked.count > desk->most_keys || asked.bytes > desk->most_bytes) return OTHER;
+        int64_t most_ns = (int64_t)asked.deadline_ms * 1000000;
+        int64_t give_up_at = now_ns() + (most_ns < desk->most_ns ? most_ns : desk->most_ns);
+        end = fill(fd, desk, (int64_t)(sizeof asked + asked.count * (KEY_BYTES + sizeof(uint64_t))), give_up_at);
+        if (!end) end = answer_one(fd, desk, &asked, give_up_at);
+        if (end) return end;
+    }
+}

@@ -1,0 +1,116 @@
+"""Gets of one express connection, answered by compiled code in the thread that calls, without the interpreter's lock.
+
+Owns the memory of a question and its answer. Its rule: no address goes to C that is not kept alive here. Knows neither
+puts nor what is done about an index that has moved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.native.native_reader import NativeLookups
+from kvstore.native.prototypes import FLAGS, Function
+from protocol.native import CompilerError, load_library, shared_cache
+from transfer.native.base import address_of
+
+SOURCE = Path(__file__).with_name("answering.c")
+MOST_KEYS = 4096
+"""Of a get that is answered here: 230 KiB of memory for each connection. Clients ask for fewer."""
+_HEAD_BYTES = 24
+_KEY_BYTES, _ROW_BYTES, _ANSWER_BYTES = 24, 32, 16
+_pointer, _int64, _uint64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+
+
+class End(IntEnum):
+    """Why `Desk.answer` came back."""
+
+    OTHER = 1
+    """Something was asked that is not for here: `Desk.take_head`."""
+    LATE = 2
+    HANGUP = 3
+    RETIRED = 4
+    """The index has moved: `Desk.use` another one, and answer on."""
+
+
+class _State(ctypes.Structure):
+    """`Desk` of answering.c."""
+
+    _fields_ = (
+        ("locate", _pointer),
+        ("mapping", _pointer),
+        ("question", _pointer),
+        ("answer", _pointer),
+        ("pieces", _pointer),
+        ("most_keys", _uint64),
+        ("most_bytes", _uint64),
+        ("most_ns", _int64),
+        ("idle_ns", _int64),
+        ("spin_ns", _int64),
+        ("filled", _int64),
+        ("active_at_ns", _int64),
+        ("rest", ctypes.c_int32),
+    )
+
+
+@functools.cache
+def library() -> Function | None:
+    """`answer_gets`; None where it cannot be compiled, which `kvstore.native.library` says once."""
+    try:
+        function = load_library(SOURCE, FLAGS, shared_cache()).answer_gets
+    except CompilerError:
+        return None
+    function.argtypes, function.restype = (ctypes.c_int32, _pointer), ctypes.c_int32
+    return function
+
+
+class Desk:
+    """Belongs to one thread."""
+
+    def __init__(
+        self,
+        answer_gets: Function,
+        fd: int,
+        *,
+        most_bytes: int,
+        most_s: float,
+        idle_s: float,
+        spin_ns: int,
+    ) -> None:
+        """`most_bytes` of values in one answer, `most_s` for it, `idle_s` until the next question."""
+        self._answer_gets = answer_gets
+        self._fd = fd
+        self._question = np.zeros(_HEAD_BYTES + MOST_KEYS * _KEY_BYTES, np.uint8)
+        self._answer = np.zeros(_ANSWER_BYTES + MOST_KEYS * _ROW_BYTES, np.uint8)
+        self._pieces = np.zeros((MOST_KEYS + 1, 2), np.uint64)
+        self._lookups: NativeLookups | None = None
+        self._state = _State(
+            question=address_of(self._question),
+            answer=address_of(self._answer),
+            pieces=address_of(self._pieces),
+            most_keys=MOST_KEYS,
+            most_bytes=most_bytes,
+            most_ns=int(most_s * 1e9),
+            idle_ns=int(idle_s * 1e9),
+            spin_ns=spin_ns,
+        )
+        self._at = ctypes.addressof(self._state)
+
+    def use(self, lookups: NativeLookups) -> None:
+        """What is answered from this index from now on."""
+        self._lookups = lookups  # kept alive
+        self._state.locate, self._state.mapping = lookups.locate_at, lookups.mapping_at
+
+    def answer(self) -> End:
+        """Answers gets until there is a reason to stop."""
+        assert self._lookups is not None
+        return End(self._answer_gets(self._fd, self._at))
+
+    def take_head(self) -> bytes:
+        """Of the question that was not for here; what follows it has not been received."""
+        self._state.filled = 0
+        return self._question[:_HEAD_BYTES].tobytes()

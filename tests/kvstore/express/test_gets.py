@@ -1,0 +1,223 @@
+"""Gets over an express connection: compiled and in Python, over an index of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstore.express import frames
+from kvstore.express.frames import ANSWER, NOT_LIMITED, Kind, MalformedQuestion, Status
+from kvstore.express.link import Link
+from kvstore.express.served import Served
+from kvstore.express.storing import Storing
+from kvstore.native import answering
+from kvstore.native.answering import MOST_KEYS
+from kvstore.native.reader import Standing
+from protocol.errors import DeadlineExceeded, PeerLost
+from tests.kvstore.client.published import Published, key
+from transfer import TransferEngine
+
+NUM_VALUES = 20
+ANYTHING = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+Row = tuple[int, Standing, bytes]
+"""Length, standing, and the bytes that come along."""
+
+
+@pytest.fixture(autouse=True, params=["native", "python"])
+def answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who answers."""
+    if request.param == "python":
+        monkeypatch.setattr(answering, "library", lambda: None)
+    elif answering.library() is None:
+        pytest.skip("no C compiler")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[TransferEngine]:
+    with TransferEngine(cluster_token="gets") as engine:
+        yield engine
+
+
+@pytest.fixture
+def published(engine: TransferEngine) -> Published:
+    """Values 0 to 19, of which every fifth is empty."""
+    published = Published(engine, engine.allocate(4 << 20))
+    for number in range(NUM_VALUES):
+        published.put(number, value(number))
+    return published
+
+
+def value(number: int) -> bytes:
+    return bytes([number]) * (number % 5 * 3000)
+
+
+class Serving:
+    """A connection that is served in a thread; `ends_with` once it has ended."""
+
+    def __init__(self, published: Published) -> None:
+        self.sock, theirs = socket.socketpair()
+        self._served = Served(published.index, published.data, cast(Storing, None))
+        self._ended: list[Exception] = []
+        self._thread = threading.Thread(target=self._run, args=(Link(theirs),))
+        self._thread.start()
+
+    def _run(self, link: Link) -> None:
+        try:
+            self._served.serve(link)
+        except Exception as error:
+            self._ended.append(error)
+        finally:
+            link.close()
+
+    def ends_with(self) -> Exception:
+        self._thread.join()
+        [error] = self._ended
+        return error
+
+    def ask(self, question: bytes, cuts: Sequence[int] = ()) -> None:
+        places = [0, *sorted(cut % len(question) for cut in cuts), len(question)]
+        for begin, end in itertools.pairwise(places):
+            self.sock.sendall(question[begin:end])
+
+    def answer(self, count: int) -> list[Row]:
+        status, told, nbytes = ANSWER.unpack(self._receive(ANSWER.size))
+        assert (status, told, nbytes) == (Status.OK, count, count * frames.ROW_BYTES)
+        rows = np.frombuffer(self._receive(nbytes), np.uint64).reshape(count, 4).tolist()
+        found = []
+        for _, extent, _, _ in rows:
+            standing, length = frames.standing_and_length(extent)
+            sent = self._receive(length) if standing == Standing.SENT else b""
+            found.append((length, Standing(standing), sent))
+        return found
+
+    def _receive(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            some = self.sock.recv(nbytes - len(data))
+            assert some, "it has ended"
+            data += some
+        return data
+
+
+@contextlib.contextmanager
+def served(published: Published) -> Iterator[Serving]:
+    serving = Serving(published)
+    try:
+        yield serving
+    finally:
+        serving.sock.close()
+        serving.ends_with()
+
+
+def get(
+    numbers: Sequence[int], rooms: Sequence[int], budget: int = 2**20, deadline_ms: int = 30_000
+) -> bytes:
+    head = frames.question(Kind.GET, len(numbers), deadline_ms, budget)
+    return head + b"".join(map(key, numbers)) + np.array(rooms, np.uint64).tobytes()
+
+
+def expected(numbers: Sequence[int], rooms: Sequence[int], budget: int) -> list[Row]:
+    rows: list[Row] = []
+    for number, room in zip(numbers, rooms, strict=True):
+        if number >= NUM_VALUES:
+            rows.append((0, Standing.MISSING, b""))
+        elif len(value(number)) <= min(room, budget):
+            rows.append((len(value(number)), Standing.SENT, value(number)))
+            budget -= len(value(number))
+        else:
+            rows.append((len(value(number)), Standing.IN_MEMORY, b""))
+    return rows
+
+
+wanted = st.lists(
+    st.tuples(st.integers(0, NUM_VALUES + 5), st.sampled_from([0, 2999, 6000, NOT_LIMITED])),
+    max_size=40,
+)
+
+
+@ANYTHING
+@given(
+    asked=st.lists(st.tuples(wanted, st.sampled_from([0, 10_000, 2**20])), max_size=5),
+    cuts=st.lists(st.integers(0, 2**16), max_size=6),
+)
+def test_every_get_is_answered_as_the_index_says_however_its_bytes_come(
+    published: Published, asked: list[tuple[list[tuple[int, int]], int]], cuts: list[int]
+) -> None:
+    with served(published) as serving:
+        for wishes, budget in asked:
+            numbers, rooms = [number for number, _ in wishes], [room for _, room in wishes]
+            serving.ask(get(numbers, rooms, budget), cuts)
+            assert serving.answer(len(numbers)) == expected(numbers, rooms, budget)
+
+
+def test_a_get_of_more_keys_than_compiled_code_has_room_for_is_answered_too(
+    published: Published,
+) -> None:
+    numbers = [number % (NUM_VALUES + 1) for number in range(MOST_KEYS + 1)]
+    rooms = [0] * len(numbers)
+    with served(published) as serving:
+        for _ in range(2):
+            serving.ask(get(numbers, rooms))
+            assert serving.answer(len(numbers)) == expected(numbers, rooms, 0)
+            serving.ask(get([3], [NOT_LIMITED]))
+            assert serving.answer(1) == expected([3], [NOT_LIMITED], 2**20)
+
+
+def test_an_index_that_has_moved_is_followed_in_the_midst_of_a_connection(
+    published: Published,
+) -> None:
+    with served(published) as serving:
+        for times in range(2):
+            if times:
+                published.grow()
+            serving.ask(get([1, 99], [NOT_LIMITED] * 2))
+            assert serving.answer(2) == expected([1, 99], [NOT_LIMITED] * 2, 2**20)
+
+
+@pytest.mark.parametrize("part", [0, 10, 24, 40, 1000])
+def test_who_hangs_up_in_the_midst_of_a_question_ends_it(published: Published, part: int) -> None:
+    serving = Serving(published)
+    serving.ask(get([1, 2], [0, 0])[:part] or b"\1")
+    serving.sock.shutdown(socket.SHUT_WR)
+    if part == 1000:
+        serving.answer(2)
+    assert isinstance(serving.ends_with(), PeerLost)
+    serving.sock.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        frames.question(Kind.GET, frames.MAX_KEYS + 1, 1000, 0),
+        frames.question(Kind.GET, 1, 1000, frames.MAX_BYTES + 1),
+        frames.QUESTION.pack(77, 0, 0, 0, 1000, 0, 0),
+    ],
+)
+def test_what_is_no_question_ends_the_connection(published: Published, head: bytes) -> None:
+    serving = Serving(published)
+    serving.ask(head)
+    assert isinstance(serving.ends_with(), MalformedQuestion)
+    serving.sock.close()
+
+
+def test_who_does_not_take_the_answer_is_left_at_the_deadline(published: Published) -> None:
+    published.put(500, bytes(2 << 20))
+    serving = Serving(published)
+    serving.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    numbers = [500] * 8  # several times what buffers hold
+    serving.ask(get(numbers, [NOT_LIMITED] * 8, frames.MAX_BYTES, deadline_ms=50))
+    assert isinstance(serving.ends_with(), DeadlineExceeded)
+    serving.sock.close()
