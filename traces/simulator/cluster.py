@@ -35,7 +35,6 @@ from traces.simulator.membership import Membership
 from traces.simulator.network import Network
 from traces.simulator.prefill import (
     ChunkBegun,
-    ChunkComputed,
     Computed,
     PrefillOutcome,
     Prepare,
@@ -57,7 +56,7 @@ class Cluster:
         self.journeys = journeys
         self._block_size, self._block_bytes = spec.block_size, layout_of(spec).block_bytes
         self._overheads, self._host = spec.model.overheads, Host(spec.model.crowding)
-        self._workshop = Workshop(spec, self._host, self._cached_now)
+        self._workshop = Workshop(spec, self._host, self._cached_now, self._publish)
         self.prefills = [self._workshop.prefill_node(i) for i in range(spec.num_prefill)]
         self.decodes = [self._workshop.decode_node(i) for i in range(spec.num_decode)]
         self._nodes: dict[str, Node] = {n.name: n for n in (*self.prefills, *self.decodes)}
@@ -208,10 +207,6 @@ class Cluster:
                     self._prepare(node, journey, prompt, now)
                 case ChunkBegun():
                     self._send(node, journey, outcome, now)
-                case ChunkComputed(_, first, end):
-                    node.store.put(
-                        journey.keys[: end // self._block_size], first // self._block_size
-                    )
                 case Computed(prompt):
                     self._computed(node, journey, prompt, now)
 
@@ -243,6 +238,12 @@ class Cluster:
         node = self._machines_of(journey)[0]
         return node.store.prefix(self._usable(journey)) * self._block_size
 
+    def _publish(self, prompt: Prompt) -> None:
+        """What is computed of a prompt can be shared, also while the rest of it is not there yet."""
+        journey = self._journey_of[prompt.request_id]
+        store, num_blocks = self._machines_of(journey)[0].store, prompt.computed // self._block_size
+        store.put(journey.keys[:num_blocks], prompt.cached // self._block_size)
+
     def _loaded(self, loaded: Loaded, now: float) -> None:
         node = loaded.node
         cached = loaded.num_blocks * self._block_size
@@ -258,7 +259,6 @@ class Cluster:
             )
 
     def _computed(self, node: PrefillNode, journey: Journey, prompt: Prompt, now: float) -> None:
-        node.store.put(journey.keys, prompt.cached // self._block_size)
         self.gateway.first_token(journey, prompt, now)
         if journey.end is not None:
             del self._journey_of[prompt.request_id]

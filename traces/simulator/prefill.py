@@ -61,14 +61,6 @@ class ChunkBegun(NamedTuple):
     ends_at: float
 
 
-class ChunkComputed(NamedTuple):
-    """With `mixes_prompts`: the tokens [first, end) are there, which others may share; not the prompt's last ones."""
-
-    prompt: Prompt
-    first: int
-    end: int
-
-
 class Computed(NamedTuple):
     """The whole prompt is computed; its first token is there."""
 
@@ -90,7 +82,7 @@ class _Chunk(NamedTuple):
     parts: tuple[_Part, ...]
 
 
-PrefillOutcome = Prepare | ChunkBegun | ChunkComputed | Computed
+PrefillOutcome = Prepare | ChunkBegun | Computed
 
 
 class PrefillMachine:
@@ -104,15 +96,18 @@ class PrefillMachine:
         num_stages: int = 1,
         mixes_prompts: bool = False,
         cached_now: Callable[[Prompt], int] = lambda prompt: prompt.cached,
+        publish: Callable[[Prompt], None] = lambda prompt: None,
         slowdown: Callable[[], float] = lambda: 1.0,
     ) -> None:
         """`cached_now`: how much of a prompt that starts is cached, since earlier ones may have computed more of it.
+        `publish`: more of a prompt is computed, which those that start next may share.
         `slowdown`: how many times as long a chunk takes that begins now."""
         self._profile = profile
         self._chunk_tokens = chunk_tokens
         self._num_stages = num_stages
         self._mixes_prompts = mixes_prompts
         self._cached_now = cached_now
+        self._publish = publish
         self._slowdown = slowdown
         self._prompts: dict[str, Prompt] = {}  # all that are not computed
         self._queue: list[Prompt] = []  # those that are not prepared, by rank
@@ -199,11 +194,10 @@ class PrefillMachine:
         prompt.computed = part.end
         if self._prompts.get(prompt.request_id) is not prompt:
             return
+        self._publish(prompt)
         if part.end == prompt.num_tokens:
             del self._prompts[prompt.request_id]
             outcomes.append(Computed(prompt))
-        elif self._mixes_prompts:  # else nobody else begins before its end
-            outcomes.append(ChunkComputed(*part))
 
     def _prepare(self, outcomes: list[PrefillOutcome]) -> None:
         prompts = self._prompts.values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-
 from collections.abc import Callable, Iterable
 
 from conductor.admission import Admission
@@ -25,11 +24,18 @@ _PLACEMENT_TTL_S = (
 class Workshop:
     """A group that prefills together (CPP) has the memory and the links of all its machines."""
 
-    def __init__(self, spec: ClusterSpec, host: Host, cached_now: Callable[[Prompt], int]) -> None:
-        """`cached_now`: see `PrefillMachine`."""
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        host: Host,
+        cached_now: Callable[[Prompt], int],
+        publish: Callable[[Prompt], None],
+    ) -> None:
+        """`cached_now` and `publish`: see `PrefillMachine`."""
         self._spec = spec
         self._host = host
         self._cached_now = cached_now
+        self._publish = publish
 
     def conductor(self) -> ConductorState:
         """Raises ConfigError for an unknown policy."""
@@ -58,6 +64,7 @@ class Workshop:
             num_stages=spec.prefill_group,
             mixes_prompts=spec.mixes_prompts,
             cached_now=self._cached_now,
+            publish=self._publish,
             slowdown=self._host.prefill_slowdown(name),
         )
 

@@ -177,3 +177,13 @@ def test_nothing_is_lost_on_a_crowded_host(
     completed = [journey for journey in journeys if journey.end is End.COMPLETED]
     assert all(journey.num_generated == journey.num_outputs for journey in completed)
     assert dies_at is not None or len(completed) == len(journeys)
+
+
+def test_a_mixed_step_shares_what_earlier_chunks_of_a_prompt_have_computed() -> None:
+    """Chunks of 100: the second prompt begins in the second step and finds the first 100 tokens of the first one."""
+    shared = list(range(10))
+    records = [request(0.0, 150, 1, shared), request(0.0, 150, 1, shared, base=90)]
+    _, journeys = run_checked(spec(mixes_prompts=True, chunk_tokens=100), records)
+    assert [journey.cached_tokens for journey in journeys] == [0, 100]
+    _, journeys = run_checked(spec(chunk_tokens=100), records)
+    assert [journey.cached_tokens for journey in journeys] == [0, 100]
