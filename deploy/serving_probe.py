@@ -26,6 +26,7 @@ _STEADY_TOKENS = 64  # of each stream of a batch
 _BESIDE_PROMPT = 1024
 _BESIDE_STREAMS = 4
 _BESIDE_CONTEXT = 256
+_STEPS_TOGETHER = 6
 _ENOUGH_SHAPES = 4  # for three coefficients; measured however long they take
 _TERMS = ("queue_s", "transfer_s", "prefill_s")  # of a prefill worker's report, as explained
 
@@ -60,10 +61,11 @@ class PromptRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRun:
-    """Steps of a batch: its mean step time while nobody joined or left."""
+    """Steps of a batch while nobody joined or left."""
 
     num_seqs: int
-    context_tokens: int
+    prompt_tokens: int  # of each
+    context_tokens: int  # of all together, generated ones too
     num_others: int
     seconds: float
 
@@ -96,10 +98,10 @@ class Probe:
         """Takes about `budget_s` seconds, more where the first shapes do."""
         for num_tokens in (16, 256, 256):  # connections, first touches of memory
             await self._alone(self._fresh(num_tokens), 0)
-        began = time.monotonic()
-        prompts = await self._prompts(began + budget_s / 2)
-        steps = await self._steps(began + budget_s * 3 / 4)
-        beside_prompts, beside_steps = await self._beside(num_prefill, began + budget_s)
+        ends_at = time.monotonic() + budget_s
+        prompts = await self._prompts(_after(0.5, ends_at))
+        steps = await self._steps(_after(0.5, ends_at))
+        beside_prompts, beside_steps = await self._beside(num_prefill, ends_at)
         return Observations(
             prompts=prompts,
             steps=steps,
@@ -116,6 +118,8 @@ class Probe:
         found: list[PromptRun] = []
         for run in range(self._grid.runs):
             began = time.monotonic()
+            if run and began > deadline:
+                break
             kept = 0
             for num_tokens in fitting:
                 is_late = time.monotonic() - began > share_s
@@ -249,6 +253,12 @@ class Probe:
         return outcome
 
 
+def _after(share: float, ends_at: float) -> float:
+    """When so much of the time that is left will have passed."""
+    now = time.monotonic()
+    return now + share * max(ends_at - now, 0.0)
+
+
 def _timeline(outcome: Outcome) -> Timeline:
     assert outcome.timeline is not None, "it succeeded"
     return outcome.timeline
@@ -257,22 +267,24 @@ def _timeline(outcome: Outcome) -> Timeline:
 def steps_between(
     timelines: Sequence[Timeline], context: int, begin: float, end: float, *, num_others: int
 ) -> list[StepRun]:
-    """The mean gap of streams that all decode from `begin` to `end`, whose prompts had `context` tokens; nothing for
-    less than three steps. Tokens that reach the client together still count as steps of their own."""
+    """The steps of streams that all decode from `begin` to `end`, whose prompts had `context` tokens; nothing for less
+    than three. Means of a few steps each, since tokens may reach the client together; and of those the median, since
+    now and then something else has the processor."""
     gaps, tokens = [], []
     for timeline in timelines:
         inside = [(n, at) for n, at in enumerate(timeline.token_at) if begin <= at <= end]
         if len(inside) < 4:
             return []
-        (first, first_at), (last, last_at) = inside[0], inside[-1]
-        gaps.append((last_at - first_at) / (last - first))
-        tokens.append(context + (first + last) / 2)
+        cut = inside[:: min(_STEPS_TOGETHER, len(inside) - 1)]
+        gaps += [(b_at - a_at) / (b - a) for (a, a_at), (b, b_at) in itertools.pairwise(cut)]
+        tokens.append(context + (inside[0][0] + inside[-1][0]) / 2)
     return [
         StepRun(
             num_seqs=len(timelines),
+            prompt_tokens=context,
             context_tokens=round(sum(tokens)),
             num_others=num_others,
-            seconds=float(np.mean(gaps)),
+            seconds=float(np.median(gaps)),
         )
     ]
 

@@ -7,15 +7,16 @@ simulator's prefill machine does it. Knows no endpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from conductor.cost.decode import DecodeFit, fit_decode
 from conductor.cost.prefill import PrefillFit
 from conductor.cost.residuals import report_errors
-from deploy.serving_probe import Observations, PromptRun
+from deploy.serving_probe import Observations, PromptRun, StepRun
 from protocol.errors import ConfigError
 from protocol.fitting import fit_relative
 from protocol.profile import DecodeProfile, PrefillProfile
@@ -35,10 +36,11 @@ class ServingTerms:
 def terms_of(seen: Observations, chunk_tokens: int) -> ServingTerms:
     """Raises ConfigError when too little was measured."""
     prefill = fit_chunked_prefill(seen.prompts, chunk_tokens)
+    steps = _medians(seen.steps, lambda run: (run.num_seqs, run.prompt_tokens), _step_s)
     decode = fit_decode(
-        np.array([run.num_seqs for run in seen.steps]),
-        np.array([run.context_tokens for run in seen.steps]),
-        np.array([run.seconds for run in seen.steps]),
+        np.array([run.num_seqs for run, _ in steps]),
+        np.array([run.context_tokens for run, _ in steps]),
+        np.array([seconds for _, seconds in steps]),
     )
     return ServingTerms(
         prefill=prefill,
@@ -50,9 +52,10 @@ def terms_of(seen: Observations, chunk_tokens: int) -> ServingTerms:
 
 def fit_chunked_prefill(prompts: Sequence[PromptRun], chunk_tokens: int) -> PrefillFit:
     """t = c0 · steps + c1·(n−p) + c2·(n²−p²)."""
-    tokens = np.array([run.num_tokens for run in prompts], np.int64)
-    cached = np.array([run.num_cached for run in prompts], np.int64)
-    seconds = np.array([run.compute_s for run in prompts], float)
+    runs = _medians(prompts, lambda run: (run.num_tokens, run.num_cached), _compute_s)
+    tokens = np.array([run.num_tokens for run, _ in runs], np.int64)
+    cached = np.array([run.num_cached for run, _ in runs], np.int64)
+    seconds = np.array([seconds for _, seconds in runs], float)
     steps = -(-(tokens - cached) // chunk_tokens)
     columns = np.stack([steps, tokens - cached, tokens**2 - cached**2], axis=-1).astype(float)
     coefficients = fit_relative(columns, seconds)
@@ -62,6 +65,29 @@ def fit_chunked_prefill(prompts: Sequence[PromptRun], chunk_tokens: int) -> Pref
         profile=PrefillProfile(c0=c0, c1=c1, c2=c2),
         errors=report_errors(at, seconds, columns @ coefficients),
     )
+
+
+def _compute_s(run: PromptRun) -> float:
+    return run.compute_s
+
+
+def _step_s(run: StepRun) -> float:
+    return run.seconds
+
+
+R = TypeVar("R")
+
+
+def _medians(
+    runs: Iterable[R], shape: Callable[[R], Hashable], seconds: Callable[[R], float]
+) -> list[tuple[R, float]]:
+    """One run of each shape, with the median of all of them."""
+    by_shape: dict[Hashable, list[R]] = {}
+    for run in runs:
+        by_shape.setdefault(shape(run), []).append(run)
+    return [
+        (alike[0], float(np.median([seconds(run) for run in alike]))) for alike in by_shape.values()
+    ]
 
 
 def overheads_of(prompts: Iterable[PromptRun]) -> Overheads:

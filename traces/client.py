@@ -86,6 +86,14 @@ class StreamClient:
                 )
         raise ConfigError(f"{self._url} does not serve a model named {name!r}")
 
+    async def is_ready(self) -> bool:
+        """Whether /ready answers 200."""
+        try:
+            async with self._session.get(f"{self._url}/ready") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
     async def explain(self, request_id: str) -> dict[str, Any] | None:
         """Why a request went where it last went, and what then happened (`conductor.decision`); None = nobody knows."""
         async with self._session.get(f"{self._url}/v1/requests/{request_id}/explain") as response:

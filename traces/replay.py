@@ -63,8 +63,27 @@ def main(argv: Sequence[str]) -> int:
     return 0 if report["completed"] else 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What became of a trace's requests, in its order."""
+
+    sent: Sequence[Sent]
+    duration_s: float  # from the trace's begin to the last end
+
+
 async def replay(config: ReplayConfig) -> dict[str, Any]:
     """Replays and returns the report. Raises ConfigError for a bad trace, option or endpoint."""
+    replayed = await send(config)
+    return build_report(
+        replayed.sent,
+        duration_s=replayed.duration_s,
+        ttft_slo_s=config.ttft_slo,
+        tbt_slo_s=config.tbt_slo,
+    )
+
+
+async def send(config: ReplayConfig) -> Replayed:
+    """As `replay`, without the report."""
     records = _records(config)
     async with StreamClient(config.url, api_key=config.api_key, timeout_s=config.timeout) as client:
         facts = await client.model(config.model)
@@ -82,12 +101,7 @@ async def replay(config: ReplayConfig) -> dict[str, Any]:
                 for task in tasks:
                     task.add_done_callback(lambda _: progress.advance(bar))
             duration_s = time.monotonic() - began_at
-    return build_report(
-        [task.result() for task in tasks],
-        duration_s=duration_s,
-        ttft_slo_s=config.ttft_slo,
-        tbt_slo_s=config.tbt_slo,
-    )
+    return Replayed(sent=[task.result() for task in tasks], duration_s=duration_s)
 
 
 async def _send(

@@ -41,6 +41,7 @@ def prompt(
 def step(num_seqs: int, context: int, num_others: int = 0, slow: float = 1.0) -> StepRun:
     return StepRun(
         num_seqs=num_seqs,
+        prompt_tokens=context // num_seqs,
         context_tokens=context,
         num_others=num_others,
         seconds=slow * DECODE.step_s(num_seqs, context),
