@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from conductor.admission import Admission
 from conductor.leadership import Terms
 from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
@@ -37,6 +38,11 @@ class ConductorConfig(ProcessConfig):
     # The paper's 0.1 to 0.3 s are for GPUs. A CPU step with several long sequences takes tenths of a second (110M
     # parameters, 8 sequences of 2,048 tokens: 0.03 to 0.4 s by runtime), so this rejects only what is truly stuck.
     tbt_slo: float = option(1.0, help="reject when the predicted TBT exceeds this, seconds")
+    admission: str = option(
+        Admission.PREDICTED.value,
+        help="which predictions reject: none, of the load now, or of the decode load when the prompt is prefilled",
+        choices=tuple(each.value for each in Admission),
+    )
     lease_s: float = option(5.0, help="remove an instance after this silence, seconds")
     heartbeat_interval_s: float = option(1.0, help="how often instances report, seconds")
     placement_ttl_s: float = option(
@@ -101,6 +107,7 @@ class ConductorConfig(ProcessConfig):
         return Limits(
             ttft_slo_s=self.ttft_slo,
             tbt_slo_s=self.tbt_slo,
+            admission=Admission(self.admission),
             lease_s=self.lease_s,
             heartbeat_interval_s=self.heartbeat_interval_s,
             placement_ttl_s=self.placement_ttl_s,

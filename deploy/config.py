@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from conductor.admission import Admission
 from conductor.config import DEFAULT_ROLE_TERMS, DEFAULT_TERMS, ConductorConfig
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.roles import RoleTerms
@@ -108,6 +109,11 @@ class ServeConfig(TransferConfig, PatienceConfig):
     )
     ttft_slo: float = option(30.0, help="seconds to the first token that placement must meet")
     tbt_slo: float = option(1.0, help="seconds between tokens that placement must meet")
+    admission: str = option(
+        Admission.PREDICTED.value,
+        help="which predictions reject requests: none, of the load now, or of the decode load to come",
+        choices=tuple(each.value for each in Admission),
+    )
     balancing_threshold: float = option(
         DEFAULT_BALANCING_THRESHOLD,
         help="re-use ratio above which a remote prefix is fetched (Algorithm 1)",

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError
+from protocol.profile import DecodeProfile
 from tests.traces.simulator.small import BLOCK, MODEL, request, run_checked, spec
 from traces.format import TraceRecord
 from traces.reports.saved import results_to_json
@@ -107,6 +108,35 @@ def test_admission_rejects_what_would_come_too_late_and_that_is_the_end_of_it() 
     assert all(each.end is End.COMPLETED for each in everybody.outcomes)
 
 
+def test_decode_load_rejects_on_arrival_or_late_when_the_prompt_was_computed_for_nothing() -> None:
+    """One sequence keeps the target, two do not; a second prompt comes while the first one's answer is made."""
+    model = replace(MODEL, decode=DecodeProfile(c0=0.0, c1=0.05, c2=0.0))
+    records = [request(0.0, 100, 400), request(2.0, 100, 400, base=200)]
+    computed_s = {}
+    for admission in ("none", "current", "predicted", "late"):
+        result = simulate(spec(model=model, admission=admission, tbt_slo_s=0.06), records)
+        second = result.outcomes[1]
+        assert (second.end is End.COMPLETED) == (admission == "none")
+        computed_s[admission] = second.prefill_s
+        if admission == "late":
+            assert second.reason == "tbt_slo_at_handoff"
+        elif admission != "none":
+            assert second.reason == "tbt_slo"
+    assert computed_s == {"none": NEAR(1.0), "current": 0.0, "predicted": 0.0, "late": NEAR(1.0)}
+
+
+def test_a_sequence_that_will_have_ended_rejects_only_by_the_load_now() -> None:
+    """The first answer ends at 6 s. A prompt that comes at 3 s lands at 13 s; by then its kind is known to be short."""
+    model = replace(MODEL, decode=DecodeProfile(c0=0.0, c1=0.05, c2=0.0))
+    before = [request(20.0 * number, 100, 100, base=1000 * number) for number in range(4)]
+    records = [*before, request(80.0, 100, 100, base=5000), request(82.0, 1000, 2, base=6000)]
+    ends = {}
+    for admission in ("current", "predicted"):
+        result = simulate(spec(model=model, admission=admission, tbt_slo_s=0.06), records)
+        ends[admission] = result.outcomes[-1].end
+    assert ends == {"current": End.REJECTED, "predicted": End.COMPLETED}
+
+
 def test_a_prompt_that_is_too_long_fails_and_says_so() -> None:
     (one,) = simulate(spec(), [request(0.0, 5_000, 2)]).outcomes
     assert (one.end, one.reason) == (End.FAILED, "invalid_request")
@@ -144,7 +174,7 @@ SPECS = st.builds(
     num_prefill=st.integers(1, 3),
     num_decode=st.integers(1, 3),
     policy=st.sampled_from(["global-cache-aware", "local-cache-aware", "least-loaded", "random"]),
-    admission=st.sampled_from(["none", "current"]),
+    admission=st.sampled_from(["none", "current", "predicted", "late"]),
     ttft_slo_s=st.sampled_from([2.0, 30.0]),
     prefill_group=st.integers(1, 2),
     chunk_tokens=st.sampled_from([50, 1000]),

@@ -77,7 +77,7 @@ def test_a_measured_profile_and_changes_to_it_are_used(trace: Path, tmp_path: Pa
         (["--faults", "prefill-0"], "INSTANCE@SECONDS"),
         (["--faults", "prefill-7@1"], "prefill-7"),
         (["--block-size", "256"], "--block-size"),
-        (["--admission", "predicted"], "predicted"),
+        (["--admission", "maybe"], "--admission"),
         (["--speedup", "0"], "--speedup"),
         (["--nic-gbit", "0"], "--nic-gbit"),
         (["--report", "/proc/nothing"], "--report"),
