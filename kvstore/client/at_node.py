@@ -94,15 +94,15 @@ class AtNode:
             self.used(node, b"")
             return near.exist(keys)
 
-        def far(_: Far) -> list[bool | Fate]:
-            return [Fate.ASK] * len(keys)
+        def far(far: Far) -> list[bool | Fate]:
+            return far.exist(keys, deadline)
 
         fates = node.reading(lambda way: _by(way, near, far), deadline)
         if places := _to_ask(fates):
             request = kvstore_pb2.StoreExistsRequest(keys=pick(keys, places))
             reply = node.call(lambda stub: stub.Exists, request, deadline)
             _put(fates, places, reply.present)
-        return [True if fate is True else Fate.ABSENT for fate in fates]
+        return [fate if fate is True else Fate.ABSENT for fate in fates]
 
     def entries(self, node: StoreNode, keys: Keys, deadline: Deadline) -> list[Entry | Fate]:
         """What the node says of them, without reading them."""

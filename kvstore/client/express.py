@@ -33,12 +33,14 @@ from protocol.pb import common_pb2
 from transfer import Segment
 from transfer.native import IoVectors, address_of, vectors
 
+EXIST_KEYS = 4096
 GET_BYTES = 4 * 2**20
 PUT_BYTES = 4 * 2**20
 """More than that in a call goes by the transfer engine, which cuts it and spreads it over streams."""
 _MAX_FAILURE_BYTES = min(MAX_MESSAGE_BYTES, 1 << 20)
 
 _SENT = Standing.SENT << 32
+_MISSING, _UNKNOWN = int(Standing.MISSING), int(Standing.UNKNOWN)
 Found = int | Entry | Fate
 """The length of what lies in its spot now; where an object lies that did not come along; or neither."""
 
@@ -73,6 +75,22 @@ class Express:
             if told.is_all_of(spots.rooms):
                 return told.all_found(expected.land(asked), expected.lengths)
             return told.found(_Landing(spots, told.lengths).land(asked))
+
+    def exist(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[bool | Fate]:
+        """A get with no room for anything: only what the node says. ASK where it cannot tell. Raises as `get`."""
+        left_s, count = deadline.left_s(), len(keys)
+        head = frames.question(Kind.GET, count, millis(left_s), 0)
+        message = b"".join((head, *keys, bytes(8 * count)))
+        answer = frames.answer_room(count)
+        with self._link(deadline) as link:
+            link.send(vectors((address_of(message), len(message))))
+            link.receive(vectors((address_of(answer), len(answer))))
+            link.pump(time.monotonic() + left_s)
+            _check_head(answer)
+        standings = (row[1] >> 32 for row in frames.rows_in(answer, count).tolist())
+        return [
+            Fate.ASK if standing == _UNKNOWN else standing != _MISSING for standing in standings
+        ]
 
     def get_packed(
         self, keys: Sequence[BlockKey], local: Segment, deadline: Deadline
@@ -181,9 +199,7 @@ class _Asked:
         end = link.received + len(answer)
         link.receive(vectors((address_of(answer), len(answer))), ANSWER.size)
         link.pump(self.give_up_at)
-        status, _, nbytes = ANSWER.unpack_from(answer)
-        if status != Status.OK or nbytes != len(answer) - ANSWER.size:
-            raise PeerLost("the node's answer is none")
+        _check_head(answer)
         if link.received < end:
             link.wait_for(end)
             link.pump(self.give_up_at)
@@ -254,6 +270,12 @@ class _Landing:
         """The checksums of what has come then."""
         asked.link.receive(self._pieces, 0)
         return checksums_on_arrival(asked.link, self._values, self.lengths, asked.give_up_at)
+
+
+def _check_head(answer: bytearray) -> None:
+    status, _, nbytes = ANSWER.unpack_from(answer)
+    if status != Status.OK or nbytes != len(answer) - ANSWER.size:
+        raise PeerLost("the node's answer is none")
 
 
 def _outcomes(link: Link, count: int, give_up_at: float) -> list[Put] | MoonserveError:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import xxhash
 
 from kvstore.client.deadline import Deadline
-from kvstore.client.express import Express, Found, NotOffered
+from kvstore.client.express import EXIST_KEYS, Express, Found, NotOffered
 from kvstore.client.fate import Fate, too_small
 from kvstore.client.spots import Spots
 from kvstore.native.base import Entry
@@ -41,6 +41,13 @@ class Far:
         self._find = find
         self._data = data
         self._express = express
+
+    def exist(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[bool | Fate]:
+        """ASK where it cannot be told by the quick way."""
+        found = None
+        if len(keys) <= EXIST_KEYS:
+            found = self._express_get(lambda express: express.exist(keys, deadline))
+        return [Fate.ASK] * len(keys) if found is None else found
 
     def look(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[Entry | Fate]:
         """What the node says of each now."""

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.client import KvStore
 from kvstore.client.deadline import Deadline
-from kvstore.client.express import GET_BYTES, Express
+from kvstore.client.express import EXIST_KEYS, GET_BYTES, Express
 from kvstore.client.fate import Fate
 from kvstore.client.keys import Block, plain_key
 from kvstore.client.spots import Spots
@@ -140,6 +140,25 @@ def is_hung_up(link: Link) -> bool:
     watched = select.poll()
     watched.register(link._sock, select.POLLRDHUP)
     return bool(watched.poll(0))
+
+
+def test_whether_something_is_there_is_told_without_its_bytes(
+    store: KvStore, local: Segment
+) -> None:
+    express, there, empty = express_of(store), fresh(), fresh()
+    assert [put(express, there, VALUE), put(express, empty, b"")] == [Put.STORED] * 2
+    asked = [there, fresh(), empty, there]
+    for _ in range(2):
+        assert express.exist(asked, Deadline(PATIENCE_S)) == [True, False, True, True]
+        assert get(express, there, local) == VALUE, "nothing of an answer is left behind"
+    assert express.exist([], Deadline(PATIENCE_S)) == []
+
+
+@pytest.mark.parametrize("count", [EXIST_KEYS, EXIST_KEYS + 1])
+def test_any_number_of_keys_may_be_asked_about(store: KvStore, count: int) -> None:
+    store.put(b"there", b"value")
+    keys = [b"absent %d" % number for number in range(count - 1)]
+    assert store.batch_exists([*keys, b"there"]) == [False] * (count - 1) + [True]
 
 
 def is_ended(link: Link) -> bool:
