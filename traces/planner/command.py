@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from conductor.admission import Admission
 from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
 from protocol.config import HelpRequested, load, option
 from protocol.errors import ConfigError
@@ -22,6 +23,7 @@ from traces.planner.search import Question, bound, plan
 from traces.planner.trial import Trial
 from traces.simulator.command import SimulateConfig
 from traces.simulator.profiles import LLAMA3_70B_8XA800, PROFILES
+from traces.simulator.spec import ADMISSIONS
 
 PROG = "moonserve plan"
 _EXIT_INTERRUPTED = 130  # as a shell has it
@@ -53,7 +55,9 @@ class PlanConfig:
         None,
         help="the largest cache of a prefill machine, tokens of KV; the profile's if not given",
     )
-    admission: str = option("current", help="as in moonserve simulate")
+    admission: str = option(
+        Admission.PREDICTED.value, help="as in moonserve simulate", choices=ADMISSIONS
+    )
     speedup: float = option(1.0, help="factor on the trace's clock: what if there were more users?")
     limit: int | None = option(None, help="only this many requests, the first ones")
     processes: int = option(2, help="simulations at once")

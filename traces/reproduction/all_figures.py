@@ -13,6 +13,7 @@ from traces.reproduction import (
     figure_13,
     figure_14,
     figure_15,
+    overload,
     table_2,
 )
 from traces.reproduction.figure import Figure
@@ -29,4 +30,5 @@ FIGURES: tuple[Figure, ...] = (
     figure_14.FIGURE,
     figure_15.FIGURE,
     cache_policies.FIGURE,
+    overload.FIGURE,
 )

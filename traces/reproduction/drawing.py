@@ -10,7 +10,7 @@ from traces.reports.picture import Key, Picture
 from traces.reproduction.figure import Line, Plot
 
 _HEIGHT_IN = 3.4
-_FEW = 15  # points, each of which is marked
+_FEW = 15  # points of a line, each of which is marked
 
 
 def picture(plot: Plot, key: str) -> Picture:
@@ -20,8 +20,9 @@ def picture(plot: Plot, key: str) -> Picture:
         figure = canvas.new_figure(canvas.WIDTH_IN, _HEIGHT_IN)
         panel = figure.add_subplot()
         panel.set(xlabel=plot.x_label, ylabel=plot.y_label)
+        marker = "o" if max(len(line.points) for line in plot.lines) <= _FEW else ""
         for line, look in zip(plot.lines, looks, strict=True):
-            _draw(panel, line, look)
+            _draw(panel, line, look, marker)
         _scale(panel, plot)
         svg = canvas.to_svg(figure, key, f"{plot.title}: {plot.y_label} against {plot.x_label}")
     keys = (
@@ -31,14 +32,13 @@ def picture(plot: Plot, key: str) -> Picture:
     return Picture(title=plot.title, svg=svg, legend=tuple(keys))
 
 
-def _draw(panel: Any, line: Line, look: Look) -> None:
+def _draw(panel: Any, line: Line, look: Look, marker: str) -> None:
     if not line.points:
         return
     xs, ys = zip(*line.points, strict=True)
     if line.is_published:
         panel.plot(xs, ys, "D", color=look.colour, markersize=7, zorder=3)
     else:
-        marker = "o" if len(xs) <= _FEW else None
         panel.plot(xs, ys, color=look.colour, linestyle=look.line, marker=marker, markersize=4)
 
 

@@ -17,7 +17,9 @@ from traces.reproduction.drawing import picture
 from traces.reproduction.figure import Claim, Figure, Finding, Row, Subject
 
 _OWN_STYLE = """
+a { color: var(--hue0); }
 table { width: auto; min-width: min(100%, 46rem); }
+tbody th { min-width: min(24rem, 45vw); }
 td.why { text-align: left; color: var(--muted); white-space: normal; }
 .claims { list-style: none; padding: 0; margin: .5rem 0 .75rem; }
 .claims li { margin: .1rem 0; padding-left: 1.6em; text-indent: -1.6em; }

@@ -11,6 +11,7 @@ import functools
 import gzip
 import hashlib
 import json
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -156,7 +157,7 @@ def do_missing(
     tell: Callable[[Progress], None],
 ) -> None:
     """Sees to it that the archive has the result of every work. Raises ConfigError for one that cannot be done."""
-    wanted = [work for work in dict.fromkeys(works) if not archive.path(work).exists()]
+    wanted = [work for work in dict.fromkeys(works) if not archive.path(work).is_file()]
     for work in wanted:
         work.check()
     wanted.sort(key=lambda work: -work.cost)
@@ -187,12 +188,18 @@ def _results(
 
 
 def _do(work: Work, trace: TraceFile, path: Path) -> float:
-    """In whichever process. Returns the seconds that it took."""
+    """In whichever process. Returns the seconds that it took. Raises ConfigError, also for a full disk."""
     began = time.perf_counter()
     text = results_to_json([work.do(_records(trace))])
-    partial = path.with_suffix(".partial")  # whole or not at all: others may look
-    partial.write_bytes(gzip.compress(text.encode(), _COMPRESSION, mtime=0))
-    partial.replace(path)
+    partial = path.with_suffix(
+        f".{os.getpid()}"
+    )  # whole or not at all: others may look, or do the same
+    try:
+        partial.write_bytes(gzip.compress(text.encode(), _COMPRESSION, mtime=0))
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     return time.perf_counter() - began
 
 

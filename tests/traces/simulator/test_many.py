@@ -123,3 +123,16 @@ def test_a_run_changes_the_trace_as_it_says() -> None:
     assert [record.arrived_s for record in changed] == [0.0, 0.5, 1.0]
     assert [record.output_length for record in changed] == [1, 1, 1]
     assert Run(spec=SPEC).records(records) == records
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_result_that_cannot_be_written_is_told(
+    num_processes: int, trace: TraceFile, tmp_path: Path
+) -> None:
+    """From whichever process: a folder lies where it would; an error with the path, and nothing half written."""
+    folder = tmp_path / "runs"
+    blocked = Archive.of(folder, trace).path(RUNS[0])
+    (blocked / "inside").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=blocked.name):
+        done(trace, folder, RUNS[:2], num_processes)
+    assert all(path.name.endswith(".json.gz") for path in folder.iterdir())

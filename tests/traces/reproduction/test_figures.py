@@ -1,0 +1,116 @@
+"""Figures are pure: what their findings say follows from results made by hand, whatever simulated them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from traces.format import TraceRecord
+from traces.reproduction import figure_1, figure_5, overload
+from traces.reproduction.all_figures import FIGURES
+from traces.reproduction.figure import CONVERSATION, Finding, Row, Subject
+from traces.reproduction.saved import to_json
+from traces.simulator.results import End, RequestOutcome, SimulationResult
+
+RECORDS = [
+    TraceRecord(arrived_s=float(n), input_length=1024, output_length=10, hash_ids=(0, n + 1))
+    for n in range(10)
+]
+SUBJECT = Subject(name="conversation_trace.jsonl", kind=CONVERSATION, records=RECORDS)
+
+
+def result(
+    *, ttft_s: float = 1.0, tbts_s: Sequence[float] = (0.05,) * 10, num_rejected: int = 0
+) -> SimulationResult:
+    """Ten requests, of which the last so many were rejected."""
+    outcomes = [
+        RequestOutcome(
+            index=n,
+            arrived_s=float(n),
+            input_length=1024,
+            output_length=10,
+            end=End.REJECTED if n >= 10 - num_rejected else End.COMPLETED,
+            ttft_s=None if n >= 10 - num_rejected else ttft_s,
+            tbt_s=tbt_s,
+        )
+        for n, tbt_s in enumerate(tbts_s)
+    ]
+    return SimulationResult(
+        name="", outcomes=outcomes, ttft_slo_s=30, tbt_slo_s=0.1, duration_s=10, counters={}
+    )
+
+
+def claims_of(finding: Finding) -> dict[str, bool]:
+    return {claim.text: claim.holds for claim in finding.claims}
+
+
+def rows_of(finding: Finding) -> Mapping[str, Row]:
+    return {row.what: row for row in finding.rows}
+
+
+def test_names_of_figures_are_unique_and_runs_are_checked() -> None:
+    """Every spec that a figure asks for can be simulated."""
+    assert len({figure.name for figure in FIGURES}) == len(FIGURES)
+    for figure in FIGURES:
+        for work in figure.runs(SUBJECT).values():
+            work.check()
+
+
+@pytest.mark.parametrize(
+    ("ttfts", "order", "ratio"),
+    [((20, 5, 4, 3), True, True), ((20, 5, 4, 3.9), True, False), ((4, 5, 3, 2), False, True)],
+)
+def test_figure_5_checks_the_order_and_the_last_ratio(
+    ttfts: Sequence[float], order: bool, ratio: bool
+) -> None:
+    works = figure_5.runs(SUBJECT)
+    results = {name: result(ttft_s=ttft) for name, ttft in zip(works, (*ttfts, 1.0), strict=True)}
+    holds = claims_of(figure_5.FIGURE.finding(SUBJECT, results))
+    assert list(holds.values()) == [order, ratio]
+
+
+def test_figure_1_finds_the_speed_at_which_each_gain_is_the_published_one() -> None:
+    """vLLM loses a request per step of speed beyond the first, at every limit alike; the pool loses none."""
+    works = figure_1.runs(SUBJECT)
+    speeds = list(dict.fromkeys(float(name.rsplit(" ", 1)[1]) for name in works))
+    results = {}
+    for name in works:
+        system, speed = name.rsplit(" ", 1)
+        bad = 0 if system == "pool" else min(2 * speeds.index(float(speed)), 9)
+        results[name] = result(tbts_s=[1.0] * bad + [0.05] * (10 - bad))
+    finding = figure_1.FIGURE.finding(SUBJECT, results)
+    rows = rows_of(finding)
+    assert rows["gain over vLLM at 100 ms, speed 1"].ours == 0
+    crossing = rows["speed at which the gain at 300 ms is the published one"].ours
+    assert crossing is not None
+    left, right = speeds[1], speeds[2]  # gains 0.25 and 0.667
+    assert left < crossing < right
+    assert crossing == pytest.approx(left + (right - left) * (0.59 - 0.25) / (2 / 3 - 0.25))
+    assert all(claims_of(finding).values())
+
+
+@pytest.mark.parametrize(("counts", "holds"), [((5, 4, 3), True), ((5, 4, 4), False)])
+def test_overload_wants_fewer_rejections_at_each_step(counts: Sequence[int], holds: bool) -> None:
+    works = overload.runs(SUBJECT)
+    results = {name: result(num_rejected=count) for name, count in zip(works, counts, strict=True)}
+    finding = overload.FIGURE.finding(SUBJECT, results)
+    assert list(claims_of(finding).values()) == [holds]
+    shares = [row.ours for row in finding.rows if row.what.startswith("rejected")]
+    assert shares == [count / 10 for count in counts]
+
+
+def test_infinite_gains_are_null_in_json() -> None:
+    """vLLM may have no effective request at all; JSON has no infinity."""
+    works = figure_1.runs(SUBJECT)
+    results = {
+        name: result(tbts_s=[0.05 if name.startswith("pool") else 1.0] * 10) for name in works
+    }
+    finding = figure_1.FIGURE.finding(SUBJECT, results)
+    assert "null" in to_json(SUBJECT, [(figure_1.FIGURE, finding)], quick=False)
+
+
+def test_a_ratio_needs_both_values() -> None:
+    assert Row(what="", ours=2.0, published=4.0).ratio == 0.5
+    assert Row(what="", ours=2.0).ratio is None
+    assert Row(what="", ours=None, published=4.0).ratio is None
