@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-from kvstore.disk.base import PAGE
 from kvstore.disk.files import SegmentFile
 from kvstore.disk.group import Group, runs
 from kvstore.disk.memory import Scratch
-from kvstore.disk.object_io import Entry, ObjectIo, pages_of
+from kvstore.disk.object_io import ObjectIo
 from kvstore.disk.ring import Flight, Ring, Run
 from kvstore.disk.segments import Segments
 from kvstore.disk.uring import Opcode
@@ -46,11 +45,9 @@ class Carrier:
             self._begin_in_threads(group)
 
     def _begin_in_ring(self, ring: Ring, group: Group) -> bool:
-        number = group.segment.number
-        file = self._segments.files[number]
-        entries = group.entries
-        memory = self._scratch.take(pages_of(entries) * PAGE)
-        asked = self._laid_out(file, entries, memoryview(memory))
+        file = self._segments.files[group.segment.number]
+        memory = self._scratch.take(group.nbytes)
+        asked = self._laid_out(file, group, memoryview(memory))
 
         def over() -> None:  # if the disk hangs, once it has really let go of them
             file.let_go()
@@ -63,16 +60,13 @@ class Carrier:
         ring.begin(Opcode.WRITEV, asked, landed=partial(self._ended, group), over=over)
         return True
 
-    def _laid_out(
-        self, file: SegmentFile, entries: Sequence[Entry], scratch: memoryview
-    ) -> list[Run]:
+    def _laid_out(self, file: SegmentFile, group: Group, scratch: memoryview) -> list[Run]:
         asked = []
         at = 0
-        for run in runs(entries, self._segments.threads.num_threads):
-            end = at + pages_of(run) * PAGE
-            buffers = self._io.laid_out(file.number, run, scratch[at:end])
-            asked.append(Run(file.fileno(), run[0].page, buffers, end - at))
-            at = end
+        for entries, nbytes in runs(group, self._segments.threads.num_threads):
+            buffers = self._io.laid_out(file.number, entries, scratch[at : at + nbytes])
+            asked.append(Run(file.fileno(), entries[0].page, buffers, nbytes))
+            at += nbytes
         return asked
 
     def _ended(self, group: Group, flight: Flight) -> None:
@@ -101,7 +95,7 @@ class Carrier:
         threads = self._segments.threads
         jobs = [
             partial(self._io.write, file, entries)
-            for entries in runs(group.entries, threads.num_threads)
+            for entries, _ in runs(group, threads.num_threads)
         ]
         in_use = ExitStack()
         in_use.enter_context(file)

@@ -39,6 +39,7 @@ _CHECKED_FROM = 16
 _CONTEXT = struct.Struct("<16sII")  # folder, segment, page
 _FRAME_IN_PLACE = struct.Struct("<8sQHBx16sII")  # frame and context together
 _CHECKSUM = struct.Struct("<Q")
+_HEADER = struct.Struct("<8sQHBx16sIIIIIBBHQQ16s16s")  # frame, context and record together
 _RECORD = struct.Struct("<IIIBBHQQ16s16s")
 """Page, length, source segment, pin, has a parent, tenant's length, checksum, generation, key, parent."""
 _TOMBSTONE = struct.Struct("<16sQI")  # key, generation, segment and pin
@@ -288,6 +289,14 @@ def fill_header(
     _CHECKSUM.pack_into(page, _CHECKSUM_AT, xxh3_64_intdigest(page[_CHECKED_FROM:end]))
 
 
+def fill_end(page: memoryview, context: Context) -> None:
+    """An end mark in place, with zeros behind it."""
+    end = _FRAME_IN_PLACE.size
+    _FRAME_IN_PLACE.pack_into(page, 0, _MAGIC, 0, _CONTEXT.size, Kind.END, *context)
+    page[end:] = _ZEROS[end:]
+    _CHECKSUM.pack_into(page, _CHECKSUM_AT, xxh3_64_intdigest(page[_CHECKED_FROM:end]))
+
+
 def encode_tombstones(context: Context, packed: bytes) -> bytes:
     """At most TOMBSTONES_PER_PAGE, as `pack_tombstones` makes them."""
     return frame(Kind.TOMBSTONES, context, packed)
@@ -310,16 +319,12 @@ def decode_header(page: memoryview, context: Context) -> Header | None:
 
 def holds(page: memoryview, context: Context, about: DiskObject) -> bool:
     """What `decode_header` would find, for readers who know what they want: four times as fast."""
-    magic, checksum, length, kind = _FRAME.unpack_from(page)
-    checked = page[_CHECKED_FROM : _FRAME.size + length]
-    if magic != _MAGIC or kind != Kind.OBJECT or xxh3_64_intdigest(checked) != checksum:
+    found = _HEADER.unpack_from(page)
+    wanted = about.length, about.checksum, about.generation, about.key
+    if (found[0], found[3], *found[4:7]) != (_MAGIC, Kind.OBJECT, *context):
         return False
-    belongs = (context.folder_id, context.segment, context.page)
-    if _CONTEXT.unpack_from(page, _FRAME.size) != belongs:
-        return False
-    record = _RECORD.unpack_from(page, _FRAME.size + _CONTEXT.size)
-    wanted = (about.length, about.checksum, about.generation, about.key)
-    return (record[1], *record[6:9]) == wanted
+    checked = page[_CHECKED_FROM : _FRAME.size + found[2]]
+    return (found[8], *found[13:16]) == wanted and xxh3_64_intdigest(checked) == found[1]
 
 
 def pack_tombstones(tombstones: Sequence[Tombstone]) -> bytes:

@@ -98,9 +98,15 @@ class Group:
 
     items: Sequence[Item]
     segment: Segment
-    end: int  # the page behind them
+    begin: int
+    end: int  # the page behind them, which gets an end mark
     has_landed: bool = False
     error: OSError | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """With the end mark."""
+        return (self.end + 1 - self.begin) * PAGE
 
     @property
     def entries(self) -> list[Entry]:
@@ -137,19 +143,19 @@ def run_limit(nbytes: int, num_threads: int) -> int:
     return min(max(nbytes // num_threads, _SMALLEST_RUN_BYTES), _LARGEST_RUN_BYTES)
 
 
-def runs(entries: Sequence[Entry], num_threads: int) -> Iterator[Sequence[Entry]]:
-    """Neighbours for one write each: enough of them for all threads, none of them small without need."""
-    nbytes = sum(entry.num_pages for entry in entries) * PAGE
-    limit = run_limit(nbytes, num_threads)
-    if nbytes <= limit:
-        yield entries
+def runs(group: Group, num_threads: int) -> Iterator[tuple[Sequence[Entry], int]]:
+    """Neighbours for one write each, and their bytes: enough for all threads, none of them small without need."""
+    entries = group.entries
+    limit = run_limit(group.nbytes, num_threads)
+    if group.nbytes <= limit:
+        yield entries, group.nbytes
         return
     run: list[Entry] = []
     run_bytes = 0
     for entry in entries:
         if run and run_bytes + entry.num_pages * PAGE > limit:
-            yield run
+            yield run, run_bytes
             run, run_bytes = [], 0
         run.append(entry)
         run_bytes += entry.num_pages * PAGE
-    yield run
+    yield run, run_bytes

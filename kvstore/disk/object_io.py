@@ -7,7 +7,6 @@ neither what is live nor who asks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -18,17 +17,16 @@ from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
 from kvstore.disk.format import (
     Header,
-    Kind,
     decode_header,
     encode_tombstones,
     extent_pages,
+    fill_end,
     fill_header,
-    frame,
     holds,
     page_of,
     sealed_with,
 )
-from kvstore.disk.memory import Borrowed, Scratch, is_aligned
+from kvstore.disk.memory import Scratch, is_aligned
 
 
 class ObjectEntry(NamedTuple):
@@ -56,8 +54,7 @@ class EndEntry(NamedTuple):
 Entry = ObjectEntry | TombstonesEntry | EndEntry
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
+class Landing(NamedTuple):
     """Where a run of reads goes to: headers and what is padded into `scratch`, data to where it is wanted if it can."""
 
     reads: Sequence[DiskRead]
@@ -65,11 +62,8 @@ class Landing:
     direct: Sequence[int]
     """Bytes of each object that are read to where they are wanted."""
     buffers: Sequence[memoryview]
+    page: int
     num_pages: int
-
-    @property
-    def page(self) -> int:
-        return page_of(self.reads[0].place)
 
 
 class ObjectIo:
@@ -79,10 +73,6 @@ class ObjectIo:
         self._folder = folder
         self._cipher: AesGcm | None = folder.cipher
         self._scratch = scratch
-
-    def borrowed(self, nbytes: int) -> Borrowed:
-        """Scratch for a run."""
-        return self._scratch.borrow(nbytes)
 
     def write(self, file: SegmentFile, entries: Sequence[Entry]) -> None:
         """Raises OSError. `entries` are neighbours, in order."""
@@ -107,7 +97,7 @@ class ObjectIo:
             _fill(extent, encode_tombstones(context, entry.packed))
             return [extent]
         if isinstance(entry, EndEntry):
-            _fill(extent, frame(Kind.END, context))
+            fill_end(extent, context)
             return [extent]
         header, data = extent[:PAGE], extent[PAGE:]
         if self._cipher is None:
@@ -136,7 +126,7 @@ class ObjectIo:
             direct.append(self._direct_bytes(read))
             buffers += _targets(read, extents[-1], direct[-1])
             at = end
-        return Landing(reads, extents, direct, buffers, at // PAGE)
+        return Landing(reads, extents, direct, buffers, page_of(reads[0].place), at // PAGE)
 
     def arrived(self, segment: int, landing: Landing, nbytes: int) -> list[bool]:
         """Which objects are there after so many bytes, which are fewer than asked for at a file's end."""
@@ -204,6 +194,8 @@ def _targets(read: DiskRead, extent: memoryview, direct: int) -> list[memoryview
 
 
 def _plain(memory: memoryview, data: memoryview) -> list[memoryview]:
+    if len(memory) == len(data) and is_aligned(memory):
+        return [memory] if memory else []
     direct = _whole_pages(len(memory)) if is_aligned(memory) else 0
     if direct < len(data):
         _fill(data[direct:], memory[direct:])

@@ -13,6 +13,7 @@ from kvstore.disk.base import PAGE, DiskRead
 from kvstore.disk.format import extent_pages, segment_of
 from kvstore.disk.group import run_limit
 from kvstore.disk.health import Doing
+from kvstore.disk.memory import Scratch
 from kvstore.disk.object_io import Landing, ObjectIo, pages_to_read
 from kvstore.disk.ring import Flight, Ring, Run
 from kvstore.disk.segments import Segments
@@ -21,9 +22,12 @@ from kvstore.disk.uring import Opcode
 
 
 class Reader:
-    def __init__(self, segments: Segments, io: ObjectIo, ring: Ring | None) -> None:
+    def __init__(
+        self, segments: Segments, io: ObjectIo, scratch: Scratch, ring: Ring | None
+    ) -> None:
         self._segments = segments
         self._io = io
+        self._scratch = scratch
         self._ring = ring
 
     async def read(self, reads: Sequence[DiskRead]) -> list[bool]:
@@ -50,18 +54,23 @@ class Reader:
         """Notes down in `results` what arrived. Returns the runs that the ring did not read."""
         if not self._segments.health.may_read():
             return []
-        in_use = contextlib.ExitStack()
-        asked, landings = [], []
-        for run in runs:
-            wanted = [reads[index] for index in run]
-            file = in_use.enter_context(self._segments.files[segment_of(wanted[0].place)])
-            scratch = in_use.enter_context(self._io.borrowed(pages_to_read(wanted) * PAGE))
-            landing = self._io.aimed(wanted, scratch)
-            landings.append(landing)
-            nbytes = landing.num_pages * PAGE
-            asked.append(Run(file.fileno(), landing.page, landing.buffers, nbytes))
+        files = [self._segments.files[segment_of(reads[run[0]].place)] for run in runs]
+        memory = self._scratch.take(pages_to_read(reads) * PAGE)
+        landings = self._aimed(reads, runs, memoryview(memory))
+        asked = [
+            Run(file.fileno(), landing.page, landing.buffers, landing.num_pages * PAGE)
+            for file, landing in zip(files, landings, strict=True)
+        ]
+
+        def over() -> None:  # if the disk hangs, once it has really let go of them
+            for file in files:
+                file.let_go()
+            self._scratch.give_back(memory)
+
+        for file in files:
+            file.hold()
         if not ring.takes(asked):
-            in_use.close()
+            over()
             return runs
         answer: Answer[list[list[int]]] = Answer()
 
@@ -72,8 +81,19 @@ class Reader:
                 answer.fail(error)
 
         direct = any(any(landing.direct) for landing in landings)
-        ring.begin(Opcode.READV, asked, landed=landed, over=in_use.close, until_over=direct)
+        ring.begin(Opcode.READV, asked, landed=landed, over=over, until_over=direct)
         return await answer.wait()
+
+    def _aimed(
+        self, reads: Sequence[DiskRead], runs: Sequence[list[int]], scratch: memoryview
+    ) -> list[Landing]:
+        landings = []
+        at = 0
+        for run in runs:
+            landing = self._io.aimed([reads[index] for index in run], scratch[at:])
+            landings.append(landing)
+            at += landing.num_pages * PAGE
+        return landings
 
     def _taken(
         self,

@@ -132,7 +132,7 @@ class SsdTier:
         self._surveyor = Surveyor(folder, io, scratch)
         # Decryption is for threads: it takes longer than the event loop may.
         self._ring = Ring.opened(waits) if options.ring and folder.cipher is None else None
-        self._reader = Reader(self._segments, io, self._ring)
+        self._reader = Reader(self._segments, io, scratch, self._ring)
         self._flusher = Flusher(self._segments, options.sync_interval_s, options.sleep)
         self._writer = Writer(
             self._segments,

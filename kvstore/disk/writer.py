@@ -224,7 +224,7 @@ class Writer:
     def _begin(self, items: Sequence[Item]) -> None:
         active = self._log.active
         assert active is not None
-        group = Group(items, active, active.tail)
+        group = Group(items, active, items[0].page, active.tail)
         self._carrier.begin(group)
         self._under_way.append(group)
 

@@ -21,7 +21,7 @@ from tests.kvstore.disk.tiers import SMALL, Stand, opened, written
 LENGTHS = (100, 4_096, 5_000, 12_000, 30_000)
 KEPT = 8
 """Objects at a time, most of what the tier may hold."""
-NUM_CUTS = 25
+NUM_CUTS = 12
 """Per history; cheap beside the history itself."""
 
 
@@ -148,7 +148,7 @@ async def lived(folder: Path, rng: random.Random, *, strict: bool) -> RecordingC
     return calls
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32), strict=st.booleans())
 def test_whatever_the_disk_had_not_written_yet_is_missed_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, seed: int, strict: bool
