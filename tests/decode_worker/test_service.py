@@ -14,7 +14,7 @@ import pytest
 from decode_worker import service as service_module
 from decode_worker.limits import Limits
 from decode_worker.service import DecodeService, landing_ranges
-from decode_worker.servicers import LandingServicer, LandingZone, WorkerServicer
+from decode_worker.servicers import MAX_WAIT_S, LandingServicer, LandingZone, WorkerServicer
 from decode_worker.state import DecodeState
 from engine.block_pool import BlockPool
 from engine.runtime import EngineThread
@@ -270,12 +270,17 @@ async def test_a_submission_is_refused(model_path: Path) -> None:
         await refused(call, InvalidRequest)
 
 
-async def test_a_full_pool_makes_reservations_wait_and_then_refuses_them(model_path: Path) -> None:
+async def test_a_full_pool_makes_reservations_wait_and_then_refuses_them(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reservation waits for as long as its call may take, but for a margin: a large one here."""
+    monkeypatch.setattr("decode_worker.servicers.ANSWER_MARGIN_S", MAX_WAIT_S - 0.3)
     async with world(model_path, num_blocks=4) as w:
         first = w.client.compute(prompt_of(24), 4)
         await w.client.reserve(first)
         second = w.client.compute(prompt_of(16, 1), 4)
-        await refused(w.client.reserve(second, timeout_s=0.3), Overloaded)
+        await refused(w.client.reserve(second, timeout_s=PATIENCE_S), Overloaded)
+        monkeypatch.undo()
         waiting = asyncio.create_task(w.client.reserve(w.client.compute(prompt_of(16, 2), 4)))
         await wait_until_queued(w)
         await w.client.release(first.lease_id)

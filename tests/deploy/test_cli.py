@@ -12,11 +12,15 @@ import pytest
 
 from deploy.cli import VERBS, main
 from models import demo_model_path
+from tests.patience import PATIENCE_S
 
 
 def moonserve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "deploy", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "deploy", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
 
 
@@ -53,7 +57,7 @@ def test_whoever_reads_only_the_beginning_sees_no_traceback() -> None:
     )
     assert process.stdout is not None
     process.stdout.close()  # before it has printed anything
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=PATIENCE_S)
     assert told == b""
     assert process.returncode == 141
 

@@ -16,6 +16,7 @@ from gateway.server import serve
 from gateway.tokenizer import Tokenizer, load_tokenizer
 from protocol.process import Lifecycle
 from tests.gateway.scripted_cluster import CLUSTER_TOKEN, ScriptedCluster
+from tests.patience import PATIENCE_S
 
 MODEL = Path(__file__).parents[2] / "models" / "demo"
 
@@ -44,7 +45,9 @@ async def running_gateway(cluster: ScriptedCluster, **options: object) -> AsyncI
     config = dataclasses.replace(config, **options)
     lifecycle = RecordingLifecycle()
     serving = asyncio.create_task(serve(config, lifecycle))
-    await asyncio.wait({serving, lifecycle.url}, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+    await asyncio.wait(
+        {serving, lifecycle.url}, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S
+    )
     if serving.done():
         serving.result()
     try:

@@ -27,6 +27,7 @@ from protocol.request import (
 from protocol.rpc import RpcServer
 from protocol.streams import GatewayStreams
 from protocol.wire import sampling_from_wire
+from tests.patience import PATIENCE_S
 
 Context = grpc.aio.ServicerContext
 
@@ -200,7 +201,7 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits until what was recorded satisfies `condition`."""
-        async with asyncio.timeout(10), self._changed:
+        async with asyncio.timeout(PATIENCE_S), self._changed:
             await self._changed.wait_for(condition)
 
     def changed(self) -> None:

@@ -14,6 +14,7 @@ from gateway.tokenizer import Tokenizer
 from protocol.errors import Incompatible
 from tests.gateway.conftest import running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
+from tests.patience import PATIENCE_S
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 TEXT = {"prompt": "hello", "max_tokens": 6}
@@ -124,7 +125,7 @@ async def test_a_client_that_leaves_before_placement_ends_gives_the_placement_ba
 
 async def gone(url: str) -> None:
     """Until the gateway has nothing under way."""
-    async with aiohttp.ClientSession(url) as http, asyncio.timeout(10):
+    async with aiohttp.ClientSession(url) as http, asyncio.timeout(PATIENCE_S):
         while True:
             async with http.get("/v1/cluster") as reply:
                 if (await reply.json())["requests"] == 0:

@@ -14,6 +14,7 @@ from protocol.ids import GatewayId
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
+from tests.patience import PATIENCE_S
 
 
 class RecordingChannels(Channels):
@@ -54,11 +55,11 @@ async def test_a_replaced_incarnation_is_lost_at_once_and_its_own_channel_closed
     assert lost == []
     cluster.listen(endpoint("d0", 2, 4))
     assert lost == ["d0"]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         assert await channels.forgotten.get() == "127.0.0.1:2"
     cluster.listen(endpoint("d1", 2, 3))  # at the same address, so that the channel stays
     cluster.listen(endpoint("d0", 3, 5))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         assert await channels.forgotten.get() == "127.0.0.1:4"
     assert lost == ["d0", "d1", "d0"]
     assert channels.forgotten.empty()

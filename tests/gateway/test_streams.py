@@ -13,6 +13,7 @@ import aiohttp
 from gateway.tokenizer import Tokenizer
 from protocol.errors import MoonserveError, PeerLost
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
+from tests.patience import PATIENCE_S
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 6}
 TEXT = {"prompt": "hello", "stream": True, "max_tokens": 6}
@@ -195,7 +196,7 @@ async def test_after_a_failed_stream_the_server_closes_the_connection(
     body = json.dumps(TEXT).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         text = await reader.read()  # until the server closes
     assert b'{"error":' in text.replace(b'{"error": ', b'{"error":')
     assert b"[DONE]" not in text

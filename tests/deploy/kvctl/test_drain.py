@@ -31,6 +31,7 @@ from tests.deploy.kvctl.stage import (
     stage,
 )
 from tests.kvstore.nodes import ROOT, TOKEN, running_node
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow  # each test starts three or four processes of its own
 
@@ -160,7 +161,7 @@ def test_an_interrupted_drain_says_what_it_leaves_and_can_go_on(
             assert command.stderr is not None
             assert any("waiting for writes" in line for line in command.stderr)
             command.send_signal(signal.SIGINT)
-            _, said = command.communicate(timeout=20)
+            _, said = command.communicate(timeout=PATIENCE_S)
             assert command.returncode == EXIT_INTERRUPTED
             assert "interrupted: store-0 is still draining" in said
             assert kvctl.json("nodes")[0]["state"] == "draining"
@@ -188,7 +189,7 @@ def _ask(address: str, method: str, request: Any) -> None:
         channels = Channels(TOKEN)
         try:
             stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
-            await channels.call(getattr(stub, method), request, timeout_s=5.0)
+            await channels.call(getattr(stub, method), request, timeout_s=PATIENCE_S)
         finally:
             await channels.close()
 

@@ -14,6 +14,7 @@ from typing import Any
 from kvstore.client import plain_key
 from tests.deploy.kvctl.stage import ENVIRON, SEGMENT_BYTES, Stage, get, put, stage
 from tests.kvstore.nodes import ROOT, running_node
+from tests.patience import PATIENCE_S
 
 
 class Watch:
@@ -37,7 +38,7 @@ class Watch:
 
     def interrupt(self) -> int:
         self._process.send_signal(signal.SIGINT)
-        return self._process.wait(timeout=20)
+        return self._process.wait(timeout=PATIENCE_S)
 
     def _records(self) -> Iterator[dict[str, Any]]:
         assert self._process.stdout is not None
