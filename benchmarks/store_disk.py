@@ -1,15 +1,17 @@
 """The SSD tier beside fio: the same disk, block size, depth and O_DIRECT, in turns.
 
-What the tier writes is durable when it returns, what it reads is verified. fio does not flush its writes in the first
-ratio, and does so every `depth` blocks in the second. Both write over blocks of the disk that were written before,
-as in a node that has run for a while; the event loop is the node's too. `depth` is the number of blocks under way,
-shared by --calls callers.
+Two tiers: one as a node has it, which flushes once a second, and one that flushes after every group. The first is
+compared with fio that flushes nothing, the second with fio that calls fdatasync every `depth` blocks (fio --ioengine=
+libaio --direct=1 --time_based, one file laid out before). What a tier reads is verified, what it writes has headers and
+end marks besides. All write over blocks of the disk that were written before, as in a node that has run for a while;
+the event loop is the node's too. `depth` is the number of blocks under way, shared by --calls callers.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import mmap
 import random
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -205,7 +207,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--bytes", type=int, default=256 * 2**20, help="moved per measurement")
     parser.add_argument("--folder", type=Path, default=Path("out"), help="on the disk to measure")
     parser.add_argument("--threads", type=int, default=DiskOptions().num_threads)
-    parser.add_argument("--no-ring", action="store_true", help="small reads through threads")
+    parser.add_argument("--no-ring", action="store_true", help="everything through threads")
     parser.add_argument("--calls", type=int, default=4, help="callers that share the depth")
     parser.add_argument("--json", type=Path, default=Path("out/store-disk.json"))
     return parser.parse_args()
@@ -218,28 +220,39 @@ async def _measured(folder: Path, arguments: argparse.Namespace) -> list[dict[st
         segment_bytes=arguments.bytes // 2,
         ring=not arguments.no_ring,
     )
-    tier = await SsdTier.open(
-        folder / "tier", arguments.bytes * FREE_SHARE, options, _unmoved, _complain
-    )
+    async with (
+        _opened(folder / "tier", arguments, options) as disk,
+        _opened(folder / "flushing", arguments, replace(options, sync_interval_s=0.0)) as flushing,
+    ):
+        return await _rounds(disk, flushing, fio, arguments.rounds)
+
+
+@contextlib.asynccontextmanager
+async def _opened(
+    folder: Path, arguments: argparse.Namespace, options: DiskOptions
+) -> AsyncIterator[Disk]:
+    tier = await SsdTier.open(folder, arguments.bytes * FREE_SHARE, options, _unmoved, _complain)
     async for _ in tier.recover(lambda share: None):
         pass
     try:
-        return await _rounds(Disk(tier, arguments.bytes, arguments.calls), fio, arguments.rounds)
+        yield Disk(tier, arguments.bytes, arguments.calls)
     finally:
         await tier.close()
 
 
-async def _rounds(disk: Disk, fio: Fio, rounds: int) -> list[dict[str, Any]]:
+async def _rounds(disk: Disk, flushing: Disk, fio: Fio, rounds: int) -> list[dict[str, Any]]:
     operations = ("write", "randwrite", "read", "randread")
     loads = [Load(each, size, d) for each in operations for size in SIZES for d in DEPTHS]
     speeds: dict[tuple[Load, str], list[float]] = defaultdict(list)
-    for _ in range(2 * FREE_SHARE):
-        await disk.measure(Load("write", 2**20, 8))  # every segment has been written once
+    for each in (disk, flushing):
+        for _ in range(2 * FREE_SHARE):
+            await each.measure(Load("write", 2**20, 8))  # every segment has been written once
     for number in range(rounds):
         for load in loads:
             speeds[load, "tier"].append(await disk.measure(load))
             speeds[load, "fio"].append(await asyncio.to_thread(fio.measure, load))
             if "write" in load.operation:
+                speeds[load, "flushing"].append(await flushing.measure(load))
                 durable = await asyncio.to_thread(partial(fio.measure, load, durable=True))
                 speeds[load, "durable"].append(durable)
         print(f"· round {number + 1} of {rounds}", file=sys.stderr, flush=True)
@@ -249,7 +262,7 @@ async def _rounds(disk: Disk, fio: Fio, rounds: int) -> list[dict[str, Any]]:
 def _row(load: Load, speeds: dict[tuple[Load, str], list[float]]) -> dict[str, Any]:
     gb_s = {
         who: median(speeds[load, who]) / 1e9
-        for who in ("tier", "fio", "durable")
+        for who in ("tier", "fio", "flushing", "durable")
         if speeds[load, who]
     }
     return {
@@ -258,13 +271,13 @@ def _row(load: Load, speeds: dict[tuple[Load, str], list[float]]) -> dict[str, A
         "depth": load.depth,
         "gb_s": gb_s,
         "ratio": gb_s["tier"] / gb_s["fio"],
-        "ratio_durable": gb_s["tier"] / gb_s["durable"] if "durable" in gb_s else None,
+        "ratio_durable": gb_s["flushing"] / gb_s["durable"] if "durable" in gb_s else None,
     }
 
 
 def _report(rows: Sequence[dict[str, Any]]) -> str:
     return table(
-        ("", "block", "depth", "tier GB/s", "fio GB/s", "ratio", "fio fdatasync", "ratio"),
+        ("", "block", "depth", "tier GB/s", "fio GB/s", "ratio", "flushing", "fdatasync", "ratio"),
         [
             [
                 row["operation"],
@@ -273,6 +286,7 @@ def _report(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['gb_s']['tier']:.2f}",
                 f"{row['gb_s']['fio']:.2f}",
                 f"{row['ratio']:.2f}",
+                f"{row['gb_s']['flushing']:.2f}" if "flushing" in row["gb_s"] else "",
                 f"{row['gb_s']['durable']:.2f}" if "durable" in row["gb_s"] else "",
                 f"{row['ratio_durable']:.2f}" if row["ratio_durable"] else "",
             ]
