@@ -1,7 +1,7 @@
 """What goes from memory to disk and back: which objects, and what counts once it has happened. Pure.
 
 Demotion runs ahead of need: above the high watermark the coldest objects are written to disk, and leave memory once
-they are durable there. Promotion happens when an object that is only on disk is wanted. A move holds its object, so
+they are there. Promotion happens when an object that is only on disk is wanted. A move holds its object, so
 that nothing else happens to it but its removal, which makes the move's result worthless.
 """
 
@@ -47,7 +47,7 @@ class Moves:
 
     @property
     def leaving_bytes(self) -> int:
-        """Memory that will be free once the writes under way are durable."""
+        """Memory that will be free once the writes under way have ended."""
         return self._leaving_bytes
 
     def demotions(self, limit_bytes: int) -> list[Store]:
