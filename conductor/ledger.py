@@ -76,9 +76,10 @@ class PrefillQueue:
         """Seconds until a prompt placed now with this rank would begin to run. What others placed goes before it."""
         return self._work.wait_s(now, now + rank) + self._surplus_s
 
-    def num_delayed(self, now: float, rank: float) -> int:
-        """Prompts that one placed now with this rank goes before."""
-        return self._work.num_delayed(now, now + rank)
+    def look(self, now: float, rank: float) -> tuple[float, int]:
+        """`wait_s`, and how many prompts one placed now with this rank goes before."""
+        wait_s, num_delayed = self._work.look(now, now + rank)
+        return wait_s + self._surplus_s, num_delayed
 
     def correct(self, load: Load, profile: PrefillProfile, now: float) -> None:
         """Takes over what the instance says that it has left: settled prompts beyond it are prefilled already."""

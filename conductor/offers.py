@@ -44,7 +44,7 @@ def offers_for(
         prefills.c2,
         now,
         lambda row, rank: instances[row].queue.wait_s(now, rank),
-        lambda row, rank: instances[row].queue.num_delayed(now, rank),
+        lambda row, rank: instances[row].queue.look(now, rank),
     )
 
 

@@ -55,16 +55,17 @@ class OrderedSums:
                 node = node.left
         return seconds
 
-    def num_after(self, place: Place) -> int:
-        """Entries at higher places."""
-        number, node = 0, self._root
+    def around(self, place: Place) -> tuple[float, int]:
+        """Seconds of all entries at lower places, and the number of those at higher ones; this place is free."""
+        seconds, number, node = 0.0, 0, self._root
         while node is not None:
-            if node.place > place:
+            if node.place < place:
+                seconds += _total(node.left) + node.seconds
+                node = node.right
+            else:
                 number += _count(node.right) + 1
                 node = node.left
-            else:
-                node = node.right
-        return number
+        return seconds, number
 
     def first(self) -> Place | None:
         """The lowest place; None when there is none."""

@@ -97,11 +97,14 @@ class WorkQueue(Generic[K]):
         """Seconds until one that arrives now with this rank begins."""
         return self._before_s((rank, self._num_arrived + 1), now)
 
-    def num_delayed(self, now: float, rank: float = 0.0) -> int:
-        """Those that one that arrives now with this rank goes before, or before the rest of them."""
+    def look(self, now: float, rank: float = 0.0) -> tuple[float, int]:
+        """`wait_s`, and how many one that arrives now with this rank goes before, or before the rest of them."""
         place = (rank, self._num_arrived + 1)
-        interrupts = self._interrupts(place) and self.residual_s(now) > self._step_s
-        return self._waiting.num_after(place) + interrupts
+        before_s, num_delayed = self._waiting.around(place)
+        left_s = self.residual_s(now)
+        if left_s > self._step_s and self._interrupts(place):
+            return self._step_s + before_s, num_delayed + 1
+        return left_s + before_s, num_delayed
 
     def wait_of_s(self, key: K, now: float) -> float:
         """Seconds until this one begins; 0 when it runs. Raises KeyError."""

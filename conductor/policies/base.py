@@ -7,7 +7,7 @@ A policy may also say in which order prompts wait at their instance: by arrival 
 seconds and not below 0: how much later others of rank 0 may arrive and still go before this one. So nobody starves, all
 ranks 0 are the order of arrival, and a rank means the same on every clock. The column `queue_s` is what waits for a
 rank that is behind all others; who gives lower ones takes the column for a first look at all instances and asks
-`wait_s` and `num_delayed` of the few best.
+`wait_s` or `look` of the few best.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Offers(NamedTuple):
     now: float  # monotonic seconds
     # Seconds that a prompt of this rank waits at the instance of this row, exactly: O(log of what waits there).
     wait_s: Callable[[int, float], float]
-    # Prompts at the instance of this row that one of this rank would go before, at the same cost.
-    num_delayed: Callable[[int, float], int] = lambda _row, _rank: 0
+    # The same, and how many prompts at that instance it would go before, or before the rest of them.
+    look: Callable[[int, float], tuple[float, int]] = lambda _row, _rank: (0.0, 0)
 
     def prefill_s(self, prompt: Prompt, cached_blocks: Ints | int) -> Floats:
         """`PrefillProfile.seconds` of every instance."""

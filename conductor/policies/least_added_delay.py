@@ -57,7 +57,6 @@ class _Exact(NamedTuple):
     rank: float
     wait_s: float
     added_s: float
-    score: float
 
 
 class LeastAddedDelay:
@@ -72,30 +71,35 @@ class LeastAddedDelay:
 
     def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
         weighed, copied_s = _predict_faster(prompt, offers)
-        num_rows = len(weighed.ttft_s)
-        rank, added_s, queue_s = np.zeros(num_rows), np.zeros(num_rows), offers.queue_s.copy()
-        score = np.full(num_rows, math.inf)
-        for row in _worth_a_look(weighed.ttft_s):
-            exact = self._look(row, prompt, offers, weighed)
-            rank[row], queue_s[row], added_s[row], score[row] = exact
+        rows = _worth_a_look(weighed.ttft_s)
+        seconds = zip(
+            rows, weighed.prefill_s[rows].tolist(), offers.queue_s[rows].tolist(), strict=True
+        )
+        looks = [self._look(row, own_s, all_s, prompt, offers) for row, own_s, all_s in seconds]
+        exact = np.zeros((3, len(weighed.ttft_s)))
+        exact[1] = offers.queue_s
+        exact[:, rows] = np.array(looks).T
+        rank, queue_s, added_s = exact
+        ttft_s = weighed.ttft_s - offers.queue_s + queue_s
+        cost_s = ttft_s + self._terms.copy * copied_s
+        score = np.full(len(ttft_s), math.inf)
+        score[rows] = (cost_s + added_s if self._terms.counts_delayed else cost_s)[rows]
         return weighed._replace(
-            ttft_s=weighed.ttft_s - offers.queue_s + queue_s,
-            score=score + self._terms.copy * copied_s,
-            rank=rank,
-            queue_s=queue_s,
-            added_s=added_s,
+            ttft_s=ttft_s, score=score, rank=rank, queue_s=queue_s, added_s=added_s
         )
 
-    def _look(self, row: int, prompt: Prompt, offers: Offers, weighed: Weighed) -> _Exact:
-        prefill_s, slo_s = float(weighed.prefill_s[row]), prompt.ttft_slo_s
+    def _look(
+        self, row: int, prefill_s: float, all_s: float, prompt: Prompt, offers: Offers
+    ) -> _Exact:
+        """`all_s`: until all that is there has run."""
+        slo_s = prompt.ttft_slo_s
+        if not all_s:
+            return _Exact(yields_s(prefill_s, 0.0, slo_s, self._terms), 0.0, 0.0)
         # Prompts that are late have ranks beyond the objective, until their time comes.
-        queue_s = float(offers.queue_s[row]) if math.isinf(slo_s) else offers.wait_s(row, slo_s)
+        queue_s = all_s if math.isinf(slo_s) else offers.wait_s(row, slo_s)
         rank = yields_s(prefill_s, queue_s, slo_s, self._terms)
-        wait_s = offers.wait_s(row, rank)
-        added_s = prefill_s * offers.num_delayed(row, rank)
-        own_s = float(weighed.load_s[row] + weighed.transfer_s[row]) + wait_s + prefill_s
-        score = own_s + added_s if self._terms.counts_delayed else own_s
-        return _Exact(rank, wait_s, added_s, score)
+        wait_s, num_delayed = offers.look(row, rank)
+        return _Exact(rank, wait_s, prefill_s * num_delayed)
 
 
 def yields_s(prefill_s: float, queue_s: float, slo_s: float, terms: Terms) -> float:

@@ -173,6 +173,7 @@ def test_of_many_instances_only_some_are_looked_at_exactly_and_the_best_is_among
         c2=zeros,
         now=0.0,
         wait_s=wait_s,
+        look=lambda row, rank: (wait_s(row, rank), 0),
     )
     weighed = LeastAddedDelay().weigh(Prompt(100, 10, 0, ttft_slo_s=SLO_S), offers)
     assert int(weighed.score.argmin()) == num_rows - 1

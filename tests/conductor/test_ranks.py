@@ -68,9 +68,9 @@ def test_a_prompt_yields_only_to_those_that_come_within_its_rank() -> None:
     queue.add(RequestId("running"), 4.0, 100, 0.0)
     queue.add(RequestId("patient"), 1.0, 100, 0.0, rank=10.0)
     assert queue.wait_s(3.0, rank=6.0) == pytest.approx(1.0)
-    assert queue.num_delayed(3.0, rank=6.0) == 1
+    assert queue.look(3.0, rank=6.0) == (pytest.approx(1.0), 1)
     assert queue.wait_s(3.0, rank=7.0) == pytest.approx(2.0), "arrived later, yields as much"
-    assert queue.num_delayed(3.0, rank=7.0) == 0
+    assert queue.look(3.0, rank=7.0) == (pytest.approx(2.0), 0)
     assert queue.wait_s(11.0, rank=0.0) == pytest.approx(1.0), "too late to be yielded to"
 
 

@@ -40,8 +40,8 @@ def test_where_work_runs_in_steps_a_lower_rank_goes_before_the_rest_of_what_runs
     queue: WorkQueue[str] = WorkQueue(step_s=1.0)
     queue.add("running", 10.0, now=0.0, rank=5.0)
     assert queue.wait_s(2.0, rank=1.0) == pytest.approx(1.0), "for the step under way"
-    assert queue.num_delayed(2.0, rank=1.0) == 1
-    assert queue.num_delayed(9.5, rank=1.0) == 0, "its last step is under way"
+    assert queue.look(2.0, rank=1.0) == (pytest.approx(1.0), 1)
+    assert queue.look(9.5, rank=1.0) == (pytest.approx(0.5), 0), "its last step is under way"
     assert queue.wait_s(2.0, rank=5.0) == pytest.approx(8.0), "behind it"
     queue.add("short", 3.0, now=2.0, rank=1.0)
     queue.remove("short", now=5.0)
@@ -140,7 +140,7 @@ class Queue(RuleBasedStateMachine):
             assert self.queue.wait_s(self.now, rank) == pytest.approx(waits)
             behind = sum(other > rank for other, _, _, _ in self.waiting)
             rest = self.interrupts(place) and self.left_before((math.inf, 0)) > self.step_s
-            assert self.queue.num_delayed(self.now, rank) == behind + rest
+            assert self.queue.look(self.now, rank) == (pytest.approx(waits), behind + rest)
         for number, (rank, arrival, key, _) in enumerate(sorted(self.waiting)):
             ahead = sum(one[3] for one in sorted(self.waiting)[:number])
             waits = self.left_before((rank, arrival)) + ahead
