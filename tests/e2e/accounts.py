@@ -48,6 +48,7 @@ class HeldLanding:
         assert len(lease.block_ids) == num_blocks
 
     def renew(self) -> None:
+        """To be called while it is waited for something, now and then."""
         request = worker_pb2.RenewRequest(lease_id=self._lease_id, ttl_s=LANDING_TTL_S)
         self._call(self._stub.Renew, request)
 

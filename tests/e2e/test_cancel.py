@@ -19,14 +19,17 @@ pytestmark = pytest.mark.e2e
 
 MAX_MODEL_LEN = 16_384
 LONG = 16_000
-"""Tokens of a prompt that takes seconds in steps of 64: long enough to act while it is computed."""
+"""Tokens of a prompt that takes seconds in steps of 64."""
 
 FLAGS = (
     *("--dtype", "float32", "--block-size", "32", "--kv-cache-memory", "32MiB"),
     *("--max-num-batched-tokens", "64", "--ttft-slo", "10000", "--num-threads", "1"),
 )
+BLOCK_SIZE = 32
 NUM_BLOCKS = 2_048
 """In a pool of that size."""
+TOO_MANY_BLOCKS = 2_000
+"""Leave no room for a long prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -72,32 +75,55 @@ def wait_for_count(cluster: Cluster, accounts: Accounts, name: str, at_least: in
 
 
 def test_while_queued(cluster: Cluster, accounts: Accounts) -> None:
-    with ExitStack() as clients:
+    """None is handed off, and so none begun, while the decode worker has no room: the line stays."""
+    with (
+        accounts.landing("decode-0", TOO_MANY_BLOCKS, BLOCK_SIZE) as landing,
+        ExitStack() as clients,
+    ):
         for index in range(12):
             client = clients.enter_context(RawClient(cluster))
             client.ask(long_prompt(f"queued {index}"), max_tokens=100)
         # More than four are not prepared ahead, so the last ones have neither blocks nor landings.
-        cluster.wait_for("a queue", lambda: accounts.worker("prefill-0").load.num_waiting > 5)
+        cluster.wait_for("a queue", lambda: landing.renew() or waiting(accounts) > 5)
     # They left in reverse order, the last one first.
     wait_for_count(cluster, accounts, "cancelled_queued", 1)
 
 
+def waiting(accounts: Accounts) -> int:
+    return accounts.worker("prefill-0").load.num_waiting
+
+
 def test_while_its_prompt_is_computed(cluster: Cluster, accounts: Accounts) -> None:
+    """On a busy machine the client may leave when all is computed: then another one is tried."""
+    assert any(left_while_running(cluster, accounts, attempt) for attempt in range(10))
+
+
+def left_while_running(cluster: Cluster, accounts: Accounts, attempt: int) -> bool:
+    """False: its prompt was computed already."""
+    before, handed_off = (
+        accounts.counter("prefill-0", name) for name in ("cancelled_running", "handed_off_requests")
+    )
+
+    def runs_or_ran() -> bool:
+        status = accounts.worker("prefill-0")
+        return status.load.num_running == 1 or status.counters["handed_off_requests"] > handed_off
+
     with RawClient(cluster) as client:
-        client.ask(long_prompt("prefill"), max_tokens=100)
-        cluster.wait_for("a step", lambda: accounts.counter("prefill-0", "computed_slices") > 0)
-        cluster.wait_for("its run", lambda: accounts.worker("prefill-0").load.num_running == 1)
-    wait_for_count(cluster, accounts, "cancelled_running", 1)
+        client.ask(long_prompt(f"prefill {attempt}"), max_tokens=100)
+        cluster.wait_for("its run", runs_or_ran)
+    accounts.wait_until_all_is_free()
+    return accounts.counter("prefill-0", "cancelled_running") > before
 
 
 def test_while_the_decode_worker_cannot_grant_a_landing(
     cluster: Cluster, accounts: Accounts
 ) -> None:
-    with stopped(cluster, "decode-0"):
+    with accounts.landing("decode-0", TOO_MANY_BLOCKS, BLOCK_SIZE) as landing:
         with RawClient(cluster) as client:
             client.ask(long_prompt("reserving"), max_tokens=100)
             cluster.wait_for(
-                "its blocks", lambda: accounts.worker("prefill-0").load.held_blocks > 0
+                "its blocks",
+                lambda: landing.renew() or accounts.worker("prefill-0").load.held_blocks > 0,
             )
         wait_for_count(cluster, accounts, "cancelled_reserving", 1)
 
