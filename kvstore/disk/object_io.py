@@ -128,9 +128,9 @@ class ObjectIo:
             at = end
         return Landing(reads, extents, direct, buffers, page_of(reads[0].place), at // PAGE)
 
-    def arrived(self, segment: int, landing: Landing, nbytes: int) -> list[bool]:
-        """Which objects are there after so many bytes, which are fewer than asked for at a file's end."""
-        whole = landing.page + nbytes // PAGE
+    def arrived(self, segment: int, landing: Landing, nbytes: int | None = None) -> list[bool]:
+        """Which objects are there after so many bytes, which are fewer than asked for at a file's end; None = all."""
+        whole = landing.page + (landing.num_pages if nbytes is None else nbytes // PAGE)
         return [
             page_of(read.place) + extent_pages(read.object.length) <= whole
             and self._arrived(segment, read, extent, direct)

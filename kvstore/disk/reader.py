@@ -6,19 +6,42 @@ Small runs go through the ring where there is one. What fails there is asked for
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 from kvstore.disk.base import PAGE, DiskRead
+from kvstore.disk.files import SegmentFile
 from kvstore.disk.format import extent_pages, segment_of
 from kvstore.disk.group import run_limit
 from kvstore.disk.health import Doing
 from kvstore.disk.memory import Scratch
 from kvstore.disk.object_io import Landing, ObjectIo, pages_to_read
-from kvstore.disk.ring import Flight, Ring, Run
+from kvstore.disk.ring import IN_LOOP_BYTES, Flight, Ring, Run
 from kvstore.disk.segments import Segments
 from kvstore.disk.threads import Answer
 from kvstore.disk.uring import Opcode
+
+
+class Lent:
+    """What a flight needs: given back when both the kernel and the reader are done with it."""
+
+    __slots__ = ("_files", "_memory", "_num_users", "_scratch")
+
+    def __init__(self, files: Sequence[SegmentFile], scratch: Scratch, memory: mmap.mmap) -> None:
+        self._files = files
+        self._scratch = scratch
+        self._memory = memory
+        self._num_users = 2
+        for file in files:
+            file.hold()
+
+    def done(self) -> None:
+        self._num_users -= 1
+        if not self._num_users:
+            for file in self._files:
+                file.let_go()
+            self._scratch.give_back(self._memory)
 
 
 class Reader:
@@ -61,28 +84,20 @@ class Reader:
             Run(file.fileno(), landing.page, landing.buffers, landing.num_pages * PAGE)
             for file, landing in zip(files, landings, strict=True)
         ]
-
-        def over() -> None:  # if the disk hangs, once it has really let go of them
-            for file in files:
-                file.let_go()
-            self._scratch.give_back(memory)
-
-        for file in files:
-            file.hold()
         if not ring.takes(asked):
-            over()
+            self._scratch.give_back(memory)
             return runs
-        answer: Answer[list[list[int]]] = Answer()
-
-        def landed(flight: Flight) -> None:
-            try:
-                answer.give(self._taken(flight, reads, runs, landings, results))
-            except Exception as error:  # raised where it is waited for
-                answer.fail(error)
-
+        lent = Lent(files, self._scratch, memory)
+        answer: Answer[Flight] = Answer()
         direct = any(any(landing.direct) for landing in landings)
-        ring.begin(Opcode.READV, asked, landed=landed, over=over, until_over=direct)
-        return await answer.wait()
+        ring.begin(Opcode.READV, asked, landed=answer.give, over=lent.done, until_over=direct)
+        try:
+            flight = await answer.wait()
+            if flight.given_up:
+                return []
+            return await self._taken(flight, reads, runs, landings, results)
+        finally:
+            lent.done()
 
     def _aimed(
         self, reads: Sequence[DiskRead], runs: Sequence[list[int]], scratch: memoryview
@@ -95,7 +110,7 @@ class Reader:
             at += landing.num_pages * PAGE
         return landings
 
-    def _taken(
+    async def _taken(
         self,
         flight: Flight,
         reads: Sequence[DiskRead],
@@ -103,18 +118,21 @@ class Reader:
         landings: Sequence[Landing],
         results: list[bool],
     ) -> list[list[int]]:
-        """The runs that a thread has to read: all but those that have landed, unless they were given up."""
-        if flight.given_up:
-            return []
-        unread = []
-        for number, (run, landing) in enumerate(zip(runs, landings, strict=True)):
-            if flight.is_whole(number):
-                segment = segment_of(landing.reads[0].place)
-                outcome = self._io.arrived(segment, landing, flight.results[number])
-                self._note(reads, run, outcome, results)
-            else:
-                unread.append(run)
-        return unread
+        """The runs that did not land whole: a thread has to read them."""
+        there = [index for index in range(len(runs)) if flight.is_whole(index)]
+        jobs = [
+            partial(self._io.arrived, segment_of(reads[runs[index][0]].place), landings[index])
+            for index in there
+        ]
+        outcomes: Sequence[list[bool] | OSError]
+        if sum(flight.results) <= IN_LOOP_BYTES:
+            outcomes = [job() for job in jobs]
+        else:  # hashing would hold up the loop
+            outcomes = await self._segments.threads.run(jobs, until_over=True)
+        for index, outcome in zip(there, outcomes, strict=True):
+            if not isinstance(outcome, OSError):  # given up at the very end
+                self._note(reads, runs[index], outcome, results)
+        return [run for index, run in enumerate(runs) if index not in there]
 
     async def _read_runs(
         self, reads: Sequence[DiskRead], runs: Sequence[list[int]], results: list[bool]
