@@ -1,8 +1,8 @@
 """The workers' loads as `conductor.roles` compares them, from the conductor's books and from heartbeats. Pure.
 
 Prefill: the predicted queue over the TTFT target; and since an empty queue says nothing of how much could come on top,
-the share of time with work counts as use. Decode: the predicted step of what runs over the TBT target, or the share of
-blocks that is taken, whichever is larger.
+the share of time with work counts as use. Decode: what sequences add to an empty step over what they may add within the
+TBT target, or the share of blocks that is taken, whichever is larger. So both are shared out when workers are.
 """
 
 from __future__ import annotations
@@ -51,10 +51,14 @@ class RoleLoads:
 
     def _decode(self, instance: Instance) -> WorkerLoad:
         load, registration = instance.load, instance.registration
-        step_s = registration.decode_profile.step_s(load.num_running, load.context_tokens)
+        profile = registration.decode_profile
+        room_s = self._tbt_slo_s - profile.c0
+        added_s = profile.step_s(load.num_running, load.context_tokens) - profile.c0
+        # A target that not even an empty step meets is not met by more workers either.
+        crowding = added_s / room_s if room_s > 0 else 0.0
         num_blocks = registration.num_blocks
         taken = 1.0 - min(load.free_blocks, num_blocks) / num_blocks if num_blocks else 0.0
-        need = max(step_s / self._tbt_slo_s, taken)
+        need = max(crowding, taken)
         return _load(instance, need, need)
 
     def validate(self) -> None:

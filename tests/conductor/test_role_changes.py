@@ -13,7 +13,7 @@ from conductor.roles import RoleController, RoleTerms
 from conductor.state import ConductorState, Limits
 from protocol.errors import ConfigError
 from protocol.ids import Role
-from tests.conductor.cluster import Cluster, worker
+from tests.conductor.cluster import DECODE, Cluster, worker
 
 LIMITS = Limits(ttft_slo_s=30.0, tbt_slo_s=1.0, lease_s=1000.0)
 TERMS = RoleTerms(hold_s=1.0, cool_down_s=60.0)
@@ -92,6 +92,18 @@ def test_a_decode_workers_load_is_its_step_or_its_blocks_whichever_is_nearer_to_
     assert found["d1"] == pytest.approx(0.75)
     assert found["d2"] == pytest.approx(0.0)
     loads.validate()
+
+
+def test_only_what_sequences_add_to_a_step_counts() -> None:
+    """0.5 s of a step are there anyway: 40 sequences take 0.4 of the other 0.5 s."""
+    cluster = Cluster()
+    slow = replace(DECODE, c0=0.5)
+    cluster.join(replace(worker("d0", Role.DECODE), decode_profile=slow))
+    cluster.heartbeat("d0", Load(free_blocks=1000, num_running=40))
+    for tbt_slo_s, need in ((1.0, 0.8), (0.5, 0.0)):
+        loads = RoleLoads(cluster.state._members, ttft_slo_s=30.0, tbt_slo_s=tbt_slo_s)
+        (found,) = loads.at(cluster.now)
+        assert found.need == pytest.approx(need)
 
 
 def test_a_worker_that_changes_is_the_member_that_it_was_with_another_role() -> None:

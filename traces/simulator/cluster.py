@@ -75,7 +75,7 @@ class Cluster:
 
     def begin(self) -> Iterator[Timed[Event]]:
         """The first events. Registers all machines."""
-        for node in self._nodes.values():
+        for node in (each for each in self._nodes.values() if each.is_alive):
             self.membership.register(node, 0.0)
             yield Timed(node.beat_at, Beat(node))
         for journey in self.journeys:
@@ -245,8 +245,7 @@ class Cluster:
         store.put(journey.keys[:num_blocks], prompt.cached // self._block_size)
 
     def _loaded(self, loaded: Loaded, now: float) -> None:
-        node = loaded.node
-        cached = loaded.num_blocks * self._block_size
+        node, cached = loaded.node, loaded.num_blocks * self._block_size
         self._prefill_did(node, node.machine.prefix_loaded(loaded.request_id, cached, now), now)
 
     def _send(self, node: PrefillNode, journey: Journey, chunk: ChunkBegun, now: float) -> None:
@@ -326,8 +325,7 @@ class Cluster:
     def _die(self, node: Node, now: float) -> None:
         """Connections break at once; the conductor has to find out by itself."""
         node.is_alive = False
-        hit = [j for j in self._journey_of.values() if self._is_hit(j, node)]
-        for journey in hit:
+        for journey in [j for j in self._journey_of.values() if self._is_hit(j, node)]:
             self._lose(journey, node, now)
         if isinstance(node, PrefillNode):
             for loaded in self.loads.source_died(node, now):
@@ -359,9 +357,11 @@ class Cluster:
     def _fault_ends(self, node: Node, fault: Fault, now: float) -> None:
         if fault.silent:
             node.is_silent = False
-            return
-        if node.is_alive:
-            return
+        elif not node.is_alive:
+            self._start(node, now)
+
+    def _start(self, node: Node, now: float) -> None:
+        """A machine that was not there, empty but for its disk."""
         node.is_alive = True
         node.epoch += 1
         if isinstance(node, PrefillNode):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from conductor.admission import Admission
 from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
+from conductor.roles import RoleTerms
 from kvstore.eviction import DEFAULT_POLICY as DEFAULT_EVICTION
 from kvstore.eviction import POLICY_NAMES as EVICTION_NAMES
 from protocol.config import HelpRequested, load, option
@@ -77,6 +78,11 @@ class SimulateConfig:
     faults: tuple[str, ...] = option(
         (), help="INSTANCE@SECONDS[+SECONDS][:silent], commas between: prefill-3@600+60"
     )
+    role_switching: str = option(
+        "off",
+        help="whether machines change between prefill and decode as load demands; both = a run of each",
+        choices=("off", "on", "both"),
+    )
     coupled: tuple[str, ...] = option(
         (), help=f"baselines beside it, on as many machines: {', '.join(_COUPLED)}"
     )
@@ -140,7 +146,10 @@ def specs_of(config: SimulateConfig) -> Iterator[tuple[str, ClusterSpec | Couple
     for policy in config.policy:
         if policy not in POLICY_NAMES:
             raise ConfigError(f"--policy is {policy!r}; it is one of {', '.join(POLICY_NAMES)}")
-        yield policy, replace(common, policy=policy)
+        if config.role_switching != "on":
+            yield policy, replace(common, policy=policy)
+        if config.role_switching != "off":
+            yield f"{policy}, changing roles", replace(common, policy=policy, roles=RoleTerms())
     for kind in config.coupled:
         if kind not in _COUPLED:
             raise ConfigError(f"--coupled is {kind!r}; it is one of {', '.join(_COUPLED)}")

@@ -46,6 +46,10 @@ class Beat(NamedTuple):
     node: Node
 
 
+class ConsiderRoles(NamedTuple):
+    """The conductor looks whether a machine should change its role, and machines that do whether they can."""
+
+
 class FaultBegins(NamedTuple):
     fault: Fault
 
@@ -59,5 +63,14 @@ class Sample(NamedTuple):
 
 
 Event = (
-    Arrive | PlaceAgain | LandingKnown | TakeOver | Wake | Beat | FaultBegins | FaultEnds | Sample
+    Arrive
+    | PlaceAgain
+    | LandingKnown
+    | TakeOver
+    | Wake
+    | Beat
+    | ConsiderRoles
+    | FaultBegins
+    | FaultEnds
+    | Sample
 )

@@ -33,6 +33,7 @@ class Node:
     epoch: int = 1
     is_alive: bool = True
     is_silent: bool = False  # to the conductor
+    is_draining: bool = False  # takes nothing new
     beat_at: float = 0.0  # of its next heartbeat
 
     def endpoint(self, instance_id: str) -> Endpoint:
@@ -102,6 +103,7 @@ def prefill_registrations(node: PrefillNode, spec: ClusterSpec) -> Iterator[Regi
         home_store=store_id if is_shared else None,
         max_model_len=model.max_model_len,
         bytes_per_s=rate,
+        can_switch_role=spec.roles is not None,
     )
 
 
@@ -123,6 +125,7 @@ def decode_registration(node: DecodeNode, spec: ClusterSpec) -> Register:
         max_num_seqs=model.max_num_seqs,
         max_model_len=model.max_model_len,
         bytes_per_s=model.nic_bytes_per_s,
+        can_switch_role=spec.roles is not None,
     )
 
 
@@ -139,7 +142,13 @@ def prefill_heartbeats(
         yield Heartbeat(
             instance_id=InstanceId(node.store_id), epoch=node.epoch, load=Load(), changes=changes
         )
-    yield Heartbeat(instance_id=InstanceId(node.name), epoch=node.epoch, load=load, changes=changes)
+    yield Heartbeat(
+        instance_id=InstanceId(node.name),
+        epoch=node.epoch,
+        load=load,
+        changes=changes,
+        draining=node.is_draining,
+    )
 
 
 def decode_heartbeat(node: DecodeNode, now: float) -> Heartbeat:
@@ -153,4 +162,6 @@ def decode_heartbeat(node: DecodeNode, now: float) -> Heartbeat:
         context_tokens=machine.context_tokens(now),
         num_preemptions=machine.num_preemptions,
     )
-    return Heartbeat(instance_id=InstanceId(node.name), epoch=node.epoch, load=load)
+    return Heartbeat(
+        instance_id=InstanceId(node.name), epoch=node.epoch, load=load, draining=node.is_draining
+    )

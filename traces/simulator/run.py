@@ -15,6 +15,7 @@ from traces.simulator.coupled import CoupledCluster
 from traces.simulator.events import Event
 from traces.simulator.journey import Journey
 from traces.simulator.results import SimulationResult
+from traces.simulator.roles import SwitchingCluster
 from traces.simulator.sampling import key_of
 from traces.simulator.spec import ClusterSpec, CoupledSpec
 
@@ -31,8 +32,13 @@ def simulate(
     if isinstance(spec, CoupledSpec):
         result = _coupled(CoupledCluster(spec, journeys), name or "coupled")
     else:
-        result = _disaggregated(Cluster(spec, journeys), name or spec.policy)
+        result = _disaggregated(cluster_of(spec, journeys), name or spec.policy)
     return replace(result, wall_s=time.perf_counter() - began)
+
+
+def cluster_of(spec: ClusterSpec, journeys: Sequence[Journey]) -> Cluster:
+    """Raises ConfigError for a spec that cannot be."""
+    return Cluster(spec, journeys) if spec.roles is None else SwitchingCluster(spec, journeys)
 
 
 def journeys_of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from conductor.admission import Admission
+from conductor.roles import RoleTerms
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
 
@@ -90,6 +91,8 @@ class ClusterSpec:
     pool: str = "global"  # global | local: whether prefixes are read from other machines
     seed: int = 0
     faults: tuple[Fault, ...] = field(default=())
+    roles: RoleTerms | None = None  # None: machines keep theirs
+    role_drain_s: float = 30.0  # what a machine has under way gets to finish before it changes
     sample_interval_s: float = 30.0  # of instances and replicas
     num_ranks: int = 100  # of the most popular blocks, whose replicas are counted
 
@@ -105,6 +108,10 @@ class ClusterSpec:
             raise ConfigError("SLOs and the heartbeat interval must be above 0")
         if self.block_size < 1 or self.prefill_group < 1 or self.chunk_tokens < 1:
             raise ConfigError("--block-size, --prefill-group and --chunk-tokens must be at least 1")
+        if self.roles is not None and (self.faults or self.prefill_group > 1):
+            raise ConfigError(
+                "--role-switching goes neither with --faults nor with --prefill-group"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from conductor.admission import Admission
 from conductor.policies import make_policy
+from conductor.roles import RoleController
 from conductor.state import ConductorState, Limits
 from traces.simulator.decode import DecodeMachine
 from traces.simulator.host import Host
@@ -50,7 +51,7 @@ class Workshop:
             num_decisions=1,
         )
         policy = make_policy(spec.policy, spec.balancing_threshold, spec.seed)
-        return ConductorState(policy, limits)
+        return ConductorState(policy, limits, RoleController(spec.roles) if spec.roles else None)
 
     def prefill_node(self, index: int) -> PrefillNode:
         name = f"prefill-{index}"

@@ -10,7 +10,7 @@ from traces.simulator.clock import Clock
 from traces.simulator.cluster import Cluster
 from traces.simulator.events import Event
 from traces.simulator.journey import Journey
-from traces.simulator.run import journeys_of
+from traces.simulator.run import cluster_of, journeys_of
 from traces.simulator.spec import ClusterSpec, ModelProfile
 
 BLOCK = 10
@@ -64,7 +64,7 @@ def request(
 def run_checked(spec: ClusterSpec, records: Sequence[TraceRecord]) -> tuple[Cluster, list[Journey]]:
     """Runs with every proof after every event."""
     journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
-    cluster = Cluster(spec, journeys)
+    cluster = cluster_of(spec, journeys)
 
     def handle(event: Event, now: float) -> object:
         following = cluster.handle(event, now)

@@ -1,0 +1,95 @@
+"""Machines that change between prefill and decode in the simulator: nothing is lost, and it helps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conductor.roles import RoleTerms
+from protocol.errors import ConfigError
+from tests.traces.simulator.small import request, run_checked, spec
+from traces.format import TraceRecord
+from traces.simulator.results import End
+from traces.simulator.run import simulate
+from traces.simulator.spec import Fault
+
+SOON = RoleTerms(hold_s=2.0, cool_down_s=10.0)
+
+
+def prompts(until: int, per_second: float) -> list[TraceRecord]:
+    """Prompts of 1 s each, of which no two share a block."""
+    count = int(until * per_second)
+    return [request(i / per_second, 100, 2, base=1_000 * i) for i in range(count)]
+
+
+def test_decode_machines_with_nothing_to_do_help_to_prefill() -> None:
+    """1.8 machines' worth of prompts for one prefill machine of four: one or two more are enough."""
+    shape = spec(num_prefill=1, num_decode=3, ttft_slo_s=10.0, roles=SOON)
+    records = prompts(60, 1.8)
+    cluster, journeys = run_checked(shape, records)
+    assert {journey.end for journey in journeys} == {End.COMPLETED}
+    assert 1 <= cluster.counters["role_changes"] <= 2
+    fixed = simulate(spec(num_prefill=1, num_decode=3, ttft_slo_s=10.0), records)
+    changing = simulate(shape, records)
+    in_time = [
+        sum(o.ttft_s is not None and o.ttft_s <= 10.0 for o in result.outcomes)
+        for result in (fixed, changing)
+    ]
+    assert in_time[1] > 2 * in_time[0]
+
+
+def test_prefill_machines_with_nothing_to_do_help_to_decode() -> None:
+    """40 answers under way hold 880 of a decode machine's 1,000 blocks, and hardly any prompts are computed."""
+    records = [request(i * 0.5, 20, 400, base=1_000 * i) for i in range(240)]
+    result = simulate(spec(num_prefill=3, num_decode=1, roles=SOON), records)
+    assert {outcome.end for outcome in result.outcomes} == {End.COMPLETED}
+    assert result.counters["role_changes"] == 1
+
+
+def test_machines_keep_their_roles_where_nothing_is_to_be_gained() -> None:
+    cluster, _ = run_checked(spec(num_prefill=2, num_decode=2, roles=SOON), prompts(60, 0.5))
+    assert cluster.counters["role_changes"] == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.0, 40.0), st.integers(1, 400), st.integers(1, 60)),
+        min_size=1,
+        max_size=15,
+    ),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 1.0, 30.0]),
+)
+@settings(deadline=None, max_examples=15)
+def test_whatever_is_asked_every_request_ends_once_and_equal_runs_are_equal(
+    wishes: list[tuple[float, int, int]], num_prefill: int, num_decode: int, drain_s: float
+) -> None:
+    """Also when nothing under way gets any time to finish before a change."""
+    shape = spec(
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        ttft_slo_s=3.0,
+        roles=RoleTerms(hold_s=0.0, cool_down_s=0.5),
+        role_drain_s=drain_s,
+    )
+    records = [
+        request(at, length, outputs, base=1_000 * i)
+        for i, (at, length, outputs) in enumerate(sorted(wishes))
+    ]
+    _, journeys = run_checked(shape, records)
+    assert all(journey.end is not None for journey in journeys)
+    assert all(
+        journey.num_generated == journey.num_outputs
+        for journey in journeys
+        if journey.end is End.COMPLETED
+    )
+    first, second = simulate(shape, records), simulate(shape, records)
+    assert first.outcomes == second.outcomes
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    for changes in ({"faults": (Fault(instance="prefill-0", at_s=1.0),)}, {"prefill_group": 2}):
+        with pytest.raises(ConfigError, match="role-switching"):
+            spec(roles=SOON, **changes).check()
