@@ -11,8 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -69,7 +68,8 @@ class Express:
 
     def get(self, keys: Sequence[BlockKey], spots: Spots, deadline: Deadline) -> list[Found]:
         """Reads what has room into its spot, up to `GET_BYTES`. Raises NotOffered, PeerLost, DeadlineExceeded."""
-        with self._asking(keys, spots.rooms, deadline) as asked:
+        with self._link(deadline) as link:
+            asked = _asked(link, keys, spots.rooms, deadline)
             expected = _Landing.full(spots)  # while the node looks them up
             told = asked.answer()
             if told.is_all_of(spots.rooms):
@@ -97,22 +97,11 @@ class Express:
     ) -> tuple[list[Found], Spots]:
         """As `get`, whatever their lengths are, back to back into `local`, which has room for `GET_BYTES`."""
         rooms = np.full(len(keys), frames.NOT_LIMITED, np.uint64)
-        with self._asking(keys, rooms, deadline) as asked:
+        with self._link(deadline) as link:
+            asked = _asked(link, keys, rooms, deadline)
             told = asked.answer()
             spots = Spots.packed(local, told.lengths)
             return told.found(_Landing(spots, told.lengths).land(asked)), spots
-
-    @contextmanager
-    def _asking(
-        self, keys: Sequence[BlockKey], rooms: Words, deadline: Deadline
-    ) -> Iterator[_Asked]:
-        left_s = deadline.left_s()
-        head = frames.question(Kind.GET, len(keys), millis(left_s), GET_BYTES)
-        message = b"".join((head, *keys, rooms.tobytes()))
-        with self._link(deadline) as link:
-            link.send(vectors((address_of(message), len(message))))
-            link.push()
-            yield _Asked(link, len(keys), time.monotonic() + left_s)
 
     def put(
         self,
@@ -149,24 +138,23 @@ class Express:
             raise outcomes
         return outcomes
 
-    @contextmanager
-    def _link(self, deadline: Deadline) -> Iterator[Link]:
-        link = self._take(deadline)
+    def _link(self, deadline: Deadline) -> _Using:
+        """A connection, for as long as it is used; closed when anything was raised meanwhile."""
+        return _Using(self._take(deadline), self._begin, self._end)
+
+    def _begin(self, link: Link) -> None:
         with self._lock:
             self._num_used += 1
             # Several threads that spin would only take time from each other.
             link.spin_ns = SPIN_NS if self._num_used == 1 else 0
-        kept = False
-        try:
-            yield link
-            kept = True
-        finally:
-            with self._lock:
-                self._num_used -= 1
-                if kept and not self._closed:
-                    self._idle.append(link)
-                else:
-                    link.close()
+
+    def _end(self, link: Link, good: bool) -> None:
+        with self._lock:
+            self._num_used -= 1
+            if good and not self._closed:
+                self._idle.append(link)
+            else:
+                link.close()
 
     def _take(self, deadline: Deadline) -> Link:
         """The connection used last, since its memory is the warmest, or a new one."""
@@ -186,12 +174,41 @@ class Express:
             raise PeerLost(f"the connection broke: {error}") from error
 
 
+class _Using:
+    """A generator in its place would be one of the dearest lines of a small call."""
+
+    __slots__ = ("_begin", "_end", "_link")
+
+    def __init__(
+        self, link: Link, begin: Callable[[Link], None], end: Callable[[Link, bool], None]
+    ) -> None:
+        self._link, self._begin, self._end = link, begin, end
+
+    def __enter__(self) -> Link:
+        self._begin(self._link)
+        return self._link
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end(self._link, kind is None)
+
+
+def _asked(link: Link, keys: Sequence[BlockKey], rooms: Words, deadline: Deadline) -> _Asked:
+    """On its way. Raises DeadlineExceeded."""
+    left_s = deadline.left_s()
+    head = frames.question(Kind.GET, len(keys), millis(left_s), GET_BYTES)
+    message = b"".join((head, *keys, rooms.tobytes()))
+    link.send(vectors((address_of(message), len(message))))
+    link.push()
+    return _Asked(link, len(keys), time.monotonic() + left_s, message)
+
+
 class _Asked:
     """A get that the node is working on."""
 
-    def __init__(self, link: Link, count: int, give_up_at: float) -> None:
+    def __init__(self, link: Link, count: int, give_up_at: float, question: bytes) -> None:
         self.link, self.give_up_at = link, give_up_at
         self._count = count
+        self._question = question  # kept alive: not all of it may have been sent
 
     def answer(self) -> _Told:
         """Raises PeerLost for a failure: gets have none but those of the node itself."""

@@ -100,7 +100,7 @@ class Near:
         copied = self._reader.copy(packed_keys, spots.addresses, spots.rooms)
         lengths: list[int] = copied.lengths.tolist()
         if not verify and min(lengths, default=0) >= 0:
-            return cast(list[int | Fate], lengths)
+            return cast("list[int | Fate]", lengths)
         checksums: list[int] = copied.checksums.tolist()
         return [
             self._judged(key, spots, place, length, checksums[place] if verify else None)

@@ -66,10 +66,10 @@ class Reads:
         if there is None:
             return self._search_into(keys, spots, deadline, verify=verify)
         if Fate not in set(map(type, there)):  # quicker than to look at each in Python
-            return cast(list[int | None], there)
+            return cast("list[int | None]", there)
         rest = [place for place, length in enumerate(there) if isinstance(length, Fate)]
         found = self._search_into(keys.at(rest), spots.at(rest), deadline, verify=verify)
-        lengths = cast(list[int | None], there)
+        lengths = cast("list[int | None]", there)
         for place, length in zip(rest, found, strict=True):
             lengths[place] = length
         return lengths
@@ -189,7 +189,7 @@ class Reads:
                 node.lost(error)
             raise
         if Fate not in set(map(type, fates)):  # quicker than to look at each in Python
-            return cast(list[T | None], fates)
+            return cast("list[T | None]", fates)
         for key, fate in zip(keys.stored, fates, strict=True):
             if fate is Fate.CORRUPT:
                 self._report_corrupt(node, key)

@@ -21,6 +21,9 @@
 #define MAX_IOVECS 1024 /* IOV_MAX of Linux */
 #define REST 3          /* waits without spinning after a spin for nothing, as in transfer/native/data_plane.c */
 
+/* Bytes: what lies in buffers is still to be received and verified before its reader can ask again. */
+#define RECEIVED_PER_NS 8
+
 enum { OTHER = 1, LATE, HANGUP, RETIRED };
 
 typedef struct {
@@ -47,7 +50,7 @@ typedef struct {
     uint64_t most_keys, most_bytes;
     int64_t most_ns, idle_ns, spin_ns;
     int64_t filled; /* bytes of a question that have come */
-    int64_t active_at_ns;
+    int64_t active_at_ns; /* when its peer was at work last, or will be, as far as can be told */
     int32_t rest;
 } Desk;
 
@@ -137,8 +140,10 @@ static int answer_one(int fd, Desk *desk, const Question *asked, int64_t give_up
     if (pieces < 0) return RETIRED;
     desk->pieces[0] = (struct iovec){desk->answer, sizeof head + rows_bytes};
     desk->filled = 0;
+    uint64_t sent = 0;
+    for (int64_t i = 0; i <= pieces; i++) sent += desk->pieces[i].iov_len;
     int end = send_all(fd, desk->pieces, pieces + 1, give_up_at);
-    desk->active_at_ns = now_ns();
+    desk->active_at_ns = now_ns() + (int64_t)(sent / RECEIVED_PER_NS);
     return end;
 }
 
