@@ -1,7 +1,9 @@
 """READY → RUNNING: which tokens the engine computes next, and what follows when it has.
 
 One step is under way at a time and holds at most `max_num_batched_tokens` tokens, taken from sequences in rank order,
-so that a long prompt runs in chunks and short ones share a step.
+so that a long prompt runs in chunks. **A step that a prompt ends with is not filled up with the next one**: its first
+token would wait for that. Only whole rests of prompts join it, and only where the step that is saved is worth more than
+the waiting (`PrefillProfile.joins`): short prompts share steps, and long ones in a long queue.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from prefill_worker import events as ev
 from prefill_worker.actions import RunStep, SendFirstToken, SlicePlan
 from prefill_worker.ledger import Ledger
 from prefill_worker.preparation import send_computed
-from prefill_worker.sequence import RUNNABLE, Phase, Sequence
+from prefill_worker.sequence import PREPARED, RUNNABLE, Phase, Sequence
 from protocol.request import PrefillReport, Token, finish_reason
 
 
@@ -33,9 +35,12 @@ class Steps:
         runnable = [s for s in self._ledger.admitted.values() if s.phase in RUNNABLE]
         runnable.sort(key=lambda sequence: sequence.rank)
         budget = limits.max_num_batched_tokens
+        num_here = len(self._ledger.queue) + sum(
+            s.phase in PREPARED or s.phase in RUNNABLE for s in self._ledger.admitted.values()
+        )
         plans: list[SlicePlan] = []
         for sequence in runnable[: limits.max_num_seqs]:
-            if budget == 0:
+            if plans and not self._joins(sequence, budget, len(plans), num_here - len(plans)):
                 break
             if sequence.phase is Phase.READY:
                 self._start(sequence, now)
@@ -45,6 +50,15 @@ class Steps:
         if plans:
             self._members = tuple(runnable[: len(plans)])
             self._ledger.out.append(RunStep(plans=tuple(plans)))
+
+    def _joins(self, sequence: Sequence, budget: int, num_ending: int, num_waiting: int) -> bool:
+        """Whether a sequence is computed to its end in a step with others that end there."""
+        return sequence.num_left <= budget and self._ledger.loads.profile.joins(
+            sequence.num_tokens,
+            sequence.num_computed,
+            num_delayed=num_ending,
+            num_waiting=num_waiting,
+        )
 
     def _start(self, sequence: Sequence, now: float) -> None:
         if sequence.num_corrupt == 0:

@@ -40,6 +40,15 @@ class PrefillProfile:
             + self.c2 * (num_tokens * num_tokens - num_cached * num_cached)
         )
 
+    def joins(
+        self, num_tokens: int, num_cached: int, *, num_delayed: int, num_waiting: int
+    ) -> bool:
+        """Whether the rest of a prompt is computed in a step that others end with, rather than in one of its own: when
+        that costs less waiting in all. `num_delayed` first tokens wait for it, and `num_waiting` prompts, this one
+        included, come sooner by the constant of a step."""
+        added_s = self.seconds(num_tokens, num_cached) - self.c0
+        return num_delayed * added_s <= num_waiting * self.c0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeProfile:

@@ -13,6 +13,7 @@ from prefill_worker.sequence import IllegalTransition, Phase, Sequence
 from prefill_worker.state import PrefillState
 from protocol.errors import Incompatible, MoonserveError, PeerLost, StaleLease
 from protocol.ids import GatewayId, LeaseId, RequestId
+from protocol.profile import PrefillProfile
 from protocol.request import FinishReason
 from tests.prefill_worker.builders import (
     HOME,
@@ -104,15 +105,38 @@ def test_a_long_prompt_runs_in_chunks_that_send_only_their_own_tokens() -> None:
     state.validate()
 
 
-def test_short_prompts_share_a_step_up_to_its_token_limit() -> None:
-    state = make_state(budget=8)
+@pytest.mark.parametrize(
+    ("lengths", "in_step"),
+    [
+        ([6, 2], ["b", "c"]),  # 6 tokens fill six of the step's eight, and two more delay little
+        (
+            [6, 3],
+            ["b"],
+        ),  # the third would be left over: a step that a prompt ends with is not filled up
+        (
+            [2, 4, 2],
+            ["b", "c", "d"],
+        ),  # 4 · c1 for one that ends, 2 · c1 for two: at most c0 for each that waits
+        (
+            [2, 6],
+            ["b"],
+        ),  # 6 · c1 is more than the 5 · c1 that one step costs before its first token
+    ],
+)
+def test_short_prompts_share_a_step_where_that_is_less_waiting_in_all(
+    lengths: list[int], in_step: list[str]
+) -> None:
+    """c0 is worth five tokens here."""
+    profile = PrefillProfile(c0=0.005, c1=0.001, c2=0.0)
+    state = make_state(budget=8, num_blocks=64, profile=profile)
     first = run_to_first_step(state, "a", num_tokens=4)
-    for name in "bc":
-        request = make_request(name, range(50, 56))
+    for name, length in zip("bcd", lengths, strict=False):
+        request = make_request(name, range(50, 50 + length))
         reserve = only(state.handle(submitted(request), 0.0), act.ReserveLanding)
         assert state.handle(granted(reserve), 1.0) == []  # one step at a time
     plans = only(state.handle(step_done(first), 2.0), act.RunStep).plans
-    assert [(p.slice.request_id, p.slice.num_tokens) for p in plans] == [("b", 6), ("c", 2)]
+    assert [p.slice.request_id for p in plans] == in_step
+    assert all(p.slice.samples for p in plans)
     state.validate()
 
 

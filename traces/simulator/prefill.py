@@ -2,8 +2,8 @@
 
 As the live worker does it: a few prompts at the head of the queue are *prepared* (their landing is reserved and their
 prefix loaded) while earlier ones compute; of the prepared ones whose landing and prefix are there the best-ranked
-computes its next chunk; with `mixes_prompts` what that leaves of the chunk goes to those behind it, and all of them
-wait for its end. In a group a chunk passes one machine after the other, each with its share of the layers, and the
+computes its next chunk; with `mixes_prompts` whole rests of others join a chunk that a prompt ends with, as the live
+worker decides it. In a group a chunk passes one machine after the other, each with its share of the layers, and the
 next chunk follows one machine behind it (chunked pipeline parallelism, FAST'25 §4.2), so that a machine is the group
 of one. What this does not know: where prefixes lie, bytes, decode machines.
 """
@@ -232,8 +232,9 @@ class PrefillMachine:
         """What the next chunk has of each prompt, as far as it reaches."""
         parts: list[_Part] = []
         room = self._chunk_tokens
+        num_here = sum(p.dispatched < p.num_tokens for p in self._prompts.values())
         for prompt in prompts:
-            if not room:
+            if parts and not self._joins(prompt, room, len(parts), num_here - len(parts)):
                 break
             if prompt.started_at is None:
                 self._start(prompt, now)
@@ -242,6 +243,13 @@ class PrefillMachine:
             room -= prompt.dispatched - first
             parts.append(_Part(prompt, first, prompt.dispatched))
         return tuple(parts)
+
+    def _joins(self, prompt: Prompt, room: int, num_ending: int, num_waiting: int) -> bool:
+        """As `prefill_worker.steps` has it: the rest of a prompt in a step that others end with."""
+        done = max(prompt.dispatched, prompt.cached)
+        return prompt.num_tokens - done <= room and self._profile.joins(
+            prompt.num_tokens, done, num_delayed=num_ending, num_waiting=num_waiting
+        )
 
     def _take_s(self, parts: tuple[_Part, ...]) -> float:
         """How long a chunk takes; each prompt notes its share. The constant of the formula is the chunk's, not a

@@ -87,7 +87,7 @@ class ClusterSpec:
         1  # machines that prefill one prompt together (CPP); num_prefill counts groups
     )
     chunk_tokens: int = 8192
-    mixes_prompts: bool = False  # a step takes chunks of several prompts, as live workers do
+    mixes_prompts: bool = False  # short prompts share steps, as on live workers
     pool: str = "global"  # global | local: whether prefixes are read from other machines
     seed: int = 0
     faults: tuple[Fault, ...] = field(default=())

@@ -46,13 +46,13 @@ def prompts_of(*lengths: int) -> list[Prompt]:
     ]
 
 
-def test_a_mixed_chunk_goes_on_with_the_next_prompt_and_all_wait_for_its_end() -> None:
-    """Chunks of 100: a first one alone, then the rest of `a` (50 tokens) and half of `b`; the constant counts once."""
+def test_a_mixed_chunk_takes_the_whole_next_prompt_and_both_wait_for_its_end() -> None:
+    """Chunks of 100: a first one alone, then the rest of `a` (50 tokens) and all of `b`; the constant counts once."""
     profile = PrefillProfile(c0=1.0, c1=0.01, c2=0.0)
     machine = PrefillMachine(profile, chunk_tokens=100, mixes_prompts=True)
-    for prompt in prompts_of(150, 100):
+    for prompt in prompts_of(150, 50, 60):
         machine.submit(prompt, 0.0)
-    for name in ("r0", "r1"):
+    for name in ("r0", "r1", "r2"):
         machine.prefix_loaded(name, 0, 0.0)
         machine.landing_granted(name, 0.0)
     outcomes = machine.advance(2.0)
@@ -62,8 +62,8 @@ def test_a_mixed_chunk_goes_on_with_the_next_prompt_and_all_wait_for_its_end() -
     ]
     outcomes = machine.advance(4.0)
     done = [outcome.prompt for outcome in outcomes if isinstance(outcome, Computed)]
-    assert [(p.request_id, p.compute_s) for p in done] == [("r0", NEAR(2.0 + 0.5 + 0.5))]
-    assert [(o.first, o.end, o.ends_at) for o in begun(outcomes)] == [(50, 100, NEAR(5.5))]
+    assert [(p.request_id, p.compute_s) for p in done] == [("r0", NEAR(3.0)), ("r1", NEAR(1.0))]
+    assert [(o.first, o.end, o.ends_at) for o in begun(outcomes)] == [(0, 60, NEAR(5.6))]
     machine.validate()
 
 
@@ -179,11 +179,10 @@ def test_nothing_is_lost_on_a_crowded_host(
     assert dies_at is not None or len(completed) == len(journeys)
 
 
-def test_a_mixed_step_shares_what_earlier_chunks_of_a_prompt_have_computed() -> None:
-    """Chunks of 100: the second prompt begins in the second step and finds the first 100 tokens of the first one."""
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_prompt_that_begins_finds_all_that_was_computed_before(mixes: bool) -> None:
+    """Both arrive together; the second begins when the first ends, and computes what follows ten shared blocks."""
     shared = list(range(10))
     records = [request(0.0, 150, 1, shared), request(0.0, 150, 1, shared, base=90)]
-    _, journeys = run_checked(spec(mixes_prompts=True, chunk_tokens=100), records)
-    assert [journey.cached_tokens for journey in journeys] == [0, 100]
-    _, journeys = run_checked(spec(chunk_tokens=100), records)
+    _, journeys = run_checked(spec(mixes_prompts=mixes, chunk_tokens=100), records)
     assert [journey.cached_tokens for journey in journeys] == [0, 100]
