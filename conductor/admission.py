@@ -14,7 +14,7 @@ import numpy as np
 
 from conductor.columns import DecodeTable, Floats
 from conductor.decision import DecodeColumns, PrefillColumns, Rejection
-from conductor.landing import Newcomer, load_at
+from conductor.landing import Newcomer, loads_at
 from conductor.outlook import INSTANTS, Outlook
 
 # A client that comes back sooner finds the same queues.
@@ -57,8 +57,9 @@ def reject_tbt(
     )
     if alone.min() > slo_s:
         return Rejection(reason="tbt_slo_unreachable", retry_after_s=_at_least(float(alone.min())))
-    loads = [load_at(decodes, outlook, newcomer, since + s, 0.0) for s in INSTANTS.tolist()]
-    steps_s = np.array([load.step_s.min() for load in loads])
+    instants = (since + INSTANTS).tolist()
+    loads = loads_at(decodes, outlook, newcomer, instants, [0.0] * len(instants))
+    steps_s = loads.step_s.min(axis=1)
     return Rejection(reason="tbt_slo", retry_after_s=_at_least(_falls_to(slo_s, steps_s)))
 
 

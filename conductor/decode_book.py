@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from conductor.columns import DecodeTable, Floats, Ints, Seat
 from conductor.cost.output_length import OutputLengths
 from conductor.events import Load
 from conductor.ledger import SETTLE_S
 from conductor.outlook import Drain, Outlook
 from protocol.ids import RequestId
+from protocol.profile import DecodeProfile
 
 # What a column holds at most, whatever an instance says about itself; sums of such stay exact.
 _MOST = 2**53
+_LEAST_STEP_S = 1e-6
 
 
 @dataclass(slots=True, eq=False)
@@ -99,17 +103,28 @@ class DecodeBook:
         self._see(request_id)
         self._show()
 
-    def correct(self, load: Load, lengths: OutputLengths, now: float) -> None:
-        """Takes over a heartbeat. What should have ended and did not is expected to go on as others that long did."""
+    def correct(
+        self, load: Load, profile: DecodeProfile, lengths: OutputLengths, now: float
+    ) -> None:
+        """Takes over a heartbeat. What runs is expected to go on as others did that got as far."""
         self._load = load
         for request_id, sequence in list(self._unseen.items()):
             if sequence.started_at is not None and sequence.started_at + SETTLE_S <= now:
                 self._see(request_id)
-        slots, generated, most = self._outlook.overdue(self._number, now)
-        if slots.size:
-            self._outlook.extend(slots, lengths.remaining(generated, most), now)
         self._others = self._beyond_own(load)
         self._show()
+        progress = self._outlook.running(self._number, now)
+        if progress.slots.size:
+            remaining = lengths.remaining(
+                progress.generated.astype(np.int64), progress.most.astype(np.int64)
+            )
+            step_s = max(
+                profile.step_s(
+                    min(max(load.num_running, 1), _MOST), min(load.context_tokens, _MOST)
+                ),
+                _LEAST_STEP_S,
+            )
+            self._outlook.renew(progress, remaining, step_s, now)
 
     def drain(self, now: float) -> Drain:
         """The expected ends of the sequences that were placed here."""

@@ -1,13 +1,16 @@
-"""What decode instances will be running at a few instants to come: sums over the expected begins and ends of sequences.
+"""What decode instances will be running at a few instants to come: sums over the sequences that were placed there.
 
 Owns a row for every placed sequence that has not ended. A sequence holds its prompt's tokens from its placement on,
-runs and grows by a token per step from its begin, and leaves at its expected end. Per instance the sums of that are
-kept at INSTANTS after the time of drawing, and change with every sequence; between two instants they are straight
-lines. So a placement asks for all instances at once, however many sequences they have. Pure; knows no blocks.
+runs and grows by a token per step from its begin, and ends at a constant rate that is learned anew with every heartbeat
+(how long those that got so far went on), at its limit in any case. Per instance the sums of that are kept at INSTANTS
+after the time of drawing, and change with every sequence; between two instants they are straight lines. So a placement
+asks for all instances at once, however many sequences they have. Pure; knows no blocks.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,10 +25,15 @@ _STALE_S = 0.5
 _RUNNING, _CONTEXT, _HELD = range(3)
 _NUM_SUMS = 3
 _FIRST_CAPACITY = 16
+_PACE_WEIGHT = 0.05  # of the newest
+_OFFSETS: list[float] = INSTANTS.tolist()
+_COLUMNS = (
+    "_is_used", "_owner", "_tokens", "_most", "_begins_at", "_as_of", "_generated", "_step_s", "_end_rate",
+)  # fmt: skip
 
 
 class Sums(NamedTuple):
-    """At one instant, a row per instance."""
+    """Shapes [instants, instances]; sequences count by how likely they are to be there still."""
 
     running: Floats  # sequences
     context_tokens: Floats  # theirs
@@ -39,22 +47,33 @@ class Drain(NamedTuple):
     tokens: Ints  # of their prompts
 
 
+class Progress(NamedTuple):
+    """Of running sequences."""
+
+    slots: Ints
+    generated: Floats
+    most: Floats  # that they may generate
+
+
 class Outlook:
     """Sequences by slot, instances by number; slots and numbers are used again."""
 
     def __init__(self) -> None:
         self._is_used = np.zeros(_FIRST_CAPACITY, np.bool_)
         self._owner = np.zeros(_FIRST_CAPACITY, np.int64)
-        self._tokens = np.zeros(_FIRST_CAPACITY)
-        self._most = np.zeros(_FIRST_CAPACITY, np.int64)  # tokens it may generate
+        self._tokens = np.zeros(_FIRST_CAPACITY)  # of the prompt
+        self._most = np.zeros(_FIRST_CAPACITY)  # tokens it may generate
         self._begins_at = np.zeros(_FIRST_CAPACITY)
-        self._ends_at = np.zeros(_FIRST_CAPACITY)
+        self._as_of = np.zeros(_FIRST_CAPACITY)  # not before its begin
+        self._generated = np.zeros(_FIRST_CAPACITY)  # as of then, like what follows
         self._step_s = np.ones(_FIRST_CAPACITY)
+        self._end_rate = np.zeros(_FIRST_CAPACITY)  # per second
         self._shapes = np.zeros((_FIRST_CAPACITY, _NUM_SUMS, len(INSTANTS)))
         self._free = list(range(_FIRST_CAPACITY))
         self._sums = np.zeros((1, _NUM_SUMS, len(INSTANTS)))  # row 0: of instances that have left
         self._free_numbers: list[int] = []
         self._instants = INSTANTS
+        self.pace_s = 0.0  # of late, predicted between two tokens of a sequence
 
     def __len__(self) -> int:
         return len(self._is_used) - len(self._free)
@@ -93,36 +112,43 @@ class Outlook:
         slot = self._free.pop()
         self._is_used[slot] = True
         self._owner[slot], self._tokens[slot], self._most[slot] = number, tokens, most
-        self._begins_at[slot], self._step_s[slot] = begins_at, step_s
-        self._ends_at[slot] = begins_at + expected * step_s
-        self._put(slot)
+        self._begins_at[slot] = self._as_of[slot] = begins_at
+        self._generated[slot], self._step_s[slot] = 0.0, step_s
+        self._end_rate[slot] = max(1.0 / expected - 1.0 / most, 0.0) / step_s
+        self.pace_s += (step_s - self.pace_s) * (_PACE_WEIGHT if self.pace_s else 1.0)
+        shape = self._shapes[slot]
+        self._fill(shape, slice(slot, slot + 1))
+        self._sums[number] += shape
         return slot
 
     def begin(self, slot: int, begins_at: float) -> None:
-        """The first token came, or is expected at another time; the rest moves with it."""
-        self._sums[self._owner[slot]] -= self._shapes[slot]
-        self._ends_at[slot] += begins_at - self._begins_at[slot]
-        self._begins_at[slot] = begins_at
-        self._put(slot)
+        """The first token came, or is expected at another time; the rest moves with it. Sums follow when they are drawn
+        again, soon enough for what was expected about then."""
+        self._begins_at[slot] = self._as_of[slot] = begins_at
+        self._generated[slot] = 0.0
 
     def remove(self, slot: int) -> None:
         self._sums[self._owner[slot]] -= self._shapes[slot]
         self._is_used[slot] = False
         self._free.append(slot)
 
-    def overdue(self, number: int, now: float) -> tuple[Ints, Ints, Ints]:
-        """Of an instance's sequences those that should have ended: slots, tokens generated so far, and at most."""
-        late = self._is_used & (self._owner == number) & (self._ends_at <= now)
-        slots = np.flatnonzero(late)
-        generated = (now - self._begins_at[slots]) / self._step_s[slots]
-        return slots, generated.astype(np.int64), self._most[slots]
+    def running(self, number: int, now: float) -> Progress:
+        """An instance's sequences that should have begun."""
+        begun = self._is_used & (self._owner == number) & (self._as_of < now)
+        slots = np.flatnonzero(begun)
+        generated = self._generated[slots] + (now - self._as_of[slots]) / self._step_s[slots]
+        most = self._most[slots]
+        return Progress(slots, np.minimum(generated, most), most)
 
-    def extend(self, slots: Ints, remaining: Floats, now: float) -> None:
-        """These go on for so many tokens, and for one at least."""
-        self._ends_at[slots] = now + np.maximum(remaining, 1.0) * self._step_s[slots]
-        for slot in slots.tolist():
-            self._sums[self._owner[slot]] -= self._shapes[slot]
-            self._put(slot)
+    def renew(self, progress: Progress, remaining: Floats, step_s: float, now: float) -> None:
+        """These go on for so many tokens in the mean (one at least), one per `step_s`."""
+        slots, generated, most = progress
+        left = np.maximum(most - generated, 1.0)
+        self._as_of[slots], self._step_s[slots] = now, step_s
+        self._generated[slots] = most - left
+        rate = 1.0 / np.clip(remaining, 1.0, left) - 1.0 / left
+        self._end_rate[slots] = np.maximum(rate, 0.0) / step_s
+        self._draw_some(slots)
 
     # -- questions
 
@@ -131,46 +157,58 @@ class Outlook:
         if not 0.0 <= now - self._instants[0] <= _STALE_S:
             self._draw(now)
 
-    def at(self, instant: float, numbers: Ints) -> Sums:
-        """Of these instances; beyond the last instant as there."""
-        instants = self._instants
-        after = min(
-            max(int(np.searchsorted(instants, instant, side="right")), 1), len(instants) - 1
-        )
-        first, last = instants[after - 1], instants[after]
-        weight = min(max((instant - first) / (last - first), 0.0), 1.0)
-        sums = self._sums[numbers, :, after - 1] * (1.0 - weight)
-        sums += self._sums[numbers, :, after] * weight
-        np.maximum(sums, 0.0, out=sums)  # what rounding leaves of sequences that are gone
-        return Sums(sums[:, _RUNNING], sums[:, _CONTEXT], sums[:, _HELD])
+    def at(self, instants: Sequence[float], numbers: Ints) -> Sums:
+        """Of these instances; beyond the last of INSTANTS as there."""
+        weights = np.zeros((len(INSTANTS), len(instants)))
+        drawn_at = float(self._instants[0])
+        for column, instant in enumerate(instants):
+            after, weight = _between(instant - drawn_at)
+            weights[after, column], weights[after - 1, column] = weight, 1.0 - weight
+        sums = (self._sums[numbers] @ weights).transpose(1, 2, 0)
+        sums = np.maximum(sums, 0.0)  # what rounding leaves of sequences that are gone
+        return Sums(sums[_RUNNING], sums[_CONTEXT], sums[_HELD])
 
     def drain(self, number: int, now: float) -> Drain:
-        """What is overdue ends with the next step."""
+        """What should have ended ends with the next step."""
         slots = np.flatnonzero(self._is_used & (self._owner == number))
-        ends_s = np.maximum(self._ends_at[slots] - now, self._step_s[slots])
+        step_s = self._step_s[slots]
+        left_s = (self._most[slots] - self._generated[slots]) * step_s
+        # The mean of what ends at a constant rate, and at its limit: as `add` took it, the other way round.
+        mean_s = 1.0 / (self._end_rate[slots] + 1.0 / np.maximum(left_s, step_s))
+        ends_s = np.maximum(self._as_of[slots] + mean_s - now, step_s)
         tokens = self._tokens[slots].astype(np.int64)
         order = np.lexsort((tokens, ends_s))
         return Drain(ends_s[order], tokens[order])
 
     # -- keeping
 
-    def _put(self, slot: int) -> None:
-        shape = self._shapes[slot]
-        self._fill(shape, slice(slot, slot + 1))
-        self._sums[self._owner[slot]] += shape
-
     def _fill(self, shapes: Floats, slots: slice | Ints) -> None:
         """What sequences add to the sums at each instant; shapes [..., _NUM_SUMS, instants]."""
         instants = self._instants
-        begins_at = self._begins_at[slots, None]
-        grown = np.maximum(instants - begins_at, 0.0)
-        grown /= self._step_s[slots, None]
-        grown += self._tokens[slots, None]
-        grown *= instants < self._ends_at[slots, None]
-        runs = (instants >= begins_at) & (instants < self._ends_at[slots, None])
-        shapes[..., _RUNNING, :] = runs
-        shapes[..., _CONTEXT, :] = grown * runs
-        shapes[..., _HELD, :] = grown
+        as_of, step_s = self._as_of[slots, None], self._step_s[slots, None]
+        passed_s = np.maximum(instants - as_of, 0.0)
+        left_s = (self._most[slots] - self._generated[slots])[:, None] * step_s
+        # It is there now, whenever it was looked at: only what comes after now may end it.
+        at_risk_s = np.minimum(passed_s, instants - instants[0])
+        likely = np.exp(at_risk_s * -self._end_rate[slots, None])
+        likely *= passed_s < left_s
+        passed_s /= step_s
+        passed_s += (self._tokens[slots] + self._generated[slots])[:, None]
+        passed_s *= likely
+        likely *= instants >= self._begins_at[slots, None]
+        shapes[..., _RUNNING, :] = likely
+        shapes[..., _HELD, :] = passed_s
+        shapes[..., _CONTEXT, :] = passed_s * (likely > 0.0)
+
+    def _draw_some(self, slots: Ints) -> None:
+        if not slots.size:
+            return
+        owner = self._owner[slots[0]]  # of all of them
+        before = self._shapes[slots].sum(axis=0)
+        shapes = np.empty((len(slots), _NUM_SUMS, len(INSTANTS)))
+        self._fill(shapes, slots)
+        self._shapes[slots] = shapes
+        self._sums[owner] += shapes.sum(axis=0) - before
 
     def _draw(self, now: float) -> None:
         self._instants = INSTANTS + now
@@ -189,7 +227,7 @@ class Outlook:
     def _grow(self) -> None:
         capacity = len(self._is_used)
         self._free.extend(range(capacity, 2 * capacity))
-        for name in ("_is_used", "_owner", "_tokens", "_most", "_begins_at", "_ends_at", "_step_s"):
+        for name in _COLUMNS:
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.ones_like(column)]))
         self._is_used[capacity:] = False
@@ -200,4 +238,13 @@ class Outlook:
         assert sorted([*used.tolist(), *self._free]) == list(range(len(self._is_used))), "lost slot"
         assert np.allclose(self._sums, self._summed(used), rtol=1e-6, atol=1e-3), "stale sums"
         assert not self._sums[self._free_numbers].any()
-        assert (self._ends_at[used] >= self._begins_at[used]).all()
+        assert (self._as_of[used] >= self._begins_at[used]).all()
+        assert (self._generated[used] <= self._most[used]).all()
+        assert (self._end_rate[used] >= 0.0).all()
+
+
+def _between(offset: float) -> tuple[int, float]:
+    """The instant at or after `offset` seconds, from the second on, and how near to it: 0 to 1."""
+    after = min(max(bisect_right(_OFFSETS, offset), 1), len(_OFFSETS) - 1)
+    first, last = _OFFSETS[after - 1], _OFFSETS[after]
+    return after, min(max((offset - first) / (last - first), 0.0), 1.0)

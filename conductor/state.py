@@ -159,7 +159,8 @@ class ConductorState:
         if instance.role is Role.PREFILL:
             instance.queue.correct(event.load, instance.registration.prefill_profile, now)
         elif instance.role is Role.DECODE:
-            instance.decode.correct(event.load, self._learned.lengths, now)
+            profile = instance.registration.decode_profile
+            instance.decode.correct(event.load, profile, self._learned.lengths, now)
         return HeartbeatSeen(known=True, resync=not self._index(instance, event.changes))
 
     def _index(self, instance: Instance, changes: BlockChanges | None) -> bool:

@@ -8,6 +8,7 @@ make answers look short. Old observations fade. Within a bin, ends are spread ev
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ def _make_edges() -> Counts:
 
 
 EDGES = _make_edges()
+_EDGE_LIST: list[int] = EDGES.tolist()
 _WIDTHS = np.diff(EDGES)
 
 
@@ -69,6 +71,16 @@ class LengthCurve:
         mean = (self._sum_below(end) - self._sum_below(start)) / np.where(known, alive, 1.0)
         unseen = np.minimum(np.maximum(start, 1), end - start)
         return np.where(known, np.clip(mean, 0.0, end - start), unseen)
+
+    def mean(self, max_tokens: int) -> float:
+        """E[min(length, max_tokens)] of a request that has produced none. Scalars cost a tenth of columns of one."""
+        self._draw()
+        limit = min(max(max_tokens, 0), MOST_TOKENS)
+        found = min(bisect_right(_EDGE_LIST, limit) - 1, len(_EDGE_LIST) - 2)
+        into = limit - _EDGE_LIST[found]
+        first, last = float(self._survival[found]), float(self._survival[found + 1])
+        slope = (last - first) / (_EDGE_LIST[found + 1] - _EDGE_LIST[found])
+        return float(self._below[found]) + into * first + slope * into * (into - 1) / 2.0
 
     def quantile(self, q: float, *, generated: int = 0, max_tokens: int = MOST_TOKENS) -> int:
         """The least x with P(length ≤ x | length > generated) ≥ q, at most `max_tokens`. 0 < q < 1."""

@@ -7,8 +7,6 @@ side. Pure; knows no instance.
 
 from __future__ import annotations
 
-import numpy as np
-
 from conductor.cost.length_curve import Counts, Floats, LengthCurve
 
 ENOUGH = 50  # the median of so many is within 7 ranks (σ = √(n/4) = 3.5, two of them)
@@ -46,7 +44,7 @@ class OutputLengths:
     def expected(self, *, max_tokens: int, prompt_tokens: int, tenant: str = "") -> float:
         """E[output tokens] of a request that has produced none."""
         curve = self.curve(prompt_tokens=prompt_tokens, tenant=tenant)
-        return float(curve.mean_remaining(np.array(0), np.array(max_tokens)))
+        return curve.mean(max_tokens)
 
     def remaining(self, generated: Counts, max_tokens: Counts) -> Floats:
         """E[tokens still to come] of requests that have produced `generated`, whosoever they are; shapes alike."""

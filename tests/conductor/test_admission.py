@@ -268,7 +268,7 @@ def test_output_lengths_are_learnt_from_finished_requests() -> None:
     decided = cluster.state.explain(RequestId("r2"))
     assert decided is not None
     assert decided.expected_output == 10.0, "its own limit"
-    assert decided.decode_candidates[0].landing_seqs == pytest.approx(1.0)
+    assert decided.decode_candidates[0].landing_seqs == pytest.approx(1.0, abs=0.05)
 
 
 def test_a_decision_in_json_holds_all_candidates_and_the_reason() -> None:
