@@ -32,9 +32,9 @@ from protocol.process import Lifecycle
 from protocol.rpc import Channels, RpcServer, failure_from_wire
 from protocol.wire import layout_to_wire
 from tests.conductor.cluster import LAYOUT, chain
+from tests.patience import PATIENCE_S
 
 TOKEN = "secret"
-TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Rig:
     now: float = 100.0
 
     async def call(self, method: str, request: object) -> object:
-        reply = await self.channels.call(getattr(self.stub, method), request, timeout_s=TIMEOUT_S)
+        reply = await self.channels.call(getattr(self.stub, method), request, timeout_s=PATIENCE_S)
         self.state.validate()
         return reply
 
@@ -109,7 +109,7 @@ async def test_a_wrong_cluster_token_is_refused(rig: Rig) -> None:
     stranger = Channels("guess")
     stub = conductor_pb2_grpc.ConductorStub(stranger.to(rig.address))
     with pytest.raises(Unauthenticated):
-        await stranger.call(stub.Place, wish("r0"), timeout_s=TIMEOUT_S)
+        await stranger.call(stub.Place, wish("r0"), timeout_s=PATIENCE_S)
     await stranger.close()
 
 
@@ -253,7 +253,7 @@ async def test_membership_feeds_the_index_and_leaves(rig: Rig) -> None:
     member = Membership(rig.channels, rig.address, store, conductor_pb2.Load, log)
     task = asyncio.create_task(member.run())
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             await member.registered.wait()
         reply = await rig.call("Place", wish("r0", keys=chain("a", 10)))
         (source,) = reply.placement.prefix_sources
@@ -303,7 +303,7 @@ async def ready_facts(reader: int) -> dict[str, str]:
         lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reader, "rb")
     )
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 entry = json.loads(await stream.readline())
                 if "ready" in entry:
@@ -324,17 +324,17 @@ async def test_the_process_body_serves_housekeeps_and_stops() -> None:
     channels = Channels(config.cluster_token)
     stub = conductor_pb2_grpc.ConductorStub(channels.to(facts["rpc"]))
     message = registration("p0", common_pb2.ROLE_PREFILL)
-    reply = await channels.call(stub.Register, message, timeout_s=TIMEOUT_S)
+    reply = await channels.call(stub.Register, message, timeout_s=PATIENCE_S)
     assert reply.lease_s == pytest.approx(0.2)
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(PATIENCE_S):
         while True:  # each call waits for the server, which waits for its own timer
             request = conductor_pb2.GetClusterRequest()
-            view = await channels.call(stub.GetCluster, request, timeout_s=TIMEOUT_S)
+            view = await channels.call(stub.GetCluster, request, timeout_s=PATIENCE_S)
             if not view.instances:
                 break
     await channels.close()
     lifecycle.stopping.set()
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(PATIENCE_S):
         await task
 
 

@@ -32,10 +32,10 @@ from protocol.registry.embedded import EmbeddedRegistry
 from protocol.rpc import Channels, failure_from_wire
 from tests.conductor.cluster import chain
 from tests.conductor.test_conductor_service import registration, wish
+from tests.patience import PATIENCE_S
 from tests.protocol.registry.conftest import served
 
 TOKEN = "secret"
-TIMEOUT_S = 30.0
 
 
 class FactsOfReady(Lifecycle):
@@ -59,11 +59,11 @@ class Cluster:
         self.addresses: dict[str, str] = {}
         self.channels = Channels(TOKEN)
 
-    async def start(self, name: str, lease_s: float = 1.0) -> None:
+    async def start(self, name: str, lease_s: float = 5.0) -> None:
         config = ConductorConfig(
             cluster_token=TOKEN,
             registry=self._registry,
-            leader_ttl_s=0.6,
+            leader_ttl_s=3.0,
             lease_s=lease_s,
             heartbeat_interval_s=0.1,
         )
@@ -80,10 +80,10 @@ class Cluster:
             self.channels.to(self.addresses[name])
         )
         request = leadership_pb2.WhoRequest()
-        return await self.channels.call(stub.Who, request, timeout_s=TIMEOUT_S)
+        return await self.channels.call(stub.Who, request, timeout_s=PATIENCE_S)
 
     async def until(self, name: str, condition: Callable[[leadership_pb2.WhoReply], bool]) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition(await self.who(name)):  # noqa: ASYNC110 - it is elsewhere
                 await asyncio.sleep(0.01)
 
@@ -93,7 +93,7 @@ class Cluster:
     async def ask(self, name: str, method: str, request: Any) -> Any:
         """That one and no other."""
         stub = conductor_pb2_grpc.ConductorStub(self.channels.to(self.addresses[name]))
-        return await self.channels.call(getattr(stub, method), request, timeout_s=TIMEOUT_S)
+        return await self.channels.call(getattr(stub, method), request, timeout_s=PATIENCE_S)
 
     async def close(self) -> None:
         for name in list(self._tasks):
@@ -122,7 +122,7 @@ async def pair(cluster: Cluster) -> Cluster:
 
 
 async def call(conductors: Conductors, method: str, request: Any) -> Any:
-    return await conductors.call(lambda c: getattr(c, method), request, timeout_s=TIMEOUT_S)
+    return await conductors.call(lambda c: getattr(c, method), request, timeout_s=PATIENCE_S)
 
 
 async def test_a_standby_refuses_every_call_and_names_the_leader(pair: Cluster) -> None:
@@ -173,7 +173,7 @@ async def test_the_next_leader_learns_members_and_blocks_from_them(pair: Cluster
         assert reply.leads
         assert reply.epoch > epoch
         await call(conductors, "Report", report("r0"))  # of the former leader's placement
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while not await blocks_known(conductors):  # noqa: ASYNC110 - it is elsewhere
                 await asyncio.sleep(0.01)
 
@@ -190,11 +190,11 @@ def report(request_id: str) -> conductor_pb2.ReportRequest:
 
 
 async def test_a_new_leader_says_that_nobody_is_there_only_after_a_lease(cluster: Cluster) -> None:
-    await cluster.start("a", lease_s=1.0)
+    await cluster.start("a", lease_s=4.0)
     await cluster.until("a", lambda reply: reply.leads)
     with pytest.raises(NotLeader, match="since just now"):
         await cluster.ask("a", "Place", wish("r0"))
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(PATIENCE_S):
         while (reply := await place_unless_young(cluster)) is None:  # noqa: ASYNC110 - it is elsewhere
             await asyncio.sleep(0.02)
     assert isinstance(failure_from_wire(reply.failure), NoWorker)
@@ -252,12 +252,12 @@ async def test_an_answer_made_before_a_long_sleep_is_not_given_after_it() -> Non
     candidate = led.candidate = Candidate(
         registry,
         "a:1",
-        Terms(ttl_s=0.6),
+        Terms(ttl_s=6.0),
         begin=begin,
         step_down=led.step_down,
         clock=lambda: boot_clock() + slept_s,
     )
-    async with running(candidate.run()), asyncio.timeout(TIMEOUT_S):
+    async with running(candidate.run()), asyncio.timeout(PATIENCE_S):
         await began.wait()
         assert metrics.get_sample_value("moonserve_conductor_leads") == 1
         with pytest.raises(NotLeader):
@@ -271,11 +271,11 @@ async def test_a_candidate_that_ends_leads_no_more_and_gives_its_claim_up() -> N
     candidate = Candidate(
         registry,
         "a:1",
-        Terms(ttl_s=0.6),
+        Terms(ttl_s=6.0),
         begin=lambda epoch: began.set(),
         step_down=lambda reason: None,
     )
-    async with running(candidate.run()), asyncio.timeout(TIMEOUT_S):
+    async with running(candidate.run()), asyncio.timeout(PATIENCE_S):
         await began.wait()
         assert candidate.leads
         assert len(await registry.members()) == 1

@@ -11,6 +11,7 @@ from engine.runtime import EngineThread
 from protocol.errors import InvalidRequest
 from tests.engine.conftest import Pair
 from tests.engine.steps import make_slice, random_prompt
+from tests.patience import PATIENCE_S
 
 
 async def test_steps_run_in_the_engines_own_thread(llama: Pair) -> None:
@@ -40,11 +41,11 @@ async def test_a_cancelled_caller_is_let_go_only_after_its_step(llama: Pair) -> 
 
     def on_layer(layer: int) -> None:
         started.set()
-        assert proceed.wait(timeout=10)
+        assert proceed.wait(timeout=PATIENCE_S)
         layers.append(layer)
 
     task = asyncio.create_task(runtime.execute([make_slice(random_prompt(5), 0, 5, [0])], on_layer))
-    await asyncio.to_thread(started.wait, 10)
+    await asyncio.to_thread(started.wait, PATIENCE_S)
     task.cancel()
     done, _ = await asyncio.wait([task], timeout=0.05)
     assert not done
