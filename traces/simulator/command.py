@@ -149,7 +149,7 @@ def specs_of(config: SimulateConfig) -> Iterator[tuple[str, ClusterSpec | Couple
         if config.role_switching != "on":
             yield policy, replace(common, policy=policy)
         if config.role_switching != "off":
-            yield f"{policy}, changing roles", replace(common, policy=policy, roles=RoleTerms())
+            yield f"{policy} +roles", replace(common, policy=policy, roles=RoleTerms())
     for kind in config.coupled:
         if kind not in _COUPLED:
             raise ConfigError(f"--coupled is {kind!r}; it is one of {', '.join(_COUPLED)}")
