@@ -26,7 +26,6 @@ _STEADY_TOKENS = 64  # of each stream of a batch
 _BESIDE_PROMPT = 1024
 _BESIDE_STREAMS = 4
 _BESIDE_CONTEXT = 256
-_STEPS_TOGETHER = 6
 _ENOUGH_SHAPES = 4  # for three coefficients; measured however long they take
 _TERMS = ("queue_s", "transfer_s", "prefill_s")  # of a prefill worker's report, as explained
 
@@ -268,15 +267,13 @@ def steps_between(
     timelines: Sequence[Timeline], context: int, begin: float, end: float, *, num_others: int
 ) -> list[StepRun]:
     """The steps of streams that all decode from `begin` to `end`, whose prompts had `context` tokens; nothing for less
-    than three. Means of a few steps each, since tokens may reach the client together; and of those the median, since
-    now and then something else has the processor."""
+    than three. The median gap, as reports have it: now and then something else has the processor."""
     gaps, tokens = [], []
     for timeline in timelines:
         inside = [(n, at) for n, at in enumerate(timeline.token_at) if begin <= at <= end]
         if len(inside) < 4:
             return []
-        cut = inside[:: min(_STEPS_TOGETHER, len(inside) - 1)]
-        gaps += [(b_at - a_at) / (b - a) for (a, a_at), (b, b_at) in itertools.pairwise(cut)]
+        gaps += [later - sooner for (_, sooner), (_, later) in itertools.pairwise(inside)]
         tokens.append(context + (inside[0][0] + inside[-1][0]) / 2)
     return [
         StepRun(

@@ -1,0 +1,75 @@
+"""Fidelity's own arithmetic: figures of a simulation as a replay's report has them, errors, the page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.fidelity import FIGURES, MORE_FIGURES, as_page, relative, simulate, spec_of
+from tests.traces.simulator.small import MODEL, request
+from traces.simulator.spec import Overheads
+
+NEAR = pytest.approx
+
+
+def a_spec(**changes: object) -> object:
+    spec = spec_of(replace(MODEL, **changes), 1, 1)  # type: ignore[arg-type]
+    return replace(spec, block_size=10, chunk_tokens=1000, admission="none")
+
+
+def test_figures_of_a_simulation_are_those_of_a_report() -> None:
+    """Prompts of 2 and 1 s at 100 tokens per second, the second one with half of it cached; 50 ms per step."""
+    shared = list(range(5))
+    records = [
+        request(1.0, 200, 11, shared, base=20),
+        request(10.0, 100, 11, shared, base=70),
+    ]
+    figures = simulate(a_spec(overheads=Overheads(request_s=0.5)), records)  # type: ignore[arg-type]
+    assert figures["completed"] == 2
+    assert figures["p50_ttft_ms"] == NEAR((2500 + 1000) / 2, rel=1e-3)
+    assert figures["p50_itl_ms"] == NEAR(50, rel=1e-3)
+    assert figures["hit_ratio"] == NEAR(50 / 300)
+    # From the begin of the trace, not of its first request.
+    assert figures["duration"] == NEAR(10 + 0.5 + 0.5 + 10 * 0.05, rel=1e-3)
+    assert figures["request_throughput"] == NEAR(2 / 11.5, rel=1e-3)
+    assert figures["prediction_error"] < 0.05
+    assert not any(math.isnan(figures[name]) for name in FIGURES | MORE_FIGURES)
+
+
+def test_an_error_is_relative_to_what_happened() -> None:
+    assert relative(110.0, 100.0) == NEAR(0.1)
+    assert relative(0.0, 0.0) == 0.0
+    assert relative(1.0, 0.0) == math.inf
+
+
+def test_the_page_says_what_is_within_and_what_is_not() -> None:
+    """One figure off: its row says so, and so does the claim."""
+    live = dict.fromkeys(FIGURES | MORE_FIGURES, 100.0)
+    simulated = live | {"p90_ttft_ms": 120.0}
+    shape = {
+        "prefill": 2,
+        "decode": 1,
+        "profile": {
+            "prefill": [1e-3, 1e-5, 1e-8],
+            "decode": [1e-3, 1e-5, 1e-8],
+            "request_ms": 5.0,
+            "landing_ms": 1.0,
+            "handoff_ms": 2.0,
+            "crowding_prefill": [1.0, 1.2],
+            "crowding_decode": [1.0],
+        },
+        "live": live,
+        "simulated": simulated,
+        "errors": {name: relative(simulated[name], live[name]) for name in live},
+        "met": False,
+        "predictions_met": True,
+    }
+    load = {"trace": "t.jsonl", "requests": 10, "speedup": 2.0}
+    machine = {"processor": "p", "cores": 2, "load": 0.5}
+    page = as_page({"machine": machine, "load": load, "shapes": [shape]})
+    assert "| TTFT p90, ms | 100 | 120 | +20.0% | NO |" in page
+    assert "| TTFT p50, ms | 100 | 100 | +0.0% | yes |" in page
+    assert "is NOT met" in page
+    assert "## 2 prefill, 1 decode" in page
