@@ -25,6 +25,7 @@ from kvstore.disk.format import (
     holds,
     page_of,
     sealed_with,
+    segment_of,
 )
 from kvstore.disk.memory import Scratch, is_aligned
 
@@ -62,6 +63,7 @@ class Landing(NamedTuple):
     direct: Sequence[int]
     """Bytes of each object that are read to where they are wanted."""
     buffers: Sequence[memoryview]
+    segment: int
     page: int
     num_pages: int
 
@@ -114,7 +116,7 @@ class ObjectIo:
         """Raises OSError. `reads` are neighbours, in order."""
         with self._scratch.borrow(pages_to_read(reads) * PAGE) as scratch:
             landing = self.aimed(reads, scratch)
-            return self.arrived(file.number, landing, file.read(landing.page, landing.buffers))
+            return self.arrived(landing, file.read(landing.page, landing.buffers))
 
     def aimed(self, reads: Sequence[DiskRead], scratch: memoryview) -> Landing:
         """Where neighbours, in order, are read to. `scratch` has room for all of them."""
@@ -126,14 +128,17 @@ class ObjectIo:
             direct.append(self._direct_bytes(read))
             buffers += _targets(read, extents[-1], direct[-1])
             at = end
-        return Landing(reads, extents, direct, buffers, page_of(reads[0].place), at // PAGE)
+        begin = reads[0].place
+        return Landing(
+            reads, extents, direct, buffers, segment_of(begin), page_of(begin), at // PAGE
+        )
 
-    def arrived(self, segment: int, landing: Landing, nbytes: int | None = None) -> list[bool]:
+    def arrived(self, landing: Landing, nbytes: int | None = None) -> list[bool]:
         """Which objects are there after so many bytes, which are fewer than asked for at a file's end; None = all."""
         whole = landing.page + (landing.num_pages if nbytes is None else nbytes // PAGE)
         return [
             page_of(read.place) + extent_pages(read.object.length) <= whole
-            and self._arrived(segment, read, extent, direct)
+            and self._arrived(landing.segment, read, extent, direct)
             for read, extent, direct in zip(
                 landing.reads, landing.extents, landing.direct, strict=True
             )

@@ -95,9 +95,19 @@ class Reader:
             flight = await answer.wait()
             if flight.given_up:
                 return []
-            return await self._taken(flight, reads, runs, landings, results)
+            if sum(flight.results) <= IN_LOOP_BYTES:
+                outcomes = self._verified(flight, landings)
+            else:  # hashing would hold up the loop
+                outcomes = await self._verified_by_threads(flight, landings)
         finally:
             lent.done()
+        unread = []
+        for run, outcome in zip(runs, outcomes, strict=True):
+            if outcome is None:
+                unread.append(run)
+            else:
+                self._note(reads, run, outcome, results)
+        return unread
 
     def _aimed(
         self, reads: Sequence[DiskRead], runs: Sequence[list[int]], scratch: memoryview
@@ -110,29 +120,25 @@ class Reader:
             at += landing.num_pages * PAGE
         return landings
 
-    async def _taken(
-        self,
-        flight: Flight,
-        reads: Sequence[DiskRead],
-        runs: Sequence[list[int]],
-        landings: Sequence[Landing],
-        results: list[bool],
-    ) -> list[list[int]]:
-        """The runs that did not land whole: a thread has to read them."""
-        there = [index for index in range(len(runs)) if flight.is_whole(index)]
-        jobs = [
-            partial(self._io.arrived, segment_of(reads[runs[index][0]].place), landings[index])
-            for index in there
+    def _verified(self, flight: Flight, landings: Sequence[Landing]) -> list[list[bool] | None]:
+        """By run, which objects are there; None where it did not land whole."""
+        return [
+            self._io.arrived(landing) if flight.is_whole(index) else None
+            for index, landing in enumerate(landings)
         ]
-        outcomes: Sequence[list[bool] | OSError]
-        if sum(flight.results) <= IN_LOOP_BYTES:
-            outcomes = [job() for job in jobs]
-        else:  # hashing would hold up the loop
-            outcomes = await self._segments.threads.run(jobs, until_over=True)
-        for index, outcome in zip(there, outcomes, strict=True):
-            if not isinstance(outcome, OSError):  # given up at the very end
-                self._note(reads, runs[index], outcome, results)
-        return [run for index, run in enumerate(runs) if index not in there]
+
+    async def _verified_by_threads(
+        self, flight: Flight, landings: Sequence[Landing]
+    ) -> list[list[bool] | None]:
+        whole = [index for index in range(len(landings)) if flight.is_whole(index)]
+        jobs = [partial(self._io.arrived, landings[index]) for index in whole]
+        outcomes: list[list[bool] | None] = [None] * len(landings)
+        given = await self._segments.threads.run(jobs, until_over=True)
+        for index, outcome in zip(whole, given, strict=True):
+            if isinstance(outcome, OSError):  # given up at the very end
+                outcome = [False] * len(landings[index].reads)
+            outcomes[index] = outcome
+        return outcomes
 
     async def _read_runs(
         self, reads: Sequence[DiskRead], runs: Sequence[list[int]], results: list[bool]

@@ -71,7 +71,12 @@ class Flight:
         if not self.given_up:
             self.given_up = True
             self.results = [-1] * len(self.runs)
-            self.landed(self)
+            self.tell()
+
+    def tell(self) -> None:
+        """Who waits often holds this in turn: without the way back, no garbage collector is needed."""
+        landed, self.landed = self.landed, _told
+        landed(self)
 
 
 class Ring:
@@ -180,5 +185,9 @@ class Ring:
             flight.results[index] = result
         if not flight.left:
             if not flight.given_up:
-                flight.landed(flight)
+                flight.tell()
             flight.over()
+
+
+def _told(flight: Flight) -> None:
+    """Nobody waits any more."""
