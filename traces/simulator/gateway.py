@@ -56,9 +56,10 @@ class Gateway:
         may_recover = isinstance(reply, Rejected) or isinstance(reply.error, NoWorker)
         reason = reply.reason if isinstance(reply, Rejected) else reply.error.code
         if journey.attempt > 1 and may_recover:
-            journey.excluded = (
-                frozenset()
-            )  # a restarted instance has the name of the one that was lost
+            if not isinstance(reply, Rejected):  # there is nobody else: only the dead stay excluded
+                journey.excluded = frozenset(
+                    name for (name, _), at in journey.lost.items() if now < at + DOUBT_S
+                )
             self._pause(journey, reason, now)
         elif isinstance(reply, Rejected):
             journey.predicted_ttft_s = reply.predicted_ttft_s
