@@ -88,6 +88,11 @@ class ServeConfig(TransferConfig, PatienceConfig):
         help="file with the key (32 bytes, or 64 hex digits) under which the disk is encrypted",
     )
     ssd_write_through: bool = option(False, help="write all KV to disk soon, not only cold KV")
+    ssd_sync_interval_s: float = option(
+        1.0,
+        help="flush what was written to disk at least so often: a loss of power costs at most the writes of so many"
+        " seconds, never a removal; 0 = after every group of writes",
+    )
     ssd_flush_s: float = option(
         60.0, help="at a stop, write what is only in memory to disk for at most so many seconds"
     )
@@ -169,6 +174,8 @@ class ServeConfig(TransferConfig, PatienceConfig):
             raise ConfigError("--store-nodes must not be negative")
         if self.ssd is not None and self.store_nodes == 0:
             raise ConfigError("--ssd needs --store-nodes, whose KV it holds")
+        if self.ssd_sync_interval_s < 0:
+            raise ConfigError("--ssd-sync-interval-s must not be negative")
         if self.ssd_flush_s < 0:
             raise ConfigError("--ssd-flush-s must not be negative")
         StoreConfig(  # says what is wrong before any process is started

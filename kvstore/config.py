@@ -97,7 +97,7 @@ class StoreConfig(ProcessConfig, TransferConfig):
         if min(self.reservation_ttl_s, self.lease_ttl_s) <= 0:
             raise ConfigError("--reservation-ttl-s and --lease-ttl-s must be above 0")
         if self.ssd_sync_interval_s < 0:
-            raise ConfigError("--ssd-sync-interval-s must not be below 0")
+            raise ConfigError("--ssd-sync-interval-s must not be negative")
         if self.removals_kept_s <= 0:
             raise ConfigError("--removals-kept-s must be above 0")
         if self.join is not None and self.conductor is not None:
