@@ -6,6 +6,7 @@ import asyncio
 
 from protocol.ids import GatewayId
 from protocol.streams import GatewayStreams
+from tests.patience import PATIENCE_S
 
 GATEWAY = GatewayId("g")
 
@@ -16,7 +17,7 @@ async def test_a_gateway_whose_stream_ends_is_given_up_after_the_grace() -> None
     events = streams.events(GATEWAY)
     await anext(events)
     await events.aclose()
-    assert await asyncio.wait_for(lost.get(), 10) == GATEWAY
+    assert await asyncio.wait_for(lost.get(), PATIENCE_S) == GATEWAY
 
 
 async def test_a_stream_that_ends_after_the_close_gives_nobody_up() -> None:

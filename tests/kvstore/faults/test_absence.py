@@ -28,7 +28,7 @@ def put_on(pool: Pool, node_id: str, seed: str, count: int = 20) -> list[bytes]:
 def remove_all(store: KvStore, names: list[bytes]) -> None:
     """Says so when a node could not be asked."""
     with pytest.raises((PeerLost, DeadlineExceeded)):
-        store.batch_remove(names, timeout_s=2.0)
+        store.batch_remove(names, timeout_s=10.0)
 
 
 def held_by(pool: Pool, node_id: str, names: list[bytes]) -> list[bytes]:

@@ -55,7 +55,7 @@ class Load:
         *,
         nbytes: int = 60_000,
         kept: int = 300,
-        timeout_s: float = 5.0,
+        timeout_s: float = 30.0,
         pause_s: float = 0.0,
     ) -> None:
         self.stored: list[bytes] = []
