@@ -32,9 +32,9 @@ def replay(cluster: Cluster, trace: Path, report: Path, *flags: str) -> dict[str
 
 
 def test_repeated_prefixes_of_a_trace_are_reused_as_ideal_says(tmp_path: Path) -> None:
-    """Requests a second apart: every one finds all that came before it."""
+    """Requests far enough apart that every one finds all that came before it."""
     records = [
-        {"timestamp": 1000 * n, "input_length": 512 * (n + 2), "output_length": 16,
+        {"timestamp": 4000 * n, "input_length": 512 * (n + 2), "output_length": 16,
          "hash_ids": list(range(n + 2))}
         for n in range(5)
     ]  # fmt: skip
