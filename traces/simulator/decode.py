@@ -8,7 +8,6 @@ know: transfers, and how long a landing takes.
 from __future__ import annotations
 
 import math
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -154,11 +153,12 @@ class DecodeMachine:
         outcomes: list[DecodeOutcome] = []
         self._advance(now, outcomes)
         self._queue.pop(request_id, None)
-        self._blocks.give_back(self._landings.pop(request_id, 0))
+        num_landing = self._landings.pop(request_id, 0)
+        self._blocks.give_back(num_landing)
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._batch.remove(sequence, now)
-        elif self._batch.wake_at is None:
+        elif num_landing or not self.is_computing:
             self._batch.interrupt(now)  # somebody may have waited for these blocks
         self._grant(now, outcomes)
         return outcomes

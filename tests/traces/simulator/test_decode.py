@@ -146,3 +146,24 @@ def test_one_sequence_alone_steps_as_its_profile_says() -> None:
     assert finished.gaps_s == [1.0 + 3.5, 4.0, 4.5]
     token_at = (1.0, 5.5, 9.5, 14.0)
     assert Timeline(0.0, token_at).gaps_s == finished.gaps_s
+
+
+def test_blocks_of_a_cancelled_landing_are_for_the_preempted_one_from_the_next_step_on() -> None:
+    """The longest prompt's decoding preempts the last one; four blocks come free when a landing is given up."""
+
+    def prompt(num_tokens: int, num_outputs: int, **rest: Any) -> Prompt:
+        fields = {"at": Fraction(0), "carried_s": Fraction(0), **rest}
+        return Prompt(num_tokens=num_tokens, num_outputs=num_outputs, **fields)
+
+    prompts = [
+        *(prompt(1, 1) for _ in range(6)),
+        prompt(9, 6),
+        prompt(22, 5),
+        prompt(13, 1, carried_s=Fraction(7), cancelled_after_s=Fraction(12195, 997)),
+        prompt(7, 2),
+    ]
+    machine = model(17, 6, DecodeProfile(c0=Fraction(1), c1=Fraction(515, 997), c2=Fraction(0)))  # type: ignore[arg-type]
+    live = LiveDecode(machine, BLOCK, 8).run(prompts)
+    simulated = simulate(machine, 8, prompts)
+    assert simulated["r9"] == live["r9"]
+    assert simulated["r7"] == live["r7"]
