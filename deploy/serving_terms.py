@@ -126,11 +126,12 @@ def crowding_of(seen: Observations, prefill: PrefillProfile, decode: DecodeProfi
 
 
 def _factors(ratios: Sequence[tuple[int, float]]) -> tuple[float, ...]:
-    """By number of others, from 0 on, as far as measured without a gap; the first one is 1."""
+    """By number of others, from 0 on, as far as measured without a gap; the first one is 1, and none is less: company
+    makes nobody faster."""
     by_others: dict[int, list[float]] = {}
     for num_others, ratio in ratios:
         by_others.setdefault(num_others, []).append(ratio)
     factors: list[float] = []
     while (found := by_others.get(len(factors))) is not None:
         factors.append(float(np.median(found)))
-    return tuple(factor / factors[0] for factor in factors)
+    return tuple(max(factor / factors[0], 1.0) for factor in factors)

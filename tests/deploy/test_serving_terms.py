@@ -102,3 +102,15 @@ def test_the_steps_of_a_batch_are_counted_where_all_decode() -> None:
     assert (run.num_seqs, run.num_others, run.seconds) == (2, 2, NEAR(0.01))
     assert run.context_tokens == 100 + 5 + 100 + 4
     assert steps_between(streams, 100, 0.03, 0.05, num_others=0) == []
+
+
+def test_tokens_that_reach_the_client_together_are_steps_all_the_same() -> None:
+    """Ten steps in 0.1 s, seen as two bursts of five: 10 ms each, though most gaps are 0."""
+    bursts = Timeline(0.0, (0.0, *[0.05] * 5, *[0.1] * 5))
+    (run,) = steps_between([bursts], 100, 0.0, 0.1, num_others=0)
+    assert run.seconds == NEAR(0.01)
+
+
+def test_company_makes_nobody_faster() -> None:
+    prompts = [prompt(1024), prompt(1024, num_others=1, slow=0.8)]
+    assert terms_of(observed(beside_prompts=prompts), CHUNK).crowding.prefill == (1.0, 1.0)
