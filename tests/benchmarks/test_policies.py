@@ -21,7 +21,9 @@ from benchmarks.policies_page import as_page
 from conductor.policies.least_added_delay import Terms
 from traces.format import TraceRecord
 
-SCENARIO = Scenario(trace=PUBLISHED, speedup=2.0, num_prefill=2, num_decode=1)
+SCENARIO = Scenario(
+    trace=PUBLISHED, speedup=2.0, num_prefill=2, num_decode=1, thresholds=(1.0, 1.25)
+)
 FIGURES = {
     "mean_ttft_s": 10.0,
     "p50_ttft_s": 5.0,
