@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conductor.admission import Admission
 from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
 from protocol.config import HelpRequested, load, option
 from protocol.errors import ConfigError
@@ -56,7 +55,7 @@ class PlanConfig:
         help="the largest cache of a prefill machine, tokens of KV; the profile's if not given",
     )
     admission: str = option(
-        Admission.PREDICTED.value, help="as in moonserve simulate", choices=ADMISSIONS
+        SimulateConfig.admission, help="as in moonserve simulate", choices=ADMISSIONS
     )
     speedup: float = option(1.0, help="factor on the trace's clock: what if there were more users?")
     limit: int | None = option(None, help="only this many requests, the first ones")

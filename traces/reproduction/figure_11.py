@@ -25,8 +25,8 @@ _WHY = (
     "The paper shows curves without numbers: the top keys reach almost every prefill instance, those of low rank a"
     " few. Nobody replicates on purpose here either: a machine that fetched a prefix keeps it until its memory is"
     " full. Only the block that all prompts begin with is everywhere all the time. The next ranks are the heads of"
-    " a few busy sessions, whole chains of equal rank, which are copied when their machine is busy and evicted an"
-    " eighth of an hour after they were used last; so their curves rise and fall."
+    " a few busy sessions, whole chains of equal rank, which are copied when their machine is busy and evicted when"
+    " they have not been used for about a quarter of an hour; so their curves rise and fall."
 )
 
 

@@ -19,10 +19,11 @@ _OWN = "moonserve"  # not in the paper: this project's policy
 
 _WHY = (
     "Ours are shorter throughout, since a simulated machine computes a prompt in the time of the published latency"
-    " figure and nothing else: no tokenizer, no engine between chunks, no network of other tenants. A queue magnifies"
-    " this: at 13 % more time per prompt a machine that is busy 80 % of the time waits twice as long. What the"
-    " figure shows is the order and the distance of the last two, and these do not depend on it. Random is"
-    " bounded only by the length of the trace: queues of machines that were unlucky never drain."
+    " figure and nothing else: no tokenizer, no engine between chunks. A queue magnifies such differences: with the"
+    " pool ours are busy 46 % of the time; were prompts to take half as long again, they would be busy 69 % and"
+    " wait four times as long (by the formula for Poisson arrivals and equal prompts). What the figure shows is the"
+    " order, and the distance of the last two. Random is bounded only by the length of the trace: queues of unlucky"
+    " machines hardly drain."
 )
 
 

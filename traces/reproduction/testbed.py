@@ -23,7 +23,7 @@ MOONCAKE = ClusterSpec(
     admission="none",  # rejections would flatter the latencies of the others
     num_ranks=NUM_RANKS,
 )
-DEARER = 3.5
+DEARER = 3.65
 """What a sequence and its context would have to cost in a batch for figure 15's 86 % at 11P5D, in times of what follows
 from the published decode times, which are those of single requests."""
 
