@@ -56,6 +56,22 @@ def test_several_runs_are_one_table_and_one_folder(
     assert cached[2] == 0
 
 
+def test_fixed_and_changing_roles_stand_side_by_side(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["simulate", str(trace), "--role-switching"]
+    for choice, names in {
+        "off": ["global-cache-aware"],
+        "on": ["global-cache-aware +roles"],
+        "both": ["global-cache-aware", "global-cache-aware +roles"],
+    }.items():
+        assert main([*arguments, choice]) == 0
+        _, *rows = capsys.readouterr().out.strip().splitlines()
+        assert [row.split("  ")[0] for row in rows] == names
+    assert main([*arguments, "on", "--faults", "prefill-0@1"]) == 2
+    assert "--faults" in capsys.readouterr().err
+
+
 def test_a_measured_profile_and_changes_to_it_are_used(trace: Path, tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     write_profile(replace(LLAMA3_70B_8XA800, name="measured", dram_tokens=500_000), profile)
