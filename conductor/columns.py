@@ -81,7 +81,8 @@ class PrefillTable(Table):
     bit: Ints = field(default_factory=_INTS)  # its number in the directory
     home: Ints = field(default_factory=_INTS)  # row of its home store; meaningless without one
     has_home: Flags = field(default_factory=_FLAGS)
-    bytes_per_s: Floats = field(default_factory=_FLOATS)
+    link: Ints = field(default_factory=_INTS)  # in the book of transfers
+    local_bytes_per_s: Floats = field(default_factory=_FLOATS)
     c0: Floats = field(default_factory=_FLOATS)  # of its profile, corrected
     c1: Floats = field(default_factory=_FLOATS)
     c2: Floats = field(default_factory=_FLOATS)
@@ -125,7 +126,7 @@ class StoreTable(Table):
     """Of store registrations and of the reads that placed prompts have yet to make."""
 
     bit: Ints = field(default_factory=_INTS)  # its number in the directory
-    bytes_per_s: Floats = field(default_factory=_FLOATS)
+    link: Ints = field(default_factory=_INTS)  # in the book of transfers
     pending_reads: Ints = field(default_factory=_INTS)  # blocks
 
 

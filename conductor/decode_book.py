@@ -58,6 +58,11 @@ class DecodeBook:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._sequences
 
+    @property
+    def num_running(self) -> float:
+        """Sequences, as far as known."""
+        return max(self._num_started + self._others[0], 0.0)
+
     def add(
         self,
         request_id: RequestId,

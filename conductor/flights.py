@@ -17,6 +17,7 @@ from conductor.events import Phase, Place, Report
 from conductor.learned import Learned
 from conductor.members import Instance
 from conductor.placement import Plan
+from conductor.transfers import Transfers
 from protocol.ids import RequestId
 
 
@@ -29,6 +30,7 @@ class Flight:
     decode: Instance
     reads: tuple[tuple[Instance, int], ...]  # blocks to read from stores; empty once prefilled
     predicted: Times
+    foreseen_seqs: float  # beside it at its decode instance when it lands
     num_prompt_tokens: int
     max_tokens: int
     tenant: str
@@ -39,9 +41,10 @@ class Flight:
 class Flights:
     """All of them, in order of placement."""
 
-    def __init__(self, learned: Learned, ttl_s: float) -> None:
+    def __init__(self, learned: Learned, transfers: Transfers, ttl_s: float) -> None:
         """`ttl_s`: a placement whose end nobody reported is forgotten after this."""
         self._learned = learned
+        self._transfers = transfers
         self._ttl_s = ttl_s
         self._flights: dict[RequestId, Flight] = {}
         self._no_expiry_before = -math.inf  # no flight is too old before this
@@ -68,12 +71,15 @@ class Flights:
         )
         for store, num_blocks in plan.reads:
             store.reads.add(num_blocks)
+        links = [(store.link, num_blocks * plan.block_bytes) for store, num_blocks in plan.reads]
+        self._transfers.begin(place.request_id, links, prefill.link, now)
         self._flights[place.request_id] = Flight(
             placed_at=now,
             prefill=prefill,
             decode=decode,
             reads=plan.reads,
             predicted=plan.predicted,
+            foreseen_seqs=plan.foreseen_seqs,
             num_prompt_tokens=place.num_prompt_tokens,
             max_tokens=place.max_tokens,
             tenant=place.tenant,
@@ -83,6 +89,8 @@ class Flights:
         """The first report of it."""
         flight.ttft_s, flight.cached_tokens = report.elapsed_s, report.cached_tokens
         self._end_prefill(report.request_id, flight, now)
+        surplus = flight.decode.decode.num_running - flight.foreseen_seqs
+        self._learned.overtaking.observe(now - flight.placed_at, surplus)
         flight.decode.decode.start(report.request_id, now)
         if report.prefill_s is not None:
             flight.prefill.learn_prefill(
@@ -131,6 +139,7 @@ class Flights:
 
     def _end_prefill(self, request_id: RequestId, flight: Flight, now: float) -> None:
         flight.prefill.queue.remove(request_id, now)
+        self._transfers.end(request_id, now)
         for store, num_blocks in flight.reads:
             store.reads.remove(num_blocks)
         flight.reads = ()

@@ -28,6 +28,7 @@ class Newcomer(NamedTuple):
     block_size: int
     expected_output: float  # tokens
     lands_at: float  # the predicted first token
+    num_overtaking: float  # sequences, not placed yet, that land before it at each instance
 
 
 class DecodeLoads(NamedTuple):
@@ -61,6 +62,7 @@ def weigh_decodes(
     half = newcomer.expected_output / 2
     instants = (now, newcomer.lands_at, newcomer.lands_at + half * outlook.pace_s)
     loads = loads_at(decodes, outlook, newcomer, instants, (0.0, 0.0, half))
+    loads = _overtaken(decodes, loads, newcomer.num_overtaking)
     now_held, landing_held, later_held = loads.held_tokens
     # Blocks that will be left for others at the worst of these moments, with the newcomer's whole answer.
     grown = np.maximum(landing_held, later_held) - now_held + newcomer.expected_output
@@ -80,6 +82,17 @@ def weigh_decodes(
         loads.step_s[2],
         decodes.chosen_at.copy(),
     )
+
+
+def _overtaken(decodes: DecodeTable, loads: DecodeLoads, number: float) -> DecodeLoads:
+    """With so many sequences more, of the mean length, at every instant but the first one, which is now."""
+    if not number:
+        return loads
+    more = np.full((len(loads.num_seqs), 1), number)
+    more[0] = 0.0
+    tokens = loads.context_tokens * (1.0 + more / loads.num_seqs)
+    num_seqs = loads.num_seqs + more
+    return DecodeLoads(num_seqs, tokens, decodes.step_s(num_seqs, tokens), loads.held_tokens)
 
 
 def best_decode(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from conductor.cost.accuracy import Accuracy
 from conductor.cost.output_length import OutputLengths
+from conductor.cost.overtaking import Overtaking
 
 
 class Learned:
-    """How long answers are, and how good predictions were."""
+    """How long answers are, what comes that nobody foresaw, and how good predictions were."""
 
     def __init__(self) -> None:
         self.lengths = OutputLengths()
         self.accuracy = Accuracy()
+        self.overtaking = Overtaking()
 
     def validate(self) -> None:
         self.lengths.validate()
         self.accuracy.validate()
+        self.overtaking.validate()

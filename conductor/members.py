@@ -16,12 +16,13 @@ import numpy as np
 
 from conductor.columns import DecodeTable, PrefillTable, Seat, StoreTable, Table
 from conductor.cost.prefill import PrefillCost
-from conductor.cost.transfer import DEFAULT_BYTES_PER_S
+from conductor.cost.transfer import LOCAL_BYTES_PER_S
 from conductor.decode_book import DecodeBook
 from conductor.draws import digest64
 from conductor.events import Load, Register
 from conductor.ledger import PendingReads, PrefillQueue
 from conductor.outlook import Outlook
+from conductor.transfers import Transfers
 from protocol.errors import Incompatible, InvalidRequest, StaleLease
 from protocol.ids import InstanceId, Role
 from protocol.layout import KvLayout
@@ -60,6 +61,11 @@ class Instance:
     def draining(self) -> bool:
         return not self.seat.table.is_open[self.seat.row]
 
+    @property
+    def link(self) -> int:
+        """In the book of transfers; of a prefill worker or a store."""
+        return int(self.seat.table.link[self.seat.row])
+
     def drain(self, draining: bool) -> None:
         self.seat.table.is_open[self.seat.row] = not draining
 
@@ -95,6 +101,7 @@ class Members:
         self.decodes = DecodeTable()
         self.stores = StoreTable()
         self.outlook = Outlook()  # of the decode instances
+        self.transfers = Transfers()  # between stores and prefill instances
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._instances.values())
@@ -144,6 +151,10 @@ class Members:
         seat: Seat[Any] = Seat(table, table.append())
         instance = _instance(registration, now, seat, self.outlook)
         _fill(table, seat.row, registration)
+        if isinstance(table, PrefillTable | StoreTable):
+            table.link[seat.row] = self.transfers.join(
+                int(table.host[seat.row]), registration.bytes_per_s, registration.local_bytes_per_s
+            )
         self._instances[instance.instance_id] = instance
         self._no_silence_before = min(self._no_silence_before, now + self._lease_s)
         self._reindex()
@@ -152,6 +163,8 @@ class Members:
     def remove(self, instance: Instance) -> None:
         table, row = instance.seat.table, instance.seat.row
         instance.decode.leave()
+        if isinstance(table, PrefillTable | StoreTable):
+            self.transfers.leave(int(table.link[row]))
         instance.seat.leave()
         table.delete(row)
         for later in self._by_role[instance.role][row + 1 :]:
@@ -227,6 +240,7 @@ class Members:
             instance.reads.validate()
             instance.prefill_cost.validate()
         self.outlook.validate()
+        self.transfers.validate()
         for role in Role:
             self._validate_rows(role)
 
@@ -271,12 +285,10 @@ def _fill(table: Table, row: int, registration: Register) -> None:
         case PrefillTable():
             _fill_profile(table, row, registration.prefill_profile)
             table.identity[row] = digest64(endpoint.instance_id)
-            table.bytes_per_s[row] = registration.bytes_per_s or DEFAULT_BYTES_PER_S
+            table.local_bytes_per_s[row] = registration.local_bytes_per_s or LOCAL_BYTES_PER_S
         case DecodeTable():
             _fill_profile(table, row, registration.decode_profile)
             table.slots[row] = registration.max_num_seqs or math.inf
-        case StoreTable():
-            table.bytes_per_s[row] = registration.bytes_per_s or DEFAULT_BYTES_PER_S
 
 
 def _fill_profile(

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import numpy as np
 
-from conductor.columns import PrefillTable, StoreTable
+from conductor.columns import PrefillTable
 from conductor.cost.accuracy import Times
-from conductor.cost.transfer import LOCAL_BYTES_PER_S
 from conductor.decision import PrefillColumns
 from conductor.eligible import Able
+from conductor.members import Members
 from conductor.policies.base import Offers, Weighed
 from conductor.prefix import PrefixMap
+from conductor.transfers import seconds_per_block
 from protocol.layout import KvLayout
 
 
 def offers_for(
     able: Able[PrefillTable],
     prefixes: PrefixMap,
-    stores: StoreTable,
+    members: Members,
     layout: KvLayout,
     now: float,
 ) -> Offers:
     prefills, instances = able.table, able.instances
     device_blocks, prefix_blocks = prefixes.own_blocks(prefills)
-    local_s = layout.block_bytes / LOCAL_BYTES_PER_S
-    sender = prefixes.best_store
-    if sender is None:
-        remote_s = np.zeros(len(prefills))
-    else:
-        rates = np.minimum(stores.bytes_per_s[sender], prefills.bytes_per_s)
-        is_near = prefills.host == stores.host[sender]
-        remote_s = np.where(is_near, local_s, layout.block_bytes / rates)
+    local_s = layout.block_bytes / prefills.local_bytes_per_s
+    remote_s = np.zeros(len(prefills))
+    if prefixes.best_store is not None:
+        missing = prefixes.best_blocks - prefix_blocks
+        if np.count_nonzero(missing > 0):
+            source = int(members.stores.link[prefixes.best_store])
+            remote_s = seconds_per_block(
+                members.transfers, source, prefills.link, missing, layout.block_bytes, now
+            )
     return Offers(
         prefills.identity,
         prefills.chosen_at.copy(),  # the record outlives the table

@@ -44,7 +44,9 @@ class Plan(NamedTuple):
     rank: float  # with which it waits for prefill
     uncached_tokens: int
     needed_blocks: int
+    block_bytes: int
     step_s: float  # between its tokens
+    foreseen_seqs: float  # of placed requests, beside it when it lands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,12 @@ class _Decode(NamedTuple):
     def instance(self) -> Instance:
         return self.able.instances[self.row]
 
+    @property
+    def foreseen_seqs(self) -> float:
+        """Beside it when it lands, without those that overtake it."""
+        landing_seqs = float(self.columns.landing_seqs[self.row])
+        return landing_seqs - 1.0 - self.newcomer.num_overtaking
+
 
 class Planner:
     """Decides over the members and the index as they are now."""
@@ -128,7 +136,9 @@ class Planner:
             rank=prefill.rank,
             uncached_tokens=place.num_prompt_tokens - prefill.reuse_blocks * layout.block_size,
             needed_blocks=decode.newcomer.needed_blocks,
+            block_bytes=layout.block_bytes,
             step_s=float(decode.columns.landing_tbt_s[decode.row]),
+            foreseen_seqs=decode.foreseen_seqs,
         )
 
     def _best_prefill(
@@ -145,7 +155,7 @@ class Planner:
         leading = self._directory.leading(pack_keys(keys))
         prefixes = PrefixMap(leading, self._members, excluded)
         prompt = self._prompt(place, keys, leading, layout, prefixes.best_blocks)
-        offers = offers_for(able, prefixes, self._members.stores, layout, now)
+        offers = offers_for(able, prefixes, self._members, layout, now)
         weighed = self.policy.weigh(prompt, offers)
         best = least(weighed.score, offers.chosen_at)
         instance, reuse_blocks = able.instances[best], int(weighed.reuse_blocks[best])
@@ -172,6 +182,7 @@ class Planner:
                 tenant=place.tenant,
             ),
             lands_at=now + ttft_s,
+            num_overtaking=self._learned.overtaking.expected(ttft_s),
         )
         outlook = self._members.outlook
         outlook.advance(now)

@@ -93,7 +93,7 @@ class ConductorState:
         self._role_loads = RoleLoads(
             self._members, ttft_slo_s=limits.ttft_slo_s, tbt_slo_s=limits.tbt_slo_s
         )
-        self._flights = Flights(self._learned, limits.placement_ttl_s)
+        self._flights = Flights(self._learned, self._members.transfers, limits.placement_ttl_s)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Applies one event at monotonic time `now`; the reply, where the event is a call, comes last."""

@@ -41,13 +41,19 @@ class Bandwidths:
     def num_rows(self) -> int:
         return len(self._hosts)
 
-    def join(self, row: int, host: int, bytes_per_s: float | None = None) -> None:
-        """A new endpoint on machine `host`. `bytes_per_s`: of its network, where it knows it."""
+    def join(
+        self,
+        row: int,
+        host: int,
+        bytes_per_s: float | None = None,
+        local_bytes_per_s: float | None = None,
+    ) -> None:
+        """A new endpoint on machine `host`. Rates: of its network and within its host, where it knows them."""
         while row >= self.num_rows:
             self._grow()
         self.leave(row)
         self._hosts[row] = host
-        rates = (bytes_per_s or DEFAULT_BYTES_PER_S, LOCAL_BYTES_PER_S)
+        rates = (bytes_per_s or DEFAULT_BYTES_PER_S, local_bytes_per_s or LOCAL_BYTES_PER_S)
         self.out_rates[2 * row : 2 * row + 2] = self.in_rates[2 * row : 2 * row + 2] = rates
 
     def leave(self, row: int) -> None:

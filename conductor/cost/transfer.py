@@ -43,10 +43,16 @@ class TransferBook:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._flows
 
-    def join(self, row: int, host: int, bytes_per_s: float | None = None) -> None:
+    def join(
+        self,
+        row: int,
+        host: int,
+        bytes_per_s: float | None = None,
+        local_bytes_per_s: float | None = None,
+    ) -> None:
         """An endpoint; one that had the row before has left."""
         self.leave(row)
-        self.bandwidths.join(row, host, bytes_per_s)
+        self.bandwidths.join(row, host, bytes_per_s, local_bytes_per_s)
         self._flows.forget_rates()
 
     def leave(self, row: int) -> None:

@@ -42,8 +42,9 @@ class Offers(NamedTuple):
     device_blocks: Ints
     prefix_blocks: Ints  # ≥ device_blocks: continued by the home store node
     queue_s: Floats  # until all that is there now is prefilled: the wait in order of arrival
-    local_s_per_block: float  # from the home store node
-    remote_s_per_block: Floats  # from the best store node
+    local_s_per_block: Floats  # from the home store node
+    # From the best store node, beside all that is on its way: each block's share of all that are missing.
+    remote_s_per_block: Floats
     c0: Floats  # of the prefill profiles
     c1: Floats
     c2: Floats

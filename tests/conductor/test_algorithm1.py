@@ -35,7 +35,7 @@ def offers(*prefixes: int, device: int | None = None, queue_s: float = 0.0) -> O
         device_blocks=own if device is None else np.full_like(own, device),
         prefix_blocks=own,
         queue_s=ones * queue_s,
-        local_s_per_block=0.0001,
+        local_s_per_block=ones * 0.0001,
         remote_s_per_block=ones * 0.001,
         c0=ones * 0.0,
         c1=ones * 0.01,

@@ -166,7 +166,7 @@ def test_of_many_instances_only_some_are_looked_at_exactly_and_the_best_is_among
         device_blocks=none,
         prefix_blocks=none,
         queue_s=waits,
-        local_s_per_block=0.0001,
+        local_s_per_block=zeros + 0.0001,
         remote_s_per_block=zeros + 0.001,
         c0=zeros,
         c1=zeros + 0.01,

@@ -65,7 +65,7 @@ def test_all_candidates_at_once_are_each_by_itself() -> None:
         device_blocks=none,
         prefix_blocks=cached_blocks,
         queue_s=seconds,
-        local_s_per_block=0.0,
+        local_s_per_block=seconds,
         remote_s_per_block=seconds,
         c0=np.array([0.01, 0.02]),
         c1=np.array([1e-4, 2e-4]),
