@@ -9,7 +9,7 @@ from typing import Any
 from traces.simulator.many import Run
 from traces.simulator.profiles import LLAMA3_70B_8XA800
 from traces.simulator.results import End, SimulationResult
-from traces.simulator.spec import ClusterSpec, CoupledSpec
+from traces.simulator.spec import ClusterSpec, CoupledSpec, ModelProfile
 
 NUM_MACHINES = 16
 TTFT_SLO_S = 30.0  # FAST'25, §5.2
@@ -23,15 +23,6 @@ MOONCAKE = ClusterSpec(
     admission="none",  # rejections would flatter the latencies of the others
     num_ranks=NUM_RANKS,
 )
-DEARER = 3.65
-"""What a sequence and its context would have to cost in a batch for figure 15's 86 % at 11P5D, in times of what follows
-from the published decode times, which are those of single requests."""
-
-_DECODE = LLAMA3_70B_8XA800.decode
-DEAR_DECODING = replace(
-    LLAMA3_70B_8XA800, decode=replace(_DECODE, c1=_DECODE.c1 * DEARER, c2=_DECODE.c2 * DEARER)
-)
-
 VLLM = CoupledSpec(model=LLAMA3_70B_8XA800, num_instances=NUM_MACHINES)
 VLLM_CACHING = replace(VLLM, prefix_caching=True)
 VLLM_CHUNKED = replace(VLLM, chunked_prefill=True)
@@ -40,6 +31,16 @@ VLLM_CHUNKED = replace(VLLM, chunked_prefill=True)
 def pooled(speedup: float = 1.0, **changes: Any) -> Run:
     """8 prefill and 8 decode machines with one pool, or with these fields of the spec changed."""
     return Run(spec=replace(MOONCAKE, **changes), speedup=speedup)
+
+
+def dear_decoding(times: float) -> ModelProfile:
+    """Machines on which a sequence and its context cost so many times as much in a decode step.
+
+    The published decode times are those of single requests, so that what a batch costs is a guess.
+    """
+    decode = LLAMA3_70B_8XA800.decode
+    dear = replace(decode, c1=decode.c1 * times, c2=decode.c2 * times)
+    return replace(LLAMA3_70B_8XA800, decode=dear)
 
 
 def mean_ttft_s(result: SimulationResult) -> float:

@@ -97,7 +97,7 @@ def test_overload_wants_fewer_rejections_at_each_step(counts: Sequence[int], hol
     finding = overload.FIGURE.finding(SUBJECT, results)
     assert list(claims_of(finding).values()) == [holds]
     shares = [row.ours for row in finding.rows if row.what.startswith("rejected")]
-    assert shares == [count / 10 for count in counts]
+    assert shares == [count * 100 for count in counts]
 
 
 def test_infinite_gains_are_null_in_json() -> None:
