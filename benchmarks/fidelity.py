@@ -61,7 +61,7 @@ MORE_FIGURES = {
     "p50_tbt_ms": "mean of a request's longest tenth of gaps, p50, ms",
     "p50_e2el_ms": "end to end p50, ms",
     "output_throughput": "output tokens/s",
-    "prediction_error": "predicted TTFT, p50 of |error| ÷ actual",
+    "prediction_error": "predicted TTFT, p50 of the relative error",
 }
 PREDICTION_BAR = 0.15
 
