@@ -156,13 +156,13 @@ class ObjectIo:
         context = self._folder.context(segment, page_of(read.place))
         if not holds(extent[:PAGE], context, about):
             return False
-        data = extent[PAGE : PAGE + about.length]
         if self._cipher is not None:
+            data = extent[PAGE : PAGE + about.length]
             header = decode_header(extent[:PAGE], context)
             if header is None or not self.opened(context.nonce(), header, data, memory):
                 return False
         elif direct < about.length:
-            memory[direct:] = data[direct:]
+            memory[direct:] = extent[PAGE + direct : PAGE + about.length]
         return xxh3_64_intdigest(memory) == about.checksum
 
     def opened(self, nonce: bytes, header: Header, data: memoryview, into: memoryview) -> bool:
@@ -195,7 +195,9 @@ def pages_to_read(reads: Sequence[DiskRead]) -> int:
 def _targets(read: DiskRead, extent: memoryview, direct: int) -> list[memoryview]:
     if not direct:
         return [extent]
-    return [each for each in (extent[:PAGE], read.memory[:direct], extent[PAGE + direct :]) if each]
+    if direct == len(read.memory):
+        return [extent[:PAGE], read.memory]
+    return [extent[:PAGE], read.memory[:direct], extent[PAGE + direct :]]
 
 
 def _plain(memory: memoryview, data: memoryview) -> list[memoryview]:

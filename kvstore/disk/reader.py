@@ -181,6 +181,10 @@ class Reader:
 
     def _runs(self, reads: Sequence[DiskRead]) -> Iterator[list[int]]:
         """Indexes of neighbours on disk. Reads that cannot be right are in none."""
+        if len(reads) == 1:
+            if self._possible(reads[0]):
+                yield [0]
+            return
         nbytes = sum(extent_pages(read.object.length) for read in reads) * PAGE
         limit = run_limit(nbytes, self._segments.threads.num_threads) // PAGE
         run: list[int] = []
