@@ -20,7 +20,7 @@ _PUBLISHED = {  # the report's name → ours, requests that it rejected
 _WHY = (
     "Another trace (23,000 requests, which is not public) and other limits, which are not stated: only the order"
     " can be compared. By the published decode times eight decode machines are never short at this rate: eleven"
-    f" requests of 12,031 are rejected, all for TTFT, whoever decides. Hence sequences that cost {_DEARER:g} times"
+    f" requests of 12,031 are rejected, all for TTFT, early or late. Hence sequences that cost {_DEARER:g} times"
     " as much in a decode step, about what figure 15 asks for; that is still far from the report's overload, in"
     " which one in six was rejected. The baseline looks at the decode machine when the prompt is computed, so it"
     " wastes prompts but lets nobody in who would slow the others; who decides at the door does not look again and"
