@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvstore.allocator import Allocator, padded
+from kvstore.books import Books
 from kvstore.candidates import Candidates
 from kvstore.disk.base import Pin, Place
 from kvstore.eviction import EvictionPolicy
 from kvstore.followers import Followers
 from kvstore.hidden import Hidden, Remains
 from kvstore.native.base import (
-    MAX_OBJECT_BYTES,
     NO_RECORD,
     Entry,
     KeyIndex,
@@ -35,7 +35,6 @@ from kvstore.shares import Shares
 from kvstore.spare_copies import SpareCopies
 from kvstore.stored import Announcements, DiskSpace, StoredObject, Usage, Watermarks
 from kvstore.visible import Visible
-from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
 
 
@@ -59,8 +58,7 @@ class Catalog:
         self.disk: DiskSpace | None = None
         self.rows = Records()
         self.reserving = Reserving()
-        self.reserved_bytes = 0  # of memory, being written or loaded
-        self.arriving_bytes = 0  # of disk, being written
+        self.books = Books(self.space)
         self._index = index
         self._announce = announce
         self._shares = Shares(self.space.capacity, quotas or {}, policies)
@@ -72,11 +70,6 @@ class Catalog:
         self._copies = SpareCopies(self.rows)
         self.room = Room(self, self._candidates, self._shares, watermarks)
         self._next_generation = first_generation
-        self._leased_bytes = 0
-        self._num_leased = 0
-        self._num_on_disk = 0
-        self._num_places = 0  # on disk at all
-        self._disk_live = 0
         if disk is not None:
             self.use_disk(disk)
 
@@ -120,15 +113,6 @@ class Catalog:
         """As `used`, of the records of visible objects."""
         self._candidates.used_all(records)
 
-    def check_size(self, length: int) -> None:
-        """Raises InvalidRequest when an object could never fit."""
-        if padded(length) > self.space.capacity or length > MAX_OBJECT_BYTES:
-            raise InvalidRequest(
-                f"an object of {length} bytes does not fit into this store's segment of"
-                f" {self.space.capacity} bytes",
-                param="length",
-            )
-
     # The life of an object
 
     def reserve(
@@ -151,7 +135,7 @@ class Catalog:
         stored = StoredObject(key, parent, length, self.take_generation(), tenant, pin)
         stored.offset, stored.second_hand = offset, second_hand
         self._reserved[key] = stored
-        self.reserved_bytes += stored.space
+        self.books.reserved_bytes += stored.space
         self._shares.charge(tenant, stored.space)
         return stored
 
@@ -159,7 +143,7 @@ class Catalog:
         """Reserved → visible, in memory."""
         assert stored.offset is not None
         del self._reserved[stored.key]
-        self.reserved_bytes -= stored.space
+        self.books.reserved_bytes -= stored.space
         stored.generation = (
             self.take_generation()
         )  # later than what was removed while it was written
@@ -170,7 +154,7 @@ class Catalog:
         """Reserved → gone."""
         assert stored.offset is not None
         del self._reserved[stored.key]
-        self.reserved_bytes -= stored.space
+        self.books.reserved_bytes -= stored.space
         self._unfollow(stored.parent)
         self._shares.charge(stored.tenant, -stored.space)
         self.space.free(stored.offset, stored.length)
@@ -186,12 +170,12 @@ class Catalog:
             return False
         on_disk = known is not None and known.place is not None
         freed = self.disk.space(known.length) if known is not None and on_disk else 0
-        if self.disk.space(stored.length) > self.disk_free + freed:
+        if self.disk.space(stored.length) > self.books.disk_free(self.disk) + freed:
             return False
         if known is not None:
             self.remove(known)
         self._follow(stored.parent, in_memory=False)
-        self._disk_live += self.disk.space(stored.length)
+        self.books.disk_live += self.disk.space(stored.length)
         self._shares.charge(stored.tenant, stored.space)
         self._admit(stored)
         return True
@@ -208,10 +192,10 @@ class Catalog:
         stays = in_memory and not self.rows.is_leaving(record)
         self._followers.leave(stored.key, record)
         self.rows.free(record)
-        self._num_on_disk -= not in_memory
+        self.books.num_on_disk -= not in_memory
         if holds:
             self._hidden.add(stored.generation, Remains(stored.offset, stored.length, holds))
-            self._num_leased -= 1
+            self.books.num_leased -= 1
         elif stored.offset is not None:
             self.space.free(stored.offset, stored.length)
         self._unfollow(stored.parent, in_memory=stays)
@@ -220,8 +204,8 @@ class Catalog:
         """One more reason why a visible object may neither leave nor move."""
         self.rows.holds[stored.record] += 1
         if self.rows.holds[stored.record] == 1:
-            self._num_leased += 1
-            self._leased_bytes += stored.space if self.rows.in_memory(stored.record) else 0
+            self.books.num_leased += 1
+            self.books.leased_bytes += stored.space if self.rows.in_memory(stored.record) else 0
             self._candidates.withdraw(stored.record)
 
     def let_go(self, stored: StoredObject) -> None:
@@ -231,15 +215,15 @@ class Catalog:
             return
         self.rows.holds[stored.record] -= 1
         if not self.rows.holds[stored.record]:
-            self._num_leased -= 1
-            self._leased_bytes -= stored.space if self.rows.in_memory(stored.record) else 0
+            self.books.num_leased -= 1
+            self.books.leased_bytes -= stored.space if self.rows.in_memory(stored.record) else 0
             self._candidates.reconsider(stored.record)
 
     def _let_go_hidden(self, generation: int) -> None:
         freed = self._hidden.let_go(generation)
         if freed is not None:
             offset, length = freed
-            self._leased_bytes -= padded(length)
+            self.books.leased_bytes -= padded(length)
             self.space.free(offset, length)
 
     def set_pin(self, stored: StoredObject, pin: Pin) -> None:
@@ -258,22 +242,24 @@ class Catalog:
         """A visible object has a copy on disk, or has it elsewhere now."""
         assert self.disk is not None
         if not self.rows.on_disk(stored.record):
-            self._disk_live += self.disk.space(stored.length)
-            self._num_places += 1
+            self.books.disk_live += self.disk.space(stored.length)
+            self.books.num_places += 1
         self.rows.places[stored.record] = place
 
     def drop_place(self, record: Record, length: int) -> None:
         """Its copy on disk, if any, is no longer wanted."""
         if self.rows.on_disk(record):
             assert self.disk is not None
-            self._disk_live -= self.disk.space(length)
-            self._num_places -= 1
+            self.books.disk_live -= self.disk.space(length)
+            self.books.num_places -= 1
             self.disk.release(Place(self.rows.places[record]))
             self.rows.places[record] = NO_PLACE
 
     def drop_a_copy(self) -> bool:
         """Takes the disk's copy of some object in memory away; False = none was found."""
-        record = self._copies.next() if self._num_places > self._num_on_disk else NO_RECORD
+        record = (
+            self._copies.next() if self.books.num_places > self.books.num_on_disk else NO_RECORD
+        )
         entry = None if record == NO_RECORD else self._index.find(self.rows.key(record))
         if entry is None:
             return False
@@ -286,8 +272,8 @@ class Catalog:
         record = stored.record
         self._candidates.leave(record)
         self.rows.set_in_memory(record, True)
-        self._num_on_disk -= 1
-        self._leased_bytes += stored.space if self.rows.holds[record] else 0
+        self.books.num_on_disk -= 1
+        self.books.leased_bytes += stored.space if self.rows.holds[record] else 0
         self._index.relocate(stored.key, offset)
         self._followers.count(stored.parent, 0, 1, self._candidates.reconsider)
         self._entered(stored)
@@ -308,7 +294,7 @@ class Catalog:
         assert not self.rows.holds[record]
         self._candidates.leave(record)
         self.rows.set_in_memory(record, False)
-        self._num_on_disk += 1
+        self.books.num_on_disk += 1
         self._index.relocate(stored.key, None)
         self.space.free(stored.offset, stored.length)
         self._followers.count(stored.parent, 0, -1, self._candidates.reconsider)
@@ -336,31 +322,8 @@ class Catalog:
 
     # Looking at all of it
 
-    @property
-    def evictable_bytes(self) -> int:
-        """Of memory: free, or taken by what nobody holds."""
-        return self.space.capacity - self._leased_bytes - self.reserved_bytes
-
-    @property
-    def disk_free(self) -> int:
-        """Live bytes that the disk may still take."""
-        return self.disk.live_limit - self._disk_live - self.arriving_bytes if self.disk else 0
-
     def usage(self) -> Usage:
-        held = self.space.used - self._leased_bytes - self.reserved_bytes
-        return Usage(
-            capacity=self.space.capacity,
-            free=self.space.free_bytes,
-            held=held,
-            leased=self._leased_bytes,
-            reserved=self.reserved_bytes,
-            disk_limit=self.disk.live_limit if self.disk else 0,
-            disk_live=self._disk_live,
-            num_objects=len(self._index),
-            num_leased=self._num_leased,
-            num_on_disk=self._num_on_disk,
-            tenants=self._shares.used_by_tenant(),
-        )
+        return self.books.usage(len(self._index), self.disk, self._shares.used_by_tenant())
 
     @property
     def metadata_bytes(self) -> int:
@@ -381,10 +344,10 @@ class Catalog:
         stored.record = rows.add(stored.key, stored.parent, tenant, stored.pin)
         rows.set_in_memory(stored.record, stored.offset is not None)
         rows.set_second_hand(stored.record, stored.second_hand)
-        self._num_on_disk += stored.offset is None
+        self.books.num_on_disk += stored.offset is None
         if stored.place is not None:
             rows.places[stored.record] = stored.place
-            self._num_places += 1
+            self.books.num_places += 1
         self._followers.arrive(stored.key, stored.record)
         entry = Entry(
             stored.record, stored.generation, stored.checksum, stored.length, stored.offset
@@ -413,35 +376,20 @@ class Catalog:
         self._index.validate()
         waiting = list(self._reserved.values())
         assert {o.generation for o in reserved} == {o.generation for o in waiting}
-        self._validate_space(visible, list(loading))
+        usage = self.usage()
+        assert usage.free + usage.held + usage.leased + usage.reserved == usage.capacity
+        self.books.validate(
+            visible,
+            self.rows,
+            self.disk,
+            writing=[(o.offset, o.length) for o in waiting],
+            hidden=list(self._hidden.extents()),
+            loading=list(loading),
+        )
+        self._shares.validate((o.tenant, o.space) for o in (*visible, *waiting))
         holds = Counter(stored.generation for stored in held)
         counted = Counter({o.generation: self.rows.holds[o.record] for o in visible})
         assert holds == counted + self._hidden.holds()
         stays = [o.offset is not None and not self.rows.is_leaving(o.record) for o in visible]
         following = zip((*visible, *waiting), (*stays, *(True for _ in waiting)), strict=True)
         self._followers.validate((o.parent, here) for o, here in following if o.parent)
-
-    def _validate_space(
-        self, visible: Sequence[StoredObject], loading: Sequence[tuple[int, int]]
-    ) -> None:
-        usage = self.usage()
-        assert usage.free + usage.held + usage.leased + usage.reserved == usage.capacity
-        writing = [(o.offset, o.length) for o in self._reserved.values()]
-        hidden = list(self._hidden.extents())
-        here = [(o.offset, o.length) for o in visible]
-        taken = [*here, *writing, *hidden, *loading]
-        self.space.validate((at, length) for at, length in taken if at is not None)
-        leased = [o for o in visible if self.rows.holds[o.record]]
-        assert usage.num_leased == len(leased)
-        assert usage.leased == sum(o.space for o in leased if o.offset is not None) + sum(
-            padded(length) for _, length in hidden
-        )
-        assert usage.reserved == sum(padded(length) for _, length in (*writing, *loading))
-        assert usage.num_on_disk == sum(o.offset is None for o in visible)
-        on_disk = [o for o in visible if o.place is not None]
-        space = self.disk.space if self.disk else (lambda length: 0)
-        assert usage.disk_live == sum(space(o.length) for o in on_disk)
-        assert self._num_places == len(on_disk)
-        assert all(o.offset is not None or o.place is not None for o in visible)
-        known = (*visible, *self._reserved.values())
-        self._shares.validate((o.tenant, o.space) for o in known)

@@ -86,7 +86,7 @@ class Moves:
         """A write has ended; None = it is not on disk."""
         stored, catalog = store.object, self._catalog
         del self._stores[stored.generation]
-        catalog.arriving_bytes -= store.disk_bytes
+        catalog.books.arriving_bytes -= store.disk_bytes
         demote = store.demote
         if demote:
             self._keep(store)
@@ -142,7 +142,7 @@ class Moves:
         if offset is None:
             self._catalog.let_go(stored)
             return None
-        self._catalog.reserved_bytes += stored.space
+        self._catalog.books.reserved_bytes += stored.space
         load = self._loads[stored.generation] = Load(stored, offset)
         return load
 
@@ -153,7 +153,7 @@ class Moves:
         """A read has ended. What could not be read is lost here: the object is removed."""
         stored, catalog = load.object, self._catalog
         del self._loads[stored.generation]
-        catalog.reserved_bytes -= stored.space
+        catalog.books.reserved_bytes -= stored.space
         if good and not catalog.is_hidden(stored):
             catalog.enter_memory(stored, load.offset)
             stored.offset = load.offset
@@ -191,7 +191,7 @@ class Moves:
         """Raises AssertionError unless the bytes on their way are counted right."""
         stores = self._stores.values()
         assert self._leaving_bytes == sum(s.object.space for s in stores if s.demote)
-        assert self._catalog.arriving_bytes == sum(s.disk_bytes for s in stores)
+        assert self._catalog.books.arriving_bytes == sum(s.disk_bytes for s in stores)
 
     def extents(self) -> list[tuple[int, int]]:
         """(offset, length) of memory that is being loaded."""
@@ -214,7 +214,7 @@ class Moves:
             return False
         self._catalog.hold(stored)
         self._stores[stored.generation] = Store(stored, demote, nbytes)
-        self._catalog.arriving_bytes += nbytes
+        self._catalog.books.arriving_bytes += nbytes
         if demote:
             self._leaving_bytes += stored.space
             self._catalog.set_leaving(stored, True)

@@ -43,7 +43,7 @@ class Room:
     def for_copy(self, length: int) -> int | None:
         """Memory for a copy of `length` bytes, evicting as needed."""
         catalog = self._catalog
-        if padded(length) > catalog.evictable_bytes:
+        if padded(length) > catalog.books.evictable_bytes:
             return None  # evicting all of them would not help
         while (offset := catalog.space.allocate(length)) is None:
             if not self._vacate_one():
@@ -65,7 +65,7 @@ class Room:
         For a demotion copies of what is in memory go too, since nothing is lost with them; one copy for another would
         only be work.
         """
-        while self._catalog.disk_free < nbytes:
+        while self._catalog.books.disk_free(self._catalog.disk) < nbytes:
             cold = self._object(self._shares.victim(Tier.DISK))
             if cold is None and for_demotion and self._catalog.drop_a_copy():
                 continue

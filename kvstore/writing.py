@@ -154,7 +154,7 @@ class WriteRights:
             assert timed or endless or reservation.phase is not Phase.OPEN
 
     def _check(self, wish: Wish) -> None:
-        self._catalog.check_size(wish.length)
+        self._catalog.books.check_size(wish.length)
         if wish.parent == wish.key:  # it could never be evicted
             raise InvalidRequest("an object cannot be its own parent", param="parent")
 

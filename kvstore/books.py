@@ -1,0 +1,92 @@
+"""How much space a catalog's objects take, and why: counted as it changes, compared with the objects when asked. Pure.
+
+Its rule: free + held + leased + reserved = capacity. Knows no keys and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.allocator import Allocator, padded
+from kvstore.native.base import MAX_OBJECT_BYTES
+from kvstore.records import Records
+from kvstore.stored import DiskSpace, StoredObject, Usage
+from protocol.errors import InvalidRequest
+
+Extent = tuple[int | None, int]
+"""Offset in memory, None = not there, and length."""
+
+
+@dataclass(slots=True, eq=False)
+class Books:
+    """Of memory in bytes as the allocator gives them, of the disk as it takes them."""
+
+    space: Allocator
+    reserved_bytes: int = 0  # of memory, being written or loaded
+    arriving_bytes: int = 0  # of disk, being written
+    leased_bytes: int = 0  # of memory
+    num_leased: int = 0
+    num_on_disk: int = 0  # only there
+    num_places: int = 0  # on disk at all
+    disk_live: int = 0
+
+    def check_size(self, length: int) -> None:
+        """Raises InvalidRequest when an object could never fit."""
+        if padded(length) > self.space.capacity or length > MAX_OBJECT_BYTES:
+            raise InvalidRequest(
+                f"an object of {length} bytes does not fit into this store's segment of"
+                f" {self.space.capacity} bytes",
+                param="length",
+            )
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Of memory: free, or taken by what nobody holds."""
+        return self.space.capacity - self.leased_bytes - self.reserved_bytes
+
+    def disk_free(self, disk: DiskSpace | None) -> int:
+        """Live bytes that the disk may still take."""
+        return disk.live_limit - self.disk_live - self.arriving_bytes if disk else 0
+
+    def usage(self, num_objects: int, disk: DiskSpace | None, tenants: Mapping[str, int]) -> Usage:
+        return Usage(
+            capacity=self.space.capacity,
+            free=self.space.free_bytes,
+            held=self.space.used - self.leased_bytes - self.reserved_bytes,
+            leased=self.leased_bytes,
+            reserved=self.reserved_bytes,
+            disk_limit=disk.live_limit if disk else 0,
+            disk_live=self.disk_live,
+            num_objects=num_objects,
+            num_leased=self.num_leased,
+            num_on_disk=self.num_on_disk,
+            tenants=tenants,
+        )
+
+    def validate(
+        self,
+        visible: Sequence[StoredObject],
+        rows: Records,
+        disk: DiskSpace | None,
+        *,
+        writing: Sequence[Extent],
+        hidden: Sequence[Extent],
+        loading: Sequence[Extent],
+    ) -> None:
+        """Raises AssertionError unless exactly the visible objects and these extents take space, as it is counted."""
+        here = [(o.offset, o.length) for o in visible]
+        taken = [*here, *writing, *hidden, *loading]
+        self.space.validate((at, length) for at, length in taken if at is not None)
+        leased = [o for o in visible if rows.holds[o.record]]
+        assert self.num_leased == len(leased)
+        assert self.leased_bytes == sum(o.space for o in leased if o.offset is not None) + sum(
+            padded(length) for _, length in hidden
+        )
+        assert self.reserved_bytes == sum(padded(length) for _, length in (*writing, *loading))
+        assert self.num_on_disk == sum(o.offset is None for o in visible)
+        on_disk = [o for o in visible if o.place is not None]
+        space = disk.space if disk else (lambda length: 0)
+        assert self.disk_live == sum(space(o.length) for o in on_disk)
+        assert self.num_places == len(on_disk)
+        assert all(o.offset is not None or o.place is not None for o in visible)
