@@ -24,6 +24,7 @@ def test_sizes_are_written_with_their_unit() -> None:
         ["--evict-above", "1.5"],
         ["--evict-above", "0.5", "--evict-share", "0.6"],
         ["--lease-ttl-s", "0"],
+        ["--ssd-sync-interval-s", "-1"],
     ],
 )
 def test_nonsense_is_refused(flags: list[str]) -> None:
