@@ -11,7 +11,7 @@ that the conductor has anyway; lengths of answers and later arrivals are unknown
 3. *Price.* Seconds are scarce when many wait. A prompt is worth its seconds of prefill up to the objective ×
    (1 − queue / objective)^`steepness`. The rest is late in any case or makes several others late: it goes behind all
    that is worth it (for `late` objectives, then it is its turn), where an idle moment may still serve it in time.
-   Admission, where there is one, compares with the wait behind all others, which is what is predicted for it.
+   Its predicted TTFT is beyond the objective, so that admission, where there is one, refuses it.
 4. *Place.* The instance with the smallest own TTFT + prefill time × prompts delayed. Prefixes are fetched as in
    Algorithm 1 (FAST'25), but where fetching is predicted to be faster than computing, without a threshold.
 5. *Copies.* An instance without the best prefix would store it once more, which in a full pool is another prefix less:
@@ -71,6 +71,7 @@ class LeastAddedDelay:
 
     def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
         weighed, copied_s = _predict_faster(prompt, offers)
+        slo_s = prompt.ttft_slo_s
         rows = _worth_a_look(weighed.ttft_s)
         seconds = zip(
             rows, weighed.prefill_s[rows].tolist(), offers.queue_s[rows].tolist(), strict=True
@@ -80,10 +81,13 @@ class LeastAddedDelay:
         exact[1] = offers.queue_s
         exact[:, rows] = np.array(looks).T
         rank, queue_s, added_s = exact
-        ttft_s = weighed.ttft_s - offers.queue_s + queue_s
-        cost_s = ttft_s + self._terms.copy * copied_s
-        score = np.full(len(ttft_s), math.inf)
+        own_s = weighed.ttft_s - offers.queue_s
+        cost_s = own_s + queue_s + self._terms.copy * copied_s
+        score = np.full(len(cost_s), math.inf)
         score[rows] = (cost_s + added_s if self._terms.counts_delayed else cost_s)[rows]
+        # What passes a late prompt is not there yet. Of the wait no more is known than that it is not within bounds.
+        queue_s = np.where(rank > slo_s, np.maximum(queue_s, slo_s), queue_s)
+        ttft_s = own_s + queue_s
         return weighed._replace(
             ttft_s=ttft_s, score=score, rank=rank, queue_s=queue_s, added_s=added_s
         )

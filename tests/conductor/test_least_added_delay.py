@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conductor.admission import Admission
 from conductor.events import Phase, SwitchPolicy
 from conductor.policies.base import Offers, Prompt
 from conductor.policies.least_added_delay import LeastAddedDelay, Terms, yields_s
@@ -22,9 +24,11 @@ PREFILL_SECONDS = st.floats(1e-6, 200.0)
 SLO_S = 30.0
 
 
-def cluster(num_prefills: int = 1, *, slo_s: float = 1000.0) -> Cluster:
+def cluster(
+    num_prefills: int = 1, *, slo_s: float = 1000.0, admission: Admission = Admission.CURRENT
+) -> Cluster:
     limits = Limits(ttft_slo_s=slo_s, tbt_slo_s=1000.0, lease_s=1000.0)
-    made = Cluster(policy="moonserve", limits=limits)
+    made = Cluster(policy="moonserve", limits=replace(limits, admission=admission))
     for number in range(num_prefills):
         made.store(f"s{number}", host=f"h{number}")
         made.prefill(f"p{number}", host=f"h{number}", home=f"s{number}")
@@ -122,13 +126,13 @@ def test_of_similar_instances_the_one_wins_that_holds_the_prefix(
 
 def test_a_prompt_that_costs_more_than_it_brings_waits_behind_all_others() -> None:
     """An objective of 10 s, 6 s of queue: worth it up to 10 · 0.4⁴ = 0.256 s of prefill."""
-    made = cluster(slo_s=10.0)
+    made = cluster(slo_s=10.0, admission=Admission.NONE)
     made.place("running", tokens=600)
     late = made.place("late", tokens=100)
     assert late.rank == pytest.approx(300.0 + 10.0)
     worth_it = made.place("worth it", tokens=25)
     assert worth_it.predicted_ttft_s == pytest.approx(6.25), "before the late one"
-    assert queue_s(made, "late") == {"p0": pytest.approx(6.0)}
+    assert queue_s(made, "late") == {"p0": pytest.approx(10.0)}, "6 s, and what passes it"
     made.report("running", Phase.FIRST_TOKEN)
     made.report("worth it", Phase.FIRST_TOKEN)
     assert made.place("next", tokens=100).predicted_ttft_s == pytest.approx(2.0)
@@ -136,7 +140,7 @@ def test_a_prompt_that_costs_more_than_it_brings_waits_behind_all_others() -> No
 
 def test_what_is_late_is_not_counted_among_what_others_wait_for() -> None:
     """Nothing but late prompts wait behind the first, so the price of the last is that of an idle instance."""
-    made = cluster(slo_s=10.0)
+    made = cluster(slo_s=10.0, admission=Admission.NONE)
     made.place("running", tokens=500)
     for number in range(4):
         assert made.place(f"late {number}", tokens=100).rank > 300.0
@@ -145,10 +149,14 @@ def test_what_is_late_is_not_counted_among_what_others_wait_for() -> None:
     assert made.place("r", tokens=300).rank < 10.0
 
 
-def test_admission_refuses_a_late_prompt_by_the_wait_behind_all_others() -> None:
+def test_admission_refuses_a_prompt_that_costs_more_than_it_brings() -> None:
+    """Its 6 s of queue and 1 s of prefill were within the objective, but not what would pass it."""
     made = cluster(slo_s=10.0)
     made.place("running", tokens=600)
-    assert made.reject("too long", num_prompt_tokens=500).predicted_ttft_s == pytest.approx(11.0)
+    rejected = made.reject("late", num_prompt_tokens=100)
+    assert rejected.predicted_ttft_s == pytest.approx(11.0)
+    assert rejected.reason == "ttft_slo"
+    assert made.place("worth it", tokens=25).predicted_ttft_s == pytest.approx(6.25)
 
 
 def test_of_many_instances_only_some_are_looked_at_exactly_and_the_best_is_among_them() -> None:
