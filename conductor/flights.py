@@ -139,7 +139,7 @@ class Flights:
 
     def _end_prefill(self, request_id: RequestId, flight: Flight, now: float) -> None:
         flight.prefill.queue.remove(request_id, now)
-        self._transfers.end(request_id, now)
+        self._transfers.end(request_id)
         for store, num_blocks in flight.reads:
             store.reads.remove(num_blocks)
         flight.reads = ()

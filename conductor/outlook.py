@@ -164,8 +164,9 @@ class Outlook:
         for column, instant in enumerate(instants):
             after, weight = _between(instant - drawn_at)
             weights[after, column], weights[after - 1, column] = weight, 1.0 - weight
-        sums = (self._sums[numbers] @ weights).transpose(1, 2, 0)
-        sums = np.maximum(sums, 0.0)  # what rounding leaves of sequences that are gone
+        flat = self._sums[numbers].reshape(-1, len(INSTANTS)) @ weights
+        np.maximum(flat, 0.0, out=flat)  # what rounding leaves of sequences that are gone
+        sums = flat.reshape(len(numbers), _NUM_SUMS, -1).transpose(1, 2, 0)
         return Sums(sums[_RUNNING], sums[_CONTEXT], sums[_HELD])
 
     def drain(self, number: int, now: float) -> Drain:

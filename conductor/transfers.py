@@ -7,6 +7,7 @@ table says which (`link`). Pure; knows no policy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,8 @@ from conductor.cost.bandwidth import Bandwidths
 from conductor.cost.transfer import TransferBook
 from protocol.ids import RequestId
 
+# The book's clock ticks this coarsely: moving all flows on costs as much as a placement, and a prefix takes longer.
+TICK_S = 0.002
 _HOST_MASK = (1 << 62) - 1  # of a digest, to fit into a column of signed numbers
 
 
@@ -28,6 +31,7 @@ class Transfers:
         self._free: list[int] = []
         self._num_links = 0
         self._reads: dict[RequestId, int] = {}  # how many flows a request has
+        self._ended: list[tuple[RequestId, int]] = []  # flows that the book still has
 
     def join(self, host: int, bytes_per_s: float, local_bytes_per_s: float) -> int:
         """The link of a new endpoint. `host`: a digest; rates as registered, 0 = not measured."""
@@ -47,28 +51,40 @@ class Transfers:
         self, request_id: RequestId, reads: Sequence[tuple[int, float]], target: int, now: float
     ) -> None:
         """`reads`: link and bytes of each source."""
+        if not reads:
+            return
+        self._clear(now)
         for number, (source, nbytes) in enumerate(reads):
-            self._book.begin((request_id, number), source, target, nbytes, now)
-        if reads:
-            self._reads[request_id] = len(reads)
+            self._book.begin((request_id, number), source, target, nbytes, _tick(now))
+        self._reads[request_id] = len(reads)
 
-    def end(self, request_id: RequestId, now: float) -> None:
+    def end(self, request_id: RequestId) -> None:
         """Its prefix is there, or nobody wants it any more. Unknown ones are ignored."""
-        for number in range(self._reads.pop(request_id, 0)):
-            # Not the book's `end`: when the first token comes says nothing of when the bytes came.
-            self._book.abandon((request_id, number), now)
+        self._ended += ((request_id, number) for number in range(self._reads.pop(request_id, 0)))
 
     def seconds(self, source: int, targets: Ints, nbytes: Floats, now: float) -> Floats:
         """From one endpoint to each of others as if it were the only new flow; shapes [N]."""
+        self._clear(now)
         if len(self._book):
-            return self._book.seconds(source, targets, nbytes, now)
+            return self._book.seconds(source, targets, nbytes, _tick(now))
         return nbytes / self._bandwidths.alone(source, targets)
+
+    def _clear(self, now: float) -> None:
+        """Takes out what has ended since the last question: all at once, since each change of the book costs a pass."""
+        for key in self._ended:
+            # Not the book's `end`: when the first token comes says nothing of when the bytes came.
+            self._book.abandon(key, _tick(now))
+        self._ended.clear()
 
     def validate(self) -> None:
         self._book.validate()
-        assert len(self._book) <= sum(self._reads.values())
+        assert len(self._book) <= sum(self._reads.values()) + len(self._ended)
         assert sorted(set(self._free)) == sorted(self._free), "a link was given back twice"
         assert all(0 <= link < self._num_links for link in self._free)
+
+
+def _tick(now: float) -> float:
+    return math.floor(now / TICK_S) * TICK_S
 
 
 def seconds_per_block(

@@ -137,7 +137,7 @@ class FlowTable:
     def shared_out(self, links: Rows, nbytes: Floats) -> Floats:
         """Σ min(left, nbytes[i]) over the flows that leave by links[i]; few different links, such as one source's."""
         total = np.zeros(len(links))
-        for link in np.unique(links).tolist():
+        for link in set(links.tolist()):
             left = np.sort(self._left[: len(self)][self._links[: len(self), 0] == link])
             sums = np.concatenate(([0.0], np.cumsum(left)))
             asked = links == link
