@@ -134,7 +134,6 @@ class TwoTiers(RuleBasedStateMachine):
             assert stored.offset is not None
             content = self.writing[name][stored.key] = self.new_number()
             self.memory.write(stored.offset, stored.length, content)
-            self.next_generation = max(self.next_generation, stored.generation + 1)
         if at_once:
             self.finish(name, [])
 
@@ -334,6 +333,8 @@ class TwoTiers(RuleBasedStateMachine):
         if kind == "compact":
             self.disk.compact()
         elif kind == "restart":  # a crash: writes under way are lost
+            # As a node counts its starts: what is found later has no generation of this life.
+            self.next_generation = self.state.latest_generation + 1
             self.start()
         elif not self.disk_is_lost:
             self.lose_the_disk()
