@@ -1,17 +1,19 @@
 """A process that writes, forgets and lets compaction run until it is killed; says what is certain on stdout.
 
-Lines: `+ number generation` once it is durable, `? …` before it is forgotten, `- …` once that is durable.
+Lines: `+ number generation` once it is written, `? …` before it is forgotten, `- …` once that is durable.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import sys
 from pathlib import Path
 
 from kvstore.disk.base import DiskObject, DiskWrite
-from tests.kvstore.disk.tiers import Stand, opened, written
+from kvstore.disk.tier import DiskOptions
+from tests.kvstore.disk.tiers import SMALL, Stand, opened, written
 
 LENGTHS = (100, 5_000, 12_000, 30_000)
 KEPT = 8
@@ -49,7 +51,9 @@ async def work(stand: Stand, first: int) -> None:
 
 
 async def main() -> None:
-    async with opened(Path(sys.argv[1])) as stand:
+    # As in a node: most of it is not flushed when the process dies, which costs nothing.
+    options = dataclasses.replace(SMALL, sync_interval_s=DiskOptions().sync_interval_s)
+    async with opened(Path(sys.argv[1]), options) as stand:
         await work(stand, int(sys.argv[2]))
 
 

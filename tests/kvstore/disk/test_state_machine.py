@@ -36,11 +36,15 @@ class TierMachine(RuleBasedStateMachine):
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(coroutine)
 
-    @initialize(encrypted=st.booleans())
-    def begin(self, encrypted: bool) -> None:
+    @initialize(encrypted=st.booleans(), flushed_at_once=st.booleans())
+    def begin(self, encrypted: bool, flushed_at_once: bool) -> None:
         key_file = self.folder / "key"
         key_file.write_bytes(bytes(range(32)))
-        self.options = dataclasses.replace(SMALL, key_file=key_file if encrypted else None)
+        self.options = dataclasses.replace(
+            SMALL,
+            key_file=key_file if encrypted else None,
+            sync_interval_s=0.0 if flushed_at_once else 1.0,
+        )
         self.stand = self.run(self.open())
 
     async def open(self) -> Stand:
