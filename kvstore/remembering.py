@@ -78,14 +78,16 @@ class Remembering:
         await self._keep(())
 
     async def remove(self, keys: Sequence[BlockKey], removal_id: int) -> int:
-        """Of all replicas; gives how many objects were here. Done already for keys of which it was heard before."""
+        """Of all replicas; gives how many objects were here, also where another node was the first to tell of it. Done
+        already for keys of which it was heard before."""
         now = self._clock()
         fresh = self.removals.execute(keys, removal_id, now)
         removed = self._state.remove(fresh, corrupt=False)
+        self.removals.took((about.key for about in removed), removal_id)
         self._changed()
         await self._keep([(key, removal_id, 0.0) for key in fresh])
         await self._forget(dict.fromkeys(fresh, self._state.latest_generation))
-        return len(removed)
+        return self.removals.num_taken(keys, removal_id)
 
     async def learn(self, heard: Iterable[Heard]) -> int:
         """What another node tells; gives how many objects were here that should not have been."""
@@ -95,11 +97,19 @@ class Remembering:
         bounds = self._bounds(fresh)
         removed = self._state.remove_before(bounds)
         self._state.counters["objects_outdated"] += len(removed)
+        self._note_taken(fresh, removed)
         self._changed()
         now = self._clock()
         self._forget_soon({key: bound - 1 for key, bound in bounds.items()})
         await self._keep([(r.key, r.removal_id, now - r.at) for r in fresh])
         return len(removed)
+
+    def _note_taken(self, fresh: Iterable[Removal], removed: Iterable[DiskObject]) -> None:
+        """Of several removals of a key, all have taken what was there."""
+        taken = {about.key for about in removed}
+        for removal in fresh:
+            if removal.key in taken:
+                self.removals.took((removal.key,), removal.removal_id)
 
     def drop(self, outdated: Sequence[DiskObject]) -> None:
         """Objects of which another value is stored elsewhere, or of which nobody knows whether they were removed."""

@@ -59,6 +59,7 @@ class Removals:
         self._max_count = max_count
         self._log: deque[Removal] = deque()
         self._known: set[tuple[BlockKey, int]] = set()
+        self._effective: set[tuple[BlockKey, int]] = set()  # of the known: an object was here
         self._last: dict[BlockKey, Removal] = {}
         self._since = now  # all removals since then were noted
         self._forgotten_at = float("-inf")
@@ -75,6 +76,15 @@ class Removals:
         young = (each for each in heard if each.age_s < self._kept_s)
         told = (Removal(key, removal_id, now - age_s) for key, removal_id, age_s in young)
         return [removal for removal in told if self._note(removal)]
+
+    def took(self, keys: Iterable[BlockKey], removal_id: int) -> None:
+        """Objects of these keys were here and have gone by this removal."""
+        took = {(key, removal_id) for key in keys}
+        self._effective |= took & self._known
+
+    def num_taken(self, keys: Iterable[BlockKey], removal_id: int) -> int:
+        """Of how many of these keys this removal has taken an object, whoever was the first to tell of it."""
+        return sum((key, removal_id) in self._effective for key in set(keys))
 
     def last(self, key: BlockKey) -> int:
         """The id of its last removal; 0 = none is known."""
@@ -123,6 +133,7 @@ class Removals:
         """Raises AssertionError unless the views of the log agree."""
         assert self._known == {(r.key, r.removal_id) for r in self._log}
         assert len(self._known) == len(self._log) <= self._max_count
+        assert self._effective <= self._known
         assert self._last == {r.key: r for r in self._log}
 
     def _note(self, removal: Removal) -> bool:
@@ -140,6 +151,7 @@ class Removals:
     def _forget(self) -> None:
         gone = self._log.popleft()
         self._known.remove((gone.key, gone.removal_id))
+        self._effective.discard((gone.key, gone.removal_id))
         if self._last[gone.key] is gone:  # else a later one is known
             del self._last[gone.key]
         self._forgotten_at = max(self._forgotten_at, gone.at)

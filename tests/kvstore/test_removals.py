@@ -46,6 +46,19 @@ def test_a_removal_is_executed_once_whoever_tells_of_it() -> None:
     removals.validate()
 
 
+def test_what_a_removal_took_is_known_for_as_long_as_the_removal() -> None:
+    """Whoever asks again, or asks a node that others have told, hears the same number."""
+    removals = make(max_count=2)
+    removals.learn([Heard(key(1), 7, 3.0), Heard(key(2), 7, 3.0)], 8.0)
+    removals.took([key(1), key(3)], 7)  # of the third it never heard
+    assert removals.execute([key(1), key(2)], 7, 9.0) == []
+    assert removals.num_taken([key(1), key(1), key(2), key(3)], 7) == 1
+    assert removals.num_taken([key(1)], 8) == 0
+    removals.execute([key(4)], 9, 10.0)  # which leaves no room for the first
+    assert removals.num_taken([key(1)], 7) == 0
+    removals.validate()
+
+
 def test_what_is_too_old_is_neither_told_nor_believed_and_forgotten_later() -> None:
     removals = make()
     removals.execute([key(1)], 7, 0.0)

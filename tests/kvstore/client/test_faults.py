@@ -15,6 +15,7 @@ from kvstore.client import KvStore, chain
 from kvstore.client.deadline import Deadline
 from kvstore.client.keys import Key, block_of
 from kvstore.client.placement import ranked
+from kvstore.client.pool import new_removal_id
 from protocol.errors import DeadlineExceeded, NoWorker, Overloaded, PeerLost, StaleLease
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
@@ -129,6 +130,25 @@ def test_all_replicas_are_removed_and_pinned(shared_pool: Pool) -> None:
         assert store.pin([name], "soft") == 3
         assert store.batch_remove([name]) == 3
     assert holders(shared_pool, name) == set()
+
+
+def test_a_removal_that_others_told_a_node_of_is_answered_as_if_it_had_come_first(
+    shared_pool: Pool,
+) -> None:
+    """Nodes are asked one after the other, and tell each other meanwhile."""
+    name = fresh()
+    first, second, _ = rank_of(shared_pool, name)
+    put_at(shared_pool, second, name, VALUE)
+    request = kvstore_pb2.StoreRemoveRequest(keys=[block_of(name).key], removal_id=new_removal_id())
+    with shared_pool.alone(first) as early, shared_pool.alone(second) as late:
+        assert _removed(early, request) == 0
+        until(lambda: not late.exists(name))
+        assert [_removed(late, request) for _ in range(2)] == [1, 1]
+
+
+def _removed(store: KvStore, request: kvstore_pb2.StoreRemoveRequest) -> int:
+    [node] = store._cluster.view.nodes
+    return node.call(lambda stub: stub.Remove, request, Deadline(PATIENCE_S)).removed
 
 
 @both_ways
