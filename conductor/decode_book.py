@@ -78,10 +78,10 @@ class DecodeBook:
         slot = self._outlook.add(
             self._number,
             tokens=tokens,
-            most=max_tokens,
+            most=max(max_tokens, 1),
             begins_at=begins_at,
-            step_s=step_s,
-            expected=expected_output,
+            step_s=max(step_s, _LEAST_STEP_S),  # a formula may be all zeros
+            expected=max(expected_output, 1.0),
         )
         sequence = _Sequence(tokens, blocks, slot)
         self._sequences[request_id] = self._unseen[request_id] = sequence

@@ -67,7 +67,7 @@ class Flights:
             blocks=plan.needed_blocks,
             begins_at=now + plan.decision.predicted_ttft_s,
             step_s=plan.step_s,
-            expected_output=max(plan.decision.expected_output, 1.0),
+            expected_output=plan.decision.expected_output,
         )
         for store, num_blocks in plan.reads:
             store.reads.add(num_blocks)

@@ -18,7 +18,7 @@ from conductor.cost.transfer import TransferBook
 from protocol.ids import RequestId
 
 # The book's clock ticks this coarsely: moving all flows on costs as much as a placement, and a prefix takes longer.
-TICK_S = 0.002
+TICK_S = 0.005
 _HOST_MASK = (1 << 62) - 1  # of a digest, to fit into a column of signed numbers
 
 

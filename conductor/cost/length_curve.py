@@ -39,10 +39,11 @@ _WIDTHS = np.diff(EDGES)
 class LengthCurve:
     """P(length > x), its quantiles and what remains. Lengths and limits are tokens from 1 to MOST_TOKENS."""
 
-    __slots__ = ("_below", "_counts", "_drawn_at", "_survival")
+    __slots__ = ("_below", "_counts", "_drawn_at", "_most_weight", "_survival")
 
     def __init__(self, half_life: float = 1000.0) -> None:
         self._counts = DecayedCounts((2, len(_WIDTHS)), half_life)
+        self._most_weight = half_life / math.log(2.0)
         self._survival = np.ones(len(EDGES))  # P(length > edge)
         self._below = EDGES.astype(float)  # Σ P(length > x) over x below the edge
         self._drawn_at = 0
@@ -103,7 +104,8 @@ class LengthCurve:
 
     def _draw(self) -> None:
         new = self._counts.num_observed - self._drawn_at
-        if not new or new < _STALE_SHARE * self._counts.total:
+        # The sum of all weights, as near as this needs it: it grows with every observation up to its limit.
+        if not new or new < _STALE_SHARE * min(self._counts.num_observed, self._most_weight):
             return
         self._drawn_at = self._counts.num_observed
         ended, stopped = self._counts.counts

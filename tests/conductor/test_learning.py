@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from conductor.cost.accuracy import Term
-from conductor.events import Phase
+from conductor.events import Load, Phase
 from conductor.wire import report_from_wire
-from protocol.ids import RequestId
+from protocol.ids import RequestId, Role
 from protocol.pb import conductor_pb2
-from tests.conductor.cluster import Cluster, pair
+from protocol.profile import DecodeProfile
+from tests.conductor.cluster import Cluster, pair, worker
 
 
 def ran(cluster: Cluster, request_id: str, *, prefill_s: float, queue_s: float = 0.0) -> None:
@@ -38,6 +41,19 @@ def test_an_instance_that_computes_slower_than_it_said_is_believed_what_it_does(
     placed = cluster.place("last", excluded=without)
     assert placed.predicted_ttft_s == pytest.approx(2.0, rel=0.05)
     assert cluster.place("other").prefill.instance_id == "p1"
+
+
+def test_a_profile_of_zeros_and_a_limit_of_none_break_no_book() -> None:
+    cluster = Cluster()
+    cluster.prefill("p0")
+    nothing = DecodeProfile(c0=0.0, c1=0.0, c2=0.0)
+    cluster.join(replace(worker("d0", Role.DECODE), decode_profile=nothing))
+    for number in range(3):
+        cluster.place(f"r{number}", max_tokens=0)
+    cluster.report("r0", Phase.FIRST_TOKEN)
+    cluster.now += 5.0
+    cluster.heartbeat("d0", Load(num_running=1, free_blocks=1000))
+    assert cluster.place("last").predicted_tbt_s == 0.0
 
 
 def test_reports_without_times_teach_nothing_about_an_instance() -> None:

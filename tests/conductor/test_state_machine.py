@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from conductor.admission import Admission
 from conductor.events import (
     Action,
     BlockChanges,
@@ -66,9 +67,20 @@ class ConductorMachine(RuleBasedStateMachine):
         self.next_seq: dict[str, int] = {}
         self.live: set[RequestId] = set()  # placed and not ended
 
-    @initialize(policy=policies, present=st.sets(instances, min_size=4))
-    def begin(self, policy: str, present: set[str]) -> None:
-        limits = Limits(ttft_slo_s=4.0, tbt_slo_s=0.05, lease_s=5.0, placement_ttl_s=20.0)
+    @initialize(
+        policy=policies,
+        present=st.sets(instances, min_size=4),
+        admission=st.sampled_from(Admission),
+    )
+    def begin(self, policy: str, present: set[str], admission: Admission) -> None:
+        self.admission = admission
+        limits = Limits(
+            ttft_slo_s=4.0,
+            tbt_slo_s=0.05,
+            admission=admission,
+            lease_s=5.0,
+            placement_ttl_s=20.0,
+        )
         self.state, self.twin = (ConductorState(make_policy(policy, 1.5), limits) for _ in "ab")
         for name in sorted(present):
             self.join(name, newer=False)
@@ -183,7 +195,8 @@ class ConductorMachine(RuleBasedStateMachine):
         request_id=requests,
         prompt=prompts,
         tokens=st.integers(0, 150),
-        max_tokens=st.integers(1, 50),
+        max_tokens=st.integers(0, 50),
+        tenant=st.sampled_from(["", "t"]),
         excluded=st.frozensets(instances, max_size=2),
         session=st.sampled_from([None, "x", "y"]),
     )
@@ -193,6 +206,7 @@ class ConductorMachine(RuleBasedStateMachine):
         prompt: str,
         tokens: int,
         max_tokens: int,
+        tenant: str,
         excluded: frozenset[str],
         session: str | None,
     ) -> None:
@@ -201,6 +215,7 @@ class ConductorMachine(RuleBasedStateMachine):
             block_keys=chain(prompt, tokens // 10),
             num_prompt_tokens=tokens,
             max_tokens=max_tokens,
+            tenant=tenant,
             excluded_instances=excluded,
             session_id=session,
         )
@@ -213,6 +228,7 @@ class ConductorMachine(RuleBasedStateMachine):
                 self.live.add(request_id)
                 self.check_placed(reply, event)
             case Rejected():
+                assert self.admission is not Admission.NONE
                 assert reply.retry_after_s > 0
                 decision = reply.decision
                 assert (
@@ -237,12 +253,39 @@ class ConductorMachine(RuleBasedStateMachine):
             position += source.num_blocks
         assert position == chosen.reuse_blocks, "what is counted on is named"
         assert chosen.reuse_blocks * LAYOUT.block_size < event.num_prompt_tokens
-        assert placement.predicted_ttft_s <= decision.ttft_slo_s
-        assert placement.predicted_tbt_s <= decision.tbt_slo_s
+        assert decision.expected_output >= 0.0
+        if self.admission is not Admission.NONE:
+            assert placement.predicted_ttft_s <= decision.ttft_slo_s
+            assert placement.predicted_tbt_s <= decision.tbt_slo_s
 
-    @rule(request_id=requests, phase=st.sampled_from(Phase), output=st.integers(0, 50))
-    def report(self, request_id: RequestId, phase: Phase, output: int) -> None:
-        self.send(Report(request_id=request_id, phase=phase, elapsed_s=0.5, output_tokens=output))
+    @rule(
+        request_id=requests,
+        phase=st.sampled_from(Phase),
+        output=st.integers(0, 50),
+        cached=st.integers(0, 200),
+        times=st.tuples(*[st.none() | st.floats(0.0, 1e6)] * 3),
+    )
+    def report(
+        self,
+        request_id: RequestId,
+        phase: Phase,
+        output: int,
+        cached: int,
+        times: tuple[float | None, ...],
+    ) -> None:
+        """Also with times and counts that cannot be."""
+        queue_s, transfer_s, prefill_s = times
+        report = Report(
+            request_id=request_id,
+            phase=phase,
+            elapsed_s=0.5,
+            cached_tokens=cached,
+            output_tokens=output,
+            queue_s=queue_s,
+            transfer_s=transfer_s,
+            prefill_s=prefill_s,
+        )
+        self.send(report)
         if phase is not Phase.FIRST_TOKEN:
             self.live.discard(request_id)
 
