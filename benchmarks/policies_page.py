@@ -69,14 +69,15 @@ def as_page(result: Mapping[str, Any]) -> str:
 
 def _comparison(rows: Sequence[Mapping[str, Any]]) -> str:
     headers = (
-        "trace", "speed", "P + D", "admission", "threshold", "mean TTFT", "", "p90 TTFT", "",
+        "trace", "requests", "speed", "P + D", "admission", "threshold", "mean TTFT", "", "p90 TTFT", "",
         "in time", "", "in time, 0.2 s", "", "rejected", "",
     )  # fmt: skip
-    body = [["", "", "", "", "best", *(["Algorithm 1", "moonserve"] * 5)]]
+    body = [["", "first", "", "", "", "best", *(["Algorithm 1", "moonserve"] * 5)]]
     for row in rows:
         theirs, ours = row["algorithm_1"], row["moonserve"]
         cells = [
             row["trace"],
+            f"{row['requests']:,.0f}",
             f"{row['speedup']:g}×",
             f"{row['prefill']} + {row['decode']}",
             row["admission"],
