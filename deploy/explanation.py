@@ -62,10 +62,10 @@ def _decodes(decision: Record, output: Output) -> None:
         table.add(
             _mark(each, decision["decode"]),
             each["instance_id"],
-            *(f"{each[name]:,}" for name in ("num_seqs", "context_tokens", "free_blocks")),
+            *(f"{each[name]:,.0f}" for name in ("landing_seqs", "landing_tokens", "free_blocks")),
             f"{each['needed_blocks']:,}",
             _fits(each),
-            seconds(each["tbt_s"]),
+            seconds(each["landing_tbt_s"]),
         )
     table.flush()
 

@@ -72,6 +72,10 @@ class Bandwidths:
         local = int(self._hosts[source] == self._hosts[destination])
         return 2 * source + local, 2 * destination + local
 
+    def has_measured(self, source: int) -> bool:
+        """Whether any pair from this source was measured itself."""
+        return source in self._pairs
+
     def alone(self, source: int, destinations: Rows) -> Floats:
         """Bytes per second from one source to each destination without other traffic."""
         out, into = self.links(source, destinations)

@@ -99,7 +99,8 @@ class TransferBook:
             (nbytes + sent) / bandwidths.out_rates[out],
             (nbytes + received) / bandwidths.in_rates[into],
         )
-        seconds = np.maximum(seconds, nbytes / bandwidths.alone(source, destinations))
+        if bandwidths.has_measured(source):  # else a pair is as fast as the slower of its links
+            seconds = np.maximum(seconds, nbytes / bandwidths.alone(source, destinations))
         moved: Floats = np.where((nbytes > 0) & (destinations != source), seconds, 0.0)
         return moved
 

@@ -18,13 +18,16 @@ def decision(**changes: Any) -> dict[str, Any]:
     terms = {f"{name}_s": 0.5 for name in ("load", "transfer", "queue", "prefill", "ttft")}
     decode = {
         "instance_id": "d0",
-        "num_seqs": 4,
+        "num_seqs": 3.0,
+        "landing_seqs": 4.0,
+        "landing_tokens": 900.0,
         "context_tokens": 5000,
         "free_blocks": 6,
         "needed_blocks": 7,
         "has_slot": True,
         "fits": False,
-        "tbt_s": 0.02,
+        "tbt_s": 0.019,
+        "landing_tbt_s": 0.02,
     }
     record = {
         "request_id": "r",
