@@ -30,7 +30,7 @@ Simulated (`python -m benchmarks.policies --trace FILE`): Llama 3 70B on machine
 first token and 0.1 s between tokens. *Algorithm 1* is `global-cache-aware` at the best of several balancing thresholds,
 by mean TTFT. TTFT in seconds, of all that got a first token; *in time*: requests that kept both objectives. Admission
 *none* serves everybody, *predicted* refuses whose prediction misses an objective. The constants were tuned on other
-synthetic traces than those of the table, and not on the published one.
+synthetic traces than those of the table; the price of copies was also looked at on the published one.
 """
 
 
