@@ -169,6 +169,25 @@ async def test_a_session_id_reaches_the_policy(rig: Rig) -> None:
     assert len(set.union(*chosen.values())) > 1
 
 
+async def test_errors_of_each_term_are_metrics_and_part_of_the_cluster_view(rig: Rig) -> None:
+    """1 s of computing was predicted; 0.5 s of the 1.5 it took were in the queue."""
+    await rig.join_pair()
+    await rig.call("Place", wish("r0"))
+    first = conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN
+    report = conductor_pb2.ReportRequest(
+        request_id="r0", phase=first, elapsed_s=1.5, queue_s=0.5, prefill_s=1.0
+    )
+    await rig.call("Report", report)
+    view = await rig.call("GetCluster", conductor_pb2.GetClusterRequest())
+    errors = {accuracy.term: accuracy.p50 for accuracy in view.ttft_accuracy}
+    assert errors.keys() == {"ttft", "queue", "prefill"}
+    assert errors["queue"] == pytest.approx(1 / 3, rel=0.1)
+    registry = CollectorRegistry()
+    ConductorService(rig.state, scheduler_metrics(registry), clock=lambda: rig.now).keep_house()
+    gauge, labels = "moonserve_conductor_ttft_error_ratio", {"term": "queue", "quantile": "0.5"}
+    assert registry.get_sample_value(gauge, labels) == errors["queue"]
+
+
 async def test_an_unknown_request_is_not_explained(rig: Rig) -> None:
     reply = await rig.call("Explain", conductor_pb2.ExplainRequest(request_id="r0"))
     assert not reply.found
