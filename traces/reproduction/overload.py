@@ -52,8 +52,11 @@ def finding(_subject: Subject, results: Results) -> Finding:
         for name in _PUBLISHED
     ]
     baseline, early, predictive = counts.values()
-    claim = Claim(text="predictive < early < baseline", holds=predictive < early < baseline)
-    return Finding(rows=tuple(rows), claims=(claim,), why=_WHY)
+    claims = (
+        Claim(text="early rejects fewer than the baseline", holds=early < baseline),
+        Claim(text="predictive rejects fewer than early", holds=predictive < early),
+    )
+    return Finding(rows=tuple(rows), claims=claims, why=_WHY)
 
 
 FIGURE = Figure(
