@@ -20,6 +20,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
+from tests.stopping import stop
 
 START_S = PATIENCE_S
 _TRIES = 5  # another process may take the port between its choice and its use
@@ -100,7 +101,7 @@ class RedisServer:
     def stop(self) -> None:
         """SIGSTOP: its port still accepts, and nothing answers."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        stop(self._process.pid)
 
     def go_on(self) -> None:
         assert self._process is not None

@@ -14,6 +14,7 @@ from tests.e2e.accounts import Accounts, accounts_of
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.raw_http import RawClient, read_events
 from tests.random_models import make_model
+from tests.stopping import stop
 
 pytestmark = pytest.mark.e2e
 
@@ -63,7 +64,7 @@ def long_prompt(name: str) -> list[int]:
 def stopped(cluster: Cluster, instance_id: str) -> Iterator[None]:
     """The process does nothing within the block, as if its machine had hung."""
     pid = cluster.pids()[instance_id]
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         yield
     finally:

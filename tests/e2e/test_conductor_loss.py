@@ -31,6 +31,7 @@ from tests.e2e.sse import stream_tokens
 from tests.patience import PATIENCE_S
 from tests.random_models import make_model
 from tests.redis_server import RedisServer
+from tests.stopping import stop
 
 pytestmark = pytest.mark.e2e
 
@@ -179,7 +180,7 @@ def test_a_stopped_leader_refuses_when_it_wakes_up_and_nothing_is_placed_twice(
     pid = cluster.pids()[old]
     handed_off = cluster.counters("prefill-0")["handed_off_requests"]
     with busy(cluster) as clients:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         began = time.monotonic()
         try:
             taken_s = wait_for_placements(cluster, clients, began)

@@ -35,6 +35,7 @@ from tests.kvstore.nodes import (
     within,
 )
 from tests.patience import PATIENCE_S
+from tests.stopping import stop
 from transfer import FaultPlan, Op, RemoteSegment, Transfer
 from transfer.patience import Patience
 
@@ -355,7 +356,7 @@ async def test_a_node_that_hangs_costs_no_more_than_the_deadline(own_node: Node)
     async with connected(own_node.rpc_address) as (client, transfer, store):
         await client.put_bytes(store, b"k", b"v")
         local = transfer.allocate(BLOCK)
-        own_node.process.send_signal(signal.SIGSTOP)
+        stop(own_node.process.pid)
         try:
             with pytest.raises(PeerLost):
                 await within(PATIENCE_S, client.get(store, b"k", deadline_s=0.3))

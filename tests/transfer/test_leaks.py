@@ -23,6 +23,7 @@ import pytest
 
 from protocol.errors import InvalidRequest, MoonserveError, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
+from tests.stopping import stop
 from tests.transfer.conftest import ROOT, TOKEN
 from tests.transfer.target_zygote import NBYTES
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
@@ -137,7 +138,7 @@ class Cycles:
     def stay_silent(self, transport: str) -> None:
         """A stopped process: given up at the deadline, or forgotten before."""
         pid, address, segment_id, window_id = self.zygote.make(transport)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         batches = self.submit(
             self.near, self.local, address, segment_id, window_id, deadline_s=0.02
         )

@@ -13,6 +13,7 @@ from tests.kvstore.client.pools import until
 from tests.kvstore.nodes import running_node
 from tests.ports import free_port
 from tests.redis_server import RedisServer
+from tests.stopping import stop
 
 
 def test_a_cluster_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +94,7 @@ def test_a_stopped_node_costs_seconds_and_is_named(capsys: pytest.CaptureFixture
         keys = chain_keys("stopped", 5)
         put_chain(made.nodes["store-0"], keys)
         stopped = made.nodes["store-1"].process
-        stopped.send_signal(signal.SIGSTOP)
+        stop(stopped.pid)
         try:
             said = Kvctl(capsys, made.registry)("stat", keys[-1].hex())
         finally:

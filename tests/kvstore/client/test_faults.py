@@ -31,6 +31,7 @@ from tests.kvstore.client.pools import (
 )
 from tests.kvstore.nodes import Node, running_node
 from tests.patience import PATIENCE_S
+from tests.stopping import stop
 
 # Clusters of processes are started, stopped and killed; the file takes a minute.
 pytestmark = pytest.mark.slow
@@ -89,7 +90,7 @@ def rot(pool: Pool, node_id: str, name: Key) -> None:
 
 @contextlib.contextmanager
 def stopped(node: Node) -> Iterator[None]:
-    node.process.send_signal(signal.SIGSTOP)
+    stop(node.process.pid)
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ from tests.kvstore.directory.cluster import (
 from tests.kvstore.nodes import TOKEN, connected
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
+from tests.stopping import stop
 
 MEMORY = kvstore_pb2.STORE_TIER_MEMORY
 DISK = kvstore_pb2.STORE_TIER_DISK
@@ -155,7 +156,7 @@ async def test_a_stopped_node_keeps_its_place_and_is_in_step_again_when_it_wakes
             await asks.until_in_step("a")
             keys = await put_chain((await asks.nodes())["a"], range(1, 5))
             await until_held(asks, keys, "a")
-            os.kill(process.pid, signal.SIGSTOP)
+            stop(process.pid)
             try:
 
                 async def silent() -> bool:

@@ -37,6 +37,7 @@ from protocol.pb import common_pb2
 from tests.kvstore.client.pools import BOTH, TCP, store_of, until
 from tests.kvstore.nodes import Node, running_node
 from tests.patience import NEVER_S, PATIENCE_S
+from tests.stopping import stop
 from transfer import Segment
 
 DRAM = 16 * 2**20
@@ -380,7 +381,7 @@ def test_a_stopped_node_is_the_deadlines() -> None:
     with own_node() as (node, store):
         store.put(b"key", VALUE)
         express, spots = express_of(store), Spots.packed(store.allocate(100), [100])
-        node.process.send_signal(signal.SIGSTOP)
+        stop(node.process.pid)
         try:
             with pytest.raises(DeadlineExceeded):
                 express.get([fresh()], spots, Deadline(0.3))

@@ -25,6 +25,7 @@ from tests.kvstore.client.pools import BOTH, running_registry, store_of, until
 from tests.kvstore.faults.values import value_of
 from tests.kvstore.nodes import ROOT, TOKEN, Node
 from tests.patience import PATIENCE_S
+from tests.stopping import stop
 
 Stats = kvstore_pb2.StoreStatsReply
 SHORT_RIGHTS = ("--reservation-ttl-s", "2", "--lease-ttl-s", "2")
@@ -107,7 +108,7 @@ class Pool:
     def frozen(self, node_id: str) -> Iterator[None]:
         """SIGSTOP; SIGCONT."""
         process = self.running[node_id].process
-        process.send_signal(signal.SIGSTOP)
+        stop(process.pid)
         try:
             yield
         finally:

@@ -27,6 +27,7 @@ from tests.protocol.lean.scripted import (
     ServerProcess,
     server_process,
 )
+from tests.stopping import stop
 
 EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
 LEASE = kvstore_pb2.StoreLeaseRequest(lease_id="l")
@@ -101,7 +102,7 @@ async def test_a_stopped_peer_is_the_deadlines_and_serves_again_later(
     threads = SyncChannel(peer.tcp, TOKEN)
     await stub.Exists(EXISTS, timeout=PATIENCE_S)
     threads.call("/moonserve.KvStore/Exists", b"", timeout_s=PATIENCE_S)
-    os.kill(peer.process.pid, signal.SIGSTOP)
+    stop(peer.process.pid)
     with pytest.raises(DeadlineExceeded):
         await stub.Exists(EXISTS, timeout=0.05)
     for _ in range(2):  # on a connection that stands, and on one that is dialled
@@ -116,7 +117,7 @@ async def test_a_stopped_peer_is_the_deadlines_and_serves_again_later(
 async def test_a_stopped_peer_that_is_dialled_is_the_deadlines(
     peer: ServerProcess, stub: Any
 ) -> None:
-    os.kill(peer.process.pid, signal.SIGSTOP)
+    stop(peer.process.pid)
     with pytest.raises(DeadlineExceeded):
         await stub.Exists(EXISTS, timeout=0.05)
 

@@ -16,6 +16,7 @@ from protocol.errors import PeerLost, StaleLease
 from protocol.registry.remote import RemoteRegistry
 from tests.patience import PATIENCE_S
 from tests.protocol.registry.members import member
+from tests.stopping import stop
 
 
 class OtherProcess:
@@ -39,6 +40,10 @@ class OtherProcess:
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def kill(self) -> None:
         self._process.kill()
         self._process.communicate()
@@ -55,7 +60,7 @@ async def test_a_stopped_process_is_peer_lost_within_the_deadline(other: OtherPr
     patient = RemoteRegistry(other.address, "secret", deadline_s=PATIENCE_S)
     registry = RemoteRegistry(other.address, "secret", deadline_s=0.5)
     joined = await patient.join(member())
-    other.signal(signal.SIGSTOP)
+    stop(other.pid)
     for call in (registry.join, registry.renew, registry.leave):
         with pytest.raises(PeerLost):
             await call(joined)

@@ -1,0 +1,30 @@
+"""SIGSTOP that has happened: a process that was only sent it goes on answering for a while, on a busy machine for long.
+
+Knows nothing of what the process is. SIGCONT needs no such care: whoever waits for the process to go on waits for more.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from tests.patience import PATIENCE_S
+
+
+def stop(pid: int) -> None:
+    """Returns once no thread of the process runs."""
+    os.kill(pid, signal.SIGSTOP)
+    give_up_at = time.monotonic() + PATIENCE_S
+    while not _is_stopped(pid):
+        assert time.monotonic() < give_up_at, "it does not stop"
+        time.sleep(0.001)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread has just ended
+        return False
+    return all(stat.rpartition(")")[2].split()[0] in "TZ" for stat in stats)
