@@ -40,8 +40,6 @@ _log = logging.getLogger(__name__)
 IDLE_S = 60.0
 """A lane that is unused for this long and not connected any more gives its thread back."""
 _FENCE_S = 6.0
-_HELD_S = 0.005
-"""Between looks at a fault plan that holds what is to begin."""
 
 
 class Lane:
@@ -356,7 +354,7 @@ class Lane:
     def _not_to_be_begun(self, group: Group) -> bool:
         if group.fresh:
             group.fresh = False
-            while self._faults.held and not self._forgotten.wait(_HELD_S):
+            while self._faults.held and not self._forgotten.wait(STEP_S):
                 pass
         if not group.job.cancelled and time.monotonic() < group.job.deadline_at:
             return False
