@@ -140,6 +140,4 @@ class Placement:
     prefix_sources: tuple[PrefixSource, ...] = field(default=())
     predicted_ttft_s: float = 0.0
     predicted_tbt_s: float = 0.0
-    rank: float = (
-        0.0  # seconds; prompts wait at the prefill worker in the order of their arrival there + rank
-    )
+    rank: float = 0.0  # seconds; prompts wait at the prefill worker in the order of their arrival there + rank

@@ -49,7 +49,17 @@ def test_files_stay_together_and_what_is_apart_runs_at_the_same_time(tmp_path: P
     for number in range(6):
         (tmp_path / f"test_a{number}.py").write_text(SHARING)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "2", "--timeout=600", "-p", "no:cacheprovider"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "2",
+            "--timeout=600",
+            "-p",
+            "no:cacheprovider",
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
