@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ _started_with = os.nice(0)
 
 # Otherwise it tells between the dots of connections that ended as tests wanted.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+# A shell's background job starts with Ctrl-C ignored, and so would the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says what else this machine does.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])

