@@ -117,7 +117,7 @@ class Supervisor:
                     env={**self._environment, **child.spec.environment},
                     start_new_session=True,  # a terminal's Ctrl-C is for the launcher alone
                 )
-        except BaseException:
+        except BaseException:  # whatever it was, nobody else could close it
             os.close(read_fd)
             raise
         finally:

@@ -32,7 +32,7 @@ def _download(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
-    except Exception as error:
+    except Exception as error:  # of three trees:
         # The hub's client raises its own tree, its HTTP library's and OSError: one and the same to the operator.
         raise ConfigError(
             f"model {name} is no local folder and cannot be downloaded from the hub: "

@@ -36,7 +36,7 @@ class Sender:
             deadline_s = self._patience.deadline_s(self._under_way[address])
         try:
             batch = self._transfer.submit([write], deadline_s=deadline_s)
-        except BaseException:
+        except BaseException:  # whatever it was, nothing is under way
             self._ended(address, nbytes)
             raise
         batch.add_done_callback(lambda _: self._ended(address, nbytes))

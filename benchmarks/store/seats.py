@@ -68,7 +68,7 @@ class Running:
             facts = contestant.servers(self._group, cores, contestant.options)
             self._child = _client(contestant, self._group, facts, placement, theirs)
             self._answer(START_S)
-        except BaseException:
+        except BaseException:  # interrupted too: no process is left behind
             self.kill()
             raise
         finally:

@@ -151,7 +151,7 @@ class Pair:
                 self._sides.append(SideProcess(contestant, role, python, log, placement))
             hellos = [side.answer(START_S)["hello"] for side in self._sides]
             self._both("connect", [{"other": hello} for hello in reversed(hellos)])
-        except BaseException:
+        except BaseException:  # interrupted too: no process is left behind
             self.kill()
             raise
         self._target, self._initiator = self._sides

@@ -58,7 +58,7 @@ def main() -> None:
         _obey(control, side)
     except EOFError:
         return
-    except Exception as error:
+    except Exception as error:  # told to the process that measures
         traceback.print_exc()
         control.send(_failure(error))
 
@@ -76,7 +76,7 @@ def _obey(control: Control, side: Side) -> None:
             return
         try:
             control.send(_done(control, side, **message) or {})
-        except Exception as error:
+        except Exception as error:  # as above
             traceback.print_exc()
             control.send(_failure(error))
 

@@ -64,7 +64,7 @@ class Folder:
             self.folder_id = bytes.fromhex(self.identity.folder_id)
             self._next_number = max([self.identity.numbers_below - 1, *self.segments()]) + 1
             self._check_heads()
-        except BaseException:
+        except BaseException:  # nobody has it yet who could close it
             self.close()
             raise
 
@@ -97,7 +97,7 @@ class Folder:
             os.posix_fallocate(fd, 0, nbytes)
             self._write_head(file, nbytes)
             self._calls.rename(path, self._path("segment", number))
-        except BaseException:
+        except BaseException:  # interrupted too: no half a segment is left behind
             file.close()
             if spare is None:
                 path.unlink(missing_ok=True)

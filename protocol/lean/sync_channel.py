@@ -103,7 +103,7 @@ class SyncChannel(UnaryOnly):
             if status != Status.OK:
                 raise failure_from_wire(common_pb2.Failure.FromString(reply))
             return connection.detached()
-        except BaseException:
+        except BaseException:  # what it would receive next may belong to this call
             connection.close()
             raise
 
@@ -138,7 +138,7 @@ class _Connection:
         try:
             self._limit(give_up_at)
             self._dial(token, give_up_at)
-        except BaseException:
+        except BaseException:  # nobody has it yet who could close it
             self.close()
             raise
         self._events = select.poll()

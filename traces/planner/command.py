@@ -7,25 +7,23 @@ made from the same options: whoever runs it sees the figures of the plan.
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
-from protocol.config import HelpRequested, load, option
+from protocol.config import option
 from protocol.errors import ConfigError
-from protocol.process import EXIT_CONFIG
 from traces.planner.answer import Answer, format_answer, to_json
 from traces.planner.search import Question, bound, plan
 from traces.planner.trial import Trial
 from traces.simulator.command import SimulateConfig
+from traces.simulator.many import INTERRUPTED
 from traces.simulator.profiles import LLAMA3_70B_8XA800, PROFILES
 from traces.simulator.spec import ADMISSIONS
+from traces.verb import run_verb
 
 PROG = "moonserve plan"
-_EXIT_INTERRUPTED = 130  # as a shell has it
 _EXIT_NOT_MET = 1
 _MAX_MACHINES = 1024
 _PLAN, _RUNS = "plan.json", "runs"
@@ -65,20 +63,7 @@ class PlanConfig:
 
 def main(argv: Sequence[str]) -> int:
     """`argv`: the arguments after `plan`; the first one may be the trace. 1: no cluster met the target."""
-    arguments = list(argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments[0:1] = ["--trace", arguments[0]]
-    try:
-        return run(load(PlanConfig, arguments, prog=PROG, environ=os.environ))
-    except HelpRequested as request:
-        print(request)
-        return 0
-    except ConfigError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted; what was simulated is kept", file=sys.stderr)
-        return _EXIT_INTERRUPTED
+    return run_verb(PROG, PlanConfig, run, argv, interrupted=INTERRUPTED)
 
 
 def run(config: PlanConfig) -> int:

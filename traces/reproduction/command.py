@@ -5,28 +5,26 @@ Each simulation is kept in the folder's `runs/`, so that what was interrupted go
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from protocol.config import HelpRequested, load, option
+from protocol.config import option
 from protocol.errors import ConfigError
-from protocol.process import EXIT_CONFIG
 from traces.format import TraceRecord
 from traces.reports import canvas
 from traces.reproduction.all_figures import FIGURES
 from traces.reproduction.figure import KINDS, Figure, Finding, Subject
 from traces.reproduction.page import page
 from traces.reproduction.saved import to_json
-from traces.simulator.many import Archive, Progress, TraceFile, Work, do_missing
+from traces.simulator.many import INTERRUPTED, Archive, Progress, TraceFile, Work, do_missing
+from traces.verb import run_verb
 
 PROG = "moonserve reproduce"
 PAGE, RESULTS, RUNS = "index.html", "results.json", "runs"
 _QUICK = 10  # of so many requests one
-_EXIT_INTERRUPTED = 130  # as a shell has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +44,8 @@ class ReproduceConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`argv`: the arguments after the verb; the first one may be the trace."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments[0:1] = ["--trace", arguments[0]]
-    try:
-        return run(load(ReproduceConfig, arguments, prog=PROG, environ=os.environ))
-    except HelpRequested as request:
-        print(request)
-        return 0
-    except ConfigError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted; what was simulated is kept", file=sys.stderr)
-        return _EXIT_INTERRUPTED
+    given = sys.argv[1:] if argv is None else argv
+    return run_verb(PROG, ReproduceConfig, run, given, interrupted=INTERRUPTED)
 
 
 def run(config: ReproduceConfig) -> int:

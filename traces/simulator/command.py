@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +12,14 @@ from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
 from conductor.roles import RoleTerms
 from kvstore.eviction import DEFAULT_POLICY as DEFAULT_EVICTION
 from kvstore.eviction import POLICY_NAMES as EVICTION_NAMES
-from protocol.config import HelpRequested, load, option
+from protocol.config import option
 from protocol.errors import ConfigError
-from protocol.process import EXIT_CONFIG
 from traces.format import TOKENS_PER_HASH, read_trace
 from traces.reports import format_summary, write_page
 from traces.simulator.profiles import LLAMA3_70B_8XA800, PROFILES, read_profile
 from traces.simulator.run import simulate
 from traces.simulator.spec import ADMISSIONS, ClusterSpec, CoupledSpec, Fault, ModelProfile
+from traces.verb import run_verb
 
 PROG = "moonserve simulate"
 _BITS = 8
@@ -92,17 +90,7 @@ class SimulateConfig:
 
 def main(argv: Sequence[str]) -> int:
     """`argv`: the arguments after `simulate`; the first one may be the trace."""
-    arguments = list(argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments[0:1] = ["--trace", arguments[0]]
-    try:
-        return run(load(SimulateConfig, arguments, prog=PROG, environ=os.environ))
-    except HelpRequested as request:
-        print(request)
-        return 0
-    except ConfigError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+    return run_verb(PROG, SimulateConfig, run, argv)
 
 
 def run(config: SimulateConfig) -> int:

@@ -29,6 +29,9 @@ from traces.simulator.run import simulate
 from traces.simulator.source import source_digest
 from traces.simulator.spec import ClusterSpec, CoupledSpec
 
+INTERRUPTED = "what was simulated is kept"
+"""For whoever presses Ctrl-C."""
+
 _DIGEST_BYTES = 16
 _COMPRESSION = 1  # the least: results are read soon, and by few
 
@@ -182,7 +185,7 @@ def _results(
         try:
             for task in as_completed(tasks):
                 yield tasks[task], task.result()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: what was not begun is not wanted any more
             pool.shutdown(cancel_futures=True)
             raise
 

@@ -66,7 +66,7 @@ class PairSet:
                     serves=serves,
                 )
                 self.pairs.append(pair)
-        except BaseException:
+        except BaseException:  # nobody has it yet who could close it
             self.close()
             raise
 

@@ -91,7 +91,7 @@ class RdmaSession(StreamSession):
             self._connection.send(encode(header) + self._pairs.addresses())
             peers = self._connection.receive_bytes(self.reply().entries)
             self._pairs.connect(control.unpack_pairs(peers, self._rail.device.limits))
-        except BaseException:
+        except BaseException:  # nobody has it yet who could close it
             self.close()
             raise
 

@@ -87,7 +87,7 @@ class RdmaTransport:
         agreed = authenticate(connection, dial)
         try:
             session = RdmaSession(dial, connection, agreed, rail)
-        except BaseException:
+        except BaseException:  # nobody else could close it
             connection.close()
             raise
         session.meet()

@@ -229,7 +229,7 @@ def authenticate(connection: Connection, dial: Dial) -> handshake.Agreement:
             dial.address.instance,
             checksums=dial.options.checksums,
         )
-    except BaseException:
+    except BaseException:  # interrupted too: nobody else could close it
         connection.close()
         raise
 
