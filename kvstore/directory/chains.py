@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -50,6 +50,31 @@ class Chains:
             parent = self._table.key(int(self._table.parents[slot]))
             found.setdefault(parent, []).append(self._table.key(slot))
         return found
+
+    def unfollowed(
+        self,
+        keys: Sequence[BlockKey],
+        node: InstanceId,
+        holders: Mapping[BlockKey, Collection[InstanceId]],
+    ) -> list[BlockKey]:
+        """Those of `keys` after which `node` holds nothing but others of them, or what leaves it already by `holders`;
+        children first, so that they can be dropped in this order."""
+        if not keys:
+            return []
+        leaving = set(keys)
+        gone = {key for key, those in holders.items() if node not in those}
+        followed = {
+            key: [child for child in children if child not in gone]
+            for key, children in self.continued(keys, node).items()
+        }
+        stuck = [key for key, children in followed.items() if not leaving.issuperset(children)]
+        while stuck:
+            key = stuck.pop()
+            leaving.discard(key)
+            parent = self.parent(key)
+            if parent in leaving:
+                stuck.append(parent)
+        return sorted(leaving, key=lambda key: (-len(self.to(key)), key))
 
     def only_on(self, instance_id: InstanceId, max_keys: int) -> list[list[BlockKey]]:
         """Blocks that no other instance holds, as runs of chains (first to last), each block once; stops after the

@@ -9,7 +9,7 @@ is left. Knows the nodes by their `NodeView`s; what becomes of a plan it is told
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.directory.chains import Chains
@@ -299,35 +299,11 @@ class Planner:
         for unpinned in (True, False):
             for node, keys in surplus.items():
                 spare = [key for key in keys if is_spare(key, node, unpinned=unpinned)]
-                if node in nodes and (free := self._not_followed(spare, node, holders)):
+                if node in nodes and (free := self._chains.unfollowed(spare, node, holders)):
                     drops.append(Drop(keys=tuple(free), node=node, keep_pinned=unpinned))
                     for key in free:
                         holders[key].discard(node)
         return tuple(drops)
-
-    def _not_followed(
-        self,
-        keys: Sequence[BlockKey],
-        node: InstanceId,
-        holders: Mapping[BlockKey, Collection[InstanceId]],
-    ) -> list[BlockKey]:
-        """Those after which `node` holds nothing but others of them, or what leaves it already; children first."""
-        if not keys:
-            return []
-        leaving = set(keys)
-        gone = {key for key, those in holders.items() if node not in those}
-        followed = {
-            key: [child for child in children if child not in gone]
-            for key, children in self._chains.continued(keys, node).items()
-        }
-        stuck = [key for key, children in followed.items() if not leaving.issuperset(children)]
-        while stuck:
-            key = stuck.pop()
-            leaving.discard(key)
-            parent = self._chains.parent(key)
-            if parent in leaving:
-                stuck.append(parent)
-        return sorted(leaving, key=lambda key: (-len(self._chains.to(key)), key))
 
 
 def _without(
