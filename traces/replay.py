@@ -7,10 +7,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,6 +23,8 @@ from traces.client import ModelFacts, StreamClient
 from traces.format import TraceRecord, read_trace
 from traces.prompts import PromptBuilder, ideal_cached_tokens
 from traces.report import Sent, build_report, format_report
+
+_BUILT_AHEAD = 64  # prompts: more than most bursts have, and some MiB at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,36 +93,50 @@ async def send(config: ReplayConfig) -> Replayed:
         _check_fit(records, facts)
         builder = PromptBuilder(facts.vocab_size or 0, config.seed)
         ideal = ideal_cached_tokens(records, facts.block_size or records[0].tokens_per_hash)
+        tasks: list[asyncio.Task[Sent]] = []
         with _progress() as progress:
             bar = progress.add_task("replaying", total=len(records))
             began_at = time.monotonic()
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(_send(client, facts.name, builder, record, began_at, cached))
-                    for record, cached in zip(records, ideal, strict=True)
-                ]
-                for task in tasks:
-                    task.add_done_callback(lambda _: progress.advance(bar))
+                async for index, prompt in _paced(records, builder, began_at):
+                    sending = _Sending(records[index], prompt, ideal[index], began_at)
+                    tasks.append(group.create_task(_send(client, facts.name, sending)))
+                    tasks[-1].add_done_callback(lambda _: progress.advance(bar))
             duration_s = time.monotonic() - began_at
     return Replayed(sent=[task.result() for task in tasks], duration_s=duration_s)
 
 
-async def _send(
-    client: StreamClient,
-    model: str,
-    builder: PromptBuilder,
-    record: TraceRecord,
-    began_at: float,
-    ideal_cached: int,
-) -> Sent:
-    due_at = began_at + record.arrived_s
-    await asyncio.sleep(due_at - time.monotonic())
-    prompt = builder.prompt(record)
-    lateness_s = max(0.0, time.monotonic() - due_at)
-    outcome = await client.complete(model, prompt, max_tokens=record.output_length)
+class _Sending(NamedTuple):
+    record: TraceRecord
+    prompt: list[int]
+    ideal_cached: int  # tokens
+    began_at: float  # of the replay
+
+
+async def _paced(
+    records: Sequence[TraceRecord], builder: PromptBuilder, began_at: float
+) -> AsyncIterator[tuple[int, list[int]]]:
+    """Each record's number and prompt when it is due: in the trace's order, also those of one instant. Who is first in
+    a burst decides whom a long prompt delays. Prompts are built while there is time, or a burst would wait for them."""
+    ahead: deque[list[int]] = deque()
+    for index, record in enumerate(records):
+        due_at = began_at + record.arrived_s
+        while (num_built := index + len(ahead)) < len(records) and len(ahead) < _BUILT_AHEAD:
+            if ahead and time.monotonic() >= due_at:
+                break
+            ahead.append(builder.prompt(records[num_built]))
+            await asyncio.sleep(0)  # tokens are coming in meanwhile
+        await asyncio.sleep(due_at - time.monotonic())
+        yield index, ahead.popleft()
+
+
+async def _send(client: StreamClient, model: str, sending: _Sending) -> Sent:
+    record = sending.record
+    lateness_s = max(0.0, time.monotonic() - sending.began_at - record.arrived_s)
+    outcome = await client.complete(model, sending.prompt, max_tokens=record.output_length)
     return Sent(
         lateness_s=lateness_s,
-        ideal_cached_tokens=ideal_cached,
+        ideal_cached_tokens=sending.ideal_cached,
         input_length=record.input_length,
         outcome=outcome,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from aiohttp.test_utils import TestServer
 
 from protocol.errors import ConfigError
 from traces.fetch import FetchConfig, fetch, git_object_id
-from traces.replay import ReplayConfig, replay
+from traces.format import TraceRecord
+from traces.prompts import PromptBuilder
+from traces.replay import ReplayConfig, _paced, replay
 
 Serve = Callable[[web.Application], Awaitable[str]]
 
@@ -96,6 +99,28 @@ async def test_a_replay_sends_every_request_with_exact_lengths(serve: Serve, tra
     assert report["total_output_tokens"] == 12
     assert report["duration"] >= 0.2
     assert report["ideal_hit_ratio"] > report["hit_ratio"] > 0
+
+
+async def test_requests_of_one_instant_are_sent_in_the_order_of_the_trace() -> None:
+    """Who is first in a burst decides whom a long prompt delays. None is sent before it is due."""
+    builder = PromptBuilder(300)
+    records = [
+        TraceRecord(
+            arrived_s=0.1 * (n // 100),
+            input_length=16,
+            output_length=1,
+            hash_ids=(n,),
+            tokens_per_hash=16,
+        )
+        for n in range(300)
+    ]
+    began_at = time.monotonic()
+    paced = []
+    async for index, prompt in _paced(records, builder, began_at):
+        assert time.monotonic() >= began_at + records[index].arrived_s
+        assert prompt == builder.prompt(records[index])
+        paced.append(index)
+    assert paced == list(range(300))
 
 
 async def test_a_trace_that_cannot_fit_is_refused_before_anything_is_sent(
