@@ -13,6 +13,7 @@ from protocol.errors import (
     StaleLease,
     Unauthenticated,
 )
+from tests.patience import NEVER_S
 from tests.transfer.stage import (
     GUARD,
     NBYTES,
@@ -86,6 +87,22 @@ def no_engine(stage: Stage) -> str:
         stage.run(stage.read(_at(stage, f"127.0.0.1:{listener.getsockname()[1]}")), error=PeerLost)
     listener.close()
     return "PeerLost"
+
+
+@fault("what answers on the target's port sends back what it gets", "tcp", deadline_s=NEVER_S)
+def echo(stage: Stage) -> str:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        sock, _ = listener.accept()
+        with sock, contextlib.suppress(ConnectionError):
+            while data := sock.recv(1024):
+                sock.sendall(data)
+
+    with while_running(answer):
+        stage.run(stage.read(_at(stage, f"127.0.0.1:{listener.getsockname()[1]}")), error=PeerLost)
+    listener.close()
+    return "PeerLost, long before the deadline"
 
 
 @fault("the address of an earlier incarnation, its port taken over", "tcp", "shm")

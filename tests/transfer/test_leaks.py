@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -14,14 +15,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from protocol.errors import InvalidRequest, MoonserveError, PeerLost
+from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.stopping import stop
 from tests.transfer.conftest import ROOT, TOKEN
@@ -166,7 +167,7 @@ class Cycles:
     def end(self, batches: list[Any]) -> None:
         for batch in batches:
             # InvalidRequest: a READ of mapped memory found that its owner had deregistered it.
-            with suppress(PeerLost, InvalidRequest):
+            with suppress(PeerLost, InvalidRequest), told_if_it_hangs():
                 batch.wait(PATIENCE_S)
 
     def leave(self, address: str) -> None:
@@ -176,6 +177,16 @@ class Cycles:
 
     def close(self) -> None:
         self.near.close()
+
+
+@contextmanager
+def told_if_it_hangs() -> Iterator[None]:
+    """Where every thread waits: among thousands of cycles it will not happen again when looked for."""
+    try:
+        yield
+    except DeadlineExceeded:
+        faulthandler.dump_traceback(all_threads=True)
+        raise
 
 
 def engine_of(*transports: str) -> TransferEngine:

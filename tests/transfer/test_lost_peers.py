@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +20,10 @@ from transfer import (
     Transfer,
     TransferEngine,
     TransferOptions,
+    tcp,
 )
 from transfer.address import parse
+from transfer.base import Rail
 
 Make = Callable[..., TransferEngine]
 
@@ -147,6 +150,37 @@ def test_another_incarnation_is_not_taken_for_the_old_peer(pair: Pair, make_engi
     )
     with pytest.raises(PeerLost):
         batch.wait(PATIENCE_S)
+
+
+def test_a_dead_peer_whose_port_is_given_to_who_dials_it_is_lost(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TCP then connects the socket to itself, and nobody would ever answer or hang up. With 28,000 ports it happens
+    once in some ten thousand deaths; here the port is forced."""
+    address = parse(pair.far.address)
+    ((transport, (rail,)),) = address.rails.items()
+    if transport != "tcp":
+        pytest.skip("names of Unix sockets are never used again")
+    port = held_port()
+    host, number = port.getsockname()
+    dead = replace(address, rails={"tcp": (replace(rail, endpoint=f"{host}:{number}"),)})
+
+    def leave_by_it(sock: socket.socket, _: Rail) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, number))
+
+    monkeypatch.setattr(tcp, "_leave_by", leave_by_it)
+    read = Transfer(Op.READ, pair.local, 0, RemoteSegment(str(dead), 1), 0, 10)
+    with port, pytest.raises(PeerLost, match="itself"):
+        pair.near.submit([read], deadline_s=NEVER_S).wait(PATIENCE_S)
+
+
+def held_port() -> socket.socket:
+    """Nobody listens there, and nobody else is given it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def test_a_closed_peer_is_lost_and_its_successor_is_reached(pair: Pair, make_engine: Make) -> None:

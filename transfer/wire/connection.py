@@ -108,6 +108,17 @@ class Connection:
             self.keep_time()
         if code := self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise PeerLost(f"cannot connect: {os.strerror(code)}")
+        self._require_another_end()
+
+    def _require_another_end(self) -> None:
+        """Where nobody listens any more, the kernel may give us that very port to dial from. TCP then connects the
+        socket to itself (RFC 9293, simultaneous open): it would await its own answer, and never see a hang-up."""
+        try:
+            mine, theirs = self._sock.getsockname(), self._sock.getpeername()
+        except OSError as error:
+            raise PeerLost(f"cannot connect: {error.strerror}") from error
+        if mine == theirs and self._sock.family != socket.AF_UNIX:
+            raise PeerLost("cannot connect: nobody listens there, the connection reached itself")
 
     def queue(self, data: bytes, payload: IoVectors | None = None, keep: object = None) -> None:
         """To be sent from the next wait on; `keep` holds the payload's memory."""

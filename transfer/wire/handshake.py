@@ -27,6 +27,7 @@ _MAGIC = b"MOONXFER"
 _NONCE_BYTES = 32
 _CHECKSUMS = 1
 _HELLO = struct.Struct("<8sHB32s")
+_HELLO_HEAD = struct.Struct("<8sH")
 _CHALLENGE = struct.Struct("<8sBHB32s")
 _PROOF = struct.Struct("<32s16s")
 _WELCOME = struct.Struct("<BQ32s")
@@ -46,13 +47,9 @@ def initiate(
 ) -> Agreement:
     """Raises Unauthenticated, Incompatible, or PeerLost (another incarnation answered)."""
     mine = secrets.token_bytes(_NONCE_BYTES)
-    connection.send(_HELLO.pack(_MAGIC, PROTOCOL_VERSION, checksums, mine))
-    challenge = connection.receive_bytes(_CHALLENGE.size)
-    magic, status, version, their_flags, theirs = _CHALLENGE.unpack(challenge)
-    if magic != _MAGIC:
-        raise ProtocolViolation("the peer is no transfer engine")
-    if version != PROTOCOL_VERSION or status != Code.OK:
-        raise _other_version(version)
+    hello = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, checksums, mine)
+    connection.send(hello)
+    their_flags, theirs = _receive_challenge(connection, hello)
     flags = (checksums | their_flags) & _CHECKSUMS
     proof = _Proof(credentials.cluster_token, flags, mine, theirs, instance)
     connection.send(_PROOF.pack(proof.of(b"initiator"), instance))
@@ -62,6 +59,21 @@ def initiate(
     if not hmac.compare_digest(answer, proof.of(b"target", connection_id)):
         raise Unauthenticated("the peer does not know the cluster token")
     return Agreement(connection_id, bool(flags))
+
+
+def _receive_challenge(connection: Connection, hello: bytes) -> tuple[int, bytes]:
+    """The target's flags and nonce. Judged by its beginning: a HELLO is shorter, and whoever answers with one, another
+    initiator or an echo, then says nothing more."""
+    head = connection.receive_bytes(_HELLO_HEAD.size)
+    if not head.startswith(_MAGIC):
+        raise ProtocolViolation("the peer is no transfer engine")
+    if hello.startswith(head):
+        raise ProtocolViolation("what answers is dialling, too, or an echo")
+    rest = connection.receive_bytes(_CHALLENGE.size - len(head))
+    _, status, version, their_flags, theirs = _CHALLENGE.unpack(head + rest)
+    if version != PROTOCOL_VERSION or status != Code.OK:
+        raise _other_version(version)
+    return their_flags, theirs
 
 
 def respond(
