@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -28,6 +28,7 @@ from protocol.pb.conductor_pb2 import DecodeProfile, PrefillProfile
 from protocol.request import SamplingParams
 
 _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
+_METHOD = 2  # what was kept of another way of measuring is measured again
 _ENOUGH_POINTS = 4  # for three coefficients; measured however long they take
 
 Clock = Callable[[], float]
@@ -75,12 +76,18 @@ class DecodePoint:
 
 
 def measure(
-    engine: Engine, *, budget_s: float = 2.5, clock: Clock = time.perf_counter
+    engine: Engine,
+    *,
+    chunk_tokens: int,
+    budget_s: float = 2.5,
+    clock: Clock = time.perf_counter,
 ) -> tuple[PrefillProfile, DecodeProfile]:
-    """Times steps on the engine, whose pool must not be in use: its contents are overwritten. Takes about `budget_s`
-    seconds, more only when the very first points do."""
+    """Times steps on the engine, whose pool must not be in use: its contents are overwritten. Prompts run in chunks as
+    they will: one long step is slower than several. Takes about `budget_s` seconds of `clock`, more only when the very
+    first points do."""
     deadline = clock() + budget_s
-    prefill = _fit_prefill(prefill_points(engine, START_GRID, clock, deadline - budget_s / 2))
+    grid = replace(START_GRID, chunk_tokens=chunk_tokens)
+    prefill = _fit_prefill(prefill_points(engine, grid, clock, deadline - budget_s / 2))
     decode = _fit_decode(decode_points(engine, START_GRID, clock, deadline))
     return (
         PrefillProfile(c0=prefill[0], c1=prefill[1], c2=prefill[2]),
@@ -88,12 +95,17 @@ def measure(
     )
 
 
-def measure_cached(engine: Engine, folder: Path) -> tuple[PrefillProfile, DecodeProfile]:
+def measure_cached(
+    engine: Engine, folder: Path, *, chunk_tokens: int
+) -> tuple[PrefillProfile, DecodeProfile]:
     """The measurement kept in `folder` for this engine on this machine, or a new one, kept there if it can be."""
-    path = folder / f"{_identity(engine)}.json"
+    path = folder / f"{_identity(engine, chunk_tokens)}.json"
     kept = _read(path)
     if kept is None:
-        kept = measure(engine)
+        # All workers of a host start, and measure, at the same time: the time of others is not to be kept for good.
+        is_alone = torch.get_num_threads() == 1
+        clock = time.process_time if is_alone else time.perf_counter
+        kept = measure(engine, chunk_tokens=chunk_tokens, clock=clock)
         _write(path, kept)
     return kept
 
@@ -211,8 +223,10 @@ def _fit(variables: Sequence[tuple[int, int]], seconds: Sequence[float]) -> Coef
 # -- keeping
 
 
-def _identity(engine: Engine) -> str:
+def _identity(engine: Engine, chunk_tokens: int) -> str:
     parts = (
+        _METHOD,
+        chunk_tokens,
         engine.fingerprint,
         engine.attention_name,
         processor(),

@@ -209,7 +209,8 @@ def _measure(engine: Engine, config: ReplicaConfig) -> Profiles:
     """How fast this engine is, for the conductor's predictions. Overwrites the pool."""
     from engine.profile import measure_cached
 
-    return measure_cached(engine, _cache_folder(config) / "profiles")
+    folder = _cache_folder(config) / "profiles"
+    return measure_cached(engine, folder, chunk_tokens=config.max_num_batched_tokens)
 
 
 def _cache_folder(config: ReplicaConfig) -> Path:

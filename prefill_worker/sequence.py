@@ -82,6 +82,7 @@ class Sequence:
     handed_off: bool = False
     first_token: Token | None = None  # from the end of RUNNING
     num_corrupt: int = 0  # handoffs that arrived corrupt
+    compute_s: float = 0.0  # of steps until now; of shared ones its share
 
     # Operations under way; its blocks stay held while there are any.
     is_reserving: bool = False

@@ -26,6 +26,7 @@ class Steps:
         self._ledger = ledger
         self._on_computed = on_computed
         self._members: tuple[Sequence, ...] = ()  # of the step under way
+        self._began_at = 0.0  # with members
 
     def run(self, now: float) -> None:
         """Starts the next step when none is under way and some sequence can run."""
@@ -48,7 +49,7 @@ class Steps:
             budget -= plan.slice.num_tokens
             plans.append(plan)
         if plans:
-            self._members = tuple(runnable[: len(plans)])
+            self._members, self._began_at = tuple(runnable[: len(plans)]), now
             self._ledger.out.append(RunStep(plans=tuple(plans)))
 
     def _joins(self, sequence: Sequence, budget: int, num_ending: int, num_waiting: int) -> bool:
@@ -82,6 +83,7 @@ class Steps:
 
     def done(self, event: ev.StepDone, now: float) -> None:
         members, self._members = self._members, ()
+        self._share(members, now - self._began_at)
         for sequence, result in zip(members, event.slices, strict=True):
             assert sequence.computing_to is not None, "a member of a step has a slice in it"
             sequence.num_computed, sequence.computing_to = sequence.computing_to, None
@@ -92,6 +94,15 @@ class Steps:
                 self._ledger.close_if_quiet(sequence, now)
             elif sequence.num_left == 0:
                 self._finish(sequence, result, now)
+
+    def _share(self, members: tuple[Sequence, ...], seconds: float) -> None:
+        """Each gets the part of a step that its tokens should have made of it: predictions of short prompts would learn
+        the times of long ones otherwise."""
+        profile = self._ledger.loads.profile
+        parts = [profile.seconds(s.computing_to or 0, s.num_computed) for s in members]
+        total = sum(parts)
+        for sequence, part in zip(members, parts, strict=True):
+            sequence.compute_s += seconds * (part / total if total else 1 / len(members))
 
     def failed(self, event: ev.StepFailed, now: float) -> None:
         """What the members' blocks hold is unknown, so the members end."""
@@ -163,12 +174,13 @@ def plan_slice(sequence: Sequence, num_tokens: int, block_size: int) -> SlicePla
 
 
 def prefill_report(sequence: Sequence, now: float) -> PrefillReport:
-    """Queueing, loading and computing add up to the time since the submission."""
-    load_s = sequence.ready_at - sequence.admitted_at
+    """Queueing, loading and computing add up to the time since the submission. Whoever else has the engine while a
+    prompt runs, in steps of its own or in shared ones, is waited for like those before it."""
+    load_s, compute_s = sequence.ready_at - sequence.admitted_at, sequence.compute_s
     return PrefillReport(
         request_id=sequence.request_id,
         cached_tokens=sequence.num_cached,
-        queue_s=sequence.started_at - sequence.submitted_at - load_s,
+        queue_s=max(now - sequence.submitted_at - load_s - compute_s, 0.0),
         load_s=load_s,
-        compute_s=now - sequence.started_at,
+        compute_s=compute_s,
     )

@@ -101,7 +101,8 @@ def finish_reason(sampling: SamplingParams, index: int, token_id: int) -> Finish
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillReport:
-    """What the prefill phase of a request did, in seconds of the worker's own clock."""
+    """What the prefill phase of a request did, in seconds of the worker's own clock. Steps that it shared with others
+    count by its share; the rest of them is queueing."""
 
     request_id: RequestId
     cached_tokens: int

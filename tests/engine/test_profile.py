@@ -41,16 +41,24 @@ def _ticks() -> Callable[[], float]:
 
 
 def test_a_measurement_predicts_times_above_zero(llama: Pair) -> None:
-    prefill, decode = measure(llama.engine(), budget_s=0.2)
+    prefill, decode = measure(llama.engine(), chunk_tokens=64, budget_s=0.2)
     assert prefill.c0 + prefill.c1 * 100 + prefill.c2 * 100**2 > 0
     assert decode.c0 + decode.c1 * 4 + decode.c2 * 400 > 0
 
 
 def test_a_measurement_is_made_once_and_kept(llama: Pair, tmp_path: Path) -> None:
     engine = llama.engine()
-    first = measure_cached(engine, tmp_path)
+    first = measure_cached(engine, tmp_path, chunk_tokens=64)
     [kept] = tmp_path.iterdir()
-    assert measure_cached(engine, tmp_path) == first
+    assert measure_cached(engine, tmp_path, chunk_tokens=64) == first
     kept.write_text("{")
-    measure_cached(engine, tmp_path)
+    measure_cached(engine, tmp_path, chunk_tokens=64)
     assert kept.read_text() != "{"
+
+
+def test_other_chunks_are_another_measurement(llama: Pair, tmp_path: Path) -> None:
+    """A prompt in larger steps takes another time."""
+    engine = llama.engine()
+    for chunk_tokens in (32, 64, 64):
+        measure_cached(engine, tmp_path, chunk_tokens=chunk_tokens)
+    assert len(list(tmp_path.iterdir())) == 2

@@ -140,6 +140,25 @@ def test_short_prompts_share_a_step_where_that_is_less_waiting_in_all(
     state.validate()
 
 
+def test_a_prompt_reports_its_share_of_a_shared_step_and_the_rest_as_queueing() -> None:
+    """The three times add up to the time since the submission; those of one step add up to the step."""
+    profile = PrefillProfile(c0=0.005, c1=0.001, c2=0.0)
+    state = make_state(budget=8, num_blocks=64, profile=profile)
+    first = run_to_first_step(state, "a", num_tokens=4)
+    for name, length in (("b", 2), ("c", 3)):
+        request = make_request(name, range(50, 50 + length))
+        reserve = only(state.handle(submitted(request), 0.0), act.ReserveLanding)
+        state.handle(granted(reserve), 1.0)
+    step = only(state.handle(step_done(first), 2.0), act.RunStep)
+    actions = state.handle(step_done(step), 5.0)
+    reports = [action.report for action in actions if isinstance(action, act.SendFirstToken)]
+    assert [report.compute_s for report in reports] == [
+        pytest.approx(3.0 * own / 15) for own in (7, 8)
+    ]
+    for report in reports:
+        assert report.queue_s + report.load_s + report.compute_s == pytest.approx(5.0)
+
+
 def test_reserving_and_loading_of_the_next_request_overlap_the_running_step() -> None:
     state = make_state(num_blocks=32)
     run_to_first_step(state, "a")
