@@ -26,7 +26,6 @@ _STEADY_TOKENS = 64  # of each stream of a batch
 _BESIDE_PROMPT = 1024
 _BESIDE_STREAMS = 4
 _BESIDE_CONTEXT = 256
-_TOGETHER_BELOW = 1 / 3  # of the mean gap
 _ENOUGH_SHAPES = 4  # for three coefficients; measured however long they take
 _TERMS = ("queue_s", "transfer_s", "prefill_s")  # of a prefill worker's report, as explained
 
@@ -67,7 +66,8 @@ class StepRun:
     prompt_tokens: int  # of each
     context_tokens: int  # of all together, generated ones too
     num_others: int
-    seconds: float
+    seconds: float  # per step
+    gaps_s: tuple[float, ...] = ()  # between tokens as their client sees them, of all sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,9 +268,10 @@ def steps_between(
     timelines: Sequence[Timeline], context: int, begin: float, end: float, *, num_others: int
 ) -> list[StepRun]:
     """The steps of streams that all decode from `begin` to `end`, whose prompts had `context` tokens; nothing for less
-    than three. The median gap, as reports have it: now and then something else has the processor. Where that is far
-    below the mean, tokens reached the client together, and the mean is what is known."""
-    gaps, tokens = [], []
+    than three. A step takes the mean gap: tokens that reach the client together are steps all the same, and who waits
+    for a processor is slower by that."""
+    gaps: list[float] = []
+    tokens = []
     for timeline in timelines:
         inside = [(n, at) for n, at in enumerate(timeline.token_at) if begin <= at <= end]
         if len(inside) < 4:
@@ -283,14 +284,10 @@ def steps_between(
             prompt_tokens=context,
             context_tokens=round(sum(tokens)),
             num_others=num_others,
-            seconds=_typical(gaps),
+            seconds=float(np.mean(gaps)),
+            gaps_s=tuple(gaps),
         )
     ]
-
-
-def _typical(gaps: Sequence[float]) -> float:
-    median, mean = float(np.median(gaps)), float(np.mean(gaps))
-    return median if median > _TOGETHER_BELOW * mean else mean
 
 
 def _compared(

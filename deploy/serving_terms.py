@@ -22,6 +22,8 @@ from protocol.fitting import fit_relative
 from protocol.profile import DecodeProfile, PrefillProfile
 from traces.simulator.spec import Crowding, Overheads
 
+_NUM_QUANTILES = 40  # of gaps: a 90th percentile lies well within them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingTerms:
@@ -122,7 +124,20 @@ def crowding_of(seen: Observations, prefill: PrefillProfile, decode: DecodeProfi
         (run.num_others, run.seconds / decode.step_s(run.num_seqs, run.context_tokens))
         for run in seen.beside_steps
     ]
-    return Crowding(prefill=_factors(prompts), decode=_factors(steps))
+    return Crowding(prefill=_factors(prompts), decode=_factors(steps), gaps=_gaps(seen))
+
+
+def _gaps(seen: Observations) -> tuple[tuple[float, ...], ...]:
+    """Each gap against the mean of its stretch: what is left is how tokens are bunched, and their mean is 1."""
+    by_others: dict[int, list[float]] = {}
+    for run in seen.beside_steps:
+        by_others.setdefault(run.num_others, []).extend(gap / run.seconds for gap in run.gaps_s)
+    spread: list[tuple[float, ...]] = []
+    while found := by_others.get(len(spread)):
+        places = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
+        quantiles = np.quantile(found, places, method="inverted_cdf")
+        spread.append(tuple((quantiles / quantiles.mean()).tolist()))
+    return tuple(spread)
 
 
 def _factors(ratios: Sequence[tuple[int, float]]) -> tuple[float, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,6 +111,16 @@ def test_tokens_that_reach_the_client_together_are_steps_all_the_same() -> None:
     bursts = Timeline(0.0, (0.0, *[0.05] * 5, *[0.1] * 5))
     (run,) = steps_between([bursts], 100, 0.0, 0.1, num_others=0)
     assert run.seconds == NEAR(0.01)
+
+
+def test_how_tokens_are_bunched_is_told_apart_from_how_long_steps_take() -> None:
+    """Beside one other, tokens come in pairs: half of the gaps are nothing, the others twice a step."""
+    alone = replace(step(4, 1500), gaps_s=(0.01,) * 8)
+    beside = replace(step(4, 1600, num_others=1, slow=1.5), seconds=0.02, gaps_s=(0.0, 0.04) * 9)
+    gaps = terms_of(observed(beside_steps=[alone, beside]), CHUNK).crowding.gaps
+    assert [sum(each) / len(each) for each in gaps] == [NEAR(1.0), NEAR(1.0)]
+    assert set(gaps[0]) == {1.0}
+    assert gaps[1] == NEAR((0.0,) * 20 + (2.0,) * 20)
 
 
 def test_company_makes_nobody_faster() -> None:

@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from protocol.profile import DecodeProfile, PrefillProfile
 from traces.simulator.blocks import Blocks
-from traces.simulator.segments import Run, Segment, gaps_of
+from traces.simulator.host import Slowdown
+from traces.simulator.segments import Run, Segment, Spread, gaps_of
 from traces.simulator.sequence import Finished, Outcome, Sampled, Sequence
 
 
@@ -36,9 +37,11 @@ class Batch:
         max_num_seqs: int,
         max_batched_tokens: int,
         prompts_first: bool = False,
-        slowdown: Callable[[], float] | None = None,
+        slowdown: Callable[[], Slowdown] | None = None,
+        spread: Spread = (),
     ) -> None:
-        """`slowdown`: how many times as long steps take that begin now; call `interrupt` when it changes."""
+        """`slowdown`: what company costs steps that begin now; call `interrupt` when it changes. `spread`: see
+        `gaps_of`."""
         self._decode = decode
         self._prefill = prefill
         self._blocks = blocks
@@ -47,6 +50,7 @@ class Batch:
         self._max_batched_tokens = max_batched_tokens
         self._prompts_first = prompts_first
         self._slowdown = slowdown
+        self._spread = spread
         self.running: list[Sequence] = []  # in order of admission
         self.waiting: list[Sequence] = []  # by rank
         self.num_preemptions = 0
@@ -85,7 +89,7 @@ class Batch:
             partial = self._segment._replace(num_steps=self._steps_done(now))
             segments = [*self._done, partial]
             runs.append(Run(sequence.run_waited_s, sequence.run_from, len(segments)))
-        return gaps_of(runs, segments)
+        return gaps_of(runs, segments, self._spread)
 
     def add(self, sequence: Sequence, now: float) -> None:
         """A sequence with the blocks of its prompt, or without any. It waits at least for the step under way."""
@@ -155,7 +159,8 @@ class Batch:
             self.running.remove(sequence)
             self._blocks.end(sequence)
             if not sequence.gone:
-                outcomes.append(Finished(sequence, at, gaps_of(sequence.runs, self._done)))
+                gaps_s = gaps_of(sequence.runs, self._done, self._spread)
+                outcomes.append(Finished(sequence, at, gaps_s))
 
     def _sampled(self, sequence: Sequence, steps: int, at: float, outcomes: list[Outcome]) -> None:
         """The sequence has `steps` more tokens."""
@@ -265,8 +270,9 @@ class Batch:
     def _slowed(self, segment: Segment) -> Segment:
         if self._slowdown is None:
             return segment
-        factor = self._slowdown()
-        return Segment(segment.num_steps, segment.first_s * factor, segment.growth_s * factor)
+        factor, num_others = self._slowdown()
+        first_s, growth_s = segment.first_s * factor, segment.growth_s * factor
+        return Segment(segment.num_steps, first_s, growth_s, num_others)
 
     def _note(self, sequence: Sequence, now: float) -> None:
         """Opens or closes the run of a sequence, as it takes part in the segment that begins."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from protocol.errors import InvalidRequest
 from traces.simulator.batch import Batch
 from traces.simulator.blocks import CountedBlocks
+from traces.simulator.host import Slowdown
 from traces.simulator.sequence import Finished, Sequence
 from traces.simulator.spec import ModelProfile
 
@@ -35,7 +36,7 @@ class DecodeMachine:
         model: ModelProfile,
         block_size: int,
         chunk_tokens: int,
-        slowdown: Callable[[], float] | None = None,
+        slowdown: Callable[[], Slowdown] | None = None,
         most_step_s: float = math.inf,
     ) -> None:
         """`slowdown`: see `Batch`. `most_step_s`: see `refuses`."""
@@ -51,6 +52,7 @@ class DecodeMachine:
             max_num_seqs=model.max_num_seqs,
             max_batched_tokens=max(chunk_tokens, model.max_num_seqs + 1),
             slowdown=slowdown,
+            spread=model.crowding.gaps,
         )
         self._queue: dict[str, int] = {}  # request → blocks wanted, in order of arrival
         self._landings: dict[str, int] = {}  # request → blocks, granted and not landed

@@ -7,8 +7,16 @@ threads, steps. How much longer steps take is measured (`moonserve profile --ser
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from traces.simulator.spec import Crowding
+
+
+class Slowdown(NamedTuple):
+    """What company costs a step that begins now."""
+
+    factor: float  # how many times as long it takes
+    num_others: int  # who compute
 
 
 class Host:
@@ -33,10 +41,12 @@ class Host:
         """How many times as long a chunk takes that this machine begins now."""
         return lambda: self._of(self._crowding.prefill, name)
 
-    def decode_slowdown(self, name: str) -> Callable[[], float]:
+    def decode_slowdown(self, name: str) -> Callable[[], Slowdown]:
         """Likewise a decode step."""
-        return lambda: self._of(self._crowding.decode, name)
+        return lambda: Slowdown(self._of(self._crowding.decode, name), self._num_others(name))
 
     def _of(self, factors: Sequence[float], name: str) -> float:
-        others = len(self._computing) - (name in self._computing)
-        return factors[min(others, len(factors) - 1)] if factors else 1.0
+        return factors[min(self._num_others(name), len(factors) - 1)] if factors else 1.0
+
+    def _num_others(self, name: str) -> int:
+        return len(self._computing) - (name in self._computing)

@@ -147,10 +147,26 @@ def _crowding(value: Any) -> Crowding:
     known = {field.name for field in dataclasses.fields(Crowding)}
     if not isinstance(value, dict) or not value.keys() <= known:
         raise ValueError(f"crowding may have {', '.join(sorted(known))}")
-    for name, factors in value.items():
-        if not isinstance(factors, list) or not all(_is_number(f) and f > 0 for f in factors):
-            raise ValueError(f"crowding: {name} must be a list of factors above 0")
-    return Crowding(**{name: tuple(map(float, factors)) for name, factors in value.items()})
+    gaps = value.get("gaps", [])
+    if not isinstance(gaps, list) or not all(isinstance(each, list) for each in gaps):
+        raise ValueError("crowding: gaps must be a list of lists")
+    factors = {name: each for name, each in value.items() if name != "gaps"}
+    return Crowding(
+        **{name: _factors(name, each) for name, each in factors.items()},
+        gaps=tuple(_quantiles(each) for each in gaps),
+    )
+
+
+def _factors(name: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list) or not all(_is_number(f) and f > 0 for f in value):
+        raise ValueError(f"crowding: {name} must be a list of factors above 0")
+    return tuple(map(float, value))
+
+
+def _quantiles(value: list[Any]) -> tuple[float, ...]:
+    if not all(_is_number(q) and q >= 0 for q in value) or not any(value):
+        raise ValueError("crowding: gaps are factors, none below 0 and some above")
+    return tuple(map(float, value))
 
 
 def _is_number(value: Any) -> bool:

@@ -8,7 +8,7 @@ that can be added and divided (tests use fractions, which do not round).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -18,6 +18,7 @@ class Segment(NamedTuple):
     num_steps: int
     first_s: float
     growth_s: float
+    num_others: int = 0  # machines that compute beside it on its host
 
     def elapsed_s(self, num_steps: int) -> float:
         """Seconds that its first `num_steps` steps take."""
@@ -60,13 +61,44 @@ class Run(NamedTuple):
     end: int
 
 
-def gaps_of(runs: Iterable[Run], segments: Sequence[Segment]) -> list[float]:
-    """The times between a request's tokens, in order."""
+# Quantiles of gap ÷ step time, evenly spaced, by the number of others; the last ones also for more.
+Spread = Sequence[Sequence[float]]
+
+_GOLDEN = (
+    math.sqrt(5) - 1
+) / 2  # its multiples fill the unit interval evenly, however many they are
+
+
+def gaps_of(runs: Sequence[Run], segments: Sequence[Segment], spread: Spread = ()) -> list[float]:
+    """The times between a request's tokens, in order. With a `spread` tokens come as clients see them: now several at
+    once, now after a pause; the last one comes when it does without."""
     gaps: list[float] = []
+    waits: list[tuple[int, float]] = []
     for waited_s, begin, end in runs:
         first = len(gaps)
         for segment in segments[begin:end]:
             gaps += segment.gaps_s()
         if first < len(gaps):  # else its first step is not done yet
-            gaps[first] += waited_s
+            waits.append((first, waited_s))
+    if spread:
+        others = [
+            s.num_others for _, b, e in runs for s in segments[b:e] for _ in range(s.num_steps)
+        ]
+        gaps = _spread(gaps, others, spread)
+    for first, waited_s in waits:
+        gaps[first] += waited_s
     return gaps
+
+
+def _spread(gaps: Sequence[float], others: Sequence[int], spread: Spread) -> list[float]:
+    """In an order that depends on nothing but the token's number, so that equal simulations have equal results."""
+    spread_out: list[float] = []
+    for number, (gap, num_others) in enumerate(zip(gaps, others, strict=True)):
+        quantiles = spread[min(num_others, len(spread) - 1)]
+        place = int((number * _GOLDEN + 0.5) % 1.0 * len(quantiles))
+        spread_out.append(gap * quantiles[place])
+    total = sum(spread_out)
+    if not total:
+        return list(gaps)
+    stretch = sum(gaps) / total
+    return [gap * stretch for gap in spread_out]

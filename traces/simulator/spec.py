@@ -29,6 +29,9 @@ class Crowding:
 
     prefill: tuple[float, ...] = ()
     decode: tuple[float, ...] = ()
+    # How one step time reaches clients: quantiles of gap ÷ mean gap, evenly spaced, by the number of others. Processes
+    # take turns on a processor, and who was away gets several tokens at once. Empty: gaps are the steps' times.
+    gaps: tuple[tuple[float, ...], ...] = ()
 
 
 # Whose predictions reject: the conductor's three, and `late`, the baseline of arXiv 2407.00079 §7: by the prefill load

@@ -123,10 +123,21 @@ def test_decode_steps_take_longer_while_a_prompt_is_computed_and_no_longer() -> 
     assert journeys[0].gaps_s == NEAR([0.05] * 21 + [0.1] * 10 + [0.05] * 69, abs=1e-6)
 
 
+def test_clients_get_tokens_bunched_as_measured_and_the_last_one_when_it_is_due() -> None:
+    """Tokens in pairs: half of the gaps nothing, the others twice a step; alone they come one by one."""
+    crowding = Crowding(decode=(1.0, 1.0), gaps=((1.0,), (0.0, 2.0)))
+    records = [request(0.0, 100, 101), request(2.02, 100, 1, base=50)]
+    _, journeys = run_checked(spec(model=replace(MODEL, crowding=crowding)), records)
+    gaps_s = journeys[0].gaps_s
+    assert sum(gaps_s) == NEAR(100 * 0.05, abs=1e-5)
+    assert {round(gap, 2) for gap in gaps_s[:20] + gaps_s[-50:]} == {0.05}
+    assert sum(gap == 0.0 for gap in gaps_s) == NEAR(10, abs=1)
+
+
 def test_without_figures_machines_have_hosts_of_their_own() -> None:
     host = Host(Crowding())
     host.note("a", True)
-    assert (host.prefill_slowdown("b")(), host.decode_slowdown("b")()) == (1.0, 1.0)
+    assert (host.prefill_slowdown("b")(), host.decode_slowdown("b")().factor) == (1.0, 1.0)
     assert not host.is_shared
 
 
