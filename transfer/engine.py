@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -29,6 +28,7 @@ from transfer.buffers import Registrable
 from transfer.endpoints import Endpoints
 from transfer.faults import FaultPlan
 from transfer.job import Job
+from transfer.known_peers import KnownPeers
 from transfer.options import TransferOptions
 from transfer.peer import Peer, Surroundings
 from transfer.plan import AnyTransfer
@@ -45,7 +45,6 @@ AT_ONCE_BYTES = 256 << 10
 """`run` carries a single READ up to this size in the caller's thread: waking another costs more."""
 _RUN_HERE_BYTES = 4 << 20
 """`run` carries batches up to this size in the caller's thread; larger ones would hold up others."""
-_UNUSED_PEER_S = 300.0
 
 
 class TransferEngine:
@@ -78,11 +77,7 @@ class TransferEngine:
         self._listeners: list[Listener] = []
         self._rails: list[Rail] = []
         self._surroundings: Surroundings | None = None
-        self._lock = threading.Lock()
-        self._peers: dict[str, Peer] = {}
-        self._retired: list[Peer] = []
-        """Peers that were told to end, and may not have yet."""
-        self._closed = False
+        self._peers = KnownPeers()
         self.address = ""
         self.stats = TransferStats()
 
@@ -130,14 +125,7 @@ class TransferEngine:
 
     def close(self) -> None:
         """Fails what is under way, ends every thread, gives back every descriptor. Idempotent."""
-        with self._lock:
-            self._closed = True
-            peers = [*self._peers.values(), *self._retired]
-            self._peers, self._retired = {}, []
-        for peer in peers:
-            peer.forget()
-        for peer in peers:
-            peer.join()
+        self._peers.close()
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             listener.close()
@@ -270,7 +258,7 @@ class TransferEngine:
             or self._faults.any
         ):
             return False
-        peer = self._peers.get(transfer.remote.address)
+        peer = self._peers.met.get(transfer.remote.address)
         if peer is None:
             return False
         segments = self._hosted.segments
@@ -288,7 +276,7 @@ class TransferEngine:
         parts = plan.by_address(transfers)
         segments.hold(used)
         batch = Batch(len(transfers), len(parts), lambda: segments.release(used))
-        if self._closed:
+        if self._peers.closed:
             segments.release(used)
             raise InvalidRequest("the transfer engine is closed")
         for peer_address, indices in parts.items():
@@ -344,30 +332,19 @@ class TransferEngine:
 
     def forget(self, address: str) -> None:
         """The peer is known to be dead: its batches fail with PeerLost now. Does not block."""
-        with self._lock:
-            self._drop_finished()
-            peer = self._peers.pop(address, None)
-            if peer is not None:
-                self._retired.append(peer)
-        if peer is not None:
-            peer.forget()
+        self._peers.forget(address)
 
     def _peer_at(self, text: str) -> Peer:
         """Raises what is wrong with the address, InvalidRequest when the engine is not running."""
-        peer = self._peers.get(text)
+        peer = self._peers.met.get(text)
         if peer is not None:
-            peer.used_at = time.monotonic()  # before `_drop_unused` looks again
+            peer.used_at = time.monotonic()  # before it is dropped as unused
             return peer
-        parsed = address.parse(text)
+        parsed, surroundings = address.parse(text), self._surroundings
         near = [rail for rail in self._rails if self._reachable(rail.transport, parsed)]
-        with self._lock:
-            if self._closed or self._surroundings is None:
-                raise InvalidRequest("the transfer engine is closed")
-            peer = self._peers.get(text)
-            if peer is None:
-                self._drop_unused()
-                peer = self._peers[text] = Peer(parsed, near, self._surroundings)
-        return peer
+        if surroundings is None:
+            raise InvalidRequest("the transfer engine has not been started")
+        return self._peers.meet(text, lambda: Peer(parsed, near, surroundings))
 
     def _reachable(self, name: str, peer: Address) -> bool:
         return self._transport(name).reachable(peer)
@@ -388,14 +365,3 @@ class TransferEngine:
             while_waiting=while_waiting,
         )
         return self._transport(path.transport).connect(dial)
-
-    def _drop_unused(self) -> None:
-        """Peers that are gone leave an entry each; the lock is held."""
-        before = time.monotonic() - _UNUSED_PEER_S
-        for text, peer in list(self._peers.items()):
-            if peer.idle and peer.used_at < before:
-                del self._peers[text]
-                peer.forget()  # whoever has got hold of it just now shall not begin
-
-    def _drop_finished(self) -> None:
-        self._retired = [peer for peer in self._retired if not peer.stopped]

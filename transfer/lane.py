@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -26,6 +25,7 @@ from protocol.errors import (
 )
 from transfer.base import Op, Session, Slice, Transfer
 from transfer.faults import FaultPlan
+from transfer.inbox import Inbox
 from transfer.job import Group, attempt_ends_at
 from transfer.plan import Part
 from transfer.rails.paths import Path
@@ -55,9 +55,7 @@ class Lane:
         self._connect = connect
         self._reports = reports
         self._faults = faults
-        # SimpleQueue.put neither blocks nor gives up the GIL: it is called from the compute thread.
-        # Only the lane's thread takes from it.
-        self._inbox: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._arrived = Waiting()
         """What the lane's thread holds while it waits for the turn."""
         self._groups = Waiting()
@@ -159,7 +157,7 @@ class Lane:
     def disconnect_when_idle(self) -> None:
         """Gives the connection back (the endpoint pool wants its place). Does not wait."""
         self._unwanted = True
-        self._inbox.put(None)
+        self._inbox.knock()
 
     def forget(self) -> None:
         """Its parts fail now and its thread ends. Does not wait."""
@@ -167,7 +165,7 @@ class Lane:
         session = self._session
         if session is not None:
             session.abort()
-        self._inbox.put(None)
+        self._inbox.knock()
 
     @property
     def idle(self) -> bool:
@@ -201,7 +199,7 @@ class Lane:
 
         False: the thread is to end.
         """
-        something_came = self._await_arrival()
+        something_came = self._inbox.wait_into(self._arrived, IDLE_S)
         self._await_turn()
         try:
             self._work()
@@ -213,21 +211,10 @@ class Lane:
             return False
         return something_came or self._session is not None or not self._reports.may_retire(self)
 
-    def _await_arrival(self) -> bool:
-        try:
-            group = self._inbox.get(timeout=IDLE_S)
-        except queue.Empty:
-            return False
-        if group is not None:
-            self._arrived.add(group)
-        return group is not None
-
     def _await_turn(self) -> None:
         """While a caller uses the session, deadlines are kept all the same."""
         while not self._turn.acquire(timeout=STEP_S):
-            while not self._inbox.empty():
-                if (group := self._inbox.get()) is not None:
-                    self._arrived.add(group)
+            self._inbox.empty_into(self._arrived)
             self._end_overdue(self._arrived)
         self._groups.add_all_of(self._arrived)
 
@@ -259,9 +246,8 @@ class Lane:
         return bool(self._groups)
 
     def _drain(self) -> None:
-        while not self._guest and not self._inbox.empty():
-            if (group := self._inbox.get()) is not None:
-                self._groups.add(group)
+        if not self._guest and not self._inbox.empty():
+            self._inbox.empty_into(self._groups)
 
     def _ready(self, deadline_at: float) -> Session:
         """A live session."""

@@ -91,7 +91,7 @@ class TwoRails:
 
     def terms(self) -> list[PathTerms]:
         """How the next path is chosen."""
-        (peer,) = self.near._peers.values()
+        (peer,) = self.near._peers.met.values()
         return peer._chooser.explain("cpu:0", time.monotonic())
 
     def proxy_of(self, terms: PathTerms) -> Proxy:
@@ -108,7 +108,7 @@ class TwoRails:
 
 
 def end_rests(engine: TransferEngine) -> None:
-    (peer,) = engine._peers.values()
+    (peer,) = engine._peers.met.values()
     for trouble in peer._health._troubles.values():
         if trouble.rest_ends_at is not None:
             trouble.rest_ends_at = time.monotonic()

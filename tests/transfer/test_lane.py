@@ -51,7 +51,7 @@ class Bench:
 
     @property
     def lane(self) -> Lane:
-        (peer,) = self.near._peers.values()
+        (peer,) = self.near._peers.met.values()
         (lane,) = peer._lanes.values()
         return lane
 
@@ -241,7 +241,7 @@ def test_a_short_batch_behind_a_silent_long_one_takes_another_rail(
     orders.slices = [Fate.SILENT]
     long = bench.near.submit([bench.write()], deadline_s=NEVER_S)
     until(lambda: bench.network.counts["slice", Fate.SILENT] == 1)
-    (peer,) = bench.near._peers.values()
+    (peer,) = bench.near._peers.met.values()
     (stuck,) = (lane for lane in peer._lanes.values() if lane._jobs)
     for _ in range(8):
         bench.near.submit([bench.write(8192)], deadline_s=PATIENCE_S).wait(PATIENCE_S)

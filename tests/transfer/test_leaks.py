@@ -172,7 +172,7 @@ class Cycles:
 
     def leave(self, address: str) -> None:
         self.near.forget(address)
-        for peer in list(self.near._retired):
+        for peer in list(self.near._peers.leaving):
             peer.join()
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ def test_nothing_is_kept_of_peers_that_have_gone(cycles: Cycles) -> None:
         0,
         0,
     )
-    assert not near._peers
+    assert not near._peers.met
     with suppress(MoonserveError):
         near.deregister(cycles.local)
     assert cycles.local.num_users == 0

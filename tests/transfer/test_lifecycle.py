@@ -60,7 +60,7 @@ def test_lost_peers_leave_nothing_behind(pair: Pair, make_engine: Callable[..., 
         with pytest.raises(PeerLost):
             pair.run(Transfer(Op.READ, pair.local, 0, remote, 0, 10))
         pair.near.forget(remote.address)
-        for peer in pair.near._retired:
+        for peer in pair.near._peers.leaving:
             peer.join()
     del memory, other
     assert census() == before
@@ -71,7 +71,7 @@ def test_an_idle_peer_that_is_gone_costs_no_thread(
 ) -> None:
     monkeypatch.setattr("transfer.lane.IDLE_S", 0.01)
     pair.run(pair.read(0, 0, 10))
-    (peer,) = pair.near._peers.values()
+    (peer,) = pair.near._peers.met.values()
     (lane,) = peer._lanes.values()
     assert lane.running
     pair.far.close()
@@ -209,7 +209,7 @@ def test_the_first_transport_that_gets_through_is_used() -> None:
                 PATIENCE_S
             )
             assert local.buffer == memory.buffer
-            paths = near._peers[where]._lanes
+            paths = near._peers.met[where]._lanes
             assert [path.transport for path, lane in paths.items() if lane.connected] == [expected]
 
 

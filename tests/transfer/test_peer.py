@@ -167,7 +167,7 @@ class Storm:
 
     def balance(self) -> None:
         """Nothing is under way, and every account says so."""
-        for peer in self.near._peers.values():
+        for peer in self.near._peers.met.values():
             peer._chooser.validate()
             terms = peer._chooser.explain("cpu:0", time.monotonic())
             assert not any(each.in_flight_bytes for each in terms)
@@ -221,7 +221,7 @@ def finish(storm: Storm, last: list[Piece]) -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("Thread-"):
             thread.join(PATIENCE_S)
-    for peer in [*storm.near._peers.values()]:
+    for peer in [*storm.near._peers.met.values()]:
         for lane in list(peer._lanes.values()):
             for _ in range(20_000):
                 if lane.idle:
