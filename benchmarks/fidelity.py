@@ -19,7 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import table, write_json
+from benchmarks.fidelity_page import (
+    BAR,
+    FIGURES,
+    LENGTHS,
+    MORE_FIGURES,
+    OUTPUTS,
+    PREDICTION_BAR,
+    as_page,
+)
+from benchmarks.fidelity_terms import Row, lost_hits, means, prediction_errors, rows_of, write_csv
+from benchmarks.measure import write_json
+from deploy.config import ServeConfig
 from deploy.local import running
 from deploy.profile import ProfileConfig
 from deploy.profile import run as profile
@@ -29,7 +40,7 @@ from protocol.timeline import percentile
 from traces.client import StreamClient
 from traces.figures import Completed, latency_figures, request_figures, spread
 from traces.format import TraceRecord, read_trace
-from traces.replay import ReplayConfig, send
+from traces.replay import ReplayConfig, Replayed, send
 from traces.report import build_report
 from traces.simulator.clock import Clock
 from traces.simulator.cluster import Cluster
@@ -40,31 +51,12 @@ from traces.simulator.run import journeys_of
 from traces.simulator.spec import ClusterSpec, ModelProfile
 
 BLOCK_SIZE = 32  # 512 tokens of the trace by LENGTHS
-LENGTHS = 1 / 16
-OUTPUTS = 1 / 8
 CHUNK = 512
 DRAM = 512 << 20
 TTFT_SLO_S = 30.0
 TBT_SLO_S = 1.0  # loose, here and live, so that nothing is rejected
-BAR = 0.15
-FIGURES = {
-    "p50_ttft_ms": "TTFT p50, ms",
-    "p90_ttft_ms": "TTFT p90, ms",
-    "p50_itl_ms": "TBT p50, ms",
-    "hit_ratio": "hit ratio",
-    "request_throughput": "requests/s",
-}
-# Beside the claim: what one would look at next.
-MORE_FIGURES = {
-    "p99_ttft_ms": "TTFT p99, ms",
-    "p90_itl_ms": "TBT p90, ms",
-    "p50_tpot_ms": "mean of a request's gaps, p50, ms",
-    "p50_tbt_ms": "mean of a request's longest tenth of gaps, p50, ms",
-    "p50_e2el_ms": "end to end p50, ms",
-    "output_throughput": "output tokens/s",
-    "prediction_error": "predicted TTFT, p50 of the relative error",
-}
-PREDICTION_BAR = 0.15
+
+Decision = dict[str, Any]  # `conductor.decision` as JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = Load(trace=arguments.trace, limit=arguments.limit, speedup=arguments.speedup)
     shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]
     compared = [
-        compare(load, num_prefill, num_decode, arguments.budget_s)
+        compare(load, num_prefill, num_decode, arguments.budget_s, arguments.output.parent)
         for num_prefill, num_decode in shapes
     ]
     replayed = {"trace": load.trace.name, "requests": load.limit, "speedup": load.speedup}
@@ -113,8 +105,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def compare(load: Load, num_prefill: int, num_decode: int, budget_s: float) -> dict[str, Any]:
-    """One shape: profile, replay, simulation."""
+def compare(
+    load: Load, num_prefill: int, num_decode: int, budget_s: float, folder: Path
+) -> dict[str, Any]:
+    """One shape: profile, replay, simulation. Each request's terms go into a CSV in `folder`."""
     shape = ClusterShape(
         model=None,
         num_prefill=num_prefill,
@@ -133,8 +127,12 @@ def compare(load: Load, num_prefill: int, num_decode: int, budget_s: float) -> d
             budget_s=budget_s,
         )
     )
-    live = replay_live(shape, load)
-    simulated = simulate(spec_of(model, num_prefill, num_decode), load.records())
+    replayed, decisions = replay_live(shape, load)
+    spec = spec_of(model, num_prefill, num_decode)
+    journeys = journeys_after(spec, load.records())
+    rows = rows_of(replayed.sent, decisions, journeys)
+    write_csv(rows, folder / f"fidelity-{num_prefill}x{num_decode}.csv")
+    live, simulated = live_figures(replayed, rows), figures_of(spec, journeys)
     errors = {name: relative(simulated[name], live[name]) for name in FIGURES | MORE_FIGURES}
     return {
         "prefill": num_prefill,
@@ -143,6 +141,9 @@ def compare(load: Load, num_prefill: int, num_decode: int, budget_s: float) -> d
         "live": live,
         "simulated": simulated,
         "errors": errors,
+        "means": means(rows),
+        "prediction_errors": prediction_errors(rows),
+        "lost_hits": lost_hits(rows),
         "met": all(abs(errors[name]) <= BAR for name in FIGURES),
         "predictions_met": live["prediction_error"] <= PREDICTION_BAR,
     }
@@ -158,8 +159,8 @@ def relative(simulated: float, live: float) -> float:
 # -- live
 
 
-def replay_live(shape: ClusterShape, load: Load) -> dict[str, Any]:
-    """The report of a replay against a fresh cluster."""
+def replay_live(shape: ClusterShape, load: Load) -> tuple[Replayed, list[Decision | None]]:
+    """A replay against a fresh cluster, and what its conductor decided of each request."""
     with (
         tempfile.TemporaryDirectory() as log_dir,
         running(shape.model, *shape.serve_flags(), log_dir=Path(log_dir)) as cluster,
@@ -168,23 +169,19 @@ def replay_live(shape: ClusterShape, load: Load) -> dict[str, Any]:
         return asyncio.run(_replay(_replay_config(cluster.url, load)))
 
 
-async def _replay(config: ReplayConfig) -> dict[str, Any]:
-    """The report, and how good the conductor's predictions were."""
+async def _replay(config: ReplayConfig) -> tuple[Replayed, list[Decision | None]]:
     replayed = await send(config)
-    report = build_report(
-        replayed.sent,
-        duration_s=replayed.duration_s,
-        ttft_slo_s=config.ttft_slo,
-        tbt_slo_s=config.tbt_slo,
-    )
-    errors: list[float] = []
     async with StreamClient(config.url) as client:
-        for sent in replayed.sent:
-            decision = await client.explain(sent.outcome.request_id) or {}
-            outcome = decision.get("outcome") or {}
-            if sent.outcome.succeeded and outcome.get("ttft_s"):
-                errors.append(abs(decision["predicted_ttft_s"] / outcome["ttft_s"] - 1.0))
-    return {**report, "prediction_error": percentile(errors, 50)}
+        decisions = [await client.explain(sent.outcome.request_id) for sent in replayed.sent]
+    return replayed, decisions
+
+
+def live_figures(replayed: Replayed, rows: Sequence[Row]) -> dict[str, Any]:
+    """The report of a replay, and how good the conductor's predictions were."""
+    report = build_report(
+        replayed.sent, duration_s=replayed.duration_s, ttft_slo_s=TTFT_SLO_S, tbt_slo_s=TBT_SLO_S
+    )
+    return {**report, "prediction_error": prediction_errors(rows)["ttft"]}
 
 
 def _replay_config(url: str, load: Load) -> ReplayConfig:
@@ -220,6 +217,7 @@ def spec_of(model: ModelProfile, num_prefill: int, num_decode: int) -> ClusterSp
         model=model,
         num_prefill=num_prefill,
         num_decode=num_decode,
+        policy=ServeConfig().placement_policy,
         ttft_slo_s=TTFT_SLO_S,
         tbt_slo_s=TBT_SLO_S,
         block_size=BLOCK_SIZE,
@@ -228,12 +226,17 @@ def spec_of(model: ModelProfile, num_prefill: int, num_decode: int) -> ClusterSp
     )
 
 
-def simulate(spec: ClusterSpec, records: Sequence[TraceRecord]) -> dict[str, Any]:
-    """The figures of a replay's report, of the same requests in virtual time."""
+def journeys_after(spec: ClusterSpec, records: Sequence[TraceRecord]) -> list[Journey]:
+    """The same requests in virtual time."""
     journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
     cluster = Cluster(spec, journeys)
     clock: Clock[Event] = Clock()
     clock.run(cluster.begin(), cluster.handle)
+    return journeys
+
+
+def figures_of(spec: ClusterSpec, journeys: Sequence[Journey]) -> dict[str, Any]:
+    """Those of a replay's report."""
     completed = [journey for journey in journeys if journey.end is End.COMPLETED]
     figures = [_completed(journey, spec) for journey in completed]
     # A replay's clock runs from its begin, not from its first request.
@@ -279,7 +282,7 @@ def prediction_error(journeys: Sequence[Journey]) -> float:
     return percentile(errors, 50)
 
 
-# -- the page
+# -- figures
 
 
 def _terms(model: ModelProfile) -> dict[str, Any]:
@@ -300,99 +303,6 @@ def _machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 1),
     }
-
-
-def as_page(result: dict[str, Any]) -> str:
-    """docs/fidelity.md."""
-    machine, load = result["machine"], result["load"]
-    met, predicted = (
-        "met" if all(shape[name] for shape in result["shapes"]) else "NOT met"
-        for name in ("met", "predictions_met")
-    )
-    return "\n".join(
-        (
-            _INTRODUCTION,
-            f"The first {load['requests']} requests of {load['trace']}, {load['speedup']:g} times as fast, prompts at "
-            f"1/{1 / LENGTHS:g} and answers at 1/{1 / OUTPUTS:g} of their lengths; the demo model, one thread per "
-            f"worker, {machine['cores']} cores, load {machine['load']:g} at the end.",
-            *_remark(machine),
-            "",
-            *(_section(shape) for shape in result["shapes"]),
-            f"The claim, {BAR:.0%} for the first five rows of each table, is {met}. That half of the live TTFTs are "
-            f"predicted to {PREDICTION_BAR:.0%} is {predicted}.",
-            "",
-            _READING,
-        )
-    )
-
-
-def _remark(machine: dict[str, Any]) -> Sequence[str]:
-    """The run itself keeps about as many processes busy as there are cores."""
-    if machine["load"] <= 2 * machine["cores"]:
-        return ()
-    return (
-        "",
-        "**Other programs had most of the processor while this was measured**: tokens reached the client several at "
-        "once, so that gaps say little, and predictions were late. Measure again on an idle machine.",
-    )
-
-
-def _section(shape: dict[str, Any]) -> str:
-    rows = []
-    for name, title in {**FIGURES, **MORE_FIGURES}.items():
-        live, simulated, error = (shape[key][name] for key in ("live", "simulated", "errors"))
-        within = ("yes" if abs(error) <= BAR else "NO") if name in FIGURES else ""
-        rows.append([title, _figure(live), _figure(simulated), f"{error:+.1%}", within])
-    terms = shape["profile"]
-    return "\n".join(
-        (
-            f"## {shape['prefill']} prefill, {shape['decode']} decode",
-            "",
-            table(["", "live", "simulated", "error", f"within {BAR:.0%}"], rows),
-            "",
-            "Profile: prefill {} s, decode {} s; ".format(
-                *(" / ".join(f"{c:.2e}" for c in terms[part]) for part in ("prefill", "decode"))
-            )
-            + "request {request_ms:.1f}, landing {landing_ms:.1f}, handoff {handoff_ms:.1f} ms; ".format_map(
-                terms
-            )
-            + "beside 0, 1, … others: prefill {}, decode {}.".format(
-                *(
-                    ", ".join(f"{factor:.2f}" for factor in terms[f"crowding_{part}"])
-                    for part in ("prefill", "decode")
-                )
-            ),
-            "",
-        )
-    )
-
-
-def _figure(value: float) -> str:
-    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-_INTRODUCTION = """# Does the simulator tell the truth?
-
-One trace, served live and simulated. `python -m benchmarks.fidelity --trace FILE` makes this page: for each shape it
-profiles a cluster (`moonserve profile --serving`), replays the trace against a fresh one, and simulates the same
-records on the profile. Nothing of the replay goes into the simulation.
-"""
-
-_READING = """## What the simulation has, and what it leaves out
-
-| term | measured as |
-|---|---|
-| prefill, decode formulae | computing as prefill workers report it, steps as a client sees them, each alone |
-| request | TTFT less what the prefill worker reports: HTTP, keys, placement, submission, the way back |
-| landing | from asking the decode worker for blocks to having them, while it is idle |
-| handoff | the second token's gap less a step: last writes, commit, verification |
-| crowding | how many times as long a prompt and a step take beside 1, 2, … others that compute on this host |
-| mixed steps | not measured: short prompts share steps as `prefill_worker.steps` decides it |
-
-Left out: that a landing waits for the decode worker's step under way; that a gateway at work on a burst's first request
-delays the second; a crowd that changes during a chunk (it counts from the next one on); what other programs do.
-TBT is each gap between tokens; the trace's hash ids stand for 32 tokens here, so that hits are exact.
-"""
 
 
 if __name__ == "__main__":

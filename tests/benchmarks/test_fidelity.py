@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fidelity import FIGURES, MORE_FIGURES, as_page, relative, simulate, spec_of
+from benchmarks.fidelity import figures_of, journeys_after, relative, spec_of
+from benchmarks.fidelity_page import FIGURES, MORE_FIGURES, as_page
 from tests.traces.simulator.small import MODEL, request
-from traces.simulator.spec import Overheads
+from traces.simulator.spec import ClusterSpec, Overheads
 
 NEAR = pytest.approx
 
 
-def a_spec(**changes: object) -> object:
+def a_spec(**changes: object) -> ClusterSpec:
     spec = spec_of(replace(MODEL, **changes), 1, 1)  # type: ignore[arg-type]
     return replace(spec, block_size=10, chunk_tokens=1000, admission="none")
 
@@ -26,7 +27,8 @@ def test_figures_of_a_simulation_are_those_of_a_report() -> None:
         request(1.0, 200, 11, shared, base=20),
         request(10.0, 100, 11, shared, base=70),
     ]
-    figures = simulate(a_spec(overheads=Overheads(request_s=0.5)), records)  # type: ignore[arg-type]
+    spec = a_spec(overheads=Overheads(request_s=0.5))
+    figures = figures_of(spec, journeys_after(spec, records))
     assert figures["completed"] == 2
     assert figures["p50_ttft_ms"] == NEAR((2500 + 1000) / 2, rel=1e-3)
     assert figures["p50_itl_ms"] == NEAR(50, rel=1e-3)
