@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.avoidance import DOUBT_S
 from gateway.events import (
@@ -18,7 +15,6 @@ from gateway.events import (
     InstanceLost,
     Pause,
     Place,
-    Placed,
     PlaceFailed,
     PrefillReported,
     Report,
@@ -27,7 +23,6 @@ from gateway.events import (
     Started,
     Submit,
     SubmitFailed,
-    TokensArrived,
     WorkerFailed,
 )
 from gateway.state import MAX_ATTEMPTS, Phase, RequestState
@@ -44,72 +39,10 @@ from protocol.errors import (
 )
 from protocol.ids import RequestId
 from protocol.request import (
-    Endpoint,
     FinishReason,
-    Placement,
     PrefillReport,
-    SamplingParams,
-    Token,
-    finish_reason,
 )
-
-EOS = 99
-
-
-class Letters:
-    """Token 3 is `d`; the stop string is `z`."""
-
-    stopped = False
-
-    def push(self, token_id: int) -> str:
-        self.stopped = token_id == 25
-        return "" if self.stopped else chr(ord("a") + token_id)
-
-    def finish(self) -> str:
-        return ""
-
-
-def new_state(max_tokens: int = 5, deadline_at: float = 100.0) -> RequestState:
-    return RequestState(
-        request_id=RequestId("r"),
-        prompt=(7, 8, 9),
-        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=frozenset({EOS})),
-        output=Letters(),
-        deadline_at=deadline_at,
-    )
-
-
-def endpoint(name: str, epoch: int = 1) -> Endpoint:
-    return Endpoint(instance_id=name, epoch=epoch, rpc_address=name, transfer_address="", host="h")
-
-
-def placement(prefill: str = "p0", decode: str = "d0", *, epoch: int = 1) -> Placement:
-    return Placement(
-        request_id=RequestId("r"), prefill=endpoint(prefill, epoch), decode=endpoint(decode, epoch)
-    )
-
-
-def placed(state: RequestState, *, epoch: int = 1, now: float = 1.0, **names: str) -> list:
-    event = Placed(attempt=state.attempt, placement=placement(**names, epoch=epoch))
-    return state.handle(event, now)
-
-
-def arrived(
-    state: RequestState, *indexes: int, attempt: int | None = None, ids: dict | None = None
-) -> list[Any]:
-    tokens = []
-    for index in indexes:
-        token_id = (ids or {}).get(index, index)
-        reason = finish_reason(state.sampling, index, token_id)
-        tokens.append(
-            Token(request_id=state.attempt_id, index=index, token_id=token_id, finish_reason=reason)
-        )
-    event = TokensArrived(attempt=attempt or state.attempt, tokens=tuple(tokens))
-    return state.handle(event, 2.0)
-
-
-def of(kind: type, actions: list) -> list:
-    return [action for action in actions if isinstance(action, kind)]
+from tests.gateway.requests import EOS, arrived, new_state, of, placed
 
 
 @pytest.fixture
@@ -410,53 +343,3 @@ def test_a_worker_that_sent_bad_bytes_has_not_broken(state: RequestState) -> Non
     state.handle(event, 2.0)
     (submit,) = placed(state, now=2.0)
     assert isinstance(submit, Submit)
-
-
-STEPS = st.one_of(
-    st.tuples(st.just("tokens"), st.lists(st.integers(0, 8), min_size=1, max_size=4)),
-    st.tuples(st.sampled_from(["placed", "lost p0", "lost d0", "submit failed", "no worker"])),
-    st.tuples(st.sampled_from(["retry", "abort", "worker failed", "late", "restarted"])),
-)
-
-
-@given(st.lists(STEPS, max_size=25))
-def test_whatever_happens_tokens_are_emitted_exactly_once_and_the_end_comes_once(
-    steps: list[tuple[Any, ...]],
-) -> None:
-    state = new_state(max_tokens=7)
-    actions = state.handle(Started(), 0.0)
-    for kind, *rest in steps:
-        match kind:
-            case "tokens":
-                actions += arrived(state, *rest[0])
-            case "placed":
-                actions += placed(state)
-            case "restarted":
-                actions += placed(state, epoch=2)
-            case "lost p0" | "lost d0":
-                lost = InstanceLost(instance_id=kind[-2:], error=PeerLost("x"))
-                actions += state.handle(lost, 2.0)
-            case "submit failed":
-                actions += state.handle(
-                    SubmitFailed(attempt=state.attempt, error=PeerLost("x")), 2.0
-                )
-            case "no worker":
-                actions += state.handle(
-                    PlaceFailed(attempt=state.attempt, error=NoWorker("x")), 2.0
-                )
-            case "retry":
-                actions += state.handle(RetryDue(attempt=state.attempt), 2.0)
-            case "abort":
-                actions += state.handle(Aborted(error=Cancelled("x")), 2.0)
-            case "worker failed":
-                failed = WorkerFailed(
-                    attempt=state.attempt, instance_id="d0", error=IntegrityError("x")
-                )
-                actions += state.handle(failed, 2.0)
-            case "late":
-                actions += arrived(state, 0, 1, 2, attempt=state.attempt + 1)
-        state.validate()
-    indexes = [token.index for emit in of(Emit, actions) for token in emit.tokens]
-    assert indexes == list(range(len(indexes)))
-    ends = len(of(Fail, actions)) + sum(e.finish_reason is not None for e in of(Emit, actions))
-    assert ends == (state.phase in (Phase.FINISHED, Phase.FAILED))

@@ -1,18 +1,14 @@
-"""Events in, actions out: the prefill worker's automaton, case by case."""
+"""Events in, actions out: the prefill worker's automaton, from a request's arrival to its end, when all goes well."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import TypeVar
 
 import pytest
 
 from prefill_worker import actions as act
 from prefill_worker import events as ev
 from prefill_worker.sequence import IllegalTransition, Phase, Sequence
-from prefill_worker.state import PrefillState
-from protocol.errors import Incompatible, MoonserveError, PeerLost, StaleLease
-from protocol.ids import GatewayId, LeaseId, RequestId
+from protocol.errors import PeerLost
+from protocol.ids import LeaseId, RequestId
 from protocol.profile import PrefillProfile
 from protocol.request import FinishReason
 from tests.prefill_worker.builders import (
@@ -25,41 +21,13 @@ from tests.prefill_worker.builders import (
     step_done,
     submitted,
 )
-
-A = TypeVar("A")
-
-
-def only(actions: Iterable[act.Action], kind: type[A]) -> A:
-    """The one action of a kind."""
-    found = [action for action in actions if isinstance(action, kind)]
-    assert len(found) == 1, f"expected one {kind.__name__} in {list(actions)}"
-    return found[0]
-
-
-def kinds(actions: Iterable[act.Action]) -> list[type]:
-    return [type(action) for action in actions]
-
-
-def run_to_first_step(
-    state: PrefillState, name: str = "r", num_tokens: int = 6, **options: int
-) -> act.RunStep:
-    """Submits a request and grants its landing; gives its first step."""
-    request = make_request(name, range(num_tokens))
-    reserve = only(state.handle(submitted(request), 0.0), act.ReserveLanding)
-    return only(state.handle(granted(reserve, **options), 1.0), act.RunStep)
-
-
-def run_to_commit(state: PrefillState, name: str = "r", num_tokens: int = 6) -> act.CommitHandoff:
-    """… and computes and sends everything in one step."""
-    step = run_to_first_step(state, name, num_tokens)
-    state.handle(step_done(step), 2.0)
-    return only(state.handle(ev.WritesDone(request_id=RequestId(name)), 3.0), act.CommitHandoff)
-
-
-def assert_drained(state: PrefillState) -> None:
-    state.validate()
-    assert state.is_idle
-    assert state.num_held_blocks == 0
+from tests.prefill_worker.walks import (
+    assert_drained,
+    kinds,
+    only,
+    run_to_commit,
+    run_to_first_step,
+)
 
 
 def test_a_request_goes_through_all_phases_and_leaves_no_block_held() -> None:
@@ -322,258 +290,6 @@ def test_priority_policy_runs_the_lower_number_first() -> None:
     actions = state.handle(ev.HandoffAccepted(request_id=RequestId("a")), 4.0)
     reserved = [a.request_id for a in actions if isinstance(a, act.ReserveLanding)]
     assert reserved == ["soon", "late"]
-    state.validate()
-
-
-@pytest.mark.parametrize(
-    ("error", "code"), [(Incompatible("other weights"), "peer"), (PeerLost("gone"), "peer_lost")]
-)
-def test_a_refused_landing_fails_the_request_for_another_placement(
-    error: MoonserveError, code: str
-) -> None:
-    state = make_state()
-    reserve = only(state.handle(submitted(make_request("r", range(6))), 0.0), act.ReserveLanding)
-    actions = state.handle(ev.LandingRefused(request_id=RequestId("r"), error=error), 1.0)
-    fail = only(actions, act.Fail)
-    assert (fail.error.code, fail.error.retryable) == (code, True)
-    assert only(actions, act.ReleaseLanding).lease_id == reserve.lease_id
-    assert_drained(state)
-
-
-def test_a_failed_write_fails_the_request_and_keeps_its_blocks_until_the_others_end() -> None:
-    state = make_state(budget=6)
-    step = run_to_first_step(state, num_tokens=10)
-    step = only(state.handle(step_done(step), 2.0), act.RunStep)
-    failed = ev.WritesFailed(request_id=RequestId("r"), error=PeerLost("gone"))
-    assert only(state.handle(failed, 3.0), act.Fail).error.retryable
-    assert state.num_held_blocks == 3
-    state.handle(step_done(step), 4.0)
-    assert state.num_held_blocks == 3
-    actions = state.handle(ev.WritesDone(request_id=RequestId("r")), 5.0)
-    assert kinds(actions) == [act.ReleaseLanding]
-    assert_drained(state)
-
-
-def test_a_lost_lease_fails_the_request() -> None:
-    state = make_state()
-    step = run_to_first_step(state)
-    lost = ev.LandingLost(
-        request_id=RequestId("r"), lease_id=LeaseId("lease-1"), error=StaleLease("expired")
-    )
-    assert only(state.handle(lost, 1.5), act.Fail).error.retryable
-    state.handle(step_done(step), 2.0)
-    state.handle(ev.WritesDone(request_id=RequestId("r")), 3.0)
-    assert_drained(state)
-
-
-def test_corrupt_blocks_are_dropped_recomputed_and_sent_again_without_a_second_first_token() -> (
-    None
-):
-    state = make_state(budget=16, home=None)
-    run_to_commit(state, num_tokens=10)
-    actions = state.handle(ev.HandoffCorrupt(request_id=RequestId("r"), indexes=(1,)), 4.0)
-    plan = only(actions, act.RunStep).plans[0]
-    assert (plan.slice.start, plan.slice.end, plan.send_from) == (4, 10, 4)
-    assert not plan.slice.samples
-    assert state.counters["integrity_failures"] == 1
-    assert state.counters["recomputed_blocks"] == 2
-
-    actions = state.handle(step_done(only(actions, act.RunStep)), 5.0)
-    assert actions == []
-    commit = only(state.handle(ev.WritesDone(request_id=RequestId("r")), 6.0), act.CommitHandoff)
-    assert commit.checksums == (1000, 1001, 1002)
-    state.handle(ev.HandoffAccepted(request_id=RequestId("r")), 7.0)
-    assert_drained(state)
-
-
-def test_a_corrupt_cached_block_is_never_found_again() -> None:
-    state = make_state(budget=16, home=None)
-    run_to_commit(state, "a", num_tokens=10)
-    state.handle(ev.HandoffAccepted(request_id=RequestId("a")), 4.0)
-    reserve = only(state.handle(submitted(make_request("b", range(10))), 5.0), act.ReserveLanding)
-    step = only(state.handle(granted(reserve), 5.0), act.RunStep)
-    state.handle(step_done(step), 6.0)
-    state.handle(ev.WritesDone(request_id=RequestId("b")), 6.0)
-    state.handle(ev.WritesDone(request_id=RequestId("b")), 6.0)
-    actions = state.handle(ev.HandoffCorrupt(request_id=RequestId("b"), indexes=(0,)), 7.0)
-    assert only(actions, act.RunStep).plans[0].slice.start == 0
-    assert state.num_cached_blocks == 0
-    state.validate()
-
-
-def test_three_corrupt_handoffs_fail_the_request() -> None:
-    state = make_state(home=None)
-    run_to_commit(state)
-    corrupt = ev.HandoffCorrupt(request_id=RequestId("r"), indexes=(0,))
-    for _ in range(2):
-        step = only(state.handle(corrupt, 4.0), act.RunStep)
-        state.handle(step_done(step), 5.0)
-        state.handle(ev.WritesDone(request_id=RequestId("r")), 6.0)
-    actions = state.handle(corrupt, 7.0)
-    assert only(actions, act.Fail).error.code == "integrity"
-    assert kinds(actions) == [act.Fail, act.ReleaseLanding]
-    assert_drained(state)
-
-
-def test_a_corrupt_handoff_after_the_time_limit_fails_the_request() -> None:
-    """A Tick leaves a commit under way alone; its answer looks at the time."""
-    state = make_state(home=None)
-    run_to_commit(state)
-    assert state.handle(ev.Tick(), 600.0) == []
-    corrupt = ev.HandoffCorrupt(request_id=RequestId("r"), indexes=(0,))
-    actions = state.handle(corrupt, 601.0)
-    assert only(actions, act.Fail).error.code == "deadline"
-    assert_drained(state)
-
-
-def test_a_failed_commit_fails_the_request_for_another_placement() -> None:
-    state = make_state(home=None)
-    run_to_commit(state)
-    failed = ev.HandoffFailed(request_id=RequestId("r"), error=StaleLease("expired"))
-    assert only(state.handle(failed, 4.0), act.Fail).error.retryable
-    assert_drained(state)
-
-
-def test_a_request_over_its_time_limit_fails() -> None:
-    state = make_state()
-    step = run_to_first_step(state)
-    assert state.next_deadline() == 600.0
-    assert state.handle(ev.Tick(), 599.0) == []
-    assert only(state.handle(ev.Tick(), 600.0), act.Fail).error.code == "deadline"
-    state.handle(step_done(step), 601.0)
-    state.handle(ev.WritesDone(request_id=RequestId("r")), 601.0)
-    assert state.next_deadline() is None
-    assert_drained(state)
-
-
-def test_cancel_while_queued_frees_at_once() -> None:
-    state = make_state(num_blocks=4)
-    run_to_first_step(state, "a", num_tokens=16)
-    state.handle(submitted(make_request("b", range(8))), 1.0)
-    fail = only(state.handle(ev.CancelRequested(request_id=RequestId("b")), 2.0), act.Fail)
-    assert (fail.request_id, fail.error.code) == ("b", "cancelled")
-    assert state.counters["cancelled_queued"] == 1
-    state.validate()
-
-
-def test_cancel_while_reserving_withdraws_and_releases_whatever_the_answer() -> None:
-    state = make_state()
-    reserve = only(state.handle(submitted(make_request("r", range(6))), 0.0), act.ReserveLanding)
-    actions = state.handle(ev.CancelRequested(request_id=RequestId("r")), 1.0)
-    assert kinds(actions) == [act.Fail, act.WithdrawReservation]
-    assert kinds(state.handle(granted(reserve), 2.0)) == [act.ReleaseLanding]
-    assert_drained(state)
-
-
-def test_cancel_while_loading_waits_for_the_load_to_end() -> None:
-    state = make_state(home=None)
-    actions = state.handle(submitted(make_request("r", range(8)), sources=[(HOME, 0, 1)]), 0.0)
-    state.handle(granted(only(actions, act.ReserveLanding)), 0.5)
-    state.handle(ev.CancelRequested(request_id=RequestId("r")), 1.0)
-    assert state.num_held_blocks == 2
-    actions = state.handle(ev.PrefixLoaded(request_id=RequestId("r"), checksums=(5,)), 2.0)
-    assert kinds(actions) == [act.ReleaseLanding]
-    assert_drained(state)
-
-
-def test_cancel_while_running_takes_effect_at_the_step_boundary() -> None:
-    state = make_state(home=None, budget=4)
-    step = run_to_first_step(state, num_tokens=10)
-    state.handle(ev.CancelRequested(request_id=RequestId("r")), 1.5)
-    assert state.handle(step_done(step), 2.0) == []
-    actions = state.handle(ev.WritesDone(request_id=RequestId("r")), 2.5)
-    assert kinds(actions) == [act.ReleaseLanding]
-    assert state.counters["cancelled_running"] == 1
-    assert_drained(state)
-
-
-def test_cancel_while_sending_waits_for_the_writes() -> None:
-    state = make_state(home=None)
-    state.handle(step_done(run_to_first_step(state)), 2.0)
-    state.handle(ev.CancelRequested(request_id=RequestId("r")), 2.5)
-    assert state.num_held_blocks == 2
-    failed = ev.WritesFailed(request_id=RequestId("r"), error=PeerLost("gone"))
-    assert kinds(state.handle(failed, 3.0)) == [act.ReleaseLanding]
-    assert_drained(state)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        ev.HandoffAccepted(request_id=RequestId("r")),
-        ev.HandoffCorrupt(request_id=RequestId("r"), indexes=(0,)),
-        ev.HandoffFailed(request_id=RequestId("r"), error=PeerLost("gone")),
-    ],
-)
-def test_cancel_while_committing_waits_for_the_answer(answer: ev.Event) -> None:
-    state = make_state(home=None)
-    run_to_commit(state)
-    state.handle(ev.CancelRequested(request_id=RequestId("r")), 3.5)
-    released = [] if isinstance(answer, ev.HandoffAccepted) else [act.ReleaseLanding]
-    assert kinds(state.handle(answer, 4.0)) == released
-    assert_drained(state)
-
-
-def test_a_cancellation_that_overtakes_its_request_stops_it_within_a_minute() -> None:
-    state = make_state()
-    state.handle(ev.CancelRequested(request_id=RequestId("r")), 0.0)
-    fail = only(state.handle(submitted(make_request("r", range(6))), 59.0), act.Fail)
-    assert fail.error.code == "cancelled"
-    state.handle(ev.CancelRequested(request_id=RequestId("s")), 100.0)
-    actions = state.handle(submitted(make_request("s", range(6))), 161.0)
-    assert kinds(actions) == [act.ReserveLanding]
-    state.validate()
-
-
-def test_a_late_cancellation_of_an_ended_request_does_not_stop_its_next_attempt() -> None:
-    state = make_state(home=None)
-    run_to_commit(state)
-    state.handle(ev.HandoffAccepted(request_id=RequestId("r")), 4.0)
-    state.handle(ev.CancelRequested(request_id=RequestId("r")), 5.0)
-    actions = state.handle(submitted(make_request("r", range(8))), 6.0)
-    assert kinds(actions) == [act.ReserveLanding]
-    state.validate()
-
-
-def test_a_request_that_comes_back_before_its_earlier_attempt_closed_waits_for_that() -> None:
-    state = make_state(home=None)
-    step = run_to_first_step(state)
-    state.handle(ev.CancelRequested(request_id=RequestId("r")), 1.0)
-    assert state.handle(submitted(make_request("r", range(8))), 2.0) == []
-    state.handle(step_done(step), 3.0)
-    actions = state.handle(ev.WritesDone(request_id=RequestId("r")), 4.0)
-    assert kinds(actions) == [act.ReleaseLanding, act.ReserveLanding]
-    assert only(actions, act.ReserveLanding).lease_id == "lease-2"
-    state.validate()
-
-
-def test_a_repeated_submission_changes_nothing() -> None:
-    state = make_state()
-    request = make_request("r", range(6))
-    state.handle(submitted(request), 0.0)
-    assert state.handle(submitted(request), 0.1) == []
-    assert state.num_waiting == 1
-    state.validate()
-
-
-def test_a_lost_gateway_ends_its_requests_and_no_others() -> None:
-    state = make_state()
-    step = run_to_first_step(state, "mine")
-    state.handle(submitted(make_request("other", range(8), gateway="gateway-1")), 1.0)
-    assert state.handle(ev.GatewayLost(gateway_id=GatewayId("gateway-0")), 2.0) == []
-    state.handle(step_done(step), 3.0)
-    state.handle(ev.WritesDone(request_id=RequestId("mine")), 3.0)
-    assert (state.num_waiting, state.num_running) == (1, 0)
-    state.validate()
-
-
-def test_a_failed_step_fails_its_members_and_the_next_one_runs() -> None:
-    state = make_state()
-    run_to_first_step(state, "a", num_tokens=8)
-    reserve = only(state.handle(submitted(make_request("b", range(8))), 1.0), act.ReserveLanding)
-    state.handle(granted(reserve), 1.0)
-    actions = state.handle(ev.StepFailed(error=MoonserveError("boom")), 2.0)
-    assert kinds(actions) == [act.Fail, act.RunStep]
     state.validate()
 
 
