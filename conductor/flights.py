@@ -103,6 +103,7 @@ class Flights:
             prefill_s=report.prefill_s,
         )
         self._learned.accuracy.observe(flight.predicted, actual)
+        self._learned.overhead.observe(actual, reads=bool(flight.predicted.transfer_s))
 
     def end(self, request_id: RequestId, now: float) -> None:
         """It ended somehow. Unknown ones are ignored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from conductor.cost.accuracy import Accuracy
+from conductor.cost.overhead import Overhead
 from conductor.cost.output_length import OutputLengths
 from conductor.cost.overtaking import Overtaking
 
@@ -14,8 +15,10 @@ class Learned:
         self.lengths = OutputLengths()
         self.accuracy = Accuracy()
         self.overtaking = Overtaking()
+        self.overhead = Overhead()
 
     def validate(self) -> None:
         self.lengths.validate()
         self.accuracy.validate()
         self.overtaking.validate()
+        self.overhead.validate()

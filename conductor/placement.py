@@ -200,6 +200,7 @@ class Planner:
         """Admission, and the record of it all."""
         queue_s = float(prefill.columns.queue_s[prefill.row])
         ttft_s = prefill.ttft_s + max(decode.wait_s - queue_s, 0.0)
+        ttft_s += self._learned.overhead.seconds(queue_s)
         ttft_slo_s, tbt_slo_s = self._targets.of(place)
         admission = self._targets.admission
         return Decision(
