@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from conductor.cost.accuracy import Accuracy
-from conductor.cost.overhead import Overhead
 from conductor.cost.output_length import OutputLengths
+from conductor.cost.overhead import Overhead
 from conductor.cost.overtaking import Overtaking
 
 
