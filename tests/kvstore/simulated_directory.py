@@ -15,7 +15,8 @@ from kvstore.subscription import changes, message_of
 from protocol.ids import InstanceId
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
-from tests.kvstore.simulated_node import SimulatedNode, Time
+from tests.kvstore.simulated_node import SimulatedNode
+from tests.kvstore.simulated_time import Time
 
 PIECE = 7  # objects of an inventory in one message
 LOSS = 0.03

@@ -1,13 +1,13 @@
 """One store node in virtual time: the pure state, and around it what the real shell does, with simulated hardware.
 
-Checks the node against what is true of it: `expected` holds what is visible, told by its commits and recoveries.
+Checks the node against what is true of it: `shown` holds what is visible, told by its commits and recoveries.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvstore import eviction
 from kvstore.allocator import ALIGNMENT
@@ -22,29 +22,18 @@ from kvstore.native.library import key_index
 from kvstore.native.reader import slots_of
 from kvstore.promises import Lease, Reservation, Wish
 from kvstore.state import StoreState
-from kvstore.stored import StoredObject, Tier, Watermarks
+from kvstore.stored import StoredObject, Watermarks
 from protocol.errors import StaleLease
 from protocol.keys import BlockKey, pack_keys
 from tests.kvstore.hardware import NOTHING, Disk, Memory
-from tests.kvstore.simulated_removals import SimulatedRemovals, Truth, forgotten
+from tests.kvstore.shown import Shown
+from tests.kvstore.simulated_removals import SimulatedRemovals, forgotten
+from tests.kvstore.simulated_time import Time
 
 Reply = Callable[[Any], None]
 MEMORY_UNITS, DISK_UNITS, QUOTA_UNITS = 40, 90, 24
 RESERVATION_TTL_S, EXPIRE_EVERY_S = 30.0, 0.5
 MAX_WRITING = 6
-
-
-class Time(Protocol):
-    """What a node needs of its world."""
-
-    now: float
-    rng: random.Random
-    nodes: list[SimulatedNode]
-    truth: Truth
-
-    def later(self, delay_s: float, action: Callable[[], None]) -> None: ...
-
-    def note(self, *what: object) -> None: ...
 
 
 class SimulatedNode:
@@ -69,9 +58,7 @@ class SimulatedNode:
         self.memory = Memory(MEMORY_UNITS)
         self.index = key_index()
         self.log = EventLog()
-        self.expected: dict[BlockKey, int] = {}  # contents
-        self._asked = False  # what is removed now is no eviction
-        self._num_evicted = 0
+        self.shown = Shown(lambda key: self.state.find(key))
         self.state = StoreState(self._catalog())
         self.state.use_disk(self.disk)
         self._has_disk = True
@@ -91,7 +78,7 @@ class SimulatedNode:
             MEMORY_UNITS * ALIGNMENT,
             index=self.index,
             policies=lambda: eviction.make(policy),
-            announce=ToAll([self.log, self]),
+            announce=ToAll([self.log, self.shown]),
             watermarks=Watermarks(evict_above=0.8, evict_share=0.1),
             quotas={"limited": QUOTA_UNITS * ALIGNMENT},
             first_generation=self.life << OBJECTS_BITS,
@@ -123,7 +110,7 @@ class SimulatedNode:
         """It comes back empty at the next start."""
         if self._has_disk:
             self._has_disk = False
-            self._remove(self.state.forget_disk)
+            self.shown.asked(self.state.forget_disk)
             self.disk.kept.clear()
             self.removals.lose_folder()
 
@@ -147,28 +134,6 @@ class SimulatedNode:
     @property
     def is_stalled(self) -> bool:
         return self._world.now < self.stalled_until
-
-    # Announcements
-
-    def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
-        found = self.state.find(key)
-        assert found is not None
-        self.expected[key] = found.checksum
-
-    def moved(self, key: BlockKey, tier: Tier) -> None:
-        assert key in self.expected
-
-    def removed(self, key: BlockKey) -> None:
-        del self.expected[key]
-        self._num_evicted += not self._asked
-
-    def _remove(self, action: Callable[[], Any]) -> Any:
-        """Runs what may remove objects that are not evicted."""
-        self._asked = True
-        try:
-            return action()
-        finally:
-            self._asked = False
 
     # Calls
 
@@ -277,7 +242,7 @@ class SimulatedNode:
         self.pump()
 
     def remove(self, keys: Sequence[BlockKey], reply: Reply) -> None:
-        removed = self._remove(lambda: self.state.remove(keys, corrupt=False))
+        removed = self.shown.asked(lambda: self.state.remove(keys, corrupt=False))
         for found in removed:
             self._removed_up_to[found.key] = found.generation
         if self._unknown:
@@ -296,7 +261,7 @@ class SimulatedNode:
 
     def drop_before(self, bounds: dict[BlockKey, int]) -> None:
         """Others have told of removals."""
-        self._remove(lambda: self.state.remove_before(bounds))
+        self.shown.asked(lambda: self.state.remove_before(bounds))
         for key, bound in bounds.items():
             self._removed_up_to[key] = max(bound - 1, self._removed_up_to.get(key, 0))
         if self._unknown:
@@ -339,9 +304,9 @@ class SimulatedNode:
     def _copies(self) -> list[Store]:
         """Now and then something is copied ahead of need."""
         rng = self._world.rng
-        if rng.random() > 0.1 or not self.expected:
+        if rng.random() > 0.1 or not self.shown.expected:
             return []
-        stored = self.state.find(rng.choice(list(self.expected)))
+        stored = self.state.find(rng.choice(list(self.shown.expected)))
         return [] if stored is None else self.state.moves.copies(2**30, [stored])
 
     def _written(self, store: Store) -> None:
@@ -369,7 +334,7 @@ class SimulatedNode:
         good = self._has_disk and self._world.rng.random() < 0.99
         if good:
             self.memory.write(load.offset, load.object.length, load.object.checksum)
-        self._remove(lambda: self.state.loaded(load, good))
+        self.shown.asked(lambda: self.state.loaded(load, good))
         self._answer_leases()
         self.pump()
 
@@ -400,7 +365,7 @@ class SimulatedNode:
 
     def _restore(self, found: DiskObject, place: Place) -> bool:
         assert found.generation > self._removed_up_to.get(found.key, 0), "a removed object is back"
-        return bool(self._remove(lambda: self.state.restore(found, place)))
+        return bool(self.shown.asked(lambda: self.state.restore(found, place)))
 
     def _expire(self) -> None:
         for reservation in self.state.expire(self._now):
@@ -416,8 +381,8 @@ class SimulatedNode:
         """Raises AssertionError unless the node is in order, and holds what it should and nothing else."""
         self.state.validate()
         visible = list(self.state.objects())
-        assert {o.key: o.checksum for o in visible} == self.expected
-        assert self._num_evicted == self.state.counters["evictions_succeeded"]
+        assert {o.key: o.checksum for o in visible} == self.shown.expected
+        assert self.shown.num_evicted == self.state.counters["evictions_succeeded"]
         for stored in visible:
             self._check_object(stored)
         places = {o.place for o in visible if o.place is not None}

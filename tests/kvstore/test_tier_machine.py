@@ -7,33 +7,18 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
-from kvstore import eviction
 from kvstore.allocator import ALIGNMENT
-from kvstore.catalog import Catalog
 from kvstore.disk.base import DiskObject, Pin, Place
 from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
 from kvstore.moves import Load, Store
-from kvstore.native.library import key_index
-from kvstore.native.reader import MappedReader
-from kvstore.promises import Lease, Outcome, Wish
-from kvstore.state import StoreState
-from kvstore.stored import StoredObject, Tier, Watermarks
+from kvstore.promises import Outcome, Wish
 from protocol.errors import StaleLease
 from protocol.keys import BlockKey, pack_keys
-from tests.kvstore.eviction_law import Law
-from tests.kvstore.hardware import NOTHING, Disk, Memory
+from tests.kvstore.hardware import NOTHING
+from tests.kvstore.two_tiers import DEPTH, NUM_CHAINS, QUOTA_UNITS, TwoTiersInTruth, key
 
-NUM_CHAINS, DEPTH = 3, 4
-MEMORY_UNITS, DISK_UNITS, QUOTA_UNITS = 8, 14, 4
 TTL_S = 10.0
 chains = st.integers(0, NUM_CHAINS - 1)
 depths = st.integers(0, DEPTH - 1)
@@ -43,55 +28,8 @@ often = st.sampled_from([True, True, True, False])
 tenants = st.sampled_from(["", "limited"])
 
 
-def key(chain: int, depth: int) -> BlockKey:
-    return BlockKey(bytes([chain + 1, depth]).ljust(16, b"\0"))
-
-
-ALL_KEYS = [key(chain, depth) for chain in range(NUM_CHAINS) for depth in range(DEPTH)]
-
-
-class TwoTiers(RuleBasedStateMachine):
-    policy_name: str
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.count = 0
-        self.next_generation = 1
-        self.disk = Disk(DISK_UNITS * ALIGNMENT)
-        self.removed_up_to: dict[BlockKey, int] = {}  # generations
-        self.start()
-
-    def start(self) -> None:
-        """A node without memory of another's life, but for what its disk holds."""
-        self.memory = Memory(MEMORY_UNITS)
-        self.law = Law()
-        self.index = key_index()
-        catalog = Catalog(
-            self.memory.nbytes,
-            index=self.index,
-            policies=lambda: eviction.make(self.policy_name),
-            announce=self.law,
-            watermarks=Watermarks(evict_above=0.25, evict_share=0.25),
-            quotas={"limited": QUOTA_UNITS * ALIGNMENT},
-            first_generation=self.next_generation,
-        )
-        self.state = StoreState(catalog)
-        self.law.is_leaving = lambda block: catalog.rows.is_leaving(self.index.record_of(block))
-        self.state.use_disk(self.disk)
-        self.disk_is_lost = False
-        self.unknown = self.disk.recover()  # found by and by
-        self.truth: dict[BlockKey, tuple[int, int]] = {}  # visible: generation, content
-        self.writing: dict[str, dict[BlockKey, int]] = {}  # contents by reservation
-        self.stores: list[Store] = []
-        self.loads: list[Load] = []
-        self.checks: list[StoredObject] = []
-        self.waiting: dict[str, Lease] = {}  # for reads
-        self.leases: dict[str, tuple[float, tuple[StoredObject, ...]]] = {}
-
-    def new_number(self) -> int:
-        self.count += 1
-        return self.count
+class TwoTiers(TwoTiersInTruth):
+    """What may happen to it, in any order."""
 
     @initialize()
     def begin_with_both_tiers(self) -> None:
@@ -376,58 +314,6 @@ class TwoTiers(RuleBasedStateMachine):
 
     def is_being_written(self, block: BlockKey) -> bool:
         return any(block in contents for contents in self.writing.values())
-
-    def protect(self) -> None:
-        """What leases hold is protected while it is visible."""
-        self.law.leased = {
-            stored.key
-            for _, objects in self.leases.values()
-            for stored in objects
-            if self.truth.get(stored.key, (0, 0))[0] == stored.generation
-        }
-
-    # What always holds
-
-    @invariant()
-    def everything_is_accounted_for(self) -> None:
-        leaving = {store.object.generation for store in self.stores if store.demote}
-        visible = {generation: block for block, (generation, _) in self.truth.items()}
-        assert all(self.law.is_leaving(visible[g]) for g in leaving & visible.keys())
-        self.protect()
-        self.state.validate()
-        usage = self.state.usage()
-        assert usage.num_objects == len(self.law.tiers)
-        arriving = sum(store.disk_bytes for store in self.stores)
-        assert usage.disk_live == 0 or usage.disk_live + arriving <= usage.disk_limit
-
-    @invariant()
-    def readers_of_the_index_see_what_was_committed_or_nothing(self) -> None:
-        reader = MappedReader(self.index.memory, memoryview(b""))
-        self.truth = {k: known for k, known in self.truth.items() if k in self.law.tiers}
-        for block in ALL_KEYS:
-            entry = reader.find(block)
-            assert (entry is not None) == (block in self.truth)
-            if entry is None:
-                continue
-            assert (entry.generation, entry.checksum) == self.truth[block]
-            assert (entry.offset is None) == (self.law.tiers[block] is Tier.DISK)
-            if entry.offset is not None:
-                assert self.memory.read(entry.offset, entry.length) == entry.checksum
-
-    @invariant()
-    def leases_show_the_bytes_that_were_committed(self) -> None:
-        for _, objects in self.leases.values():
-            for stored in objects:
-                assert stored.offset is not None
-                assert self.memory.read(stored.offset, stored.length) == stored.checksum
-
-    @invariant()
-    def places_on_disk_are_those_of_visible_objects(self) -> None:
-        visible = {o.place: o for o in self.state.objects() if o.place is not None}
-        unknown = {place for _, place in self.unknown}
-        assert self.disk.live == visible.keys() | unknown
-        for place, stored in visible.items():
-            assert self.disk.kept[place].generation == stored.generation
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)

@@ -17,6 +17,7 @@ from tests.kvstore.states import NO_TRIM, CountedDisk, Heard, make_state
 UNIT = CountedDisk(0).space(ALIGNMENT)
 """Disk that an object of one unit of memory takes."""
 TTL_S = 30.0
+MARKS = Watermarks()
 
 
 def key(number: int) -> BlockKey:
@@ -144,3 +145,11 @@ class Tiered:
 
     def on_disk_only(self) -> list[int]:
         return [number for number, tier in self.tiers().items() if tier is Tier.DISK]
+
+
+def full(units: int = 100) -> Tiered:
+    """Memory for `units` objects at its high watermark, filled with objects 1, 2, … that follow nobody."""
+    node = Tiered.make(units, 2 * units, watermarks=MARKS)
+    for number in range(1, units * 9 // 10 + 1):
+        node.put(chain(number))
+    return node

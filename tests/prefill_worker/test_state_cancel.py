@@ -1,4 +1,4 @@
-"""Events in, actions out: a request that is cancelled, or comes twice, in each phase of the prefill worker's automaton."""
+"""Events in, actions out: requests that are cancelled, or come twice, in each phase of the automaton."""
 
 from __future__ import annotations
 

@@ -1,0 +1,242 @@
+"""Two tiers: a disk that is full, lost, or found again at a restart."""
+
+from __future__ import annotations
+
+from kvstore.allocator import ALIGNMENT
+from kvstore.disk.base import Pin, Place
+from kvstore.promises import Outcome
+from kvstore.stored import Tier, Watermarks
+from tests.kvstore.tiered import Tiered, chain, key, keys
+
+
+def test_a_full_disk_drops_its_coldest_leaf() -> None:
+    node = Tiered.make(memory=4, disk=3)
+    node.put(chain(1, 2))
+    node.sink(1, 2)
+    node.put(chain(3))
+    node.sink(3)
+    node.use(2, 1)  # block 3 is the coldest now, block 1 comes next but has a follower
+    for number in (4, 5):
+        node.put(chain(number))
+        node.copy(number)
+        node.use(1)
+    assert node.on_disk_only() == [1]
+    assert node.in_memory() == [4, 5]
+
+
+def test_a_disk_full_of_what_is_in_use_refuses_and_loses_nothing() -> None:
+    node = Tiered.make(memory=4, disk=1)
+    node.put(chain(1))
+    node.sink(1)
+    _, [load] = node.lease(1)
+    node.put(chain(2))
+    found = node.state.find(key(2))
+    assert found is not None
+    assert node.state.moves.copies(2**30, [found]) == []
+    node.state.loaded(load, True)
+    assert node.in_memory() == [1, 2]
+
+
+def test_a_disk_full_of_copies_of_what_is_in_memory_does_not_block_demotion() -> None:
+    marks = Watermarks(evict_above=0.8, evict_share=0.1)
+    node = Tiered.make(memory=10, disk=4, watermarks=marks)
+    for number in range(1, 5):
+        node.put(chain(number))
+    node.copy(1, 2, 3, 4)
+    for number in range(5, 10):
+        node.put(chain(number))
+    node.use(1, 2, 3, 4)
+    stores = node.demotions()
+    assert [store.object.key for store in stores] == [key(5), key(6)]
+    node.written(stores)
+    assert node.in_memory() == [1, 2, 3, 4, 7, 8, 9]
+    assert node.on_disk_only() == [5, 6]
+    assert node.state.counters["copies_dropped"] == 2
+    assert node.state.usage().disk_live == node.state.usage().disk_limit
+
+
+def test_a_copy_is_not_dropped_for_another_copy_nor_from_under_a_reader() -> None:
+    node = Tiered.make(memory=4, disk=1)
+    for number in (1, 2):
+        node.put(chain(number))
+    node.copy(1)
+    found = node.state.find(key(2))
+    assert found is not None
+    assert node.state.moves.copies(2**30, [found]) == []
+    node.lease(1)
+    assert not node.state._catalog.drop_a_copy()
+    assert node.tiers().keys() == {1, 2}
+
+
+def test_writes_under_way_count_as_space_on_disk() -> None:
+    node = Tiered.make(memory=4, disk=1)
+    node.put(chain(1))
+    node.put(chain(2))
+    both = [stored for n in (1, 2) if (stored := node.state.find(key(n))) is not None]
+    [store] = node.state.moves.copies(2**30, both)
+    assert not node.recover(3, 50)
+    node.written([store])
+    assert node.state.usage().disk_live == node.state.usage().disk_limit
+
+
+def test_soft_pinned_objects_are_demoted_and_evicted_last_and_hard_pinned_ones_never() -> None:
+    node = Tiered.make(memory=3, watermarks=Watermarks(evict_above=0.0, evict_share=0.0))
+    node.put(chain(1, pin=Pin.HARD))
+    node.put(chain(2, pin=Pin.SOFT))
+    node.put(chain(3))
+    stores = node.demotions()
+    assert [store.object.key for store in stores] == keys(3, 2)
+    node.written(stores)
+    assert node.tiers() == {1: Tier.MEMORY, 2: Tier.DISK, 3: Tier.DISK}
+
+
+def test_pins_hold_on_disk_too() -> None:
+    node = Tiered.make(memory=8, disk=3)
+    for number, pin in ((1, Pin.HARD), (2, Pin.SOFT), (3, Pin.NONE)):
+        node.put(chain(number, pin=pin))
+        node.sink(number)
+    for number, left in ((4, [1, 2]), (5, [1]), (6, [1])):
+        node.put(chain(number))
+        node.copy(number)
+        assert node.on_disk_only() == left
+    assert node.in_memory() == [4, 5, 6]
+
+
+def test_losing_the_disk_keeps_what_is_in_memory() -> None:
+    node = Tiered.make()
+    node.put(chain(1, 2, 3))
+    node.sink(2, 3)
+    node.copy(1)
+    node.state.forget_disk()
+    assert node.tiers() == {1: Tier.MEMORY}
+    assert node.disk.places == {}
+    assert node.state.counters["objects_lost_with_disk"] == 2
+    assert node.state.usage().disk_limit == node.state.usage().disk_live == 0
+
+
+def test_losing_the_disk_ends_moves_under_way_without_loss_of_memory() -> None:
+    node = Tiered.make(memory=4, watermarks=Watermarks(evict_above=0.5, evict_share=0.0))
+    node.put(chain(1))
+    node.sink(1)
+    node.put(chain(2))
+    node.put(chain(3))
+    lease_id, [load] = node.lease(1)
+    stores = node.demotions()
+    assert stores
+    node.state.forget_disk()
+    for store in stores:
+        node.state.moves.stored(store, Place(7))
+    node.state.loaded(load, False)
+    assert node.state.readers.settle(lease_id).objects == ()
+    assert node.in_memory() == [2, 3]
+    assert node.state.usage().free == 2 * ALIGNMENT
+
+
+def test_what_a_lost_disk_still_finds_is_not_wanted() -> None:
+    node = Tiered.make()
+    node.state.forget_disk()
+    assert not node.recover(1, 5)
+    assert node.tiers() == {}
+
+
+def test_of_generations_found_at_a_restart_the_latest_counts_in_any_order() -> None:
+    node = Tiered.make(disk=2)
+    assert node.recover(1, 5)
+    assert not node.recover(1, 4)
+    assert node.recover(1, 6)
+    assert node.recover(2, 9)
+    found = node.state.find(key(1))
+    assert found is not None
+    assert found.generation == 6
+    assert sorted(node.disk.places.values()) == keys(1, 2)
+
+
+def test_a_later_generation_takes_the_space_of_the_one_before_on_a_full_disk() -> None:
+    node = Tiered.make(disk=1)
+    assert node.recover(1, 5)
+    assert node.recover(1, 6)
+    assert node.on_disk_only() == [1]
+
+
+def test_generations_go_on_above_those_found_at_a_restart() -> None:
+    node = Tiered.make()
+    node.recover(1, 500)
+    node.put(chain(2))
+    found = node.state.find(key(2))
+    assert found is not None
+    assert found.generation > 500
+
+
+def test_an_object_written_since_the_restart_outlives_the_one_found_later() -> None:
+    node = Tiered.make()
+    node.recover(9, 500)
+    node.put(chain(1))
+    assert not node.recover(1, 400)
+    assert node.in_memory() == [1]
+
+
+def test_what_is_found_while_its_key_is_being_written_is_not_wanted() -> None:
+    node = Tiered.make()
+    node.state.writers.reserve("r", chain(1), 30.0, 0.0)
+    assert not node.recover(1, 500)
+    assert node.tiers() == {}
+
+
+def test_a_chain_found_from_its_end_is_whole_again() -> None:
+    node = Tiered.make(disk=3)
+    for number in (3, 2, 1):
+        assert node.recover(number, number, parent=number - 1 or None)
+    node.put(chain(9))
+    node.copy(9)
+    assert node.on_disk_only() == [1, 2], "its end was the only one that could go"
+
+
+def test_a_pin_found_at_a_restart_holds() -> None:
+    node = Tiered.make(disk=1)
+    node.recover(1, 5, pin=Pin.HARD)
+    node.put(chain(9))
+    node.copy(9)
+    assert node.on_disk_only() == [1]
+
+
+def test_an_object_that_the_disk_moved_is_released_where_it_is() -> None:
+    node = Tiered.make()
+    node.put(chain(1))
+    node.sink(1)
+    found = node.state.find(key(1))
+    assert found is not None
+    assert found.place is not None
+    del node.disk.places[found.place]
+    elsewhere = node.disk.put(key(1))
+    assert node.state.moves.relocated(key(1), found.generation, elsewhere)
+    assert not node.state.moves.relocated(key(1), found.generation + 1, Place(99))
+    node.state.remove(keys(1), corrupt=False)
+    assert node.disk.places == {}
+    assert not node.state.moves.relocated(key(1), found.generation, elsewhere)
+
+
+def test_an_object_being_checked_stays_where_it_is() -> None:
+    node = Tiered.make(memory=1)
+    node.put(chain(1))
+    node.copy(1)
+    found = node.state.find(key(1))
+    assert found is not None
+    node.state.moves.check(found)
+    assert node.put(chain(2)) == [Outcome.FULL]
+    node.state.moves.checked(found)
+    assert node.put(chain(2)) == [Outcome.GRANTED]
+    assert node.tiers() == {1: Tier.DISK, 2: Tier.MEMORY}
+
+
+def test_an_object_being_checked_while_it_is_written_stays_in_memory() -> None:
+    node = Tiered.make(watermarks=Watermarks(evict_above=0.0, evict_share=0.0))
+    node.put(chain(1))
+    stores = node.demotions()
+    found = node.state.find(key(1))
+    assert found is not None
+    node.state.moves.check(found)
+    node.written(stores)
+    assert node.in_memory() == [1]
+    node.state.moves.checked(found)
+    assert node.demotions() == []
+    assert node.on_disk_only() == [1]

@@ -1,0 +1,129 @@
+"""What is true of the bytes of a node with two tiers, and what always holds between that and its state.
+
+Knows not what may happen to it: those are the rules of `test_tier_machine`.
+"""
+
+from __future__ import annotations
+
+from hypothesis.stateful import RuleBasedStateMachine, invariant
+
+from kvstore import eviction
+from kvstore.allocator import ALIGNMENT
+from kvstore.catalog import Catalog
+from kvstore.moves import Load, Store
+from kvstore.native.library import key_index
+from kvstore.native.reader import MappedReader
+from kvstore.promises import Lease
+from kvstore.state import StoreState
+from kvstore.stored import StoredObject, Tier, Watermarks
+from protocol.keys import BlockKey
+from tests.kvstore.eviction_law import Law
+from tests.kvstore.hardware import Disk, Memory
+
+NUM_CHAINS, DEPTH = 3, 4
+MEMORY_UNITS, DISK_UNITS, QUOTA_UNITS = 8, 14, 4
+
+
+def key(chain: int, depth: int) -> BlockKey:
+    return BlockKey(bytes([chain + 1, depth]).ljust(16, b"\0"))
+
+
+ALL_KEYS = [key(chain, depth) for chain in range(NUM_CHAINS) for depth in range(DEPTH)]
+
+
+class TwoTiersInTruth(RuleBasedStateMachine):
+    """A node, its disk, and what is visible, leased and under way according to what has happened to it."""
+
+    policy_name: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.count = 0
+        self.next_generation = 1
+        self.disk = Disk(DISK_UNITS * ALIGNMENT)
+        self.removed_up_to: dict[BlockKey, int] = {}  # generations
+        self.start()
+
+    def start(self) -> None:
+        """A node without memory of another's life, but for what its disk holds."""
+        self.memory = Memory(MEMORY_UNITS)
+        self.law = Law()
+        self.index = key_index()
+        catalog = Catalog(
+            self.memory.nbytes,
+            index=self.index,
+            policies=lambda: eviction.make(self.policy_name),
+            announce=self.law,
+            watermarks=Watermarks(evict_above=0.25, evict_share=0.25),
+            quotas={"limited": QUOTA_UNITS * ALIGNMENT},
+            first_generation=self.next_generation,
+        )
+        self.state = StoreState(catalog)
+        self.law.is_leaving = lambda block: catalog.rows.is_leaving(self.index.record_of(block))
+        self.state.use_disk(self.disk)
+        self.disk_is_lost = False
+        self.unknown = self.disk.recover()  # found by and by
+        self.truth: dict[BlockKey, tuple[int, int]] = {}  # visible: generation, content
+        self.writing: dict[str, dict[BlockKey, int]] = {}  # contents by reservation
+        self.stores: list[Store] = []
+        self.loads: list[Load] = []
+        self.checks: list[StoredObject] = []
+        self.waiting: dict[str, Lease] = {}  # for reads
+        self.leases: dict[str, tuple[float, tuple[StoredObject, ...]]] = {}
+
+    def new_number(self) -> int:
+        self.count += 1
+        return self.count
+
+    def protect(self) -> None:
+        """What leases hold is protected while it is visible."""
+        self.law.leased = {
+            stored.key
+            for _, objects in self.leases.values()
+            for stored in objects
+            if self.truth.get(stored.key, (0, 0))[0] == stored.generation
+        }
+
+    # What always holds
+
+    @invariant()
+    def everything_is_accounted_for(self) -> None:
+        leaving = {store.object.generation for store in self.stores if store.demote}
+        visible = {generation: block for block, (generation, _) in self.truth.items()}
+        assert all(self.law.is_leaving(visible[g]) for g in leaving & visible.keys())
+        self.protect()
+        self.state.validate()
+        usage = self.state.usage()
+        assert usage.num_objects == len(self.law.tiers)
+        arriving = sum(store.disk_bytes for store in self.stores)
+        assert usage.disk_live == 0 or usage.disk_live + arriving <= usage.disk_limit
+
+    @invariant()
+    def readers_of_the_index_see_what_was_committed_or_nothing(self) -> None:
+        reader = MappedReader(self.index.memory, memoryview(b""))
+        self.truth = {k: known for k, known in self.truth.items() if k in self.law.tiers}
+        for block in ALL_KEYS:
+            entry = reader.find(block)
+            assert (entry is not None) == (block in self.truth)
+            if entry is None:
+                continue
+            assert (entry.generation, entry.checksum) == self.truth[block]
+            assert (entry.offset is None) == (self.law.tiers[block] is Tier.DISK)
+            if entry.offset is not None:
+                assert self.memory.read(entry.offset, entry.length) == entry.checksum
+
+    @invariant()
+    def leases_show_the_bytes_that_were_committed(self) -> None:
+        for _, objects in self.leases.values():
+            for stored in objects:
+                assert stored.offset is not None
+                assert self.memory.read(stored.offset, stored.length) == stored.checksum
+
+    @invariant()
+    def places_on_disk_are_those_of_visible_objects(self) -> None:
+        visible = {o.place: o for o in self.state.objects() if o.place is not None}
+        unknown = {place for _, place in self.unknown}
+        assert self.disk.live == visible.keys() | unknown
+        for place, stored in visible.items():
+            assert self.disk.kept[place].generation == stored.generation
