@@ -60,36 +60,38 @@ def weigh_decodes(
 ) -> DecodeColumns:
     """All candidates with the request added. The record outlives the tables, so that it copies what may change."""
     half = newcomer.expected_output / 2
-    instants = (now, newcomer.lands_at, newcomer.lands_at + half * outlook.pace_s)
-    loads = loads_at(decodes, outlook, newcomer, instants, (0.0, 0.0, half))
-    loads = _overtaken(decodes, loads, newcomer.num_overtaking)
-    now_held, landing_held, later_held = loads.held_tokens
-    # Blocks that will be left for others at the worst of these moments, with the newcomer's whole answer.
-    grown = np.maximum(landing_held, later_held) - now_held + newcomer.expected_output
-    free_blocks = decodes.free_blocks.copy()
+    prompt = float(newcomer.num_prompt_tokens)
+    steps = outlook.weigh(
+        decodes,
+        instants=(now, newcomer.lands_at, newcomer.lands_at + half * outlook.pace_s),
+        own_tokens=(prompt, prompt, prompt + half),
+        num_overtaking=newcomer.num_overtaking,
+        expected_output=newcomer.expected_output,
+        needed_blocks=newcomer.needed_blocks,
+        block_size=newcomer.block_size,
+    )
     return DecodeColumns(
         decodes.ids,
-        loads.num_seqs[0],
-        loads.context_tokens[0],
-        loads.num_seqs[1],
-        loads.context_tokens[1],
-        free_blocks,
+        steps.num_seqs,
+        steps.context_tokens,
+        steps.landing_seqs,
+        steps.landing_tokens,
+        decodes.free_blocks.copy(),
         newcomer.needed_blocks,
-        free_blocks - newcomer.needed_blocks - grown / newcomer.block_size,
-        loads.num_seqs[1] <= decodes.slots,
-        loads.step_s[0],
-        loads.step_s[1],
-        loads.step_s[2],
+        steps.spare_blocks,
+        steps.has_slot,
+        steps.tbt_s,
+        steps.landing_tbt_s,
+        steps.later_tbt_s,
         decodes.chosen_at.copy(),
     )
 
 
-def _overtaken(decodes: DecodeTable, loads: DecodeLoads, number: float) -> DecodeLoads:
-    """With so many sequences more, of the mean length, at every instant but the first one, which is now."""
-    if not number:
+def overtaken(decodes: DecodeTable, loads: DecodeLoads, number: float | Floats) -> DecodeLoads:
+    """With so many sequences more, of the mean length, at every instant; `number` may have one for each instant."""
+    if not np.any(number):
         return loads
-    more = np.full((len(loads.num_seqs), 1), number)
-    more[0] = 0.0
+    more = np.broadcast_to(number, len(loads.num_seqs))[:, None]
     tokens = loads.context_tokens * (1.0 + more / loads.num_seqs)
     num_seqs = loads.num_seqs + more
     return DecodeLoads(num_seqs, tokens, decodes.step_s(num_seqs, tokens), loads.held_tokens)
@@ -109,11 +111,13 @@ def best_decode(
     fits = columns.free_blocks >= columns.needed_blocks
     if not np.count_nonzero(fits):
         return _soonest(columns, instances, block_size, now)
-    among = fits
-    for better in (within, columns.has_slot, columns.spare_blocks >= 0):
-        both = among & better
-        if np.count_nonzero(both):
-            among = both
+    wishes = (within, columns.has_slot, columns.spare_blocks >= 0)
+    among = fits & wishes[0] & wishes[1] & wishes[2]
+    if not np.count_nonzero(among):
+        among = fits
+        for wish in wishes:  # the first ones count most
+            both = among & wish
+            among = both if np.count_nonzero(both) else among
     worst_s = np.maximum(columns.landing_tbt_s, columns.later_tbt_s)
     return least(worst_s, columns.chosen_at, among), 0.0
 

@@ -4,7 +4,8 @@ Owns a row for every placed sequence that has not ended. A sequence holds its pr
 runs and grows by a token per step from its begin, and ends at a constant rate that is learned anew with every heartbeat
 (how long those that got so far went on), at its limit in any case. Per instance the sums of that are kept at INSTANTS
 after the time of drawing, and change with every sequence; between two instants they are straight lines. So a placement
-asks for all instances at once, however many sequences they have. Pure; knows no blocks.
+asks for all instances at once, however many sequences they have. The arithmetic is `conductor.native.sequences`. Pure;
+knows no blocks.
 """
 
 from __future__ import annotations
@@ -15,15 +16,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conductor.columns import Floats, Ints
+from conductor.columns import DecodeTable, Floats, Ints
+from conductor.native.sequences import (
+    CONTEXT,
+    HELD,
+    NUM_SUMS,
+    RUNNING,
+    Decodes,
+    Question,
+    Sequences,
+    Steps,
+    sequence_kernel,
+)
 
 # Seconds after drawing. Denser where prompts' first tokens lie; an answer of 1,000 tokens takes about half a minute.
 INSTANTS = np.array((0.0, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128))
 # Drawn again after this: the first instants are the dense ones.
 _STALE_S = 0.5
 
-_RUNNING, _CONTEXT, _HELD = range(3)
-_NUM_SUMS = 3
 _FIRST_CAPACITY = 16
 _PACE_WEIGHT = 0.05  # of the newest
 _OFFSETS: list[float] = INSTANTS.tolist()
@@ -68,12 +78,14 @@ class Outlook:
         self._generated = np.zeros(_FIRST_CAPACITY)  # as of then, like what follows
         self._step_s = np.ones(_FIRST_CAPACITY)
         self._end_rate = np.zeros(_FIRST_CAPACITY)  # per second
-        self._shapes = np.zeros((_FIRST_CAPACITY, _NUM_SUMS, len(INSTANTS)))
+        self._shapes = np.zeros((_FIRST_CAPACITY, NUM_SUMS, len(INSTANTS)))
         self._free = list(range(_FIRST_CAPACITY))
-        self._sums = np.zeros((1, _NUM_SUMS, len(INSTANTS)))  # row 0: of instances that have left
+        self._sums = np.zeros((1, NUM_SUMS, len(INSTANTS)))  # row 0: of instances that have left
         self._free_numbers: list[int] = []
-        self._instants = INSTANTS
+        self._instants = INSTANTS.copy()
         self.pace_s = 0.0  # of late, predicted between two tokens of a sequence
+        self._kernel = sequence_kernel()
+        self._bind()
 
     def __len__(self) -> int:
         return len(self._is_used) - len(self._free)
@@ -85,6 +97,7 @@ class Outlook:
         if self._free_numbers:
             return self._free_numbers.pop()
         self._sums = np.concatenate([self._sums, np.zeros_like(self._sums[:1])])
+        self._bind()
         return len(self._sums) - 1
 
     def leave(self, number: int) -> None:
@@ -116,9 +129,7 @@ class Outlook:
         self._generated[slot], self._step_s[slot] = 0.0, step_s
         self._end_rate[slot] = max(1.0 / expected - 1.0 / most, 0.0) / step_s
         self.pace_s += (step_s - self.pace_s) * (_PACE_WEIGHT if self.pace_s else 1.0)
-        shape = self._shapes[slot]
-        self._fill(shape, slice(slot, slot + 1))
-        self._sums[number] += shape
+        self._kernel.add(slot)
         return slot
 
     def begin(self, slot: int, begins_at: float) -> None:
@@ -148,7 +159,7 @@ class Outlook:
         self._generated[slots] = most - left
         rate = 1.0 / np.clip(remaining, 1.0, left) - 1.0 / left
         self._end_rate[slots] = np.maximum(rate, 0.0) / step_s
-        self._draw_some(slots)
+        self._kernel.redraw(slots)
 
     # -- questions
 
@@ -157,17 +168,52 @@ class Outlook:
         if not 0.0 <= now - self._instants[0] <= _STALE_S:
             self._draw(now)
 
+    def weigh(
+        self,
+        decodes: DecodeTable,
+        *,
+        instants: tuple[float, float, float],
+        own_tokens: tuple[float, float, float],
+        num_overtaking: float,
+        expected_output: float,
+        needed_blocks: int,
+        block_size: int,
+    ) -> Steps:
+        """Decode steps of these instances, now, when a newcomer lands and in the middle of its answer (`Question`)."""
+        drawn_at = float(self._instants[0])
+        now, landing, later = (_between(instant - drawn_at) for instant in instants)
+        question = Question(
+            (now[0], landing[0], later[0]),
+            (now[1], landing[1], later[1]),
+            own_tokens,
+            num_overtaking,
+            expected_output,
+            needed_blocks,
+            block_size,
+        )
+        columns = Decodes(
+            decodes.number,
+            decodes.slots,
+            decodes.c0,
+            decodes.c1,
+            decodes.c2,
+            decodes.other_seqs,
+            decodes.other_tokens,
+            decodes.free_blocks,
+        )
+        return self._kernel.weigh(columns, question)
+
     def at(self, instants: Sequence[float], numbers: Ints) -> Sums:
         """Of these instances; beyond the last of INSTANTS as there."""
-        weights = np.zeros((len(INSTANTS), len(instants)))
         drawn_at = float(self._instants[0])
-        for column, instant in enumerate(instants):
-            after, weight = _between(instant - drawn_at)
-            weights[after, column], weights[after - 1, column] = weight, 1.0 - weight
-        flat = self._sums[numbers].reshape(-1, len(INSTANTS)) @ weights
-        np.maximum(flat, 0.0, out=flat)  # what rounding leaves of sequences that are gone
-        sums = flat.reshape(len(numbers), _NUM_SUMS, -1).transpose(1, 2, 0)
-        return Sums(sums[_RUNNING], sums[_CONTEXT], sums[_HELD])
+        found = [_between(instant - drawn_at) for instant in instants]
+        after = np.array([place for place, _ in found])
+        weight = np.array([weight for _, weight in found])
+        sums = self._sums[numbers]
+        sums = sums[:, :, after - 1] * (1.0 - weight) + sums[:, :, after] * weight
+        # Not below 0: what rounding leaves of sequences that are gone.
+        sums = np.maximum(sums, 0.0).transpose(1, 2, 0)
+        return Sums(sums[RUNNING], sums[CONTEXT], sums[HELD])
 
     def drain(self, number: int, now: float) -> Drain:
         """What should have ended ends with the next step."""
@@ -183,47 +229,27 @@ class Outlook:
 
     # -- keeping
 
-    def _fill(self, shapes: Floats, slots: slice | Ints) -> None:
-        """What sequences add to the sums at each instant; shapes [..., _NUM_SUMS, instants]."""
-        instants = self._instants
-        as_of, step_s = self._as_of[slots, None], self._step_s[slots, None]
-        passed_s = np.maximum(instants - as_of, 0.0)
-        left_s = (self._most[slots] - self._generated[slots])[:, None] * step_s
-        # It is there now, whenever it was looked at: only what comes after now may end it.
-        at_risk_s = np.minimum(passed_s, instants - instants[0])
-        likely = np.exp(at_risk_s * -self._end_rate[slots, None])
-        likely *= passed_s < left_s
-        passed_s /= step_s
-        passed_s += (self._tokens[slots] + self._generated[slots])[:, None]
-        passed_s *= likely
-        likely *= instants >= self._begins_at[slots, None]
-        shapes[..., _RUNNING, :] = likely
-        shapes[..., _HELD, :] = passed_s
-        shapes[..., _CONTEXT, :] = passed_s * (likely > 0.0)
-
-    def _draw_some(self, slots: Ints) -> None:
-        if not slots.size:
-            return
-        owner = self._owner[slots[0]]  # of all of them
-        before = self._shapes[slots].sum(axis=0)
-        shapes = np.empty((len(slots), _NUM_SUMS, len(INSTANTS)))
-        self._fill(shapes, slots)
-        self._shapes[slots] = shapes
-        self._sums[owner] += shapes.sum(axis=0) - before
+    def _bind(self) -> None:
+        """The kernel works on the columns themselves."""
+        self._kernel.bind(
+            Sequences(
+                owner=self._owner,
+                tokens=self._tokens,
+                most=self._most,
+                begins_at=self._begins_at,
+                as_of=self._as_of,
+                generated=self._generated,
+                step_s=self._step_s,
+                end_rate=self._end_rate,
+                shapes=self._shapes,
+                sums=self._sums,
+                instants=self._instants,
+            )
+        )
 
     def _draw(self, now: float) -> None:
-        self._instants = INSTANTS + now
-        slots = np.flatnonzero(self._is_used)
-        shapes = np.empty((len(slots), _NUM_SUMS, len(INSTANTS)))
-        self._fill(shapes, slots)
-        self._shapes[slots] = shapes
-        self._sums = self._summed(slots)
-
-    def _summed(self, slots: Ints) -> Floats:
-        owner = self._owner[slots]
-        shapes = self._shapes[slots].reshape(len(slots), _NUM_SUMS * len(INSTANTS))
-        columns = [np.bincount(owner, column, len(self._sums)) for column in shapes.T]
-        return np.stack(columns, axis=1).astype(float).reshape(self._sums.shape)
+        np.add(INSTANTS, now, out=self._instants)
+        self._kernel.draw(np.flatnonzero(self._is_used))
 
     def _grow(self) -> None:
         capacity = len(self._is_used)
@@ -233,11 +259,14 @@ class Outlook:
             setattr(self, name, np.concatenate([column, np.ones_like(column)]))
         self._is_used[capacity:] = False
         self._shapes = np.concatenate([self._shapes, np.zeros_like(self._shapes)])
+        self._bind()
 
     def validate(self) -> None:
         used = np.flatnonzero(self._is_used)
         assert sorted([*used.tolist(), *self._free]) == list(range(len(self._is_used))), "lost slot"
-        assert np.allclose(self._sums, self._summed(used), rtol=1e-6, atol=1e-3), "stale sums"
+        sums = np.zeros_like(self._sums)
+        np.add.at(sums, self._owner[used], self._shapes[used])
+        assert np.allclose(self._sums, sums, rtol=1e-6, atol=1e-3), "stale sums"
         assert not self._sums[self._free_numbers].any()
         assert (self._as_of[used] >= self._begins_at[used]).all()
         assert (self._generated[used] <= self._most[used]).all()

@@ -13,6 +13,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from conductor.native.flows import Links
+
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
 
@@ -72,9 +74,13 @@ class Bandwidths:
         local = int(self._hosts[source] == self._hosts[destination])
         return 2 * source + local, 2 * destination + local
 
-    def has_measured(self, source: int) -> bool:
-        """Whether any pair from this source was measured itself."""
-        return source in self._pairs
+    def all_links(self) -> Links:
+        """As the books of flows take them."""
+        return Links(self._hosts, self.out_rates, self.in_rates)
+
+    def measured(self, source: int) -> Floats | None:
+        """Rates from this source to every row, NaN = not measured; None: no pair was."""
+        return self._pairs.get(source)
 
     def alone(self, source: int, destinations: Rows) -> Floats:
         """Bytes per second from one source to each destination without other traffic."""

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import numpy as np
-
 from conductor.cost.bandwidth import (
     DEFAULT_BYTES_PER_S,
     LOCAL_BYTES_PER_S,
@@ -53,7 +51,6 @@ class TransferBook:
         """An endpoint; one that had the row before has left."""
         self.leave(row)
         self.bandwidths.join(row, host, bytes_per_s, local_bytes_per_s)
-        self._flows.forget_rates()
 
     def leave(self, row: int) -> None:
         """An endpoint is gone, and with it all flows from and to it."""
@@ -67,7 +64,7 @@ class TransferBook:
     ) -> None:
         """A flow was decided. A key that is under way begins again."""
         self._advance(now)
-        self._flows.remove(key)
+        self._flows.discard(key)
         if source != destination and nbytes > 0:
             links = self.bandwidths.links_between(source, destination)
             alone = self.bandwidths.alone_between(source, destination)
@@ -79,30 +76,20 @@ class TransferBook:
         ended = self._flows.remove(key)
         if ended is not None:
             self.bandwidths.observe(ended.source, ended.destination, ended.nbytes, ended.alone_s)
-            self._flows.forget_rates()
 
     def abandon(self, key: Hashable, now: float) -> None:
         """The flow failed or is not wanted any more. Unknown keys are ignored."""
         if key in self._flows:
             self._advance(now)
-            self._flows.remove(key)
+            self._flows.discard(key)
 
     def seconds(self, source: int, destinations: Rows, nbytes: Floats, now: float) -> Floats:
         """From one source to each of N different destinations, `nbytes` of shape [N], each as if the only new flow.
         Nothing to move, and moving to itself, take no time."""
         self._advance(now)
-        bandwidths, flows = self.bandwidths, self._flows
-        out, into = bandwidths.links(source, destinations)
-        sent = flows.shared_out(out, nbytes)
-        received = flows.shared_in(into, nbytes, 2 * bandwidths.num_rows)
-        seconds = np.maximum(
-            (nbytes + sent) / bandwidths.out_rates[out],
-            (nbytes + received) / bandwidths.in_rates[into],
-        )
-        if bandwidths.has_measured(source):  # else a pair is as fast as the slower of its links
-            seconds = np.maximum(seconds, nbytes / bandwidths.alone(source, destinations))
-        moved: Floats = np.where((nbytes > 0) & (destinations != source), seconds, 0.0)
-        return moved
+        bandwidths = self.bandwidths
+        measured = bandwidths.measured(source)
+        return self._flows.seconds(bandwidths.all_links(), source, destinations, nbytes, measured)
 
     def bytes_left(self, key: Hashable, now: float) -> float:
         """Of a flow under way; 0 when all should have arrived. Raises KeyError."""
@@ -111,8 +98,7 @@ class TransferBook:
 
     def _advance(self, now: float) -> None:
         if now > self._now:
-            bandwidths = self.bandwidths
-            self._flows.advance(now - self._now, bandwidths.out_rates, bandwidths.in_rates)
+            self._flows.advance(now - self._now, self.bandwidths.all_links())
             self._now = now
 
     def validate(self) -> None:

@@ -1,0 +1,106 @@
+/* Sequences at decode instances: what each adds to sums at a few instants, and decode steps with a newcomer among them.
+ *
+ * Python allocates all memory and checks all bounds; one thread uses it. sequences.py does the same with numpy; the last
+ * bit may differ, since exponentials do.
+ */
+#include <math.h>
+#include <stdint.h>
+
+#define PUBLIC __attribute__((visibility("default")))
+
+enum { RUNNING, CONTEXT, HELD, NUM_SUMS };
+enum { NOW, LANDING, LATER, NUM_LOOKS };
+
+/* By slot, but for `sums`, which is by instance, and `instants`. */
+typedef struct {
+    const int64_t *owner;
+    const double *tokens, *most, *begins_at, *as_of, *generated, *step_s, *end_rate;
+    double *shapes; /* [slots][NUM_SUMS][num_instants] */
+    double *sums; /* [instances][NUM_SUMS][num_instants] */
+    const double *instants;
+} Sequences;
+
+/* By row of the table of decode instances. */
+typedef struct {
+    const int64_t *number; /* of the instance in `sums` */
+    const double *most_seqs, *c0, *c1, *c2, *other_seqs, *other_tokens;
+    const int64_t *free_blocks;
+} Decodes;
+
+/* In the order of `Question` in sequences.py; `after`: a whole number, the instant at or after that of the look. */
+typedef struct {
+    double after[NUM_LOOKS], weight[NUM_LOOKS], own_tokens[NUM_LOOKS];
+    double num_overtaking, expected_output, needed_blocks, block_size;
+} Question;
+
+/* Of each instance with the newcomer, [instances] each. */
+enum { SEQS, TOKENS, LANDING_SEQS, LANDING_TOKENS, SPARE, TBT, LANDING_TBT, LATER_TBT };
+
+static double most(double a, double b) { return a > b ? a : b; }
+static double least(double a, double b) { return a < b ? a : b; }
+
+static void draw(const Sequences *all, int64_t slot, int64_t count, double *shape) {
+    double as_of = all->as_of[slot], step_s = all->step_s[slot], rate = -all->end_rate[slot];
+    double left_s = (all->most[slot] - all->generated[slot]) * step_s;
+    double first = all->tokens[slot] + all->generated[slot];
+    for (int64_t i = 0; i < count; i++) {
+        double instant = all->instants[i], passed_s = most(instant - as_of, 0.0);
+        /* It is there now, whenever it was looked at: only what comes after now may end it. */
+        double at_risk_s = least(passed_s, instant - all->instants[0]);
+        double likely = passed_s < left_s ? exp(at_risk_s * rate) : 0.0;
+        double held = (passed_s / step_s + first) * likely;
+        int runs = instant >= all->begins_at[slot] && likely > 0.0;
+        shape[RUNNING * count + i] = runs ? likely : 0.0;
+        shape[CONTEXT * count + i] = runs ? held : 0.0;
+        shape[HELD * count + i] = held;
+    }
+}
+
+/* Draws these slots anew and changes the sums by the difference; with `afresh` they are added whole. */
+PUBLIC void sequences_draw(const Sequences *all, const int64_t *slots, int64_t num_slots, int64_t count,
+                           int32_t afresh) {
+    int64_t size = NUM_SUMS * count;
+    for (int64_t i = 0; i < num_slots; i++) {
+        double *shape = all->shapes + slots[i] * size, *sum = all->sums + all->owner[slots[i]] * size;
+        if (!afresh)
+            for (int64_t k = 0; k < size; k++) sum[k] -= shape[k];
+        draw(all, slots[i], count, shape);
+        for (int64_t k = 0; k < size; k++) sum[k] += shape[k];
+    }
+}
+
+PUBLIC void sequences_add(const Sequences *all, int64_t slot, int64_t count) {
+    sequences_draw(all, &slot, 1, count, 1);
+}
+
+static double between(const double *sums, int64_t after, double weight) {
+    return most(sums[after - 1] * (1.0 - weight) + sums[after] * weight, 0.0);
+}
+
+PUBLIC void sequences_weigh(const Sequences *all, int64_t count, const Decodes *decodes, int64_t num_rows,
+                            const Question *asked, double *out, uint8_t *has_slot) {
+    for (int64_t row = 0; row < num_rows; row++) {
+        const double *sums = all->sums + decodes->number[row] * NUM_SUMS * count;
+        double slots = decodes->most_seqs[row], seqs[NUM_LOOKS], tokens[NUM_LOOKS], held[NUM_LOOKS], step_s[NUM_LOOKS];
+        for (int look = NOW; look < NUM_LOOKS; look++) {
+            int64_t after = (int64_t)asked->after[look];
+            double weight = asked->weight[look];
+            double num = most(between(sums + RUNNING * count, after, weight) + decodes->other_seqs[row], 0.0) + 1.0;
+            double context = most(between(sums + CONTEXT * count, after, weight) + decodes->other_tokens[row], 0.0);
+            double more = look == NOW ? 0.0 : asked->num_overtaking; /* of the mean length of those that are there */
+            tokens[look] = (context + asked->own_tokens[look]) * (1.0 + more / num);
+            seqs[look] = num + more;
+            held[look] = between(sums + HELD * count, after, weight);
+            double running = least(seqs[look], slots);
+            step_s[look] = decodes->c0[row] + decodes->c1[row] * running
+                + decodes->c2[row] * (tokens[look] * running / seqs[look]);
+        }
+        /* Blocks left for others at the worst of these moments, with the newcomer's whole answer. */
+        double grown = most(held[LANDING], held[LATER]) - held[NOW] + asked->expected_output;
+        double spare = (double)decodes->free_blocks[row] - asked->needed_blocks - grown / asked->block_size;
+        double results[] = {seqs[NOW], tokens[NOW], seqs[LANDING], tokens[LANDING],
+                            spare, step_s[NOW], step_s[LANDING], step_s[LATER]};
+        for (int k = SEQS; k <= LATER_TBT; k++) out[k * num_rows + row] = results[k];
+        has_slot[row] = seqs[LANDING] <= slots;
+    }
+}

@@ -1,0 +1,246 @@
+"""Sums over sequences at coming instants, and decode steps with a newcomer: compiled, or in numpy without a compiler.
+
+What the columns mean is said in `conductor.outlook` and `conductor.columns`; a kernel is bound to those of one outlook
+and keeps nothing else. The compiled one and its twin agree but for the last bits, since exponentials do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from conductor.native.base import FLAGS, Flags, Floats, Ints, address_of
+from protocol.native import CompilerError, load_library, shared_cache
+
+_log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("sequences.c")
+RUNNING, CONTEXT, HELD = range(3)
+NUM_SUMS = 3
+NUM_LOOKS = 3  # now, at the landing, in the middle of the answer
+
+
+class Sequences(NamedTuple):
+    """By slot, but for the last two."""
+
+    owner: Ints  # number of the instance
+    tokens: Floats
+    most: Floats
+    begins_at: Floats
+    as_of: Floats
+    generated: Floats
+    step_s: Floats
+    end_rate: Floats
+    shapes: Floats  # [slots, NUM_SUMS, instants]: what each adds to the sums
+    sums: Floats  # [numbers, NUM_SUMS, instants]
+    instants: Floats
+
+
+class Decodes(NamedTuple):
+    """Columns of the table of decode instances."""
+
+    number: Ints
+    slots: Floats
+    c0: Floats
+    c1: Floats
+    c2: Floats
+    other_seqs: Floats
+    other_tokens: Floats
+    free_blocks: Ints
+
+
+class Question(NamedTuple):
+    """Three looks at all instances with a newcomer: now, when it lands, in the middle of its answer."""
+
+    after: tuple[int, int, int]  # of each look, the instant at or after it, not the first one
+    weight: tuple[float, float, float]  # and how near to it: 0 = at the one before
+    own_tokens: tuple[float, float, float]  # the newcomer's
+    num_overtaking: float  # sequences more, but for now
+    expected_output: float
+    needed_blocks: int
+    block_size: int
+
+
+class Steps(NamedTuple):
+    """Shapes [instances]."""
+
+    num_seqs: Floats  # now
+    context_tokens: Floats
+    landing_seqs: Floats
+    landing_tokens: Floats
+    spare_blocks: Floats
+    tbt_s: Floats
+    landing_tbt_s: Floats
+    later_tbt_s: Floats
+    has_slot: Flags
+
+
+class SequenceKernel(Protocol):
+    """Slots and numbers are within the columns it is bound to, which are contiguous."""
+
+    def bind(self, columns: Sequences) -> None:
+        """From now on these. Again whenever one of them is replaced."""
+
+    def add(self, slot: int) -> None:
+        """Draws what a new sequence adds, and adds it."""
+
+    def redraw(self, slots: Ints) -> None:
+        """Draws some again; the sums follow. No slot is named twice."""
+
+    def draw(self, slots: Ints) -> None:
+        """All sums from these, which are all there are."""
+
+    def weigh(self, decodes: Decodes, question: Question) -> Steps: ...
+
+
+class PythonSequences:
+    """`SequenceKernel` in numpy."""
+
+    def __init__(self) -> None:
+        self._columns: Sequences
+
+    def bind(self, columns: Sequences) -> None:
+        self._columns = columns
+
+    def add(self, slot: int) -> None:
+        columns = self._columns
+        shape = _shapes(columns, np.array([slot]))[0]
+        columns.shapes[slot] = shape
+        columns.sums[columns.owner[slot]] += shape
+
+    def redraw(self, slots: Ints) -> None:
+        columns = self._columns
+        shapes = _shapes(columns, slots)
+        np.add.at(columns.sums, columns.owner[slots], shapes - columns.shapes[slots])
+        columns.shapes[slots] = shapes
+
+    def draw(self, slots: Ints) -> None:
+        columns = self._columns
+        columns.shapes[slots] = _shapes(columns, slots)
+        columns.sums[:] = 0.0
+        np.add.at(columns.sums, columns.owner[slots], columns.shapes[slots])
+
+    def weigh(self, decodes: Decodes, question: Question) -> Steps:
+        after, weight = np.array(question.after), np.array(question.weight)
+        sums = self._columns.sums[decodes.number]
+        running, context, held = np.maximum(
+            sums[:, :, after - 1] * (1.0 - weight) + sums[:, :, after] * weight, 0.0
+        ).transpose(1, 2, 0)
+        num_seqs = np.maximum(running + decodes.other_seqs, 0.0) + 1.0
+        tokens = np.maximum(context + decodes.other_tokens, 0.0)
+        tokens += np.array(question.own_tokens)[:, None]
+        more = np.array((0.0, question.num_overtaking, question.num_overtaking))[:, None]
+        tokens *= 1.0 + more / num_seqs  # of the mean length of those that are there
+        num_seqs = num_seqs + more
+        beside = np.minimum(num_seqs, decodes.slots)
+        step_s = decodes.c0 + decodes.c1 * beside + decodes.c2 * (tokens * beside / num_seqs)
+        # Blocks left for others at the worst of these moments, with the newcomer's whole answer.
+        grown = np.maximum(held[1], held[2]) - held[0] + question.expected_output
+        spare = decodes.free_blocks - question.needed_blocks - grown / question.block_size
+        loads = (num_seqs[0], tokens[0], num_seqs[1], tokens[1], spare)
+        return Steps(*loads, step_s[0], step_s[1], step_s[2], num_seqs[1] <= decodes.slots)
+
+
+class NativeSequences:
+    """`SequenceKernel` over sequences.c."""
+
+    def __init__(self, library: SequenceLibrary) -> None:
+        self._library = library
+        self._columns: Sequences  # whose addresses are known
+        self._known = _Sequences()
+        self._at = ctypes.addressof(self._known)
+        self._num_instants = 0
+        self._question = np.zeros(3 * NUM_LOOKS + 4)
+        self._question_at = address_of(self._question)
+
+    def bind(self, columns: Sequences) -> None:
+        self._columns = columns
+        self._num_instants = len(columns.instants)
+        for name, column in zip(Sequences._fields, columns, strict=True):
+            setattr(self._known, name, address_of(column))
+
+    def add(self, slot: int) -> None:
+        self._library.add(self._at, slot, self._num_instants)
+
+    def redraw(self, slots: Ints) -> None:
+        self._library.draw(self._at, address_of(slots), len(slots), self._num_instants, 0)
+
+    def draw(self, slots: Ints) -> None:
+        self._columns.sums[:] = 0.0
+        self._library.draw(self._at, address_of(slots), len(slots), self._num_instants, 1)
+
+    def weigh(self, decodes: Decodes, question: Question) -> Steps:
+        after, weight, own_tokens, *rest = question
+        self._question[:] = (*after, *weight, *own_tokens, *rest)
+        num_rows = len(decodes.number)
+        found = np.empty((8, num_rows))
+        has_slot = np.empty(num_rows, np.bool_)
+        self._library.weigh(
+            *(self._at, self._num_instants, ctypes.byref(_Decodes(*map(address_of, decodes)))),
+            *(num_rows, self._question_at, address_of(found), address_of(has_slot)),
+        )
+        now, context, landing, tokens, spare, tbt_s, landing_s, later_s = found
+        return Steps(now, context, landing, tokens, spare, tbt_s, landing_s, later_s, has_slot)
+
+
+class SequenceLibrary:
+    """sequences.c; short calls, which keep the GIL. Raises CompilerError where it cannot be had."""
+
+    def __init__(self, folder: Path | None) -> None:
+        loaded = load_library(SOURCE, (*FLAGS, "-lm"), folder)
+        library = ctypes.PyDLL(loaded._name, handle=loaded._handle)
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self.add, self.draw = library.sequences_add, library.sequences_draw
+        self.weigh = library.sequences_weigh
+        self.add.argtypes = pointer, number, number
+        self.draw.argtypes = pointer, pointer, number, number, ctypes.c_int32
+        self.weigh.argtypes = pointer, number, pointer, number, pointer, pointer, pointer
+        self.add.restype = self.draw.restype = self.weigh.restype = None
+
+
+class _Sequences(ctypes.Structure):
+    """`Sequences` of sequences.c."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in Sequences._fields)
+
+
+class _Decodes(ctypes.Structure):
+    """`Decodes` of sequences.c."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in Decodes._fields)
+
+
+def _shapes(columns: Sequences, slots: Ints) -> Floats:
+    """What sequences add to the sums at each instant; shape [slots, NUM_SUMS, instants]."""
+    instants = columns.instants
+    as_of, step_s = columns.as_of[slots, None], columns.step_s[slots, None]
+    generated = columns.generated[slots, None]
+    passed_s = np.maximum(instants - as_of, 0.0)
+    left_s = (columns.most[slots, None] - generated) * step_s
+    # It is there now, whenever it was looked at: only what comes after now may end it.
+    at_risk_s = np.minimum(passed_s, instants - instants[0])
+    likely = np.exp(at_risk_s * -columns.end_rate[slots, None]) * (passed_s < left_s)
+    held = (passed_s / step_s + (columns.tokens[slots, None] + generated)) * likely
+    running = likely * (instants >= columns.begins_at[slots, None])
+    return np.stack((running, held * (running > 0.0), held), axis=1)
+
+
+@functools.cache
+def _library() -> SequenceLibrary | None:
+    """Of this process: code, like an imported module, so it is loaded once and has no state."""
+    try:
+        return SequenceLibrary(shared_cache())
+    except CompilerError as error:
+        _log.warning("compiled sums over sequences are not available, using numpy: %s", error)
+        return None
+
+
+def sequence_kernel() -> SequenceKernel:
+    """The first call on a machine takes as long as the compiler does."""
+    library = _library()
+    return PythonSequences() if library is None else NativeSequences(library)
