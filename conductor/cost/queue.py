@@ -25,7 +25,7 @@ class _Work:
 
 
 class WorkQueue(Generic[K]):
-    """Predicted work of one instance, in the order in which it will run. Changes and questions are O(log n)."""
+    """Predicted work of one instance, in the order in which it will run. What changes cost: `ordered_sums`."""
 
     def __init__(self, step_s: float = math.inf) -> None:
         """`step_s`: how long one of lower rank waits for what runs, at most; infinite: what began runs to its end."""
@@ -45,14 +45,16 @@ class WorkQueue(Generic[K]):
 
     def add(self, key: K, seconds: float, now: float, rank: float = 0.0) -> None:
         """Arrives now behind its equals; a key that is here already gives up its place."""
-        self.remove(key, now)
+        if key in self._work:
+            self.remove(key, now)
         self._num_arrived += 1
         work = _Work((rank, self._num_arrived), seconds)
         self._work[key] = work
         self._by_number[self._num_arrived] = key
-        self._waiting.add(work.place, seconds)
-        if self._running is None:
-            self._begin_next(now)
+        if self._running is None:  # then nothing waits
+            self._running, self._began_at = key, now
+        else:
+            self._waiting.add(work.place, seconds)
 
     def remove(self, key: K, now: float) -> None:
         """It ended or was given up. Unknown keys are ignored. One that should still wait has run already."""
