@@ -17,9 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.directory.runs import WORD_BITS, Leading, bits_of, run_lengths, runs_by_bit
+from kvstore.directory.runs import Leading, bits_of, runs_by_bit
 from kvstore.directory.table import Bits, Slots, Table
 from kvstore.native.base import NO_RECORD
+from kvstore.native.holders import WORD_BITS, holder_kernel
 from protocol.errors import InvalidRequest
 from protocol.ids import InstanceId
 from protocol.keys import KEY_BYTES, BlockKey, pack_keys
@@ -85,6 +86,8 @@ class Directory:
         self._instance_of: dict[int, InstanceId] = {}  # by bit; live ones only
         self._live = 0  # union of the live bits
         self._live_words = [np.uint64(0)]  # the same, one per column
+        self._live_column = np.zeros(1, np.uint64)  # once more
+        self._kernel = holder_kernel()
         self._retired = 0  # bits that may still be set in the table but count no more
         self._num_retired_blocks = 0  # at most so many rows have them
 
@@ -170,10 +173,8 @@ class Directory:
     def leading(self, packed_keys: bytes) -> Leading:
         """As `match`, as arrays over all bits; bits of nobody have no runs."""
         slots = self.table.find_leading(packed_keys)
-        held = np.empty((len(self.table.holders), len(slots)), np.uint64)
-        for row, column, word in zip(held, self.table.holders, self._live_words, strict=True):
-            np.bitwise_and(column.take(slots), word, out=row)
-        return Leading(slots, held, run_lengths(held))
+        held, runs = self._kernel.leading(self.table.holders, self._live_column, slots)
+        return Leading(slots, held, runs)
 
     def children(self, slots: Slots) -> npt.NDArray[np.int64]:
         """How many blocks are known to follow on each of these rows'."""
@@ -256,7 +257,7 @@ class Directory:
         known = self._words(self._live | self._retired)
         for column, word in zip(self.table.holders, known, strict=True):
             assert not np.any(column[rows] & ~word), "a bit of nobody"
-        assert self._live_words == self._words(self._live)
+        assert self._live_words == self._words(self._live) == self._live_column.tolist()
         assert self._live & self._retired == 0, "a bit is live and retired"
         assert set(self._instance_of) == set(bits_of(self._live))
         for instance_id, source in self._sources.items():
@@ -276,6 +277,7 @@ class Directory:
 
     def _set_live(self, bits: int) -> None:
         self._live, self._live_words = bits, self._words(bits)
+        self._live_column = np.array(self._live_words, np.uint64)
 
     def _free_bit(self) -> int:
         """The lowest; sweeping makes one free before all rows grow."""

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.directory.table import Bits, Slots
+from kvstore.native.holders import WORD_BITS
 
-WORD_BITS = 64
 _WORD_SHIFT = 6
 _BIT_MASK = WORD_BITS - 1
 _ONE = np.uint64(1)
@@ -57,25 +57,6 @@ def _among(words: Bits, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Of each word, whether its bit is set."""
     held: npt.NDArray[np.bool_] = words >> (bits & _BIT_MASK).view(np.uint64) & _ONE != 0
     return held
-
-
-def run_lengths(held: Bits) -> npt.NDArray[np.int64]:
-    """`Leading.runs` of `Leading.held`."""
-    num_words, num_blocks = held.shape
-    if not num_blocks:
-        return np.zeros(num_words * WORD_BITS, np.int64)
-    common = np.bitwise_and.accumulate(held, axis=1)
-    # Few different runs among many blocks: bits are spread out only where one ends.
-    changed = common[:, 1:] != common[:, :-1]
-    ends = np.logical_or.reduce(changed, axis=0).nonzero()[0]
-    lasts = np.empty(len(ends) + 1, np.int64)
-    lasts[:-1], lasts[-1] = ends, num_blocks - 1
-    lengths = lasts + 1
-    lengths[1:] -= lasts[:-1] + 1
-    rows = np.ascontiguousarray(common.T[lasts])
-    bits = np.unpackbits(rows.view(np.uint8), axis=1, bitorder="little")
-    runs: npt.NDArray[np.int64] = np.matmul(lengths, bits, dtype=np.int64)
-    return runs
 
 
 def runs_by_bit(rows: Sequence[Bits]) -> dict[int, int]:
