@@ -164,6 +164,7 @@ class StoreNode:
             DiskOptions(
                 key_file=Path(key_file) if key_file else None,
                 sync_interval_s=self._config.ssd_sync_interval_s,
+                memory=self._segment.buffer,
             ),
             moved=mover.relocated,
             health_changed=mover.health_changed,

@@ -11,11 +11,10 @@ from functools import partial
 
 from kvstore.disk.files import SegmentFile
 from kvstore.disk.group import Group, runs
-from kvstore.disk.memory import Scratch
-from kvstore.disk.object_io import ObjectIo
-from kvstore.disk.ring import Flight, Ring, Run
+from kvstore.disk.object_io import ObjectIo, Pages
+from kvstore.disk.ring import Flight, Ring, Run, Way
 from kvstore.disk.segments import Segments
-from kvstore.disk.uring import Opcode
+from kvstore.disk.views import OutOfPages
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +27,11 @@ class Carrier:
         self,
         segments: Segments,
         io: ObjectIo,
-        scratch: Scratch,
         ring: Ring | None,
         landed: Landed,
     ) -> None:
         self._segments = segments
         self._io = io
-        self._scratch = scratch
         self._ring = ring
         self._landed = landed
         self._tasks: set[asyncio.Task[None]] = set()
@@ -46,28 +43,30 @@ class Carrier:
 
     def _begin_in_ring(self, ring: Ring, group: Group) -> bool:
         file = self._segments.files[group.segment.number]
-        memory = self._scratch.take(group.nbytes)
-        asked = self._laid_out(file, group, memoryview(memory))
+        pages = ring.pages()
 
         def over() -> None:  # if the disk hangs, once it has really let go of them
             file.let_go()
-            self._scratch.give_back(memory)
+            pages.back()
 
         file.hold()
-        if not ring.takes(asked):
+        asked = self._laid_out(file, group, pages)
+        if asked is None or not ring.takes(asked):
             over()
             return False
-        ring.begin(Opcode.WRITEV, asked, landed=partial(self._ended, group), over=over)
+        ring.begin(Way.WRITE, asked, landed=partial(self._ended, group), over=over)
         return True
 
-    def _laid_out(self, file: SegmentFile, group: Group, scratch: memoryview) -> list[Run]:
-        asked = []
-        at = 0
-        for entries, nbytes in runs(group, self._segments.threads.num_threads):
-            buffers = self._io.laid_out(file.number, entries, scratch[at : at + nbytes])
-            asked.append(Run(file.fileno(), entries[0].page, buffers, nbytes))
-            at += nbytes
-        return asked
+    def _laid_out(self, file: SegmentFile, group: Group, pages: Pages) -> list[Run] | None:
+        """None when there are too few pages."""
+        fd = file.fileno()
+        try:
+            return [
+                Run(fd, entries[0].page, self._io.laid_out(file.number, entries, pages), nbytes)
+                for entries, nbytes in runs(group, self._segments.threads.num_threads)
+            ]
+        except OutOfPages:
+            return None
 
     def _ended(self, group: Group, flight: Flight) -> None:
         if flight.given_up:

@@ -7,7 +7,7 @@ neither what is live nor who asks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
 
@@ -16,6 +16,7 @@ from kvstore.disk.cipher import AesGcm
 from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
 from kvstore.disk.format import (
+    Context,
     Header,
     decode_header,
     encode_tombstones,
@@ -55,17 +56,55 @@ class EndEntry(NamedTuple):
 Entry = ObjectEntry | TombstonesEntry | EndEntry
 
 
-class Landing(NamedTuple):
-    """Where a run of reads goes to: headers and what is padded into `scratch`, data to where it is wanted if it can."""
+class Pages(Protocol):
+    """Memory to move from and to."""
 
-    reads: Sequence[DiskRead]
-    extents: Sequence[memoryview]
-    direct: Sequence[int]
-    """Bytes of each object that are read to where they are wanted."""
+    def take(self, num_pages: int) -> list[memoryview]:
+        """In one piece or in several, with whatever was in them."""
+
+    def in_place(self, memory: memoryview, nbytes: int) -> memoryview | None:
+        """The first bytes of somebody's memory, if they can be moved from or to where they are."""
+
+
+class BorrowedPages:
+    """`Pages` one behind the other, in scratch memory."""
+
+    def __init__(self, scratch: memoryview) -> None:
+        self._scratch = scratch
+        self._begin = 0
+
+    def take(self, num_pages: int) -> list[memoryview]:
+        begin = self._begin
+        self._begin += num_pages * PAGE
+        return [self._scratch[begin : self._begin]]
+
+    def in_place(self, memory: memoryview, nbytes: int) -> memoryview | None:
+        return memory[:nbytes] if is_aligned(memory) else None
+
+
+class Arrival(NamedTuple):
+    """Where an object is read to: its header, and what does not go straight to where it is wanted."""
+
+    read: DiskRead
+    header: memoryview
+    direct: int
+    """Bytes that are read to where they are wanted."""
+    rest: Sequence[memoryview]
+
+
+class Landing(NamedTuple):
+    """Where a run of reads goes to."""
+
+    arrivals: Sequence[Arrival]
     buffers: Sequence[memoryview]
     segment: int
     page: int
     num_pages: int
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether something goes straight to where it is wanted."""
+        return any(arrival.direct for arrival in self.arrivals)
 
 
 class ObjectIo:
@@ -79,90 +118,110 @@ class ObjectIo:
     def write(self, file: SegmentFile, entries: Sequence[Entry]) -> None:
         """Raises OSError. `entries` are neighbours, in order."""
         with self._scratch.borrow(pages_of(entries) * PAGE) as scratch:
-            file.write(entries[0].page, self.laid_out(file.number, entries, scratch))
+            file.write(entries[0].page, self.laid_out(file.number, entries, BorrowedPages(scratch)))
 
-    def laid_out(
-        self, segment: int, entries: Sequence[Entry], scratch: memoryview
-    ) -> list[memoryview]:
-        """The pages of neighbours, in order: in `scratch`, which has room for all, or where they are already."""
+    def laid_out(self, segment: int, entries: Sequence[Entry], pages: Pages) -> list[memoryview]:
+        """What neighbours are on disk, in order: in `pages`, or where it is already."""
         buffers: list[memoryview] = []
-        begin = entries[0].page
         for entry in entries:
-            at = (entry.page - begin) * PAGE
-            extent = scratch[at : at + entry.num_pages * PAGE]
-            buffers += self._laid_out(segment, entry, extent)
+            context = self._folder.context(segment, entry.page)
+            if isinstance(entry, ObjectEntry):
+                self._lay_out(entry, context, pages, buffers)
+                continue
+            (page,) = pages.take(1)
+            if isinstance(entry, TombstonesEntry):
+                _fill([page], encode_tombstones(context, entry.packed))
+            else:
+                fill_end(page, context)
+            buffers.append(page)
         return buffers
 
-    def _laid_out(self, segment: int, entry: Entry, extent: memoryview) -> list[memoryview]:
-        context = self._folder.context(segment, entry.page)
-        if isinstance(entry, TombstonesEntry):
-            _fill(extent, encode_tombstones(context, entry.packed))
-            return [extent]
-        if isinstance(entry, EndEntry):
-            fill_end(extent, context)
-            return [extent]
-        header, data = extent[:PAGE], extent[PAGE:]
-        if self._cipher is None:
-            fill_header(header, context, entry.encoded_record)
-            return [header, *_plain(entry.memory, data)]
-        associated = sealed_with(context, entry.encoded_record)
+    def _lay_out(
+        self, entry: ObjectEntry, context: Context, pages: Pages, buffers: list[memoryview]
+    ) -> None:
+        (header,) = pages.take(1)
+        buffers.append(header)
+        if self._cipher is not None:
+            buffers += self._sealed(self._cipher, entry, context, pages, header)
+            return
+        fill_header(header, context, entry.encoded_record)
+        memory = entry.memory
+        whole = len(memory) // PAGE * PAGE
+        direct = pages.in_place(memory, whole) if whole else None
+        if direct is not None:
+            buffers.append(direct)
+            if whole == len(memory):
+                return
+            memory = memory[whole:]
+        if memory:
+            rest = pages.take(extent_pages(len(memory)) - 1)
+            _fill(rest, memory)
+            buffers += rest
+
+    def _sealed(
+        self, cipher: AesGcm, entry: ObjectEntry, context: Context, pages: Pages, header: memoryview
+    ) -> list[memoryview]:
         length = len(entry.memory)
-        tag = self._cipher.seal(context.nonce(), associated, entry.memory, data[:length])
-        _fill(data[length:])
+        associated = sealed_with(context, entry.encoded_record)
+        (data,) = pages.take(entry.num_pages - 1)
+        tag = cipher.seal(context.nonce(), associated, entry.memory, data[:length])
+        _fill([data[length:]], b"")
         fill_header(header, context, entry.encoded_record, tag)
-        return [extent]
+        return [data]
 
     def read(self, file: SegmentFile, reads: Sequence[DiskRead]) -> list[bool]:
         """Raises OSError. `reads` are neighbours, in order."""
         with self._scratch.borrow(pages_to_read(reads) * PAGE) as scratch:
-            landing = self.aimed(reads, scratch)
+            landing = self.aimed(reads, BorrowedPages(scratch))
             return self.arrived(landing, file.read(landing.page, landing.buffers))
 
-    def aimed(self, reads: Sequence[DiskRead], scratch: memoryview) -> Landing:
-        """Where neighbours, in order, are read to. `scratch` has room for all of them."""
-        extents, buffers, direct = [], [], []
-        at = 0
+    def aimed(self, reads: Sequence[DiskRead], pages: Pages) -> Landing:
+        """Where neighbours, in order, are read to."""
+        arrivals: list[Arrival] = []
+        buffers: list[memoryview] = []
+        total = 0
         for read in reads:
-            end = at + extent_pages(read.object.length) * PAGE
-            extents.append(scratch[at:end])
-            direct.append(self._direct_bytes(read))
-            buffers += _targets(read, extents[-1], direct[-1])
-            at = end
+            arrivals.append(self._aimed(read, pages, buffers))
+            total += extent_pages(read.object.length)
         begin = reads[0].place
-        return Landing(
-            reads, extents, direct, buffers, segment_of(begin), page_of(begin), at // PAGE
-        )
+        return Landing(arrivals, buffers, segment_of(begin), page_of(begin), total)
+
+    def _aimed(self, read: DiskRead, pages: Pages, buffers: list[memoryview]) -> Arrival:
+        (header,) = pages.take(1)
+        buffers.append(header)
+        length = read.object.length
+        whole = 0 if self._cipher is not None else length // PAGE * PAGE
+        direct = pages.in_place(read.memory, whole) if whole else None
+        if direct is None:
+            whole = 0
+        else:
+            buffers.append(direct)
+        rest = pages.take(extent_pages(length - whole) - 1) if whole < length else []
+        buffers += rest
+        return Arrival(read, header, whole, rest)
 
     def arrived(self, landing: Landing, nbytes: int | None = None) -> list[bool]:
         """Which objects are there after so many bytes, which are fewer than asked for at a file's end; None = all."""
         whole = landing.page + (landing.num_pages if nbytes is None else nbytes // PAGE)
         return [
-            page_of(read.place) + extent_pages(read.object.length) <= whole
-            and self._arrived(landing.segment, read, extent, direct)
-            for read, extent, direct in zip(
-                landing.reads, landing.extents, landing.direct, strict=True
-            )
+            page_of(arrival.read.place) + extent_pages(arrival.read.object.length) <= whole
+            and self._arrived(landing.segment, arrival)
+            for arrival in landing.arrivals
         ]
 
-    def _direct_bytes(self, read: DiskRead) -> int:
-        """Of the object, what is read to where it is wanted."""
-        if self._cipher is not None or not is_aligned(read.memory):
-            return 0
-        return _whole_pages(read.object.length)
-
-    def _arrived(self, segment: int, read: DiskRead, extent: memoryview, direct: int) -> bool:
+    def _arrived(self, segment: int, arrival: Arrival) -> bool:
         """Puts the object into its memory, as far as it does not lie there yet, and verifies it."""
-        about, memory = read.object, read.memory
-        context = self._folder.context(segment, page_of(read.place))
-        if not holds(extent[:PAGE], context, about):
+        about, memory = arrival.read.object, arrival.read.memory
+        context = self._folder.context(segment, page_of(arrival.read.place))
+        if not holds(arrival.header, context, about):
             return False
         if self._cipher is not None:
-            data = extent[PAGE : PAGE + about.length]
-            header = decode_header(extent[:PAGE], context)
+            data = arrival.rest[0][: about.length] if arrival.rest else memoryview(b"")
+            header = decode_header(arrival.header, context)
             if header is None or not self.opened(context.nonce(), header, data, memory):
                 return False
-        elif direct < about.length:
-            memory[direct:] = extent[PAGE + direct : PAGE + about.length]
+        else:
+            _copy_out(arrival.rest, memory[arrival.direct :])
         return xxh3_64_intdigest(memory) == about.checksum
 
     def opened(self, nonce: bytes, header: Header, data: memoryview, into: memoryview) -> bool:
@@ -192,29 +251,21 @@ def pages_to_read(reads: Sequence[DiskRead]) -> int:
     return sum(extent_pages(read.object.length) for read in reads)
 
 
-def _targets(read: DiskRead, extent: memoryview, direct: int) -> list[memoryview]:
-    if not direct:
-        return [extent]
-    if direct == len(read.memory):
-        return [extent[:PAGE], read.memory]
-    return [extent[:PAGE], read.memory[:direct], extent[PAGE + direct :]]
-
-
-def _plain(memory: memoryview, data: memoryview) -> list[memoryview]:
-    if len(memory) == len(data) and is_aligned(memory):
-        return [memory] if memory else []
-    direct = _whole_pages(len(memory)) if is_aligned(memory) else 0
-    if direct < len(data):
-        _fill(data[direct:], memory[direct:])
-    return [each for each in (memory[:direct], data[direct:]) if each]
-
-
-def _whole_pages(length: int) -> int:
-    return length // PAGE * PAGE
-
-
-def _fill(memory: memoryview, content: bytes | memoryview = b"") -> None:
+def _fill(pages: Sequence[memoryview], content: bytes | memoryview) -> None:
     """And zeros behind it: nothing of somebody else's may get onto the disk."""
-    length = len(content)
-    memory[:length] = content
-    memory[length:] = bytes(len(memory) - length)
+    at = 0
+    for page in pages:
+        part = content[at : at + len(page)]
+        page[: len(part)] = part
+        at += len(page)
+    left = at - len(content)
+    if left:
+        pages[-1][-left:] = bytes(left)
+
+
+def _copy_out(pages: Sequence[memoryview], memory: memoryview) -> None:
+    at = 0
+    for page in pages:
+        length = min(len(page), len(memory) - at)
+        memory[at : at + length] = page[:length]
+        at += length

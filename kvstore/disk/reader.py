@@ -6,7 +6,6 @@ Small runs go through the ring where there is one. What fails there is asked for
 from __future__ import annotations
 
 import contextlib
-import mmap
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -15,23 +14,21 @@ from kvstore.disk.files import SegmentFile
 from kvstore.disk.format import extent_pages, segment_of
 from kvstore.disk.group import run_limit
 from kvstore.disk.health import Doing
-from kvstore.disk.memory import Scratch
-from kvstore.disk.object_io import Landing, ObjectIo, pages_to_read
-from kvstore.disk.ring import IN_LOOP_BYTES, Flight, Ring, Run
+from kvstore.disk.object_io import Landing, ObjectIo, Pages
+from kvstore.disk.ring import IN_LOOP_BYTES, Flight, Ring, Run, Way
 from kvstore.disk.segments import Segments
 from kvstore.disk.threads import Answer
-from kvstore.disk.uring import Opcode
+from kvstore.disk.views import LastingPages, OutOfPages
 
 
 class Lent:
     """What a flight needs: given back when both the kernel and the reader are done with it."""
 
-    __slots__ = ("_files", "_memory", "_num_users", "_scratch")
+    __slots__ = ("_files", "_num_users", "_pages")
 
-    def __init__(self, files: Sequence[SegmentFile], scratch: Scratch, memory: mmap.mmap) -> None:
+    def __init__(self, files: Sequence[SegmentFile], pages: LastingPages) -> None:
         self._files = files
-        self._scratch = scratch
-        self._memory = memory
+        self._pages = pages
         self._num_users = 2
         for file in files:
             file.hold()
@@ -41,16 +38,13 @@ class Lent:
         if not self._num_users:
             for file in self._files:
                 file.let_go()
-            self._scratch.give_back(self._memory)
+            self._pages.back()
 
 
 class Reader:
-    def __init__(
-        self, segments: Segments, io: ObjectIo, scratch: Scratch, ring: Ring | None
-    ) -> None:
+    def __init__(self, segments: Segments, io: ObjectIo, ring: Ring | None) -> None:
         self._segments = segments
         self._io = io
-        self._scratch = scratch
         self._ring = ring
 
     async def read(self, reads: Sequence[DiskRead]) -> list[bool]:
@@ -78,24 +72,24 @@ class Reader:
         if not self._segments.health.may_read():
             return []
         files = [self._segments.files[segment_of(reads[run[0]].place)] for run in runs]
-        memory = self._scratch.take(pages_to_read(reads) * PAGE)
-        landings = self._aimed(reads, runs, memoryview(memory))
+        pages = ring.pages()
+        landings = self._aimed(reads, runs, pages)
         asked = [
             Run(file.fileno(), landing.page, landing.buffers, landing.num_pages * PAGE)
-            for file, landing in zip(files, landings, strict=True)
+            for file, landing in zip(files, landings, strict=False)  # none: too few pages
         ]
-        if not ring.takes(asked):
-            self._scratch.give_back(memory)
+        if not asked or not ring.takes(asked):
+            pages.back()
             return runs
-        lent = Lent(files, self._scratch, memory)
+        lent = Lent(files, pages)
         answer: Answer[Flight] = Answer()
-        direct = any(any(landing.direct) for landing in landings)
-        ring.begin(Opcode.READV, asked, landed=answer.give, over=lent.done, until_over=direct)
+        direct = any(landing.is_direct for landing in landings)
+        ring.begin(Way.READ, asked, landed=answer.give, over=lent.done, until_over=direct)
         try:
             flight = await answer.wait()
             if flight.given_up:
                 return []
-            if sum(flight.results) <= IN_LOOP_BYTES:
+            if sum([run.nbytes for run in asked]) <= IN_LOOP_BYTES:
                 outcomes = self._verified(flight, landings)
             else:  # hashing would hold up the loop
                 outcomes = await self._verified_by_threads(flight, landings)
@@ -110,15 +104,13 @@ class Reader:
         return unread
 
     def _aimed(
-        self, reads: Sequence[DiskRead], runs: Sequence[list[int]], scratch: memoryview
+        self, reads: Sequence[DiskRead], runs: Sequence[list[int]], pages: Pages
     ) -> list[Landing]:
-        landings = []
-        at = 0
-        for run in runs:
-            landing = self._io.aimed([reads[index] for index in run], scratch[at:])
-            landings.append(landing)
-            at += landing.num_pages * PAGE
-        return landings
+        """None of them when there are too few pages."""
+        try:
+            return [self._io.aimed([reads[index] for index in run], pages) for run in runs]
+        except OutOfPages:
+            return []
 
     def _verified(self, flight: Flight, landings: Sequence[Landing]) -> list[list[bool] | None]:
         """By run, which objects are there; None where it did not land whole."""
@@ -136,7 +128,7 @@ class Reader:
         given = await self._segments.threads.run(jobs, until_over=True)
         for index, outcome in zip(whole, given, strict=True):
             if isinstance(outcome, OSError):  # given up at the very end
-                outcome = [False] * len(landings[index].reads)
+                outcome = [False] * len(landings[index].arrivals)
             outcomes[index] = outcome
         return outcomes
 

@@ -1,36 +1,45 @@
 """Reads and writes through io_uring: submitted from the event loop, which the kernel wakes when they have ended.
 
 A thread costs two wake-ups for each of them and waits for the interpreter's lock: more than 64 KiB from a good disk.
-Needs a C compiler and a kernel that allows io_uring; `opened` says None without them. Its rule: memory is kept until
-the kernel is done with it, whoever has given up waiting. An outcome that is not what was asked for is no error here: a
-thread asks again, and knows why. Knows nothing of what it moves.
+Needs the package `liburing` (extra `uring`) and a kernel that allows io_uring; `opened` says None without them. Its
+rule: memory is kept until the kernel is done with it, whoever has given up waiting, and views that are moved are
+lasting ones (`views`). An outcome that is not what was asked for is no error here: a thread asks again, and knows why.
+Knows nothing of what it moves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import importlib
 import logging
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple
 
 from kvstore.disk.base import PAGE
-from kvstore.disk.uring import BUFFER, IN_KERNEL_THREAD, OPERATION, Opcode, Uring
+from kvstore.disk.views import LastingPages, LastingViews, PagePool
 from kvstore.disk.waits import Waits
-from protocol.native import CompilerError
-from transfer.native.base import address_of
 
 logger = logging.getLogger(__name__)
 
 NUM_SLOTS = 64
 """Operations under way at once; what comes beyond goes to the threads."""
-MAX_BUFFERS = 256
-"""Of one operation: 128 objects with their headers."""
+MAX_BUFFERS = 1024
+"""Of one operation: IOV_MAX of Linux."""
 IN_LOOP_BYTES = 5 * 2**18
 """Begun together; more is begun by threads of the kernel. Pinning a megabyte's pages and asking the device for them
 takes the loop 40 µs, waking such a thread 5, but then the megabyte lands 30 µs later."""
+_AGAIN_S = 0.01
+"""When the kernel had no memory for an operation."""
+
+
+class Way(Enum):
+    """Where to."""
+
+    READ = "io_uring_prep_readv"
+    WRITE = "io_uring_prep_writev"
 
 
 class Run(NamedTuple):
@@ -55,12 +64,12 @@ class Flight:
     until_over: bool
     """Whether whoever waits has to wait until then, since the kernel writes to memory of theirs."""
     left: int
-    results: list[int] = field(default_factory=list)
-    """By run, bytes; below 0 when it failed or was not waited for."""
+    failed: set[int] = field(default_factory=set)
+    """Indexes of runs that did not land whole."""
     given_up: bool = False
 
     def is_whole(self, index: int) -> bool:
-        return self.results[index] == self.runs[index].nbytes
+        return index not in self.failed
 
     def error(self) -> OSError:
         """For whoever waited in vain."""
@@ -70,7 +79,7 @@ class Flight:
         """Whoever waits is told that nothing has landed."""
         if not self.given_up:
             self.given_up = True
-            self.results = [-1] * len(self.runs)
+            self.failed = set(range(len(self.runs)))
             self.tell()
 
     def tell(self) -> None:
@@ -83,29 +92,44 @@ class Ring:
     """Belongs to the event loop in which it was opened."""
 
     @classmethod
-    def opened(cls, waits: Waits) -> Ring | None:
-        """None where there is no io_uring to be had. The first call on a machine takes as long as the compiler."""
+    def opened(cls, waits: Waits, memory: memoryview) -> Ring | None:
+        """None where there is no io_uring to be had. `memory` outlasts the ring: what lies there is not copied."""
         try:
-            return cls(Uring(NUM_SLOTS), waits)
-        except (CompilerError, OSError) as error:  # many containers forbid it
+            uring = importlib.import_module("liburing")
+        except ImportError:
+            return None
+        ring = uring.Ring()
+        try:
+            uring.io_uring_queue_init(NUM_SLOTS, ring)
+        except OSError as error:  # many containers forbid it
             logger.info("no io_uring here (%s): the disk is asked by threads", error)
             return None
+        return cls(uring, ring, waits, LastingViews(memory))
 
-    def __init__(self, uring: Uring, waits: Waits) -> None:
+    def __init__(self, uring: Any, ring: Any, waits: Waits, views: LastingViews) -> None:
         """Use `opened`."""
         self._uring = uring
+        self._ring = ring
         self._waits = waits
-        self._vectors = memoryview(mmap.mmap(-1, NUM_SLOTS * MAX_BUFFERS * BUFFER.size))
-        self._vectors_at = address_of(self._vectors)
-        self._free = list(range(NUM_SLOTS))
+        self._views = views
+        self._pool = PagePool()
+        self._entry = uring.Cqe()
+        self._free = list(range(1, NUM_SLOTS + 1))  # liburing refuses zero
         self._under_way: dict[int, tuple[Flight, int]] = {}
         """By slot, the flight and the index of its run."""
+        self._vectors: dict[int, Any] = {}
+        """By slot: the kernel reads them when it begins, which may be later than asked."""
+        self._again: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(uring.fd, self._ended)
+        self._loop.add_reader(ring.ring_fd, self._ended)
 
     @property
     def num_under_way(self) -> int:
         return len(self._under_way)
+
+    def pages(self) -> LastingPages:
+        """Memory that operations may use."""
+        return LastingPages(self._pool, self._views)
 
     def takes(self, runs: Sequence[Run]) -> bool:
         """Whether they can begin now."""
@@ -116,7 +140,7 @@ class Ring:
 
     def begin(
         self,
-        what: Opcode,
+        way: Way,
         runs: Sequence[Run],
         *,
         landed: Callable[[Flight], None],
@@ -126,15 +150,18 @@ class Ring:
         """Those that `takes` lets. `landed` and `over` are called from the event loop later, in this order if the disk
         answers in time."""
         flight = Flight(runs, self._waits.now, landed, over, until_over, len(runs))
-        flight.results = [-1] * len(runs)
-        slots = [self._free.pop() for _ in runs]
+        prepare = getattr(self._uring, way.value)
         in_loop = sum([run.nbytes for run in runs]) <= IN_LOOP_BYTES
-        for index, (slot, run) in enumerate(zip(slots, runs, strict=True)):
+        for index, run in enumerate(runs):
+            slot = self._free.pop()
             self._under_way[slot] = flight, index
-            self._prepare(what, index, slot, run, 0 if in_loop else IN_KERNEL_THREAD)
-        begun = self._uring.submit(len(runs))
-        for slot in slots[begun:]:  # the kernel has no memory for them
-            self._loop.call_soon(self._note, slot, -1)
+            vector = self._vectors[slot] = self._uring.Iovec(run.buffers)
+            entry = self._uring.io_uring_get_sqe(self._ring)
+            prepare(entry, run.fd, vector, run.page * PAGE)
+            entry.user_data = slot
+            if not in_loop:
+                entry.flags = self._uring.IOSQE_ASYNC
+        self._submit()
 
     def longest_s(self) -> float:
         """How long the oldest operation is under way."""
@@ -149,40 +176,46 @@ class Ring:
 
     def close(self) -> None:
         """What is under way is not heard of any more."""
-        self._loop.remove_reader(self._uring.fd)
-        self._uring.close()
+        if self._again is not None:
+            self._again.cancel()
+        self._loop.remove_reader(self._ring.ring_fd)
+        self._uring.io_uring_queue_exit(self._ring)
 
     def validate(self) -> None:
-        """Every slot is free or under way."""
-        assert sorted([*self._free, *self._under_way]) == list(range(NUM_SLOTS))
+        """Every slot is free or under way, and nobody else holds pages."""
+        assert sorted([*self._free, *self._under_way]) == list(range(1, NUM_SLOTS + 1))
+        assert self._vectors.keys() == self._under_way.keys()
+        assert self._under_way or not self._pool.num_in_use
+        self._views.validate()
 
-    def _prepare(self, what: Opcode, index: int, slot: int, run: Run, flags: int) -> None:
-        begin = at = slot * MAX_BUFFERS * BUFFER.size
-        for buffer in run.buffers:
-            BUFFER.pack_into(self._vectors, at, address_of(buffer), len(buffer))
-            at += BUFFER.size
-        OPERATION.pack_into(
-            self._uring.operations,
-            index * OPERATION.size,
-            self._vectors_at + begin,
-            run.page * PAGE,
-            slot,
-            run.fd,
-            len(run.buffers),
-            what,
-            flags,
-        )
+    def _submit(self) -> None:
+        try:
+            self._uring.io_uring_submit(self._ring)
+        except OSError as error:  # what was not begun goes with the next ones, or in a while
+            logger.debug("io_uring begins nothing for now: %s", error)
+            self._again = self._loop.call_later(_AGAIN_S, self._submit)
 
     def _ended(self) -> None:
-        for slot, result in self._uring.reap():
-            self._note(slot, result)
+        """All that have; the loop has just seen that it is one at least."""
+        uring, ring = self._uring, self._ring
+        for _ in range(uring.io_uring_cq_ready(ring)):
+            uring.io_uring_peek_cqe(ring, self._entry)
+            done = self._entry[0]
+            try:
+                nbytes = done.res
+            except OSError:
+                nbytes = 0
+            slot = done.user_data
+            uring.io_uring_cqe_seen(ring, done)
+            self._note(slot, nbytes)
 
-    def _note(self, slot: int, result: int) -> None:
+    def _note(self, slot: int, nbytes: int) -> None:
         flight, index = self._under_way.pop(slot)
+        del self._vectors[slot]
         self._free.append(slot)
         flight.left -= 1
-        if not flight.given_up:
-            flight.results[index] = result
+        if nbytes != flight.runs[index].nbytes:
+            flight.failed.add(index)
         if not flight.left:
             if not flight.given_up:
                 flight.tell()

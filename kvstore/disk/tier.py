@@ -68,6 +68,8 @@ class DiskOptions:
     key_file: Path | None = None  # None = not encrypted
     direct: bool = True  # around the page cache
     ring: bool = True  # through io_uring, where there is one
+    memory: memoryview | None = None
+    """Where objects lie when they are written and read; it outlasts the tier. The ring copies what lies elsewhere."""
     sync_interval_s: float = 1.0  # 0 = what is written is durable when it returns
     check_every_s: float = 10.0
     time_limit_s: float = 30.0  # of one system call; longer than a disk's own retries take
@@ -131,13 +133,14 @@ class SsdTier:
         io = ObjectIo(folder, scratch)
         self._surveyor = Surveyor(folder, io, scratch)
         # Decryption is for threads: it takes longer than the event loop may.
-        self._ring = Ring.opened(waits) if options.ring and folder.cipher is None else None
-        self._reader = Reader(self._segments, io, scratch, self._ring)
+        by_ring = options.ring and folder.cipher is None
+        self._ring = Ring.opened(waits, options.memory or memoryview(b"")) if by_ring else None
+        self._reader = Reader(self._segments, io, self._ring)
         self._flusher = Flusher(self._segments, options.sync_interval_s, options.sleep)
         self._writer = Writer(
             self._segments,
             self._flusher,
-            lambda landed: Carrier(self._segments, io, scratch, self._ring, landed),
+            lambda landed: Carrier(self._segments, io, self._ring, landed),
         )
         self._pins = Pins()
         self._compactor = Compactor(

@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,10 +18,9 @@ from hypothesis import strategies as st
 
 from kvstore.disk import ring as rings
 from kvstore.disk.base import PAGE, DiskRead, DiskWrite
-from kvstore.disk.ring import MAX_BUFFERS, NUM_SLOTS, Flight, Ring, Run
-from kvstore.disk.uring import Opcode
+from kvstore.disk.ring import MAX_BUFFERS, NUM_SLOTS, Flight, Ring, Run, Way
+from kvstore.disk.views import MAX_PAGES, OutOfPages
 from kvstore.disk.waits import Waits
-from protocol.native import CompilerError
 from tests.kvstore.disk.tiers import SMALL, opened, written
 
 FILE_PAGES = 96
@@ -38,9 +38,9 @@ def file(tmp_path: Path) -> Iterator[int]:
 
 
 def ring_or_skip() -> Ring:
-    ring = Ring.opened(Waits())
+    ring = Ring.opened(Waits(), memoryview(b""))
     if ring is None:
-        pytest.skip("no io_uring here, or no compiler")
+        pytest.skip("no io_uring here, or no liburing")
     return ring
 
 
@@ -54,11 +54,11 @@ def cut(num_pages: int) -> list[bytearray]:
     return [bytearray(size * PAGE) for size in sizes]
 
 
-async def ended(ring: Ring, what: Opcode, runs: Sequence[Run]) -> Flight:
+async def ended(ring: Ring, way: Way, runs: Sequence[Run]) -> Flight:
     """Once the kernel is done with the memory."""
     told: list[Flight] = []
     over = asyncio.Event()
-    ring.begin(what, runs, landed=told.append, over=over.set)
+    ring.begin(way, runs, landed=told.append, over=over.set)
     await over.wait()
     ring.validate()
     (flight,) = told
@@ -80,16 +80,16 @@ async def ended(ring: Ring, what: Opcode, runs: Sequence[Run]) -> Flight:
 def test_what_lands_is_what_a_system_call_reads(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[tuple[int, int]]]
 ) -> None:
-    """Several batches at once, into several buffers, short at the end of the file and empty behind it."""
+    """Several batches at once, into several buffers; what the file's end cuts off has not landed."""
     path = tmp_path_factory.mktemp("ring") / "file"
     path.write_bytes(random.Random(0).randbytes(FILE_PAGES * PAGE))
     file = os.open(path, os.O_RDONLY)
 
-    async def read(ring: Ring, batch: list[tuple[int, int]]) -> list[bytes]:
+    async def read(ring: Ring, batch: list[tuple[int, int]]) -> list[bytes | None]:
         memories = [cut(num_pages) for _, num_pages in batch]
         runs = [run_of(file, page, m) for (page, _), m in zip(batch, memories, strict=True)]
-        flight = await ended(ring, Opcode.READV, runs)
-        return [b"".join(m)[:nbytes] for m, nbytes in zip(memories, flight.results, strict=True)]
+        flight = await ended(ring, Way.READ, runs)
+        return [b"".join(m) if flight.is_whole(index) else None for index, m in enumerate(memories)]
 
     async def play() -> None:
         ring = ring_or_skip()
@@ -98,7 +98,12 @@ def test_what_lands_is_what_a_system_call_reads(
         finally:
             ring.close()
         for batch, found in zip(batches, landed, strict=True):
-            assert found == [os.pread(file, num * PAGE, page * PAGE) for page, num in batch]
+            there = [os.pread(file, num * PAGE, page * PAGE) for page, num in batch]
+            wanted = [num * PAGE for _, num in batch]
+            assert found == [
+                content if len(content) == nbytes else None
+                for content, nbytes in zip(there, wanted, strict=True)
+            ]
 
     try:
         asyncio.run(play())
@@ -115,7 +120,7 @@ async def test_what_is_written_is_what_a_system_call_reads(file: int) -> None:
             buffer[:] = random.Random(at + number).randbytes(len(buffer))
         runs.append(run_of(file, at, buffers))
         at += num_pages
-    flight = await ended(ring, Opcode.WRITEV, runs)
+    flight = await ended(ring, Way.WRITE, runs)
     assert all(flight.is_whole(index) for index in range(len(runs)))
     for run in runs:
         assert os.pread(file, run.nbytes, run.page * PAGE) == b"".join(run.buffers)
@@ -127,7 +132,7 @@ async def test_a_ring_takes_no_more_than_it_has_slots_and_no_longer_vectors(file
     one = run_of(file, 0, [bytearray(PAGE)])
     assert not ring.takes([run_of(file, 0, [bytearray(PAGE)] * (MAX_BUFFERS + 1))])
     assert not ring.takes([one] * (NUM_SLOTS + 1))
-    task = asyncio.create_task(ended(ring, Opcode.READV, [one] * NUM_SLOTS))
+    task = asyncio.create_task(ended(ring, Way.READ, [one] * NUM_SLOTS))
     await asyncio.sleep(0)
     assert ring.num_under_way == NUM_SLOTS
     assert not ring.takes([one])
@@ -136,15 +141,14 @@ async def test_a_ring_takes_no_more_than_it_has_slots_and_no_longer_vectors(file
     ring.close()
 
 
-async def test_one_that_fails_spoils_none_of_the_others_and_says_why(file: int) -> None:
+async def test_one_that_fails_spoils_none_of_the_others(file: int) -> None:
     ring = ring_or_skip()
     closed = os.dup(file)
     os.close(closed)
     memory = bytearray(PAGE)
     flight = await ended(
-        ring, Opcode.READV, [run_of(file, 1, [memory]), run_of(closed, 1, [bytearray(PAGE)])]
+        ring, Way.READ, [run_of(file, 1, [memory]), run_of(closed, 1, [bytearray(PAGE)])]
     )
-    assert flight.results == [PAGE, -errno.EBADF]
     assert [flight.is_whole(0), flight.is_whole(1)] == [True, False]
     assert memory == os.pread(file, PAGE, PAGE)
     ring.close()
@@ -157,7 +161,7 @@ async def test_who_is_given_up_is_told_once_and_the_memory_is_kept_until_it_is_o
     told: list[Flight] = []
     over = asyncio.Event()
     runs = [run_of(file, 0, [bytearray(PAGE)])]
-    ring.begin(Opcode.READV, runs, landed=told.append, over=over.set)
+    ring.begin(Way.READ, runs, landed=told.append, over=over.set)
     ring.give_up(everything=False)
     ring.give_up(everything=True)
     assert len(told) == 1
@@ -176,7 +180,7 @@ async def test_who_waits_for_its_own_memory_is_given_up_only_at_the_very_end(fil
     told: list[Flight] = []
     over = asyncio.Event()
     runs = [run_of(file, 0, [bytearray(PAGE)])]
-    ring.begin(Opcode.READV, runs, landed=told.append, over=over.set, until_over=True)
+    ring.begin(Way.READ, runs, landed=told.append, over=over.set, until_over=True)
     ring.give_up(everything=False)
     assert not told
     await over.wait()
@@ -184,20 +188,66 @@ async def test_who_waits_for_its_own_memory_is_given_up_only_at_the_very_end(fil
     ring.close()
 
 
-@pytest.mark.parametrize(
-    "error", [CompilerError("none"), PermissionError(errno.EPERM, "forbidden")], ids=str
-)
-async def test_without_a_ring_everything_goes_through_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def refused(num_entries: int) -> None:
-        raise error
+class Forbidden:
+    """`liburing` in a container that allows no io_uring."""
 
-    monkeypatch.setattr(rings, "Uring", refused)
+    Ring = object
+
+    @staticmethod
+    def io_uring_queue_init(num_entries: int, ring: object) -> None:
+        raise PermissionError(errno.EPERM, "forbidden")
+
+
+@pytest.mark.parametrize("library", [None, Forbidden], ids=["not installed", "forbidden"])
+async def test_without_a_ring_everything_goes_through_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: object
+) -> None:
+    monkeypatch.setitem(sys.modules, "liburing", library)
     async with opened(tmp_path) as stand:
         assert stand.tier._ring is None
         await stand.put([written(1)])
         assert await stand.get(written(1).object) == bytes(written(1).memory)
+
+
+async def test_views_that_were_moved_before_are_moved_again(tmp_path: Path) -> None:
+    """What the library keeps for ever does not grow with what is written and read."""
+    ring_or_skip().close()
+    memory = memoryview(mmap.mmap(-1, 16 * PAGE))
+    options = dataclasses.replace(SMALL, memory=memory)
+    async with opened(tmp_path, options) as stand:
+        ring = stand.tier._ring
+        assert ring is not None
+        known = set()
+        for number in range(20):
+            source = written(number, 2 * PAGE)
+            part = memory[number % 2 * 4 * PAGE :][: 2 * PAGE]
+            part[:] = source.memory
+            assert await stand.put([DiskWrite(object=source.object, memory=part)]) == [True]
+            place = stand.owner.places[source.object]
+            assert await stand.tier.read([DiskRead(object=source.object, place=place, memory=part)])
+            known.add(len(ring._views._views))
+            stand.release(source.object)
+        assert max(known) == 2
+
+
+async def test_more_memory_than_the_ring_has_is_a_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects that lie on no page, one of them too long to be copied by the loop, and pages that are all in use."""
+    ring_or_skip().close()
+    options = dataclasses.replace(SMALL, segment_bytes=2**20)
+    async with opened(tmp_path, options, capacity=2**23) as stand:
+        long = written(1, 300_000)
+        assert await stand.put([long]) == [True]
+        assert await stand.get(long.object) == bytes(long.memory)
+        ring = stand.tier._ring
+        assert ring is not None
+        held = ring._pool.take(MAX_PAGES)
+        with pytest.raises(OutOfPages):
+            ring._pool.take(1)
+        assert await stand.put([written(2)]) == [True]
+        assert await stand.get(written(2).object) == bytes(written(2).memory)
+        ring._pool.give_back(held)
 
 
 async def test_what_the_ring_cannot_do_a_thread_does(
@@ -218,7 +268,7 @@ async def test_objects_that_lie_on_pages_are_read_and_written_where_they_are(
     """And those that do not, beside them."""
     ring_or_skip().close()
     memory = memoryview(mmap.mmap(-1, 64 * PAGE))
-    async with opened(tmp_path) as stand:
+    async with opened(tmp_path, dataclasses.replace(SMALL, memory=memory)) as stand:
         writes = []
         for number, (begin, length) in enumerate([(0, 5_000), (8 * PAGE, 3 * PAGE), (99_999, 7)]):
             source = written(number, length)
@@ -239,7 +289,8 @@ async def test_many_large_objects_are_verified_one_by_one(tmp_path: Path) -> Non
     """Read at once, more than the loop may hash: one is damaged, the others are there."""
     ring_or_skip().close()
     num, length = 4, rings.IN_LOOP_BYTES // 2
-    options = dataclasses.replace(SMALL, segment_bytes=8 * length)
+    memory = memoryview(mmap.mmap(-1, num * length))
+    options = dataclasses.replace(SMALL, segment_bytes=8 * length, memory=memory)
     async with opened(tmp_path, options, capacity=32 * length) as stand:
         writes = [written(number, length) for number in range(num)]
         assert all(await stand.put(writes))
@@ -248,7 +299,6 @@ async def test_many_large_objects_are_verified_one_by_one(tmp_path: Path) -> Non
         with path.open("r+b") as file:
             file.seek((places[2] & 0xFFFFFFFF) * PAGE + PAGE + length // 2)
             file.write(b"damage")
-        memory = memoryview(mmap.mmap(-1, num * length))
         reads = [
             DiskRead(object=w.object, place=place, memory=memory[at * length : (at + 1) * length])
             for at, (w, place) in enumerate(zip(writes, places, strict=True))

@@ -21,7 +21,7 @@ from tests.kvstore.disk.tiers import SEGMENT, SMALL, Owner, opened, written
 def small_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of reading keep every promise."""
     if request.param == "threads":
-        monkeypatch.setattr(Ring, "opened", lambda waits: None)
+        monkeypatch.setattr(Ring, "opened", lambda waits, memory: None)
 
 
 @pytest.mark.parametrize("length", [0, 1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE, 45_000])
