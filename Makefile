@@ -1,6 +1,6 @@
 # moonserve: everything is one of these.
 #   make serve [MODEL=folder-or-hub-name] [ARGS="--prefill-workers 2"]
-#   make test | test-rdma | check | bench | bench-transfer | bench-store | reproduce | docs | proto | clean
+#   make test | test-thorough | test-rdma | check | bench | bench-transfer | bench-store | reproduce | docs | proto | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +12,7 @@ ARGS ?=
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: serve test test-rdma check format bench bench-transfer bench-store reproduce docs proto proto-check clean
+.PHONY: serve test test-thorough test-rdma check format bench bench-transfer bench-store reproduce docs proto proto-check clean
 
 serve: $(RUNTIME)
 	$(BIN)/moonserve serve $(MODEL) $(ARGS)
@@ -25,6 +25,11 @@ WORKERS ?= $(if $(ARGS),0,$(shell expr $$(nproc) + 2))
 test: $(DEV)
 	@$(BIN)/python -m compileall -q $(PACKAGES) tests
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
+
+# As `test`, with ten times the examples of every property and the longest outages: for the night.
+test-thorough: $(DEV)
+	@$(BIN)/python -m compileall -q $(PACKAGES) tests
+	MOONSERVE_THOROUGH=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --timeout=7200 $(ARGS)
 
 # Verbs, in a small virtual machine (tests/rdma/guest); the first time fetches Debian's kernel package.
 test-rdma: $(DEV)

@@ -16,6 +16,7 @@ from kvstore.native import library
 from kvstore.native.base import NO_RECORD, Record
 from protocol.errors import ConfigError
 from protocol.keys import BlockKey
+from tests.thoroughness import examples
 
 RECORDS = list(range(8))
 
@@ -148,7 +149,7 @@ class Contract(RuleBasedStateMachine):
 def test_every_policy_keeps_the_contract(name: str) -> None:
     run_state_machine_as_test(
         type("ContractOfPolicy", (Contract,), {"policy_name": name}),
-        settings=settings(max_examples=50, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=examples(20), stateful_step_count=40, deadline=None),
     )
 
 

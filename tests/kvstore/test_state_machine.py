@@ -22,6 +22,7 @@ from kvstore.stored import Tier, Watermarks
 from protocol.errors import StaleLease
 from protocol.keys import BlockKey
 from tests.kvstore.states import make_state
+from tests.thoroughness import examples
 
 NUM_CHAINS, DEPTH = 3, 4
 TTL_S = 10.0
@@ -222,7 +223,7 @@ class StoreRights(RuleBasedStateMachine):
 def test_every_right_is_kept_under_every_policy(name: str) -> None:
     machine = type("StoreRightsUnderPolicy", (StoreRights,), {"policy_name": name})
     # The rights do not depend on the policy: the default one is searched deeply, the others enough to meet evictions.
-    num_examples = 80 if name == DEFAULT_POLICY else 20
+    num_examples = examples(40 if name == DEFAULT_POLICY else 10)
     run_state_machine_as_test(
         machine,
         settings=settings(max_examples=num_examples, stateful_step_count=50, deadline=None),

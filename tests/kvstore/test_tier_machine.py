@@ -18,6 +18,7 @@ from protocol.errors import StaleLease
 from protocol.keys import BlockKey, pack_keys
 from tests.kvstore.hardware import NOTHING
 from tests.kvstore.two_tiers import DEPTH, NUM_CHAINS, QUOTA_UNITS, TwoTiersInTruth, key
+from tests.thoroughness import examples
 
 TTL_S = 10.0
 chains = st.integers(0, NUM_CHAINS - 1)
@@ -319,7 +320,7 @@ class TwoTiers(TwoTiersInTruth):
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_two_tiers_keep_every_promise_under_every_policy(name: str) -> None:
     machine = type("TwoTiersUnderPolicy", (TwoTiers,), {"policy_name": name})
-    num_examples = 100 if name == DEFAULT_POLICY else 15
+    num_examples = examples(50 if name == DEFAULT_POLICY else 8)
     run_state_machine_as_test(
         machine,
         settings=settings(max_examples=num_examples, stateful_step_count=60, deadline=None),

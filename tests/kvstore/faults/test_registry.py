@@ -18,11 +18,12 @@ from tests.kvstore.faults.values import Load, put_many, value_of
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
 from tests.redis_server import RedisServer
+from tests.thoroughness import seconds
 
 OUTAGES = [
     (3.0, 0.0),
     # More than the members' leases of 10 s.
-    pytest.param(20.0, 0.02, marks=pytest.mark.slow),
+    pytest.param(seconds(12.0, 20.0), 0.02, marks=pytest.mark.slow),
 ]
 
 

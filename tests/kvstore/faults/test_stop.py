@@ -8,11 +8,12 @@ import pytest
 
 from tests.kvstore.faults.pool import running_pool
 from tests.kvstore.faults.values import Load
+from tests.thoroughness import seconds
 
 STOPPED = [
     (3.0, 0.0),  # less than its lease at the registry
     # More than that: the others forget it, and it has to join again.
-    pytest.param(30.0, 0.02, marks=pytest.mark.slow),
+    pytest.param(seconds(12.0, 30.0), 0.02, marks=pytest.mark.slow),
 ]
 
 

@@ -23,8 +23,9 @@ from kvstore.native.base import MAX_RECORDS, NO_RECORD, Entry
 from kvstore.native.layout import MAX_LOAD, NUM_TAIL, SLOT, home, more_slots
 from protocol.keys import BlockKey
 from tests.kvstore.native.conftest import Kind, MakeKind
+from tests.thoroughness import examples
 
-SETTINGS = settings(max_examples=40, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=examples(20), stateful_step_count=40, deadline=None)
 
 
 def key_of(number: int) -> BlockKey:
