@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from conductor.columns import PrefillTable, Seat, StoreTable
 from conductor.cost.queue import WorkQueue
 from conductor.events import Load
+from conductor.native.prefills import QueueRecord
 from protocol.ids import RequestId
 from protocol.profile import PrefillProfile
 
@@ -42,6 +43,8 @@ class PrefillQueue:
         self._jobs: dict[RequestId, _Job] = {}
         self._work: WorkQueue[RequestId] = WorkQueue(step_s)
         self._total_tokens = 0
+        self._record = QueueRecord()  # of `_work`, as it was when somebody last asked
+        self._is_recorded = False  # and still is
         self._surplus_s = 0.0  # work the instance reports beyond what was placed by this conductor
 
     def __len__(self) -> int:
@@ -81,8 +84,18 @@ class PrefillQueue:
         wait_s, num_delayed = self._work.look(now, now + rank)
         return wait_s + self._surplus_s, num_delayed
 
-    def correct(self, load: Load, profile: PrefillProfile, now: float) -> None:
-        """Takes over what the instance says that it has left: settled prompts beyond it are prefilled already."""
+    def record(self) -> QueueRecord:
+        """The same as numbers, until the next change."""
+        if not self._is_recorded:
+            self._work.fill(self._record)
+            self._record.surplus_s = self._surplus_s
+            self._is_recorded = True
+        return self._record
+
+    def correct(self, load: Load, profile: PrefillProfile, now: float) -> list[RequestId]:
+        """Takes over what the instance says that it has left: settled prompts beyond it are prefilled already, and
+        returned."""
+        gone: list[RequestId] = []
         in_order = ((r, self._jobs[r]) for r in self._work.in_order())
         settled = {r: job for r, job in in_order if job.placed_at + SETTLE_S <= now}
         tokens_left = sum(job.tokens for job in settled.values())
@@ -91,18 +104,21 @@ class PrefillQueue:
             if tokens_left < load.queued_tokens:
                 break
             self.remove(request_id, now)
+            gone.append(request_id)
         # An instance counts what waits as uncached until it has looked, so that more tokens than were placed are
         # others' only where there are more prompts too.
         is_shared = load.num_waiting + load.num_running > len(self._jobs)
         surplus = load.queued_tokens - self._total_tokens if is_shared else 0
         self._surplus_s = profile.c0 + profile.c1 * surplus if surplus > 0 else 0.0
         self._show()
+        return gone
 
     def _shown(self) -> tuple[float, float, float, float]:
         work = self._work
         return work.waiting_s, work.running_s, work.began_at, self._surplus_s
 
     def _show(self) -> None:
+        self._is_recorded = False
         table, row = self._seat.table, self._seat.row
         waiting_s, running_s, began_at, surplus_s = self._shown()
         table.waiting_s[row], table.running_s[row] = waiting_s, running_s

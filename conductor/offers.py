@@ -9,7 +9,7 @@ from conductor.cost.accuracy import Times
 from conductor.decision import PrefillColumns
 from conductor.eligible import Able
 from conductor.members import Members
-from conductor.policies.base import Offers, Weighed
+from conductor.policies.base import Looks, Offers, Weighed
 from conductor.prefix import PrefixMap
 from conductor.transfers import seconds_per_block
 from protocol.layout import KvLayout
@@ -46,7 +46,7 @@ def offers_for(
         prefills.c2,
         now,
         lambda row, rank: instances[row].queue.wait_s(now, rank),
-        lambda row, rank: instances[row].queue.look(now, rank),
+        Looks(instances, now),
     )
 
 

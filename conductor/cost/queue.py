@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from conductor.cost.ordered_sums import OrderedSums, Place
+from conductor.native.prefills import QueueRecord
 
 K = TypeVar("K", bound=Hashable)
 
@@ -83,6 +84,15 @@ class WorkQueue(Generic[K]):
     def began_at(self) -> float:
         """When the one that runs began, as far as known."""
         return self._began_at
+
+    def fill(self, record: QueueRecord) -> None:
+        """With all that `look` needs to know; it holds until the next change of this queue."""
+        record.places, record.sums, record.count = self._waiting.columns()
+        record.is_running = self._running is not None
+        record.step_s, record.began_at = self._step_s, self._began_at
+        if self._running is not None:
+            work = self._work[self._running]
+            record.running_place, record.running_s = work.place[0], work.seconds
 
     def in_order(self) -> list[K]:
         """All keys as they will run. O(n)."""

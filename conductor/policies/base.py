@@ -13,12 +13,14 @@ rank that is behind all others; who gives lower ones takes the column for a firs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from conductor.columns import Floats, Ints, Words
+from conductor.ledger import PrefillQueue
+from conductor.native.prefills import QueueRecord
 
 
 class Prompt(NamedTuple):
@@ -100,6 +102,30 @@ class PlacementPolicy(Protocol):
 
     def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
         """All terms of the prediction, and the score, of all instances."""
+
+
+class Queues(Protocol):
+    """An instance, as far as a policy may know it."""
+
+    @property
+    def queue(self) -> PrefillQueue: ...
+
+
+class Looks:
+    """`Offers.look` at the books themselves, which can be asked for several instances at once."""
+
+    __slots__ = ("_instances", "now")
+
+    def __init__(self, instances: Sequence[Queues], now: float) -> None:
+        self._instances = instances
+        self.now = now
+
+    def __call__(self, row: int, rank: float) -> tuple[float, int]:
+        return self._instances[row].queue.look(self.now, rank)
+
+    def records(self, rows: Sequence[int]) -> list[QueueRecord]:
+        """What waits at these instances now."""
+        return [self._instances[row].queue.record() for row in rows]
 
 
 def predict(prompt: Prompt, offers: Offers, reuse_blocks: Ints) -> Weighed:

@@ -1,0 +1,112 @@
+/* Predictions of TTFT at prefill instances, and waits in their queues by rank.
+ *
+ * Python allocates all memory and checks all bounds; one thread uses it. prefills.py and the policies do the same in numpy
+ * and Python, in the same order, so that both give the same numbers.
+ */
+#include <math.h>
+#include <stdint.h>
+
+#define PUBLIC __attribute__((visibility("default")))
+
+/* A row per instance; see `Offers`. */
+typedef struct {
+    const int64_t *device_blocks, *prefix_blocks;
+    const double *queue_s, *local_s, *remote_s, *c0, *c1, *c2;
+} Offers;
+
+enum { LOAD, TRANSFER, PREFILL, TTFT, NUM_TERMS };
+
+static void predict(const Offers *offers, int64_t row, double num_tokens, double block_size, int64_t reuse,
+                    double *terms) {
+    int64_t prefix = offers->prefix_blocks[row];
+    double cached = (double)reuse * block_size;
+    terms[LOAD] = (double)(prefix - offers->device_blocks[row]) * offers->local_s[row];
+    terms[TRANSFER] = (double)(reuse - prefix) * offers->remote_s[row];
+    terms[PREFILL] = offers->c0[row] + offers->c1[row] * (num_tokens - cached)
+        + offers->c2[row] * (num_tokens * num_tokens - cached * cached);
+    terms[TTFT] = terms[LOAD] + terms[TRANSFER] + offers->queue_s[row] + terms[PREFILL];
+}
+
+/* With what is missing of the best prefix computed or fetched, whichever is faster. `out`: [NUM_TERMS + 1][count], last
+ * what computing the missing blocks takes; `reuse` is written. */
+PUBLIC void prefills_faster(const Offers *offers, int64_t count, double num_tokens, double block_size,
+                            int64_t best_blocks, int64_t *reuse, double *out) {
+    for (int64_t row = 0; row < count; row++) {
+        double computed[NUM_TERMS], fetched[NUM_TERMS];
+        int64_t own = offers->prefix_blocks[row], best = own > best_blocks ? own : best_blocks;
+        predict(offers, row, num_tokens, block_size, own, computed);
+        predict(offers, row, num_tokens, block_size, best, fetched);
+        int is_faster = fetched[TTFT] < computed[TTFT];
+        const double *terms = is_faster ? fetched : computed;
+        for (int k = 0; k < NUM_TERMS; k++) out[k * count + row] = terms[k];
+        out[NUM_TERMS * count + row] = computed[PREFILL] - fetched[PREFILL];
+        reuse[row] = is_faster ? best : own;
+    }
+}
+
+/* What waits at one instance, in order, and what runs; see `QueueRecord`. */
+typedef struct {
+    const double *places; /* of what waits */
+    const double *sums; /* seconds before each of them, and of all */
+    double count, is_running, running_place, running_s, began_at, step_s, surplus_s;
+} Queue;
+
+/* In the order of `Patience`. */
+typedef struct {
+    double patience, keeps_objective, prices, steepness, late, late_patience;
+} Terms;
+
+static int64_t number_up_to(const Queue *queue, double place) {
+    int64_t low = 0, high = (int64_t)queue->count;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (queue->places[middle] <= place) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* Seconds until one that arrives now and yields for `rank` begins, and how many it goes before. */
+static double look(const Queue *queue, double now, double rank, double *num_delayed) {
+    double place = now + rank, passed_s = now - queue->began_at;
+    int64_t before = number_up_to(queue, place);
+    double left_s = queue->running_s - (passed_s > 0.0 ? passed_s : 0.0);
+    if (!queue->is_running || left_s < 0.0) left_s = 0.0;
+    *num_delayed = queue->count - (double)before;
+    if (queue->is_running && place < queue->running_place && left_s > queue->step_s) {
+        *num_delayed += 1.0;
+        left_s = queue->step_s;
+    }
+    return left_s + queue->sums[before] + queue->surplus_s;
+}
+
+/* `yields_s` of least_added_delay.py. */
+static double yields_s(double prefill_s, double queue_s, double slo_s, const Terms *terms) {
+    double patience_s = terms->patience * prefill_s;
+    if (isinf(slo_s)) return patience_s;
+    double left = slo_s > 0.0 ? 1.0 - queue_s / slo_s : 0.0;
+    if (left < 0.0) left = 0.0;
+    if (terms->prices && prefill_s > slo_s * pow(left, terms->steepness))
+        return terms->late * slo_s + terms->late_patience * prefill_s;
+    if (!terms->keeps_objective) return patience_s;
+    double rest_s = slo_s - queue_s - prefill_s;
+    if (rest_s < 0.0) rest_s = 0.0;
+    return rest_s < patience_s ? rest_s : patience_s;
+}
+
+/* Of some instances: `queue_s` until all that is there has run. `out`: [3][count]: rank, wait, what others wait longer. */
+PUBLIC void prefills_look(const Queue *const *queues, int64_t count, const Terms *terms, double now, double slo_s,
+                          const double *prefill_s, const double *queue_s, double *out) {
+    for (int64_t i = 0; i < count; i++) {
+        double *rank = &out[i], *wait_s = &out[count + i], *added_s = &out[2 * count + i], num_delayed = 0.0;
+        if (queue_s[i] == 0.0) {
+            *rank = yields_s(prefill_s[i], 0.0, slo_s, terms);
+            *wait_s = *added_s = 0.0;
+            continue;
+        }
+        double before_late_s = isinf(slo_s) ? queue_s[i] : look(queues[i], now, slo_s, &num_delayed);
+        *rank = yields_s(prefill_s[i], before_late_s, slo_s, terms);
+        *wait_s = look(queues[i], now, *rank, &num_delayed);
+        *added_s = prefill_s[i] * num_delayed;
+    }
+}
