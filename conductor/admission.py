@@ -17,6 +17,10 @@ from conductor.decision import DecodeColumns, PrefillColumns, Rejection
 from conductor.landing import Newcomer, loads_at
 from conductor.outlook import INSTANTS, Outlook
 
+# Reasons that time takes care of.
+FOR_LOAD = frozenset({"landing_blocks", "ttft_slo", "tbt_slo"})
+# There would be room, but a tenant that has had less than its share waits for it.
+TENANT_SHARE = "tenant_share"
 # A client that comes back sooner finds the same queues.
 MIN_RETRY_AFTER_S = 0.1
 
@@ -61,6 +65,13 @@ def reject_tbt(
     loads = loads_at(decodes, outlook, newcomer, instants, [0.0] * len(instants))
     steps_s = loads.step_s.min(axis=1)
     return Rejection(reason="tbt_slo", retry_after_s=_at_least(_falls_to(slo_s, steps_s)))
+
+
+def reject_claimed(until: float | None, now: float) -> Rejection | None:
+    """`until`: a tenant with less in flight was rejected, and told to come back about then; None: nobody was."""
+    if until is None:
+        return None
+    return Rejection(reason=TENANT_SHARE, retry_after_s=_at_least(until - now))
 
 
 def _falls_to(slo_s: float, steps_s: Floats) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conductor.admission import Admission
+from conductor.fairness import parse_weights
 from conductor.leadership import Terms
 from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
@@ -42,6 +43,14 @@ class ConductorConfig(ProcessConfig):
         Admission.PREDICTED.value,
         help="which predictions reject: none, of the load now, or of the decode load when the prompt is prefilled",
         choices=tuple(each.value for each in Admission),
+    )
+    tenant_weights: tuple[str, ...] = option(
+        (), help="shares of tenants that compete for prefill, as alice=2,bob=0.5; 1 where not given"
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        help="order of the prefill workers' queues, as they are told it themselves",
+        choices=("fcfs", "priority"),
     )
     lease_s: float = option(5.0, help="remove an instance after this silence, seconds")
     heartbeat_interval_s: float = option(1.0, help="how often instances report, seconds")
@@ -113,4 +122,6 @@ class ConductorConfig(ProcessConfig):
             placement_ttl_s=self.placement_ttl_s,
             num_decisions=self.num_decisions,
             decision_bytes=self.decision_mib * 2**20,
+            tenant_weights=parse_weights(self.tenant_weights),
+            by_priority=self.scheduling_policy == "priority",
         )

@@ -12,6 +12,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from conductor.columns import Flags, Floats, Ints, Names
+from conductor.fairness import Turn
 from protocol.ids import RequestId
 
 
@@ -138,6 +139,8 @@ class Decision:
     rank: (
         float  # seconds; prompts wait at the prefill instance in the order of their arrival + rank
     )
+    turn: Turn  # its tenant's, which may have made the rank lower, also below 0
+    priority: int  # of the request; lower is more urgent
     sources: tuple[tuple[str, int, int], ...]  # (store, first block, number of blocks)
     predicted_ttft_s: float
     predicted_tbt_s: float
@@ -165,6 +168,8 @@ class Decision:
                     record["decode_candidates"] = [
                         {**c._asdict(), "fits": c.fits} for c in columns.rows()
                     ]
+                case Turn() as turn:
+                    record[name] = {**turn._asdict(), "ahead_tokens": turn.ahead_tokens}
                 case Rejection() | Outcome() as part:
                     record[name] = asdict(part)
                 case value:

@@ -9,7 +9,7 @@ from conductor.decision import Decision, Outcome
 from protocol.ids import RequestId
 
 # By tracemalloc: a decision without rows (the record, 15 empty arrays, its place here), and the numbers of a row.
-_RECORD_BYTES = 3_300
+_RECORD_BYTES = 3_500
 _PREFILL_ROW_BYTES = 10 * 8
 _DECODE_ROW_BYTES = 10 * 8 + 1
 

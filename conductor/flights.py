@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from conductor.cost.accuracy import Times
 from conductor.decision import Outcome
 from conductor.events import Phase, Place, Report
+from conductor.fairness import Fairness
 from conductor.learned import Learned
 from conductor.members import Instance
 from conductor.placement import Plan
@@ -41,10 +42,13 @@ class Flight:
 class Flights:
     """All of them, in order of placement."""
 
-    def __init__(self, learned: Learned, transfers: Transfers, ttl_s: float) -> None:
+    def __init__(
+        self, learned: Learned, transfers: Transfers, fairness: Fairness, ttl_s: float
+    ) -> None:
         """`ttl_s`: a placement whose end nobody reported is forgotten after this."""
         self._learned = learned
         self._transfers = transfers
+        self._fairness = fairness
         self._ttl_s = ttl_s
         self._flights: dict[RequestId, Flight] = {}
         self._no_expiry_before = -math.inf  # no flight is too old before this
@@ -59,7 +63,17 @@ class Flights:
         prefill, decode = plan.prefill, plan.decode
         prefill.choose(self._num_placements)
         decode.choose(self._num_placements)
-        prefill.queue.add(place.request_id, plan.prefill_s, plan.uncached_tokens, now, plan.rank)
+        rank = plan.rank + plan.queueing.shift_s
+        prefill.queue.add(place.request_id, plan.prefill_s, plan.uncached_tokens, now, rank)
+        self._fairness.begin(
+            place.request_id,
+            plan.queueing.turn,
+            prompt_tokens=plan.uncached_tokens,
+            output_tokens=plan.decision.expected_output,
+            place=now + rank,
+            link=prefill.link,
+            priority=plan.queueing.priority,
+        )
         decode.decode.add(
             place.request_id,
             tokens=place.num_prompt_tokens,
@@ -105,16 +119,18 @@ class Flights:
         self._learned.accuracy.observe(flight.predicted, actual)
         self._learned.overhead.observe(actual, reads=bool(flight.predicted.transfer_s))
 
-    def end(self, request_id: RequestId, now: float) -> None:
-        """It ended somehow. Unknown ones are ignored."""
+    def end(self, request_id: RequestId, now: float, output_tokens: int | None = None) -> None:
+        """It ended somehow; None: nobody knows with how many tokens. Unknown ones are ignored."""
         flight = self._flights.pop(request_id, None)
         if flight is not None:
+            self._fairness.ended(request_id, output_tokens)
             self._end_prefill(request_id, flight, now)
             flight.decode.decode.remove(request_id)
 
     def finished(self, report: Report, flight: Flight, now: float) -> None:
         """It ended as it should, which tells how long answers are."""
-        self.end(report.request_id, now)
+        self._fairness.prefilled(report.request_id)  # also where its first token was not reported
+        self.end(report.request_id, now, report.output_tokens)
         self._learned.lengths.observe(
             report.output_tokens,
             max_tokens=flight.max_tokens,
@@ -140,6 +156,7 @@ class Flights:
 
     def _end_prefill(self, request_id: RequestId, flight: Flight, now: float) -> None:
         flight.prefill.queue.remove(request_id, now)
+        self._fairness.prefilled(request_id)
         self._transfers.end(request_id)
         for store, num_blocks in flight.reads:
             store.reads.remove(num_blocks)
@@ -155,6 +172,7 @@ class Flights:
             queued = [r for r, f in flights.items() if f.prefill is instance]
             queued = [r for r in queued if r in instance.queue]
             assert len(instance.queue) == len(queued), "a queue holds a request not in flight"
+            assert all(map(self._fairness.waits, queued)), "a prompt waits without its tag"
             reads = (n for f in flights.values() for s, n in f.reads if s is instance)
             assert instance.reads.num_blocks == sum(reads)
         for request_id, flight in flights.items():

@@ -12,19 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from conductor.admission import Admission, judged_tbt_s, reject_tbt, reject_ttft
+from conductor.admission import Admission, judged_tbt_s, reject_claimed, reject_tbt, reject_ttft
 from conductor.columns import DecodeTable, PrefillTable
 from conductor.cost.accuracy import Times
 from conductor.decision import Decision, DecodeColumns, PrefillColumns, Rejection
 from conductor.eligible import Able, eligible
 from conductor.events import Place
+from conductor.fairness import Fairness
 from conductor.landing import Newcomer, best_decode, least, weigh_decodes
 from conductor.learned import Learned
 from conductor.members import Instance, Members
 from conductor.offers import offers_for, predicted_times, record
-from conductor.policies.base import PlacementPolicy, Prompt
+from conductor.policies.base import PlacementPolicy, Prompt, Weighed
 from conductor.prefix import PrefixMap
 from conductor.session import first_distinguishing
+from conductor.turns import Queueing, offers_in_turn, queueing
 from kvstore.directory import Directory, Leading
 from protocol.keys import BlockKey, pack_keys
 from protocol.layout import KvLayout
@@ -42,6 +44,7 @@ class Plan(NamedTuple):
     predicted: Times
     prefill_s: float  # predicted service time
     rank: float  # with which it waits for prefill
+    queueing: Queueing
     uncached_tokens: int
     needed_blocks: int
     block_bytes: int
@@ -56,6 +59,7 @@ class Targets:
     ttft_slo_s: float
     tbt_slo_s: float
     admission: Admission
+    by_priority: bool = False  # whether prompts wait by priority first
 
     def of(self, place: Place) -> tuple[float, float]:
         """TTFT and TBT that this request must meet."""
@@ -75,6 +79,7 @@ class _Prefill(NamedTuple):
     sources: tuple[PrefixSource, ...]
     best_blocks: int
     rank: float
+    queueing: Queueing
 
     @property
     def ttft_s(self) -> float:
@@ -109,12 +114,14 @@ class Planner:
         members: Members,
         directory: Directory,
         learned: Learned,
+        fairness: Fairness,
         policy: PlacementPolicy,
         targets: Targets,
     ) -> None:
         self._members = members
         self._directory = directory
         self._learned = learned
+        self._fairness = fairness
         self.policy = policy
         self._targets = targets
 
@@ -134,6 +141,7 @@ class Planner:
             predicted=predicted_times(prefill.columns, prefill.row, decision.predicted_ttft_s),
             prefill_s=float(prefill.columns.prefill_s[prefill.row]),
             rank=prefill.rank,
+            queueing=prefill.queueing,
             uncached_tokens=place.num_prompt_tokens - prefill.reuse_blocks * layout.block_size,
             needed_blocks=decode.newcomer.needed_blocks,
             block_bytes=layout.block_bytes,
@@ -156,6 +164,8 @@ class Planner:
         prefixes = PrefixMap(leading, self._members, excluded)
         prompt = self._prompt(place, keys, leading, layout, prefixes.best_blocks)
         offers = offers_for(able, prefixes, self._members, layout, now)
+        own = self._queueing(place, able.table, now)
+        offers = offers_in_turn(offers, own, passes_others=self._passes_others(own))
         weighed = self.policy.weigh(prompt, offers)
         best = least(weighed.score, offers.chosen_at)
         instance, reuse_blocks = able.instances[best], int(weighed.reuse_blocks[best])
@@ -166,8 +176,22 @@ class Planner:
             reuse_blocks=reuse_blocks,
             sources=prefixes.sources(instance, int(offers.device_blocks[best]), reuse_blocks),
             best_blocks=prefixes.best_blocks,
-            rank=0.0 if weighed.rank is None else float(weighed.rank[best]),
+            rank=self._rank(own, instance, best, weighed),
+            queueing=own,
         )
+
+    def _rank(self, own: Queueing, instance: Instance, row: int, weighed: Weighed) -> float:
+        given = 0.0 if weighed.rank is None else float(weighed.rank[row])
+        return own.rank(
+            row, given, lambda place: self._fairness.tie_s(place, own.priority, instance.link)
+        )
+
+    def _queueing(self, place: Place, table: PrefillTable, now: float) -> Queueing:
+        priority = place.priority if self._targets.by_priority else 0
+        return queueing(self._fairness, place.tenant, priority, table.link, now)
+
+    def _passes_others(self, own: Queueing) -> bool:
+        return self._targets.by_priority and self._fairness.has_below(own.priority)
 
     def _best_decode(
         self, place: Place, able: Able[DecodeTable], layout: KvLayout, ttft_s: float, now: float
@@ -218,6 +242,8 @@ class Planner:
             prefill=prefill.instance.instance_id,
             decode=decode.instance.instance_id,
             rank=prefill.rank,
+            turn=prefill.queueing.turn,
+            priority=place.priority,
             sources=tuple(
                 (s.store.instance_id, s.first_block, s.num_blocks) for s in prefill.sources
             ),
@@ -239,10 +265,10 @@ class Planner:
         if ttft_s > ttft_slo_s:
             return reject_ttft(prefill.columns, prefill.ttft_s, ttft_s, ttft_slo_s)
         if float(judged_tbt_s(admission, decode.columns)[decode.row]) <= tbt_slo_s:
-            return None
+            return reject_claimed(self._fairness.claimed_until(prefill.queueing.turn, now), now)
         since = now if admission is Admission.CURRENT else decode.newcomer.lands_at
         return reject_tbt(
-            decode.able.table, self._members.outlook, decode.newcomer, tbt_slo_s, since
+            decode.able.table, self._members.outlook, newcomer, tbt_slo_s, since, queue_s
         )
 
     def _prompt(

@@ -9,11 +9,11 @@ service and a simulator drive the same object.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from conductor.admission import Admission
+from conductor.admission import FOR_LOAD, Admission
 from conductor.cost.accuracy import Term, TermAccuracy
-from conductor.decision import Decision
+from conductor.decision import Decision, Rejection
 from conductor.decision_log import DecisionLog
 from conductor.events import (
     Action,
@@ -42,6 +42,7 @@ from conductor.events import (
     Tick,
     TtftObserved,
 )
+from conductor.fairness import Fairness
 from conductor.flights import Flight, Flights, outcome
 from conductor.learned import Learned
 from conductor.members import Instance, Members
@@ -69,6 +70,8 @@ class Limits:
     placement_ttl_s: float = 900.0
     num_decisions: int = 4096
     decision_bytes: int = 64 * 2**20  # of memory, kept for explanation at most
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # 1 where not given
+    by_priority: bool = False  # as the workers' --scheduling-policy has it
 
 
 class ConductorState:
@@ -82,18 +85,24 @@ class ConductorState:
         self._members = Members(limits.lease_s)
         self._directory = Directory()
         self._learned = Learned()
-        targets = Targets(
+        self._targets = Targets(
             ttft_slo_s=limits.ttft_slo_s,
             tbt_slo_s=limits.tbt_slo_s,
             admission=limits.admission,
+            by_priority=limits.by_priority,
         )
-        self._planner = Planner(self._members, self._directory, self._learned, policy, targets)
+        self._fairness = Fairness(limits.tenant_weights)
+        self._planner = Planner(
+            self._members, self._directory, self._learned, self._fairness, policy, self._targets
+        )
         self._decisions = DecisionLog(limits.num_decisions, limits.decision_bytes)
         self._roles = roles
         self._role_loads = RoleLoads(
             self._members, ttft_slo_s=limits.ttft_slo_s, tbt_slo_s=limits.tbt_slo_s
         )
-        self._flights = Flights(self._learned, self._members.transfers, limits.placement_ttl_s)
+        self._flights = Flights(
+            self._learned, self._members.transfers, self._fairness, limits.placement_ttl_s
+        )
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Applies one event at monotonic time `now`; the reply, where the event is a call, comes last."""
@@ -157,7 +166,9 @@ class ConductorState:
         instance.drain(event.draining)
         instance.load = event.load
         if instance.role is Role.PREFILL:
-            instance.queue.correct(event.load, instance.registration.prefill_profile, now)
+            prefill_profile = instance.registration.prefill_profile
+            for request_id in instance.queue.correct(event.load, prefill_profile, now):
+                self._fairness.prefilled(request_id)
         elif instance.role is Role.DECODE:
             profile = instance.registration.decode_profile
             instance.decode.correct(event.load, profile, self._learned.lengths, now)
@@ -188,6 +199,8 @@ class ConductorState:
         return actions
 
     def _remove(self, instance: Instance, reason: Removal) -> InstanceRemoved:
+        if instance.role is Role.PREFILL:
+            self._fairness.lost(instance.link)
         self._members.remove(instance)
         self._directory.drop(instance.instance_id)
         return InstanceRemoved(instance_id=instance.instance_id, role=instance.role, reason=reason)
@@ -225,6 +238,7 @@ class ConductorState:
         decision = plan.decision
         self._decisions.record(decision)
         if decision.rejection is not None:
+            self._claim(event, decision.rejection, now)
             return [
                 Rejected(
                     predicted_ttft_s=decision.predicted_ttft_s,
@@ -246,6 +260,14 @@ class ConductorState:
         )
         return [Placed(placement=placement, decision=decision)]
 
+    def _claim(self, event: Place, rejection: Rejection, now: float) -> None:
+        """Who was rejected for load may be next. Not who asks for more than others are held to: it could claim all the
+        time."""
+        ttft_slo_s, tbt_slo_s = self._targets.of(event)
+        is_usual = ttft_slo_s >= self._limits.ttft_slo_s and tbt_slo_s >= self._limits.tbt_slo_s
+        if rejection.reason in FOR_LOAD and is_usual:
+            self._fairness.claim(event.tenant, now, rejection.retry_after_s)
+
     # ---- reports
 
     def _report(self, event: Report, now: float) -> list[Action]:
@@ -261,7 +283,7 @@ class ConductorState:
             case Phase.FINISHED:
                 self._flights.finished(event, flight, now)
             case Phase.FAILED | Phase.CANCELLED:
-                self._flights.end(event.request_id, now)
+                self._flights.end(event.request_id, now, event.output_tokens)
         self._decisions.conclude(event.request_id, outcome(event, flight))
         actions.append(Reported())
         return actions
@@ -312,6 +334,7 @@ class ConductorState:
         self._decisions.validate()
         self._flights.validate(self._members)
         self._learned.validate()
+        self._fairness.validate()
         self._role_loads.validate()
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from conductor.admission import Admission
 from conductor.config import DEFAULT_ROLE_TERMS, DEFAULT_TERMS, ConductorConfig
+from conductor.fairness import parse_weights
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.roles import RoleTerms
 from deploy.worker.config import DEFAULT_ROLE_DRAIN_S
+from gateway.config import parse_tenant_keys
 from kvstore.config import StoreConfig
 from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
 from protocol.config import option, require_at_least_1
@@ -123,7 +125,15 @@ class ServeConfig(TransferConfig, PatienceConfig):
         DEFAULT_BALANCING_THRESHOLD,
         help="re-use ratio above which a remote prefix is fetched (Algorithm 1)",
     )
+    tenant_weights: tuple[str, ...] = option(
+        (), help="shares of tenants that compete for prefill, as alice=2,bob=0.5; 1 where not given"
+    )
     api_key: tuple[str, ...] = option((), help="keys that clients must present", masked=True)
+    tenant_keys: tuple[str, ...] = option(
+        (),
+        help="keys of tenants, as alice=KEY,bob=KEY, beside --api-key; without them a tenant is who `user` names",
+        masked=True,
+    )
     request_timeout_s: float = option(600.0, help="seconds after which a request is ended")
     body_timeout_s: float = option(
         30.0, help="seconds within which a request's body must have arrived"
@@ -165,6 +175,8 @@ class ServeConfig(TransferConfig, PatienceConfig):
                 f"--conductors {self.conductors} needs --registry, where they agree which of them leads"
             )
         ConductorConfig(leader_ttl_s=self.leader_ttl_s).terms()
+        parse_weights(self.tenant_weights)
+        parse_tenant_keys(self.tenant_keys)
         RoleTerms(hold_s=self.role_hold_s, cool_down_s=self.role_cool_down_s)
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")

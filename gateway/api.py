@@ -284,11 +284,17 @@ def _wish(request: Request, body: SamplingBody, choices: tuple[Choice, ...]) -> 
         session_id=_session_id(request),
         choices=choices,
         priority=body.priority or 0,
-        tenant=body.user or "",
+        tenant=_tenant(request, body),
         cache_salt=body.cache_salt or "",
         ttft_slo_s=_milliseconds(request, "x-slo-ttft-ms"),
         tbt_slo_s=_milliseconds(request, "x-slo-tbt-ms"),
     )
+
+
+def _tenant(request: Request, body: SamplingBody) -> str:
+    """Whose key it is; where keys do not say, whom the client names."""
+    by_key: str | None = request.state.tenant
+    return (body.user or "") if by_key is None else by_key
 
 
 def _session_id(request: Request) -> str:

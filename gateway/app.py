@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -21,7 +21,12 @@ from protocol.errors import MoonserveError
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(api: Api, operations: Operations, api_keys: Sequence[str]) -> ASGIApp:
+def build_app(
+    api: Api,
+    operations: Operations,
+    api_keys: Sequence[str],
+    tenant_keys: Mapping[str, str] | None = None,
+) -> ASGIApp:
     """The whole HTTP interface."""
     app = FastAPI(
         title="moonserve",
@@ -38,7 +43,7 @@ def build_app(api: Api, operations: Operations, api_keys: Sequence[str]) -> ASGI
     )
     _add_posts(app, api)
     _add_gets(app, api, operations)
-    return FrontDoor(app, api_keys)
+    return FrontDoor(app, api_keys, tenant_keys)
 
 
 def _add_posts(app: FastAPI, api: Api) -> None:

@@ -10,7 +10,7 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,9 +30,15 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 class FrontDoor:
     """ASGI middleware around the application."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, api_keys: Sequence[str], tenant_keys: Mapping[str, str] | None = None
+    ) -> None:
+        """`tenant_keys`: keys by tenant, beside those of nobody in particular."""
         self._app = app
-        self._api_keys = [key.encode() for key in api_keys]
+        named = tenant_keys or {}
+        self._keys = [(key.encode(), tenant) for tenant, key in named.items()]
+        self._keys += [(key.encode(), "") for key in api_keys]
+        self._names_tenants = bool(named)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,7 +58,8 @@ class FrontDoor:
         self, scope: Scope, receive: Receive, echo: _Echo, headers: dict[bytes, bytes]
     ) -> None:
         try:
-            self._authenticate(scope["path"], headers.get(b"authorization", b""))
+            tenant = self._authenticate(scope["path"], headers.get(b"authorization", b""))
+            scope["state"]["tenant"] = tenant
             await self._app(scope, receive, echo.send)
         except ApiError as error:
             await echo.fail(error)
@@ -60,12 +67,14 @@ class FrontDoor:
             log.exception("%s %s failed", scope["method"], scope["path"])
             await echo.fail(error)
 
-    def _authenticate(self, path: str, authorization: bytes) -> None:
-        if not self._api_keys or path in _OPEN_PATHS:
-            return
+    def _authenticate(self, path: str, authorization: bytes) -> str | None:
+        """The tenant whose key it is, "" for a key of nobody in particular; None: keys do not say who asks."""
+        if not self._keys or path in _OPEN_PATHS:
+            return None
         scheme, _, presented = authorization.partition(b" ")
-        matches = [hmac.compare_digest(presented.strip(), key) for key in self._api_keys]
-        if scheme.lower() != b"bearer" or not any(matches):
+        key = presented.strip()
+        matches = [name for known, name in self._keys if hmac.compare_digest(key, known)]
+        if scheme.lower() != b"bearer" or not matches:
             raise ApiError(
                 401,
                 "missing or wrong API key",
@@ -73,6 +82,7 @@ class FrontDoor:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+        return matches[0] if self._names_tenants else None
 
 
 def _cluster_id(request_id: str, *, is_given: bool) -> str:

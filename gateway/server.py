@@ -58,6 +58,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         Api(gateway, tokenizer, served, config),
         Operations(gateway, registry, served.names),
         config.api_key,
+        config.keys_by_tenant(),
     )
     server = _Server(
         uvicorn.Config(

@@ -1,8 +1,9 @@
 """Requests that wait for blocks, in the order in which they get them.
 
 The order is a sequence's `rank`: priority (0 for fcfs), the time of arrival + the seconds that its placement says it
-yields (`Placement.rank`, 0 = to nobody), arrival. What arrives later than that does not overtake it, so a large request
-cannot starve behind small ones; and a head that waits for blocks is not passed by those behind it.
+yields (`Placement.rank`, 0 = to nobody, below 0 = it goes before some who came earlier, since its tenant has had less),
+arrival. Only what the conductor puts before it can overtake it later than that, so a large request cannot starve behind
+small ones; and a head that waits for blocks is not passed by those behind it.
 """
 
 from __future__ import annotations

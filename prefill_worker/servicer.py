@@ -39,7 +39,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             raise NoWorker("this prefill worker is draining", request=request.request_id)
         wish = self._parse(request)
         placement = placement_from_wire(request.placement)
-        if not (placement.rank >= 0.0 and math.isfinite(placement.rank)):
+        if not math.isfinite(placement.rank):
             raise InvalidRequest(
                 f"rank {placement.rank} is no number of seconds", request=request.request_id
             )

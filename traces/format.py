@@ -1,14 +1,14 @@
 """The trace format: JSON lines `{"timestamp": ms, "input_length", "output_length", "hash_ids": […]}`.
 
 A hash id stands for 512 tokens of prompt, the last one for the partial rest; equal leading ids mean an equal prefix
-(FAST'25 traces of Mooncake).
+(FAST'25 traces of Mooncake). A record may also have a `tenant` and a `priority`, which the published ones have not.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -26,14 +26,16 @@ class TraceRecord:
     output_length: int
     hash_ids: tuple[int, ...]
     tokens_per_hash: int = TOKENS_PER_HASH
+    tenant: str = ""
+    priority: int = 0  # lower is more urgent
 
     def scaled(self, lengths: float, outputs: float, speedup: float) -> TraceRecord:
         """Shorter or longer prompts with the same sharing, other output lengths, a faster clock."""
-        return TraceRecord(
+        return replace(
+            self,
             arrived_s=self.arrived_s / speedup,
             input_length=max(1, round(self.input_length * lengths)),
             output_length=max(1, round(self.output_length * outputs)),
-            hash_ids=self.hash_ids,
             tokens_per_hash=max(1, round(self.tokens_per_hash * lengths)),
         )
 
@@ -67,6 +69,8 @@ def _parse(line: str, path: Path, number: int) -> TraceRecord:
             input_length=int(entry["input_length"]),
             output_length=int(entry["output_length"]),
             hash_ids=tuple(map(int, entry["hash_ids"])),
+            tenant=str(entry.get("tenant", "")),
+            priority=int(entry.get("priority", 0)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}:{number} is not a trace record: {error!r}") from error

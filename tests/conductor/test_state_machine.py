@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from conductor.admission import Admission
+from conductor.admission import TENANT_SHARE, Admission
 from conductor.events import (
     Action,
     BlockChanges,
@@ -71,8 +71,11 @@ class ConductorMachine(RuleBasedStateMachine):
         policy=policies,
         present=st.sets(instances, min_size=4),
         admission=st.sampled_from(Admission),
+        by_priority=st.booleans(),
     )
-    def begin(self, policy: str, present: set[str], admission: Admission) -> None:
+    def begin(
+        self, policy: str, present: set[str], admission: Admission, by_priority: bool
+    ) -> None:
         self.admission = admission
         limits = Limits(
             ttft_slo_s=4.0,
@@ -80,6 +83,8 @@ class ConductorMachine(RuleBasedStateMachine):
             admission=admission,
             lease_s=5.0,
             placement_ttl_s=20.0,
+            tenant_weights={"u": 3.0},
+            by_priority=by_priority,
         )
         self.state, self.twin = (ConductorState(make_policy(policy, 1.5), limits) for _ in "ab")
         for name in sorted(present):
@@ -196,7 +201,8 @@ class ConductorMachine(RuleBasedStateMachine):
         prompt=prompts,
         tokens=st.integers(0, 150),
         max_tokens=st.integers(0, 50),
-        tenant=st.sampled_from(["", "t"]),
+        tenant=st.sampled_from(["", "t", "u"]),
+        priority=st.integers(-1, 1),
         excluded=st.frozensets(instances, max_size=2),
         session=st.sampled_from([None, "x", "y"]),
     )
@@ -207,6 +213,7 @@ class ConductorMachine(RuleBasedStateMachine):
         tokens: int,
         max_tokens: int,
         tenant: str,
+        priority: int,
         excluded: frozenset[str],
         session: str | None,
     ) -> None:
@@ -216,6 +223,7 @@ class ConductorMachine(RuleBasedStateMachine):
             num_prompt_tokens=tokens,
             max_tokens=max_tokens,
             tenant=tenant,
+            priority=priority,
             excluded_instances=excluded,
             session_id=session,
         )
@@ -234,7 +242,7 @@ class ConductorMachine(RuleBasedStateMachine):
                 assert (
                     reply.predicted_ttft_s > decision.ttft_slo_s
                     or reply.predicted_tbt_s > decision.tbt_slo_s
-                )
+                ) == (reply.reason != TENANT_SHARE)
             case Refused():
                 assert isinstance(reply.error, NoWorker | InvalidRequest)
             case _:

@@ -176,13 +176,7 @@ class Cluster:
             return
         assert journey.placement is not None
         self._journey_of[journey.request_id] = journey
-        prefill.num_submitted += 1
-        prompt = Prompt(
-            request_id=journey.request_id,
-            rank=(now + journey.placement.rank, prefill.num_submitted),
-            num_tokens=journey.num_tokens,
-            submitted_at=now,
-        )
+        prompt = self._workshop.prompt(journey, journey.placement, prefill, now)
         self._prefill_did(prefill, prefill.machine.submit(prompt, now), now)
 
     def _machines_of(self, journey: Journey) -> tuple[PrefillNode, DecodeNode]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conductor.admission import Admission
+from conductor.fairness import parse_weights
 from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
 from conductor.roles import RoleTerms
 from kvstore.eviction import DEFAULT_POLICY as DEFAULT_EVICTION
@@ -55,6 +56,12 @@ class SimulateConfig:
         Admission.PREDICTED.value,
         help="which predictions reject requests; late: of the decode load only once it is computed",
         choices=ADMISSIONS,
+    )
+    tenant_weights: tuple[str, ...] = option(
+        (), help="shares of the trace's tenants, as alice=2,bob=0.5; 1 where not given"
+    )
+    scheduling_policy: str = option(
+        "fcfs", help="order of a prefill machine's queue", choices=("fcfs", "priority")
     )
     eviction: str = option(
         DEFAULT_EVICTION, help="what leaves a machine's memory first", choices=EVICTION_NAMES
@@ -120,6 +127,8 @@ def specs_of(config: SimulateConfig) -> Iterator[tuple[str, ClusterSpec | Couple
         num_decode=config.decode,
         balancing_threshold=config.balancing_threshold,
         admission=config.admission,
+        tenant_weights=tuple(parse_weights(config.tenant_weights).items()),
+        scheduling_policy=config.scheduling_policy,
         eviction=config.eviction,
         ttft_slo_s=config.ttft_slo,
         tbt_slo_s=config.tbt_slo,

@@ -48,6 +48,8 @@ class Gateway:
             max_tokens=self._max_model_len - journey.num_tokens,  # nobody knows more of an answer
             tbt_slo_s=self._tbt_slo_s,
             excluded_instances=journey.excluded,
+            tenant=journey.record.tenant,
+            priority=journey.record.priority,
         )
         reply = self._conductor.handle(place, now)[-1]
         if isinstance(reply, Placed):

@@ -27,7 +27,7 @@ class Prompt:
     """One prompt here. QUEUED (not prepared), prepared, computing (begun), computed (`computed == num_tokens`)."""
 
     request_id: str
-    rank: tuple[float, int]  # arrival + the seconds that it yields, number: lower runs first
+    rank: tuple[float, ...]  # priority, arrival + seconds that it yields, number: lower runs first
     num_tokens: int
     submitted_at: float
     is_prepared: bool = False

@@ -81,6 +81,8 @@ class ClusterSpec:
     policy: str = "global-cache-aware"
     balancing_threshold: float = 1.25
     admission: str = "predicted"  # one of ADMISSIONS
+    tenant_weights: tuple[tuple[str, float], ...] = ()  # 1 where not given
+    scheduling_policy: str = "fcfs"  # of the prefill machines; or priority
     eviction: str = "lru"
     ttft_slo_s: float = 30.0
     tbt_slo_s: float = 0.1
@@ -105,6 +107,10 @@ class ClusterSpec:
             raise ConfigError("--prefill and --decode must be at least 1")
         if self.admission not in ADMISSIONS:
             raise ConfigError(f"--admission is {self.admission!r}; one of {', '.join(ADMISSIONS)}")
+        if self.scheduling_policy not in ("fcfs", "priority"):
+            raise ConfigError(
+                f"--scheduling-policy is {self.scheduling_policy!r}; fcfs or priority"
+            )
         if self.pool not in ("global", "local"):
             raise ConfigError(f"--pool is {self.pool!r}; global or local")
         if min(self.ttft_slo_s, self.tbt_slo_s, self.heartbeat_interval_s) <= 0:

@@ -9,8 +9,10 @@ from conductor.admission import Admission
 from conductor.policies import make_policy
 from conductor.roles import RoleController
 from conductor.state import ConductorState, Limits
+from protocol.request import Placement
 from traces.simulator.decode import DecodeMachine
 from traces.simulator.host import Host
+from traces.simulator.journey import Journey
 from traces.simulator.machines import DecodeNode, Node, PrefillNode
 from traces.simulator.pool import Store
 from traces.simulator.prefill import PrefillMachine, Prompt
@@ -49,6 +51,8 @@ class Workshop:
             heartbeat_interval_s=spec.heartbeat_interval_s,
             placement_ttl_s=_PLACEMENT_TTL_S,
             num_decisions=1,
+            tenant_weights=dict(spec.tenant_weights),
+            by_priority=spec.scheduling_policy == "priority",
         )
         policy = make_policy(spec.policy, spec.balancing_threshold, spec.seed)
         return ConductorState(policy, limits, RoleController(spec.roles) if spec.roles else None)
@@ -67,6 +71,19 @@ class Workshop:
             cached_now=self._cached_now,
             publish=self._publish,
             slowdown=self._host.prefill_slowdown(name),
+        )
+
+    def prompt(
+        self, journey: Journey, placement: Placement, node: PrefillNode, now: float
+    ) -> Prompt:
+        """Of a request that arrives there now."""
+        node.num_submitted += 1
+        priority = journey.record.priority if self._spec.scheduling_policy == "priority" else 0
+        return Prompt(
+            request_id=journey.request_id,
+            rank=(priority, now + placement.rank, node.num_submitted),
+            num_tokens=journey.num_tokens,
+            submitted_at=now,
         )
 
     def store(self) -> Store:
