@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from conductor.admission import Admission, judged_tbt_s, reject_claimed, reject_tbt, reject_ttft
+from conductor.admission import (
+    STEP_SHARE,
+    Admission,
+    caution,
+    judged_tbt_s,
+    reject_claimed,
+    reject_tbt,
+    reject_ttft,
+)
 from conductor.columns import DecodeTable, PrefillTable
 from conductor.cost.accuracy import Times
 from conductor.decision import Decision, DecodeColumns, PrefillColumns, Rejection
@@ -206,13 +214,15 @@ class Planner:
                 tenant=place.tenant,
             ),
             lands_at=now + ttft_s,
-            num_overtaking=self._learned.overtaking.expected(ttft_s),
+            num_overtaking=self._learned.overtaking.expected(
+                ttft_s, caution(self._targets.admission)
+            ),
         )
         outlook = self._members.outlook
         outlook.advance(now)
         columns = weigh_decodes(able.table, outlook, newcomer, now)
         _, tbt_slo_s = self._targets.of(place)
-        within = judged_tbt_s(self._targets.admission, columns) <= tbt_slo_s
+        within = judged_tbt_s(self._targets.admission, columns) <= STEP_SHARE * tbt_slo_s
         row, wait_s = best_decode(columns, able.instances, within, layout.block_size, now)
         return _Decode(able, columns, row, wait_s, newcomer)
 
@@ -264,9 +274,13 @@ class Planner:
         ttft_slo_s, tbt_slo_s = self._targets.of(place)
         if ttft_s > ttft_slo_s:
             return reject_ttft(prefill.columns, prefill.ttft_s, ttft_s, ttft_slo_s)
-        if float(judged_tbt_s(admission, decode.columns)[decode.row]) <= tbt_slo_s:
+        if float(judged_tbt_s(admission, decode.columns)[decode.row]) <= STEP_SHARE * tbt_slo_s:
             return reject_claimed(self._fairness.claimed_until(prefill.queueing.turn, now), now)
-        since = now if admission is Admission.CURRENT else decode.newcomer.lands_at
+        newcomer, since, queue_s = decode.newcomer, decode.newcomer.lands_at, 0.0
+        if admission is Admission.CURRENT:
+            newcomer, since = newcomer._replace(num_overtaking=0.0), now
+        else:
+            queue_s = float(prefill.columns.queue_s[prefill.row])
         return reject_tbt(
             decode.able.table, self._members.outlook, newcomer, tbt_slo_s, since, queue_s
         )

@@ -81,6 +81,9 @@ class ClusterSpec:
     policy: str = "global-cache-aware"
     balancing_threshold: float = 1.25
     admission: str = "predicted"  # one of ADMISSIONS
+    # Whether decode machines refuse a prompt at its handoff that would make steps too long; `late` always does. The
+    # report has it as the local scheduler's double-check (arXiv 2407.00079, §3); live workers take what was placed.
+    double_check: bool = False
     tenant_weights: tuple[tuple[str, float], ...] = ()  # 1 where not given
     scheduling_policy: str = "fcfs"  # of the prefill machines; or priority
     eviction: str = "lru"

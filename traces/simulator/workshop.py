@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from conductor.admission import Admission
+from conductor.admission import STEP_SHARE, Admission
 from conductor.policies import make_policy
 from conductor.roles import RoleController
 from conductor.state import ConductorState, Limits
@@ -100,7 +100,8 @@ class Workshop:
     def decode_machine(self, name: str) -> DecodeMachine:
         spec, host = self._spec, self._host
         slowdown = host.decode_slowdown(name) if host.is_shared else None
-        most_step_s = spec.tbt_slo_s if spec.admission == LATE else math.inf
+        refuses = spec.admission == LATE or spec.double_check
+        most_step_s = STEP_SHARE * spec.tbt_slo_s if refuses else math.inf
         return DecodeMachine(spec.model, spec.block_size, spec.chunk_tokens, slowdown, most_step_s)
 
     def links(self, nodes: Iterable[Node]) -> dict[str, float]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conductor.admission import STEP_SHARE
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile
 from tests.traces.simulator.small import BLOCK, MODEL, request, run_checked, spec
@@ -125,6 +126,17 @@ def test_decode_load_rejects_on_arrival_or_late_when_the_prompt_was_computed_for
     assert computed_s == {"none": NEAR(1.0), "current": 0.0, "predicted": 0.0, "late": NEAR(1.0)}
 
 
+def test_who_checks_again_refuses_at_the_handoff_what_was_let_in() -> None:
+    """The same two, admitted by whoever: the first one's blocks and place go on, the second one's are free again."""
+    model = replace(MODEL, decode=DecodeProfile(c0=0.0, c1=0.05, c2=0.0))
+    records = [request(0.0, 100, 400), request(2.0, 100, 400, base=200)]
+    checked = spec(model=model, admission="none", double_check=True, tbt_slo_s=0.06)
+    cluster, journeys = run_checked(checked, records)
+    assert [journey.end for journey in journeys] == [End.COMPLETED, End.REJECTED]
+    assert (journeys[1].reason, journeys[1].num_generated) == ("tbt_slo_at_handoff", 1)
+    assert [node.machine.leased_blocks for node in cluster.decodes] == [0]
+
+
 def test_a_sequence_that_will_have_ended_rejects_only_by_the_load_now() -> None:
     """The first answer ends at 6 s. A prompt that comes at 3 s lands at 13 s; by then its kind is known to be short."""
     model = replace(MODEL, decode=DecodeProfile(c0=0.0, c1=0.05, c2=0.0))
@@ -132,7 +144,8 @@ def test_a_sequence_that_will_have_ended_rejects_only_by_the_load_now() -> None:
     records = [*before, request(80.0, 100, 100, base=5000), request(82.0, 1000, 2, base=6000)]
     ends = {}
     for admission in ("current", "predicted"):
-        result = simulate(spec(model=model, admission=admission, tbt_slo_s=0.06), records)
+        tbt_slo_s = 0.06 / STEP_SHARE
+        result = simulate(spec(model=model, admission=admission, tbt_slo_s=tbt_slo_s), records)
         ends[admission] = result.outcomes[-1].end
     assert ends == {"current": End.REJECTED, "predicted": End.COMPLETED}
 
@@ -175,6 +188,7 @@ SPECS = st.builds(
     num_decode=st.integers(1, 3),
     policy=st.sampled_from(["global-cache-aware", "local-cache-aware", "least-loaded", "random"]),
     admission=st.sampled_from(["none", "current", "predicted", "late"]),
+    double_check=st.booleans(),
     ttft_slo_s=st.sampled_from([2.0, 30.0]),
     prefill_group=st.integers(1, 2),
     chunk_tokens=st.sampled_from([50, 1000]),
@@ -225,7 +239,7 @@ def test_every_request_ends_once_and_nothing_leaks(
         assert decode.machine.free_blocks == decode.machine.num_blocks
     for prefill in cluster.prefills:
         assert prefill.machine.num_waiting + prefill.machine.num_running == 0
-    if not spec.faults and spec.admission == "none":
+    if not spec.faults and spec.admission == "none" and not spec.double_check:
         ends = {journey.end for journey in journeys}
         assert ends <= {End.COMPLETED, End.FAILED}
 
