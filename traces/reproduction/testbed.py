@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from protocol.timeline import percentile
 from traces.simulator.many import Run
 from traces.simulator.profiles import LLAMA3_70B_8XA800
 from traces.simulator.results import End, SimulationResult
@@ -47,6 +48,11 @@ def mean_ttft_s(result: SimulationResult) -> float:
     return _mean([each.ttft_s for each in result.outcomes if each.ttft_s is not None])
 
 
+def p90_tbt_s(result: SimulationResult) -> float:
+    """Over requests; each one's TBT is the mean of its longest tenth of gaps."""
+    return percentile([each.tbt_s for each in result.outcomes if each.tbt_s is not None], 90)
+
+
 def mean_device_s(result: SimulationResult) -> float:
     """Device time of a prompt."""
     return result.counters["device_s"] / len(result.outcomes)
@@ -55,6 +61,11 @@ def mean_device_s(result: SimulationResult) -> float:
 def rejected(result: SimulationResult) -> float:
     """Share of all requests."""
     return sum(each.end is End.REJECTED for each in result.outcomes) / len(result.outcomes)
+
+
+def wasted_device_s(result: SimulationResult) -> float:
+    """Device time of prompts that were rejected after it."""
+    return sum(each.prefill_s for each in result.outcomes if each.end is End.REJECTED)
 
 
 def hit_ratio(result: SimulationResult) -> float:

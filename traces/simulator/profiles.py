@@ -6,6 +6,17 @@ is not read. Its rule: whatever a simulation would stumble over later is refused
 The paper's testbed is LLaMA3-70B on one machine of eight A800 per instance (FAST'25, §5.1 and its figures). Prefill and
 single-request decode times are a fit to its published latencies (prefill 0.99 / 2.1 / 4.6 / 10.7 / 27.6 s at
 8k … 128k tokens; decode 26 ms per token at 8k of context, 31 ms at 128k).
+
+What a batch costs was not published. Beside the roofline of eight A800 (each 2.04 TB/s of memory, 312 TFLOP/s in bf16):
+
+- the empty step, 25.6 ms: reading 140 GB of weights takes 8.6 ms; the rest is 160 all-reduces and launches;
+- a token of context, 41 ns: its 320 KiB of KV take 20 ns, so that the published slope is half of the bandwidth. A batch
+  reads its sequences' KV in the same kernels, with more of it under way, so not more slowly;
+- a sequence, 0.11 ms: its matrix products at half of the peak. Below about 150 sequences (312 TFLOP/s ÷ 2.04 TB/s) they
+  cost nothing beside the weights, so this is on the dear side.
+
+A sequence of 12,000 tokens so adds 0.6 ms, and 120 of them make steps of 100 ms. 3.65 times that, which figure 15 asks
+for (`traces.reproduction.figure_15`), would be KV read at 13 % of the bandwidth: nothing published says that.
 """
 
 from __future__ import annotations

@@ -1,0 +1,197 @@
+"""`python -m benchmarks.admission --trace FILE [--quick]`: whom each admission turns away under overload, simulated.
+
+Claim (arXiv 2407.00079, §7): early rejection by the decode load of now rejects fewer than the baseline, which looks at
+the decode load when the prompt is computed, and rejection by the predicted load rejects fewer still. Rows are loads,
+objectives and traces; columns are admissions: requests rejected on arrival and at the handoff, seconds of prefill that
+the latter had taken, and requests that kept both objectives. Prints a table and writes JSON below out/; simulations are
+kept there, so that a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import table, write_json
+from benchmarks.policies import PUBLISHED, Traces
+from traces.reproduction.testbed import (
+    MOONCAKE,
+    dear_decoding,
+    effective,
+    pooled,
+    rejected,
+    wasted_device_s,
+)
+from traces.simulator.many import Archive, Progress, Run, do_missing
+from traces.simulator.results import SimulationResult
+from traces.simulator.spec import LATE
+
+QUICK_REQUESTS = 2_000
+PER = 1_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A column."""
+
+    name: str
+    admission: str
+    double_check: bool = False
+
+
+NOBODY = Way(name="none", admission="none")
+BASELINE = Way(name="baseline", admission=LATE)
+EARLY = Way(name="early", admission="current", double_check=True)
+PREDICTIVE = Way(name="predictive", admission="predicted", double_check=True)
+# As live machines, which take what was placed.
+EARLY_UNCHECKED = Way(name="early, unchecked", admission="current")
+PREDICTIVE_UNCHECKED = Way(name="predictive, unchecked", admission="predicted")
+WAYS = (NOBODY, BASELINE, EARLY, PREDICTIVE, EARLY_UNCHECKED, PREDICTIVE_UNCHECKED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A row."""
+
+    trace: str = PUBLISHED
+    speedup: float = 2.0
+    dear: float = 6.0  # times the published decode cost, per sequence and its context
+    ttft_slo_s: float = 30.0
+    tbt_slo_s: float = 0.1
+    num_prefill: int = 8
+    num_decode: int = 8
+    num_requests: int | None = None  # only the first ones
+
+    def run(self, way: Way, limit: int | None) -> Run:
+        run = pooled(
+            self.speedup,
+            model=dear_decoding(self.dear),
+            admission=way.admission,
+            double_check=way.double_check,
+            ttft_slo_s=self.ttft_slo_s,
+            tbt_slo_s=self.tbt_slo_s,
+            num_prefill=self.num_prefill,
+            num_decode=self.num_decode,
+        )
+        return Run(spec=run.spec, speedup=run.speedup, num_requests=limit or self.num_requests)
+
+    @property
+    def name(self) -> str:
+        parts = [self.trace, f"{self.speedup:g}×", f"dear {self.dear:g}"]
+        if (self.num_prefill, self.num_decode) != (MOONCAKE.num_prefill, MOONCAKE.num_decode):
+            parts.append(f"{self.num_prefill}P{self.num_decode}D")
+        if (self.ttft_slo_s, self.tbt_slo_s) != (MOONCAKE.ttft_slo_s, MOONCAKE.tbt_slo_s):
+            parts.append(f"{self.ttft_slo_s:g} s / {self.tbt_slo_s:g} s")
+        return ", ".join(parts)
+
+
+PART = 3_000  # requests: 7 minutes at twice the trace's speed
+SETTINGS = tuple(
+    replace(setting, num_requests=PART)
+    for setting in (
+        Setting(speedup=1.5),
+        Setting(speedup=2.0),
+        Setting(speedup=3.0),
+        Setting(speedup=2.0, dear=5.0),
+        Setting(speedup=2.5, dear=4.5),
+        Setting(speedup=2.0, dear=1.0),
+        Setting(speedup=2.0, ttft_slo_s=10.0),
+        Setting(speedup=2.0, dear=12.0, tbt_slo_s=0.2),
+        Setting(trace="conversation seed 11"),
+        Setting(trace="conversation seed 12"),
+        Setting(trace="tool-agent seed 11", speedup=2.5),
+    )
+)
+
+
+def figures(result: SimulationResult) -> dict[str, float]:
+    """Of 1,000 requests, but for `wasted`: a share of all prefill seconds."""
+    late = sum(each.reason == "tbt_slo_at_handoff" for each in result.outcomes)
+    at_handoff = late / len(result.outcomes)
+    return {
+        "rejected": PER * rejected(result),
+        "on_arrival": PER * (rejected(result) - at_handoff),
+        "at_handoff": PER * at_handoff,
+        "wasted_s": wasted_device_s(result),
+        "wasted": wasted_device_s(result) / result.counters["device_s"],
+        "effective": PER * effective(result, result.tbt_slo_s, result.ttft_slo_s),
+    }
+
+
+def simulated(
+    settings: Sequence[Setting], traces: Traces, folder: Path, limit: int | None, processes: int
+) -> Iterator[tuple[Setting, dict[str, dict[str, float]]]]:
+    """A row's figures by the names of its ways."""
+    for setting in settings:
+        trace = traces.file(setting.trace)
+        archive = Archive.of(folder, trace)
+        runs = {way.name: setting.run(way, limit) for way in WAYS}
+        do_missing(runs.values(), trace, archive, num_processes=processes, tell=_tell)
+        yield setting, {name: figures(archive.read(run)) for name, run in runs.items()}
+
+
+def _tell(progress: Progress) -> None:
+    text = f"{progress.num_done} of {progress.num_all}, {progress.left_s:.0f} s left"
+    print(text, file=sys.stderr, flush=True)
+
+
+def in_order(row: Mapping[str, Mapping[str, float]]) -> str:
+    """Whether early rejects fewer than the baseline, and predictive fewer than early."""
+    baseline, early, predictive = (
+        row[way.name]["rejected"] for way in (BASELINE, EARLY, PREDICTIVE)
+    )
+    if baseline > early > predictive:
+        return "holds"
+    return "predictive fewest" if predictive < min(baseline, early) else "not"
+
+
+def as_table(rows: Sequence[tuple[Setting, Mapping[str, Mapping[str, float]]]]) -> str:
+    """Per way: rejected (of them at the handoff), share of prefill that was for nothing, effective."""
+    headers = ("setting", *(way.name for way in WAYS), "order")
+    body = [
+        [
+            setting.name,
+            *(
+                f"{each['rejected']:.0f} ({each['at_handoff']:.0f}), {each['wasted']:.0%}, **{each['effective']:.0f}**"
+                for each in (row[way.name] for way in WAYS)
+            ),
+            in_order(row),
+        ]
+        for setting, row in rows
+    ]
+    return table(headers, body)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    limit = QUICK_REQUESTS if arguments.quick else None
+    folder = arguments.output.parent
+    settings = SETTINGS[arguments.first : arguments.last]
+    rows = list(
+        simulated(settings, Traces(arguments.trace, folder), folder, limit, arguments.processes)
+    )
+    found: list[dict[str, Any]] = [{"setting": s.name, "ways": row} for s, row in rows]
+    write_json(arguments.output, {"rows": found})
+    print(as_table(rows))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--trace", type=Path, required=True, help="the conversation trace")
+    parser.add_argument("--quick", action="store_true", help="the first requests of each only")
+    parser.add_argument("--processes", type=int, default=2, help="simulations at once")
+    parser.add_argument("--output", type=Path, default=Path("out/admission/admission.json"))
+    parser.add_argument("--first", type=int, default=0, help="number of the first setting")
+    parser.add_argument("--last", type=int, default=None, help="number of the one to stop before")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
