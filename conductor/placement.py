@@ -282,7 +282,7 @@ class Planner:
         else:
             queue_s = float(prefill.columns.queue_s[prefill.row])
         return reject_tbt(
-            decode.able.table, self._members.outlook, decode.newcomer, tbt_slo_s, since
+            decode.able.table, self._members.outlook, newcomer, tbt_slo_s, since, queue_s
         )
 
     def _prompt(
