@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from conductor.admission import TENANT_SHARE, Admission
+from conductor.admission import STEP_SHARE, TENANT_SHARE, Admission
 from conductor.events import (
     Action,
     BlockChanges,
@@ -241,7 +241,7 @@ class ConductorMachine(RuleBasedStateMachine):
                 decision = reply.decision
                 assert (
                     reply.predicted_ttft_s > decision.ttft_slo_s
-                    or reply.predicted_tbt_s > decision.tbt_slo_s
+                    or reply.predicted_tbt_s > STEP_SHARE * decision.tbt_slo_s
                 ) == (reply.reason != TENANT_SHARE)
             case Refused():
                 assert isinstance(reply.error, NoWorker | InvalidRequest)
