@@ -77,10 +77,8 @@ class Instance:
         """A prompt of a prefill worker computed for so long: from now on its column says so too."""
         cost = self.prefill_cost
         cost.observe(num_tokens, num_cached, seconds)
-        factor, profile = cost.correction.factor, cost.profile
-        table, row = self.seat.table, self.seat.row
-        table.c0[row], table.c1[row] = factor * profile.c0, factor * profile.c1
-        table.c2[row] = factor * profile.c2
+        table, row, current = self.seat.table, self.seat.row, cost.current
+        table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
 
     def index_as(self, bit: int) -> None:
         """Its number in the directory. Decode workers have one too, but nobody reads from them."""

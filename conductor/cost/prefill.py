@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from conductor.cost.correction import Correction
 from conductor.cost.residuals import ErrorReport, Floats, report_errors
+from conductor.cost.tracking import Tracking
 from protocol.fitting import fit_relative
 from protocol.profile import PrefillProfile
 
@@ -48,15 +48,28 @@ class PrefillCost:
 
     def __init__(self, profile: PrefillProfile) -> None:
         self.profile = profile
-        self.correction = Correction()
+        self.tracking = Tracking()
 
     def seconds(self, num_tokens: int, num_cached: int) -> float:
-        return self.correction.factor * self.profile.seconds(num_tokens, num_cached)
+        return self.tracking.seconds(*self._parts(num_tokens, num_cached))
+
+    @property
+    def current(self) -> PrefillProfile:
+        """The formula as it holds now."""
+        linear, square, profile = self.tracking.linear, self.tracking.square, self.profile
+        return PrefillProfile(
+            c0=linear * profile.c0, c1=linear * profile.c1, c2=square * profile.c2
+        )
 
     def observe(self, num_tokens: int, num_cached: int, seconds: float) -> None:
         """A prompt's computing took `seconds`, without its waiting. Impossible reports are ignored."""
         if 0 <= num_cached < num_tokens:
-            self.correction.observe(self.profile.seconds(num_tokens, num_cached), seconds)
+            self.tracking.observe(*self._parts(num_tokens, num_cached), seconds)
+
+    def _parts(self, num_tokens: int, num_cached: int) -> tuple[float, float]:
+        """What grows with tokens, a step's constant included, and what grows with their square."""
+        square_s = self.profile.c2 * (num_tokens * num_tokens - num_cached * num_cached)
+        return self.profile.seconds(num_tokens, num_cached) - square_s, square_s
 
     def validate(self) -> None:
-        self.correction.validate()
+        self.tracking.validate()

@@ -82,13 +82,28 @@ def test_all_candidates_at_once_are_each_by_itself() -> None:
 def test_costs_follow_a_machine_that_became_slower() -> None:
     prefill = PrefillCost(PrefillProfile(c0=0.01, c1=1e-4, c2=0.0))
     decode = DecodeCost(DecodeProfile(c0=0.01, c1=1e-3, c2=1e-7))
-    for _ in range(15):
+    for _ in range(20):
         prefill.observe(1000, 200, 2 * prefill.profile.seconds(1000, 200))
         decode.observe(8, 4000, 2 * decode.profile.step_s(8, 4000))
     assert prefill.seconds(500, 0) == pytest.approx(2 * prefill.profile.seconds(500, 0), rel=0.05)
     assert decode.step_s(4, 100) == pytest.approx(2 * decode.profile.step_s(4, 100), rel=0.05)
     prefill.validate()
     decode.validate()
+
+
+@given(linear=st.floats(0.5, 2.0), square=st.floats(0.5, 2.0), seed=st.integers(0, 2**32 - 1))
+def test_a_formula_that_is_wrong_in_its_shape_is_set_right(
+    linear: float, square: float, seed: int
+) -> None:
+    """Both coefficients were measured badly, each by a factor of its own; prompts of all lengths are then predicted."""
+    cost = PrefillCost(PrefillProfile(c0=2e-3, c1=4e-5, c2=5e-8))
+    truth = PrefillProfile(c0=linear * 2e-3, c1=linear * 4e-5, c2=square * 5e-8)
+    lengths = np.exp(np.random.default_rng(seed).uniform(np.log(50), np.log(8000), 80))
+    for num_tokens in lengths.astype(int).tolist():
+        cost.observe(num_tokens, 0, truth.seconds(num_tokens, 0))
+        cost.validate()
+    for num_tokens in (1000, 3000, 7000):
+        assert cost.seconds(num_tokens, 0) == pytest.approx(truth.seconds(num_tokens, 0), rel=0.15)
 
 
 def test_impossible_reports_are_ignored() -> None:
@@ -100,7 +115,7 @@ def test_impossible_reports_are_ignored() -> None:
         prefill.observe(n, p, 9.0)
     decode.observe(0, 10, 9.0)
     decode.observe(1, -1, 9.0)
-    assert (prefill.correction.num_reports, decode.correction.num_reports) == (0, 0)
+    assert (prefill.tracking.num_reports, decode.correction.num_reports) == (0, 0)
 
 
 def test_no_points_cannot_be_fitted() -> None:
