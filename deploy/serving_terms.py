@@ -8,7 +8,7 @@ simulator's prefill machine does it. Knows no endpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -38,6 +38,7 @@ class ServingTerms:
 def terms_of(seen: Observations, chunk_tokens: int) -> ServingTerms:
     """Raises ConfigError when too little was measured."""
     prefill = fit_chunked_prefill(seen.prompts, chunk_tokens)
+    prefill = of_all_machines(prefill, seen, chunk_tokens)
     steps = _medians(seen.steps, lambda run: (run.num_seqs, run.prompt_tokens), _step_s)
     decode = fit_decode(
         np.array([run.num_seqs for run, _ in steps]),
@@ -67,6 +68,36 @@ def fit_chunked_prefill(prompts: Sequence[PromptRun], chunk_tokens: int) -> Pref
         profile=PrefillProfile(c0=c0, c1=c1, c2=c2),
         errors=report_errors(at, seconds, columns @ coefficients),
     )
+
+
+def of_all_machines(fit: PrefillFit, seen: Observations, chunk_tokens: int) -> PrefillFit:
+    """Prompts sent alone mostly go to one machine, and no two are equally fast. The formula becomes that of their mean,
+    by the prompts that were computed alone on each of them."""
+    machines = {run.machine for run in seen.beside_prompts}
+
+    def seconds(num_tokens: int, num_cached: int) -> float:
+        starts = range(num_cached, num_tokens, chunk_tokens)
+        ends = (min(start + chunk_tokens, num_tokens) for start in starts)
+        return sum(fit.profile.seconds(end, start) for start, end in zip(starts, ends, strict=True))
+
+    alone = _alone(seen, seconds)
+    if len(machines) < 2 or machines - alone.keys():
+        return fit
+    mean, profile = float(np.mean(list(alone.values()))), fit.profile
+    scaled = PrefillProfile(c0=mean * profile.c0, c1=mean * profile.c1, c2=mean * profile.c2)
+    return replace(fit, profile=scaled)
+
+
+def _alone(seen: Observations, seconds: Callable[[int, int], float]) -> dict[str, float]:
+    """By machine: the median of actual ÷ formula, of the shape that is compared beside others."""
+    shapes = {(run.num_tokens, run.num_cached) for run in seen.beside_prompts}
+    ratios: dict[str, list[float]] = {}
+    for run in (*seen.prompts, *seen.beside_prompts):
+        if run.num_others == 0 and (run.num_tokens, run.num_cached) in shapes:
+            ratios.setdefault(run.machine, []).append(
+                run.compute_s / seconds(run.num_tokens, run.num_cached)
+            )
+    return {machine: float(np.median(found)) for machine, found in ratios.items()}
 
 
 def _compute_s(run: PromptRun) -> float:
@@ -120,6 +151,10 @@ def crowding_of(seen: Observations, prefill: PrefillProfile, decode: DecodeProfi
         (run.num_others, run.compute_s / prefill.seconds(run.num_tokens, run.num_cached))
         for run in seen.beside_prompts
     ]
+    if (
+        len(alone := _alone(seen, prefill.seconds)) > 1
+    ):  # each machine counts the same, however often it was alone
+        prompts = [(0, ratio) for ratio in alone.values()] + [each for each in prompts if each[0]]
     steps = [
         (run.num_others, run.seconds / decode.step_s(run.num_seqs, run.context_tokens))
         for run in seen.beside_steps

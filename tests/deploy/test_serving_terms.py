@@ -83,6 +83,17 @@ def test_crowding_is_told_from_a_machine_that_is_slow_at_all_times(
     assert terms.crowding.prefill == NEAR(tuple(1 + n / 4 for n in range(others + 1)))
 
 
+def test_machines_that_differ_are_one_of_their_mean_and_company_is_told_apart() -> None:
+    """All prompts alone went to the faster one at first, later to the one that is 1.5 times as slow."""
+    fast = [prompt(n) for n in (16, 300, 900, 1024, 4000)]
+    slow = [replace(prompt(1024, slow=1.5), machine="prefill-1")] * 3
+    both = [prompt(1024, num_others=1, slow=2.0), replace(slow[0], num_others=1)]
+    both[1] = replace(both[1], compute_s=3.0 * prompt(1024).compute_s)
+    terms = terms_of(observed(prompts=fast, beside_prompts=[*slow, *both]), CHUNK)
+    assert terms.prefill.profile.c1 == NEAR(1.25 * 5e-5)
+    assert terms.crowding.prefill == NEAR((1.0, 2.0))
+
+
 def test_a_gap_in_the_numbers_of_others_ends_the_factors() -> None:
     prompts = [prompt(1024), prompt(1024, num_others=2, slow=2.0)]
     assert terms_of(observed(beside_prompts=prompts), CHUNK).crowding.prefill == (1.0,)
