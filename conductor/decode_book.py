@@ -166,9 +166,17 @@ class DecodeBook:
         )
 
     def _show(self) -> None:
-        row = self._seat.row
-        for column, figure in zip(self._columns(), self._shown(), strict=True):
-            column[row] = figure
+        table, row = (
+            self._seat.table,
+            self._seat.row,
+        )  # as `_columns`, spelled out: part of every event
+        (
+            table.other_seqs[row],
+            table.other_tokens[row],
+            table.num_seqs[row],
+            table.context_tokens[row],
+            table.free_blocks[row],
+        ) = self._shown()
 
     def _columns(self) -> tuple[Floats, Floats, Ints, Ints, Ints]:
         table = self._seat.table

@@ -18,6 +18,7 @@ _LEAST = 2.0**-10  # 0.1 %: below it nobody asks
 _PER_DOUBLING = 8
 _NUM_BINS = 20 * _PER_DOUBLING  # up to a factor of 1,000
 _HALF_LIFE = 200.0
+_LEAST_WEIGHT = 1.0 - 2.0 ** (-1.0 / _HALF_LIFE)
 _MOST_SIGNED = 2.0  # one absurd actual time must not own the mean
 
 
@@ -39,14 +40,6 @@ class Times:
     transfer_s: float | None = None
     prefill_s: float | None = None
 
-    def of(self, term: Term) -> float | None:
-        return {
-            Term.TTFT: self.ttft_s,
-            Term.QUEUE: self.queue_s,
-            Term.TRANSFER: self.transfer_s,
-            Term.PREFILL: self.prefill_s,
-        }[term]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermAccuracy:
@@ -64,10 +57,19 @@ class Accuracy:
 
     def observe(self, predicted: Times, actual: Times) -> None:
         """A first token arrived. Times that are not finite, or a TTFT of 0, say nothing."""
-        for term, record in self._records.items():
-            expected_s, found_s = predicted.of(term), actual.of(term)
-            if expected_s is not None and found_s is not None and actual.ttft_s > 0.0:
-                record.add((expected_s - found_s) / actual.ttft_s)
+        ttft_s = actual.ttft_s
+        if not ttft_s > 0.0:
+            return
+        # Spelled out: this is part of every first token.
+        terms = (
+            (Term.TTFT, predicted.ttft_s, ttft_s),
+            (Term.QUEUE, predicted.queue_s, actual.queue_s),
+            (Term.TRANSFER, predicted.transfer_s, actual.transfer_s),
+            (Term.PREFILL, predicted.prefill_s, actual.prefill_s),
+        )
+        for term, expected_s, found_s in terms:
+            if expected_s is not None and found_s is not None:
+                self._records[term].add((expected_s - found_s) / ttft_s)
 
     def of(self, term: Term) -> TermAccuracy | None:
         """None until something was observed."""
@@ -89,7 +91,7 @@ class _Record:
         if not math.isfinite(signed):
             return
         self.errors.add(_bin_of(abs(signed)))
-        weight = max(1.0 - 2.0 ** (-1.0 / _HALF_LIFE), 1.0 / self.errors.num_observed)
+        weight = max(_LEAST_WEIGHT, 1.0 / self.errors.num_observed)
         self.bias += weight * (min(max(signed, -_MOST_SIGNED), _MOST_SIGNED) - self.bias)
 
     def summary(self) -> TermAccuracy:

@@ -37,6 +37,9 @@ class Bandwidths:
         self._hosts = np.zeros(num_rows, np.int64)
         self.out_rates = np.tile((DEFAULT_BYTES_PER_S, LOCAL_BYTES_PER_S), num_rows)
         self.in_rates = self.out_rates.copy()
+        self._links: Links | None = (
+            None  # the three columns, made once: they move only when they grow
+        )
         self._pairs: dict[int, Floats] = {}  # source → rate to each row; NaN = not measured
 
     @property
@@ -76,7 +79,10 @@ class Bandwidths:
 
     def all_links(self) -> Links:
         """As the books of flows take them."""
-        return Links(self._hosts, self.out_rates, self.in_rates)
+        links = self._links
+        if links is None or links.out_rates is not self.out_rates:
+            links = self._links = Links(self._hosts, self.out_rates, self.in_rates)
+        return links
 
     def measured(self, source: int) -> Floats | None:
         """Rates from this source to every row, NaN = not measured; None: no pair was."""

@@ -8,7 +8,7 @@ make answers look short. Old observations fade. Within a bin, ends are spread ev
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 
 import numpy as np
 import numpy.typing as npt
@@ -56,9 +56,9 @@ class LengthCurve:
         """A request ended by itself after `num_tokens`, or was `stopped` there by its limit."""
         num_tokens = min(max(num_tokens, 1), MOST_TOKENS)
         if stopped:  # it lived through the bins that end at or below
-            self._counts.add(_STOPPED, int(np.searchsorted(EDGES, num_tokens, side="right")) - 2)
+            self._counts.add(_STOPPED, bisect_right(_EDGE_LIST, num_tokens) - 2)
         else:
-            self._counts.add(_ENDED, int(np.searchsorted(EDGES, num_tokens, side="left")) - 1)
+            self._counts.add(_ENDED, bisect_left(_EDGE_LIST, num_tokens) - 1)
 
     def mean_remaining(self, generated: Counts, max_tokens: Counts) -> Floats:
         """E[min(length, max_tokens) − generated | length > generated], shapes alike; 0 where the limit is reached.

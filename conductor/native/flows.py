@@ -109,10 +109,15 @@ class NativeFlows:
         )
         self._seconds.restype = None
         self._scratch = np.zeros(0)
+        self._links: Links | None = None  # the last ones, whose addresses are known
+        self._known, self._known_at, self._scratch_at = _Links(), 0, 0
 
     def advance(self, rows: Floats, links: Links, seconds: float) -> None:
-        known, num_links, scratch = self._prepare(rows, links)
-        self._advance(address_of(rows), len(rows), ctypes.byref(known), num_links, seconds, scratch)
+        self._prepare(len(rows), links)
+        self._advance(
+            *(address_of(rows), len(rows), self._known_at, len(links.out_rates)),
+            *(seconds, self._scratch_at),
+        )
 
     def seconds(
         self,
@@ -123,22 +128,25 @@ class NativeFlows:
         nbytes: Floats,
         measured: Floats | None,
     ) -> Floats:
-        known, num_links, scratch = self._prepare(rows, links)
+        self._prepare(len(rows), links)
         into, seconds = np.empty_like(targets), np.empty_like(nbytes)
         self._seconds(
-            *(address_of(rows), len(rows), ctypes.byref(known), num_links, source),
+            *(address_of(rows), len(rows), self._known_at, len(links.out_rates), source),
             *(address_of(targets), address_of(nbytes), len(targets)),
             None if measured is None else address_of(measured),
-            *(scratch, address_of(into), address_of(seconds)),
+            *(self._scratch_at, address_of(into), address_of(seconds)),
         )
         return seconds
 
-    def _prepare(self, rows: Floats, links: Links) -> tuple[_Links, int, int]:
-        num_links = len(links.out_rates)
-        needed = 2 * (num_links + len(rows))
+    def _prepare(self, num_rows: int, links: Links) -> None:
+        if links is not self._links:
+            self._links = links
+            self._known = _Links(*map(address_of, links))
+            self._known_at = ctypes.addressof(self._known)
+        needed = 2 * (len(links.out_rates) + num_rows)
         if len(self._scratch) < needed:
             self._scratch = np.zeros(2 * needed)
-        return _Links(*map(address_of, links)), num_links, address_of(self._scratch)
+            self._scratch_at = address_of(self._scratch)
 
 
 class _Links(ctypes.Structure):

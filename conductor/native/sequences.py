@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import operator
+import struct
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -22,6 +24,7 @@ _log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("sequences.c")
 RUNNING, CONTEXT, HELD = range(3)
 NUM_SUMS = 3
+_QUESTION = struct.Struct("13d")  # `Question` of sequences.c
 NUM_LOOKS = 3  # now, at the landing, in the middle of the answer
 
 
@@ -155,8 +158,9 @@ class NativeSequences:
         self._known = _Sequences()
         self._at = ctypes.addressof(self._known)
         self._num_instants = 0
-        self._question = np.zeros(3 * NUM_LOOKS + 4)
-        self._question_at = address_of(self._question)
+        self._question = ctypes.create_string_buffer(_QUESTION.size)
+        self._decodes: Decodes | None = None  # the last ones, whose addresses are known
+        self._known_decodes = _Decodes()
 
     def bind(self, columns: Sequences) -> None:
         self._columns = columns
@@ -176,16 +180,23 @@ class NativeSequences:
 
     def weigh(self, decodes: Decodes, question: Question) -> Steps:
         after, weight, own_tokens, *rest = question
-        self._question[:] = (*after, *weight, *own_tokens, *rest)
+        _QUESTION.pack_into(self._question, 0, *after, *weight, *own_tokens, *rest)
         num_rows = len(decodes.number)
         found = np.empty((8, num_rows))
         has_slot = np.empty(num_rows, np.bool_)
         self._library.weigh(
-            *(self._at, self._num_instants, ctypes.byref(_Decodes(*map(address_of, decodes)))),
-            *(num_rows, self._question_at, address_of(found), address_of(has_slot)),
+            *(self._at, self._num_instants, ctypes.byref(self._know(decodes)), num_rows),
+            *(self._question, address_of(found), address_of(has_slot)),
         )
         now, context, landing, tokens, spare, tbt_s, landing_s, later_s = found
         return Steps(now, context, landing, tokens, spare, tbt_s, landing_s, later_s, has_slot)
+
+    def _know(self, decodes: Decodes) -> _Decodes:
+        last = self._decodes
+        if last is None or not all(map(operator.is_, decodes, last)):
+            self._decodes = decodes
+            self._known_decodes = _Decodes(*map(address_of, decodes))
+        return self._known_decodes
 
 
 class SequenceLibrary:
