@@ -27,6 +27,7 @@ class WaitingPrompts:
     def __init__(self) -> None:
         self._ids: list[RequestId] = []
         self._row: dict[RequestId, int] = {}
+        self._least_tag: float | None = math.inf  # None: who had it is gone, and nobody has looked since
         self._tags = np.zeros(_FIRST_ROWS)
         self._places = np.zeros(_FIRST_ROWS)
         self._links = np.zeros(_FIRST_ROWS, np.int64)
@@ -55,6 +56,8 @@ class WaitingPrompts:
             self._grow()
         self._ids.append(request_id)
         self._row[request_id] = row
+        if self._least_tag is not None:
+            self._least_tag = min(self._least_tag, tag)
         self._tags[row], self._places[row], self._links[row] = tag, place, link
         self._tenants[row], self._priorities[row] = tenant, priority
 
@@ -64,6 +67,8 @@ class WaitingPrompts:
         if row is None:
             return False
         last_id, last = self._ids.pop(), len(self._ids)
+        if self._tags[row] == self._least_tag:
+            self._least_tag = None
         if row != last:
             self._ids[row], self._row[last_id] = last_id, row
             for column in self._columns():
@@ -76,7 +81,9 @@ class WaitingPrompts:
 
     def least_tag(self) -> float:
         """Infinite when nobody waits."""
-        return float(self._tags[: len(self)].min()) if self._ids else math.inf
+        if self._least_tag is None:
+            self._least_tag = float(self._tags[: len(self)].min()) if self._ids else math.inf
+        return self._least_tag
 
     def has_below(self, priority: int) -> bool:
         """Whether somebody waits who is of less urgent priority, that is of a larger number."""
@@ -124,3 +131,4 @@ class WaitingPrompts:
     def validate(self) -> None:
         assert self._row == {request_id: row for row, request_id in enumerate(self._ids)}
         assert {len(column) for column in self._columns()} == {len(self._tags)}
+        assert self.least_tag() == self._tags[: len(self)].min(initial=math.inf)
