@@ -14,12 +14,13 @@ import pytest
 from models import demo_model_path
 from tests.e2e.cluster import Cluster, metric, running_cluster
 from tests.e2e.load import BackgroundLoad
+from tests.thoroughness import THOROUGH
 
 pytestmark = pytest.mark.e2e
 
 VOCAB_SIZE = 4_096  # of the demo model
 NUM_TOKENS = 64
-REPETITIONS = 20
+REPETITIONS = 20 if THOROUGH else 8
 FLAGS = ("--dtype", "float32", "--num-threads", "1")
 # A pool of this size holds two or three sequences of the tests' length.
 CRAMPED = (
