@@ -18,6 +18,7 @@ from engine.block_pool import BlockPool
 from protocol.ids import GatewayId, RequestId
 from protocol.keys import block_keys, root_key
 from protocol.request import PrefillReport, Request, SamplingParams
+from tests.thoroughness import examples
 from traces.client import StreamClient
 
 BLOCK, BUDGET, BLOCKS = 4, 8, 12
@@ -111,7 +112,7 @@ def test_a_prompt_begins_where_an_earlier_one_was_like_it() -> None:
     assert [worker.reports[name].cached_tokens for name in "ab"] == [0, 8]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     wishes=st.lists(
         st.tuples(st.integers(1, 20), st.integers(1, 12), st.booleans(), st.integers(0, 3)),

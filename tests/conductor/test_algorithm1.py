@@ -21,6 +21,7 @@ from protocol.errors import ConfigError
 from protocol.ids import RequestId
 from protocol.request import Placement
 from tests.conductor.cluster import Cluster, chain, pair
+from tests.thoroughness import examples
 
 SHARED = chain("a", 20)
 
@@ -84,7 +85,7 @@ def test_a_prefix_is_fetched_above_the_threshold_only(own: int, best: int, reuse
     best=st.integers(0, 20),
     threshold=st.sampled_from([1.0, 1.25, 2.0]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_columns_decide_as_the_loop_of_the_paper(
     instances: list[tuple[int, int, int, int]], best: int, threshold: float
 ) -> None:

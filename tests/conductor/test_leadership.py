@@ -28,6 +28,7 @@ from protocol.errors import StaleLease
 from protocol.registry.base import Member
 from protocol.registry.table import MembershipTable
 from protocol.request import Endpoint
+from tests.thoroughness import examples
 
 TERMS = Terms(ttl_s=2.0)
 
@@ -263,7 +264,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.lists(RATES, min_size=3, max_size=3), RATES, st.booleans(), STEPS)
 def test_never_do_two_lead_and_epochs_grow(
     rates: list[float], registry_rate: float, warm: bool, steps: list[tuple[str, int, float]]
@@ -278,7 +279,7 @@ def test_never_do_two_lead_and_epochs_grow(
         world.check()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(RATES, min_size=3, max_size=3), RATES, STEPS)
 def test_whatever_happened_a_working_registry_has_a_leader_again_soon(
     rates: list[float], registry_rate: float, steps: list[tuple[str, int, float]]

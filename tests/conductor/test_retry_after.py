@@ -11,6 +11,7 @@ from conductor.events import Load, Phase, Placed, Rejected
 from conductor.state import Limits
 from protocol.ids import RequestId
 from tests.conductor.cluster import Cluster
+from tests.thoroughness import examples
 
 # A step is 10 ms per sequence and a prompt 10 ms per token, whatever is cached.
 _GRAIN = 1.3  # of what is foreseen between two instants of the outlook, and of ends that are learned only by and by
@@ -77,7 +78,7 @@ class World:
     num_decode=st.integers(1, 3),
     admission=st.sampled_from([Admission.CURRENT, Admission.PREDICTED]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_whoever_waits_as_told_is_admitted_where_all_goes_as_predicted(
     prompts: list[int],
     num_outputs: int,
@@ -105,7 +106,7 @@ def test_whoever_waits_as_told_is_admitted_where_all_goes_as_predicted(
     asks=st.lists(st.tuples(st.integers(0, 5), st.integers(20, 400)), min_size=1, max_size=40),
     admission=st.sampled_from(list(Admission)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_no_admitted_request_is_booked_twice(
     asks: list[tuple[int, int]], admission: Admission
 ) -> None:

@@ -38,6 +38,7 @@ from protocol.errors import InvalidRequest, NoWorker, StaleLease
 from protocol.ids import InstanceId, RequestId, Role
 from protocol.keys import NO_PARENT
 from tests.conductor.cluster import LAYOUT, chain, endpoint, worker
+from tests.thoroughness import examples
 
 ROLES = {
     **{f"p{i}": Role.PREFILL for i in range(3)},
@@ -308,7 +309,7 @@ class ConductorMachine(RuleBasedStateMachine):
 
 
 ConductorMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(75), stateful_step_count=40, deadline=None, derandomize=True
 )
 TestRandomHistories = ConductorMachine.TestCase
 

@@ -10,6 +10,7 @@ from decode_worker import actions, events
 from protocol.errors import PeerError
 from protocol.ids import GatewayId, LeaseId
 from tests.decode_worker.driver import Driver, next_token, request_of
+from tests.thoroughness import examples
 
 prompts = st.tuples(st.sampled_from([0, 50]), st.integers(1, 14)).map(
     lambda wish: [wish[0] + i for i in range(wish[1])]
@@ -174,6 +175,6 @@ class DecodeWorker(RuleBasedStateMachine):
 
 
 DecodeWorker.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(75), stateful_step_count=40, deadline=None, derandomize=True
 )
 TestDecodeWorker = DecodeWorker.TestCase

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.block_pool import BlockPool
 from protocol.keys import NO_PARENT, BlockKey
+from tests.thoroughness import examples
 
 
 def key(number: int) -> BlockKey:
@@ -237,5 +238,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert dict(self.pool.keys()) == self.journal.parents
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(
+    max_examples=examples(30), stateful_step_count=40, deadline=None
+)
 TestPoolMachine = PoolMachine.TestCase

@@ -14,6 +14,7 @@ from engine.batch import Slice
 from engine.sampler import adjust, draw, filter_tokens, sample
 from protocol.ids import RequestId
 from protocol.request import SamplingParams
+from tests.thoroughness import examples
 
 VOCAB = 12
 
@@ -99,7 +100,7 @@ def reference_filter(
     return probabilities / probabilities.sum()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     seed=st.integers(0, 1000),
     vocab=st.integers(1, 60),

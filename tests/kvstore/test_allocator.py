@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.allocator import ALIGNMENT, Allocator, padded
+from tests.thoroughness import examples
 
 Step = tuple[bool, int]  # (allocate that many bytes) or (free the n-th live extent)
 
@@ -15,7 +16,7 @@ Step = tuple[bool, int]  # (allocate that many bytes) or (free the n-th live ext
     st.integers(0, 64),
     st.lists(st.tuples(st.booleans(), st.integers(0, 12 * ALIGNMENT)), max_size=80),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(75), deadline=None)
 def test_any_sequence_conserves_the_segment(units: int, steps: list[Step]) -> None:
     allocator = Allocator(units * ALIGNMENT + 17)
     live: dict[int, int] = {}

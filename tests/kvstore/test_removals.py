@@ -13,6 +13,7 @@ from kvstore.removal_file import RECORD_BYTES, RemovalFile
 from kvstore.removals import Heard, Removals
 from kvstore.reserving import COARSE_S, FINE_S, Reserving
 from protocol.keys import BlockKey
+from tests.thoroughness import examples
 
 KEPT_S = 100.0
 
@@ -152,7 +153,7 @@ class Gossip(RuleBasedStateMachine):
 
 
 TestGossip = Gossip.TestCase
-TestGossip.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestGossip.settings = settings(max_examples=examples(50), stateful_step_count=30, deadline=None)
 
 
 class Generations(RuleBasedStateMachine):
@@ -185,7 +186,9 @@ class Generations(RuleBasedStateMachine):
 
 
 TestGenerations = Generations.TestCase
-TestGenerations.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestGenerations.settings = settings(
+    max_examples=examples(50), stateful_step_count=40, deadline=None
+)
 
 
 def test_a_long_past_is_remembered_less_finely_and_never_too_late() -> None:

@@ -23,6 +23,7 @@ from tests.prefill_worker.builders import (
     step_done,
     submitted,
 )
+from tests.thoroughness import examples
 
 GATEWAYS = ("gateway-0", "gateway-1")
 LOST = PeerLost("gone")
@@ -279,6 +280,6 @@ class PrefillWorkers(RuleBasedStateMachine):
 
 
 PrefillWorkers.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(30), stateful_step_count=40, deadline=None, derandomize=True
 )
 TestPrefillWorkers = PrefillWorkers.TestCase

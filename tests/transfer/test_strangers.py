@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import Incompatible, PeerLost, Unauthenticated
+from tests.thoroughness import examples
 from tests.transfer.conftest import TOKEN, Pair
 from transfer.address import parse
 from transfer.base import Credentials
@@ -20,7 +21,9 @@ from transfer.wire.connection import Connection
 from transfer.wire.frames import Header, Kind, encode
 
 bounded = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

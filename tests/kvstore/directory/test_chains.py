@@ -14,6 +14,7 @@ from kvstore.directory.chains import MAX_CHAIN, Chains
 from protocol.errors import InvalidRequest
 from protocol.ids import InstanceId
 from protocol.keys import NO_PARENT, BlockKey, pack_keys
+from tests.thoroughness import examples
 
 A, B = InstanceId("a"), InstanceId("b")
 PARENT_OF = {1: 0, 2: 1, 3: 2, 4: 2, 5: 0, 6: 5, 7: 3}  # two branches below 2, two below 0
@@ -215,7 +216,9 @@ class TiersAndParents(RuleBasedStateMachine):
 
 
 TestTiersAndParents = TiersAndParents.TestCase
-TestTiersAndParents.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestTiersAndParents.settings = settings(
+    max_examples=examples(40), stateful_step_count=25, deadline=None
+)
 
 
 @given(
@@ -223,7 +226,7 @@ TestTiersAndParents.settings = settings(max_examples=40, stateful_step_count=25,
     st.integers(0, 20),
     st.sampled_from([1, 10]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_runs_of_short_and_long_chains_in_one_and_two_words_equal_the_naive_ones(
     holdings: dict[int, list[str]], length: int, stretch: int
 ) -> None:

@@ -14,6 +14,7 @@ from protocol.ids import InstanceId
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.membership import BlockLog
 from protocol.pb import conductor_pb2
+from tests.thoroughness import examples
 
 
 def key(number: int) -> BlockKey:
@@ -211,12 +212,12 @@ def unpack(packed: bytes) -> list[BlockKey]:
 
 TestDirectoryFollowsInstances = DirectoryFollowsInstances.TestCase
 TestDirectoryFollowsInstances.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
+    max_examples=examples(30), stateful_step_count=30, deadline=None
 )
 
 
 @given(st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=80), st.integers(0, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_prefix_match_of_many_instances_equals_the_naive_one(
     holdings: list[set[int]], length: int
 ) -> None:

@@ -20,6 +20,7 @@ from kvstore.disk.pins import Pins
 from protocol.errors import ConfigError
 from protocol.keys import BlockKey
 from tests.kvstore.disk.tiers import Stand, opened, written
+from tests.thoroughness import examples
 
 PINS = st.sampled_from(list(Pin))
 
@@ -102,7 +103,7 @@ async def churn_until(stand: Stand, holds: Callable[[], bool]) -> None:
         assert number < 5_000
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     steps=st.lists(st.tuples(st.integers(1, 5), PINS, st.booleans()), min_size=1, max_size=12),
 )

@@ -17,6 +17,7 @@ from kvstore.disk.base import DiskObject, DiskWrite, Pin
 from protocol.keys import BlockKey
 from tests.kvstore.disk.power import Disk, Kind, RecordingCalls
 from tests.kvstore.disk.tiers import SMALL, Stand, opened, written
+from tests.thoroughness import examples
 
 LENGTHS = (100, 4_096, 5_000, 12_000, 30_000)
 KEPT = 8
@@ -148,7 +149,7 @@ async def lived(folder: Path, rng: random.Random, *, strict: bool) -> RecordingC
     return calls
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(seed=st.integers(0, 2**32), strict=st.booleans())
 def test_whatever_the_disk_had_not_written_yet_is_missed_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, seed: int, strict: bool

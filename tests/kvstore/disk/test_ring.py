@@ -22,6 +22,7 @@ from kvstore.disk.ring import MAX_BUFFERS, NUM_SLOTS, Flight, Ring, Run, Way
 from kvstore.disk.views import MAX_PAGES, OutOfPages
 from kvstore.disk.waits import Waits
 from tests.kvstore.disk.tiers import SMALL, opened, written
+from tests.thoroughness import examples
 
 FILE_PAGES = 96
 LONG_PAGES = rings.IN_LOOP_BYTES // PAGE + 1
@@ -65,7 +66,7 @@ async def ended(ring: Ring, way: Way, runs: Sequence[Run]) -> Flight:
     return flight
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.lists(
         st.lists(

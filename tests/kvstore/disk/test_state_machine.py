@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstore.disk.base import DiskObject
 from tests.kvstore.disk.tiers import CAPACITY, SMALL, Stand, opened, written
+from tests.thoroughness import examples
 
 T = TypeVar("T")
 
@@ -121,7 +122,7 @@ class TierMachine(RuleBasedStateMachine):
 
 TestTier = TierMachine.TestCase
 TestTier.settings = settings(
-    max_examples=25,
+    max_examples=examples(25),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

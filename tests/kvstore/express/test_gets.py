@@ -24,11 +24,12 @@ from kvstore.native.answering import MOST_KEYS
 from kvstore.native.reader import Standing
 from protocol.errors import DeadlineExceeded, PeerLost
 from tests.kvstore.client.published import Published, key
+from tests.thoroughness import examples
 from transfer import TransferEngine
 
 NUM_VALUES = 20
 ANYTHING = settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -16,6 +16,7 @@ from protocol.errors import Overloaded
 from protocol.keys import BlockKey
 from tests.kvstore.nodes import key
 from tests.kvstore.states import Heard, make_state
+from tests.thoroughness import examples
 
 CAPACITY = 16 * 1024
 numbers = st.sets(st.integers(0, 9), min_size=1, max_size=4)
@@ -104,7 +105,7 @@ class Writers(RuleBasedStateMachine):
 
 
 TestWriters = Writers.TestCase
-TestWriters.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestWriters.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
 
 
 def test_giving_up_what_was_not_granted_changes_nothing() -> None:

@@ -19,6 +19,7 @@ from kvstore.native.slot_index import (
     SlotLibrary,
 )
 from protocol.keys import KEY_BYTES
+from tests.thoroughness import examples
 
 Make = Callable[[], SlotIndex]
 
@@ -98,7 +99,9 @@ def test_the_compiled_index_takes_few_bytes_per_row(make: Make) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 199)), max_size=400))
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_any_order_of_changes_leaves_exactly_what_is_there(
     make: Make, changes: list[tuple[bool, int]]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvstore.replication.heat import NUM_SLICES, Heat
 from protocol.keys import BlockKey
+from tests.thoroughness import examples
 
 
 def key(number: int) -> BlockKey:
@@ -72,7 +73,7 @@ def test_a_clock_that_runs_back_neither_loses_nor_invents_hits() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 3), st.integers(1, 5)), max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_counts_equal_a_list_of_all_reads(steps: list[tuple[float, int, int]]) -> None:
     """To the length of a slice: a read counts from its slice's start."""
     window_s = 10.0

@@ -14,6 +14,7 @@ from kvstore.replication.planner import KEYS_PER_STEP, Limits, Planner
 from kvstore.replication.plans import NO_PINS, Copy, Drop, NodeView, Pins
 from protocol.ids import InstanceId
 from protocol.keys import NO_PARENT, BlockKey, pack_keys
+from tests.thoroughness import examples
 
 HITS = 8
 COOL_S = 60.0
@@ -385,4 +386,4 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 TestAnyHistory = AnyHistory.TestCase
-TestAnyHistory.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestAnyHistory.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)

@@ -12,6 +12,7 @@ from protocol.registry.base import Member, Superseded
 from protocol.registry.embedded import EmbeddedRegistry
 from protocol.registry.table import MembershipTable
 from tests.protocol.registry.members import member
+from tests.thoroughness import examples
 
 IDS = st.sampled_from(["a", "b", "c"])
 OWNERS = st.sampled_from(["x", "y"])
@@ -92,7 +93,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestTable.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
 
 
 def test_a_refused_join_changes_nothing() -> None:

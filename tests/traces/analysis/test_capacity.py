@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.store_hit_ratio import prompts_of, replay
 from kvstore import eviction
+from tests.thoroughness import examples
 from tests.traces.analysis.small import records_of, trees
 from traces.analysis.capacity import HitCurve, hit_curve
 from traces.analysis.prefixes import prefix_tree
@@ -19,7 +20,7 @@ def curve_of(records: list[TraceRecord]) -> HitCurve:
     return hit_curve(prefix_tree(records), input_tokens=total, tokens_per_block=512)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(trees(), st.integers(6, 40))
 def test_hits_at_a_capacity_are_those_of_the_stores_catalog_under_lru(
     paths: list[list[int]], capacity: int

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thoroughness import examples
 from traces.planner.cluster import Cluster, Score
 from traces.planner.search import Plan, Question, bound, plan
 
@@ -66,7 +67,7 @@ def found(num_machines: int, rule: Callable[[Cluster], float], target: float = 0
     return plan(question(num_machines, target), Landscape(rule))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     num_machines=st.integers(2, 16),
     prefill_load=st.floats(0.5, 20),
@@ -105,7 +106,7 @@ def test_up_to_sixteen_machines_it_finds_the_best_of_all_and_the_smallest(
         assert answer.too_small.score.effective < target
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     num_machines=st.integers(2, 300),
     prefill_load=st.floats(0.5, 300),

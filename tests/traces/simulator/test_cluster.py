@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from conductor.admission import STEP_SHARE
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile
+from tests.thoroughness import examples
 from tests.traces.simulator.small import BLOCK, MODEL, request, run_checked, spec
 from traces.format import TraceRecord
 from traces.reports.saved import results_to_json
@@ -215,7 +216,7 @@ SPECS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(40))
 @given(spec=SPECS, records=traces())
 def test_every_request_ends_once_and_nothing_leaks(
     spec: ClusterSpec, records: list[TraceRecord]
@@ -244,7 +245,7 @@ def test_every_request_ends_once_and_nothing_leaks(
         assert ends <= {End.COMPLETED, End.FAILED}
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 @given(spec=SPECS, records=traces())
 def test_equal_specs_and_traces_give_equal_results(
     spec: ClusterSpec, records: list[TraceRecord]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from protocol.errors import InvalidRequest
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.timeline import Timeline
+from tests.thoroughness import examples
 from tests.traces.simulator.live_decode import LiveDecode, Prompt
 from traces.simulator.decode import DecodeMachine, Granted
 from traces.simulator.sequence import Finished
@@ -104,7 +105,7 @@ def simulate(profile: ModelProfile, chunk: int, prompts: list[Prompt]) -> dict[s
     return token_at
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(75), deadline=None)
 @given(
     profile=PROFILES,
     num_blocks=st.integers(8, 40),

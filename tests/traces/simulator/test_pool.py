@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from conductor.events import BlockChanges
 from protocol.keys import NO_PARENT, BlockKey
+from tests.thoroughness import examples
 from traces.simulator.pool import Held, Store
 from traces.simulator.sampling import key_of
 
@@ -79,7 +80,7 @@ def test_another_life_of_a_machine_finds_its_disk() -> None:
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(
     data=st.data(),
     num_blocks=st.integers(5, 9),

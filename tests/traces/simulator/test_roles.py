@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from conductor.roles import RoleTerms
 from protocol.errors import ConfigError
+from tests.thoroughness import examples
 from tests.traces.simulator.small import request, run_checked, spec
 from traces.format import TraceRecord
 from traces.simulator.results import End
@@ -62,7 +63,7 @@ def test_machines_keep_their_roles_where_nothing_is_to_be_gained() -> None:
     st.integers(1, 3),
     st.sampled_from([0.0, 1.0, 30.0]),
 )
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 def test_whatever_is_asked_every_request_ends_once_and_equal_runs_are_equal(
     wishes: list[tuple[float, int, int]], num_prefill: int, num_decode: int, drain_s: float
 ) -> None:

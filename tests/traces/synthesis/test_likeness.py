@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError
+from tests.thoroughness import examples
 from tests.traces.synthesis.laws import check_laws
 from tests.traces.synthesis.test_threads import specs
 from traces.analysis.checked import read_checked
@@ -134,7 +135,7 @@ def until(model: Fit, duration_s: float, stretch: Stretch | None = None) -> list
     return list(takewhile(lambda record: record.arrived_s < duration_s, records))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     specs(),
     st.integers(0, 3),

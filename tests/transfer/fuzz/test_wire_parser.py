@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import MoonserveError
+from tests.thoroughness import examples
 from transfer import address, scatter
 from transfer.base import Credentials
 from transfer.wire import handshake
@@ -26,7 +27,7 @@ from transfer.wire.frames import (
     request,
 )
 
-often = settings(max_examples=300, deadline=None)
+often = settings(max_examples=examples(150), deadline=None)
 u64 = st.integers(0, 2**64 - 1)
 CREDENTIALS = Credentials(b"token", bytes(16))
 

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.thoroughness import examples
 from transfer.native import DataPlane, End, Flow, IoVectors, address_of, vectors
 
 SECOND = 1_000_000_000
@@ -86,7 +87,7 @@ def test_two_ends_that_both_send_first_do_not_block_each_other(
     assert received[1] == sent[0]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(30))
 @given(
     out=st.lists(st.integers(0, 50), max_size=20),
     into=st.lists(st.integers(0, 50), max_size=20),
