@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conductor.cost.overtaking import Overtaking
 
@@ -41,3 +43,31 @@ def test_leads_of_any_length_are_taken(lead_s: float) -> None:
     overtaking = Overtaking()
     overtaking.observe(lead_s, 2.0)
     assert overtaking.expected(lead_s) == 2.0
+
+
+def test_deviations_are_those_of_what_came_at_that_lead() -> None:
+    overtaking = Overtaking()
+    for _ in range(500):
+        for surplus in (2.0, 10.0):
+            overtaking.observe(4.0, surplus)
+    assert overtaking.expected(4.0) == pytest.approx(6.0, abs=0.1)
+    assert overtaking.expected(4.0, 1.0) == pytest.approx(10.0, abs=0.2)
+    assert overtaking.expected(0.5, 1.0) == 0.0
+    overtaking.validate()
+
+
+def test_one_case_alone_deviates_from_nothing() -> None:
+    overtaking = Overtaking()
+    overtaking.observe(1.0, 7.0)
+    assert overtaking.expected(1.0, 3.0) == 7.0
+
+
+@given(seen=st.lists(st.tuples(st.floats(0.0, 1e4), st.floats(-1e6, 1e6)), max_size=60))
+def test_whatever_is_observed_caution_never_expects_fewer(
+    seen: list[tuple[float, float]],
+) -> None:
+    overtaking = Overtaking()
+    for lead_s, surplus in seen:
+        overtaking.observe(lead_s, surplus)
+        overtaking.validate()
+        assert 0.0 <= overtaking.expected(lead_s) <= overtaking.expected(lead_s, 1.0)
