@@ -22,6 +22,9 @@ FIRST = (
     "tests/kvstore/faults/test_stop.py",
     "tests/kvstore/faults/test_registry.py",
     "tests/e2e/test_seeds.py",
+    # The whole public trace, simulated several times by one process: nothing of it may be left when all else has ended.
+    "tests/traces/simulator/test_trace.py",
+    "tests/traces/reproduction/test_trace.py",
     "tests/kvstore/replication/test_cluster.py",
     "tests/kvstore/faults/",
     "tests/e2e/test_load_and_leaks.py",
