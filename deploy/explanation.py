@@ -32,8 +32,18 @@ def _heading(decision: Record, output: Output) -> None:
         "" if threshold is None else f", balancing threshold {threshold:g}"
     )
     output.line(f"placed by {policy}; longest prefix in a store {decision['best_blocks']} blocks")
+    output.line(_turn(decision["turn"], decision["rank"], decision["priority"]))
     if decision["excluded_instances"]:
         output.line(f"excluded, since they failed it: {', '.join(decision['excluded_instances'])}")
+
+
+def _turn(turn: Record, rank: float, priority: int) -> str:
+    """Whose it is, what of its share the tenant has had, and what that does to its place."""
+    who = f"tenant {turn['tenant'] or '(none)'}, weight {turn['weight']:g}"
+    ahead = f"{turn['ahead_tokens']:,.0f} tokens ahead of who has had least"
+    place = f", {seconds(-rank)} before its arrival" if rank < 0 else ""
+    urgency = f", priority {priority}" if priority else ""
+    return f"{who}, {ahead}{place}{urgency}"
 
 
 def _prefills(decision: Record, output: Output) -> None:

@@ -35,6 +35,9 @@ def decision(**changes: Any) -> dict[str, Any]:
         "balancing_threshold": 1.5,
         "num_prompt_tokens": 100,
         "best_blocks": 3,
+        "turn": {"tenant": "alice", "weight": 2.0, "ahead_tokens": 1500.0},
+        "rank": 0.0,
+        "priority": 0,
         "ttft_slo_s": 30.0,
         "tbt_slo_s": 1.0,
         "excluded_instances": [],
@@ -68,6 +71,15 @@ def test_the_chosen_are_marked_and_sources_are_named() -> None:
 def test_a_rejection_says_why_and_when_to_come_back() -> None:
     text = shown(decision(rejection={"reason": "ttft", "retry_after_s": 2.5}))
     assert "rejected: ttft; again after 2.50 s" in text
+
+
+def test_a_tenants_turn_is_told_and_what_it_does_to_the_place() -> None:
+    text = shown(decision())
+    assert "tenant alice, weight 2, 1,500 tokens ahead of who has had least\n" in text
+    turn = {"tenant": "", "weight": 0.5, "ahead_tokens": 0.0}
+    text = shown(decision(turn=turn, rank=-2.5, priority=3))
+    assert "tenant (none), weight 0.5, 0 tokens ahead" in text
+    assert "least, 2.50 s before its arrival, priority 3\n" in text
 
 
 def test_predicted_stands_beside_actual() -> None:

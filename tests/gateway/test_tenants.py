@@ -1,0 +1,56 @@
+"""Who asks: the tenant whose key it is, or whom the body names."""
+
+from __future__ import annotations
+
+import aiohttp
+import pytest
+
+from gateway.config import parse_tenant_keys
+from protocol.errors import ConfigError
+from tests.gateway.conftest import running_gateway
+from tests.gateway.scripted_cluster import ScriptedCluster
+
+PATH, BODY = "/v1/completions", {"prompt": "hello", "max_tokens": 6, "user": "bob"}
+
+
+async def ask(http: aiohttp.ClientSession, key: str | None) -> int:
+    """The status."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with http.post(PATH, json=BODY, headers=headers) as reply:
+        await reply.read()
+        return reply.status
+
+
+async def test_a_tenants_key_says_who_asks_whoever_the_body_names(cluster: ScriptedCluster) -> None:
+    """A key of nobody in particular is the tenant without a name."""
+    async with (
+        running_gateway(
+            cluster, api_key=("three",), tenant_keys=("alice=one", "bob=t=wo==")
+        ) as url,
+        aiohttp.ClientSession(url) as http,
+    ):
+        for wrong in (None, "alice", "alice=one", "wo=="):
+            assert await ask(http, wrong) == 401
+        for key, tenant in (("one", "alice"), ("t=wo==", "bob"), ("three", "")):
+            assert await ask(http, key) == 200
+            assert cluster.places[-1].tenant == tenant
+
+
+async def test_without_tenants_keys_a_tenant_is_whom_the_body_names(
+    cluster: ScriptedCluster,
+) -> None:
+    for options, key in (({}, None), ({"api_key": ("three",)}, "three")):
+        async with (
+            running_gateway(cluster, **options) as url,
+            aiohttp.ClientSession(url) as http,
+        ):
+            assert await ask(http, key) == 200
+            assert cluster.places[-1].tenant == "bob"
+
+
+def test_keys_that_cannot_be_are_refused_without_being_told() -> None:
+    assert parse_tenant_keys(("alice=one", "bob=t=wo==")) == {"alice": "one", "bob": "t=wo=="}
+    for wrong in (("alice",), ("=secret",), ("alice=",), ("a=secret", "a=other"), ("a=s", "b=s")):
+        with pytest.raises(ConfigError, match="tenant-keys") as caught:
+            parse_tenant_keys(wrong)
+        assert "secret" not in str(caught.value)
