@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,6 @@ from benchmarks.fidelity_page import (
 from benchmarks.fidelity_terms import Row, lost_hits, means, prediction_errors, rows_of, write_csv
 from benchmarks.measure import write_json
 from deploy.config import ServeConfig
-from deploy.local import running
 from deploy.profile import ProfileConfig
 from deploy.profile import run as profile
 from deploy.serving_profile import ClusterShape
@@ -114,6 +112,7 @@ def compare(
         num_prefill=num_prefill,
         num_decode=num_decode,
         num_threads=1,
+        pins=True,
         flags=("--block-size", str(BLOCK_SIZE), "--dram", str(DRAM), "--tbt-slo", str(TBT_SLO_S)),
     )
     model = profile(
@@ -121,6 +120,7 @@ def compare(
             serving=True,
             prefill_workers=num_prefill,
             decode_workers=num_decode,
+            pin_workers=True,
             block_size=BLOCK_SIZE,
             dram=DRAM,
             max_num_batched_tokens=CHUNK,
@@ -161,10 +161,7 @@ def relative(simulated: float, live: float) -> float:
 
 def replay_live(shape: ClusterShape, load: Load) -> tuple[Replayed, list[Decision | None]]:
     """A replay against a fresh cluster, and what its conductor decided of each request."""
-    with (
-        tempfile.TemporaryDirectory() as log_dir,
-        running(shape.model, *shape.serve_flags(), log_dir=Path(log_dir)) as cluster,
-    ):
+    with shape.running() as cluster:
         asyncio.run(_warm_up(cluster.url, shape.num_prefill))
         return asyncio.run(_replay(_replay_config(cluster.url, load)))
 
@@ -290,10 +287,15 @@ def _terms(model: ModelProfile) -> dict[str, Any]:
         "prefill": [model.prefill.c0, model.prefill.c1, model.prefill.c2],
         "decode": [model.decode.c0, model.decode.c1, model.decode.c2],
         "request_ms": model.overheads.request_s * 1e3,
+        "gateway_ms": model.overheads.gateway_s * 1e3,
         "landing_ms": model.overheads.landing_s * 1e3,
         "handoff_ms": model.overheads.handoff_s * 1e3,
         "crowding_prefill": list(model.crowding.prefill),
         "crowding_decode": list(model.crowding.decode),
+        "crowding_batch": list(model.crowding.decode_batch),
+        "crowding_request": list(model.crowding.request),
+        "crowding_landing": list(model.crowding.landing),
+        "crowding_handoff": list(model.crowding.handoff),
     }
 
 

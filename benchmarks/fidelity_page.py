@@ -44,7 +44,8 @@ def as_page(result: dict[str, Any]) -> str:
             _INTRODUCTION,
             f"The first {load['requests']} requests of {load['trace']}, {load['speedup']:g} times as fast, prompts at "
             f"1/{1 / LENGTHS:g} and answers at 1/{1 / OUTPUTS:g} of their lengths; the demo model, one thread per "
-            f"worker, {machine['cores']} cores, load {machine['load']:g} at the end.",
+            f"worker, which has a core of its own as far as there are, {machine['cores']} cores, load "
+            f"{machine['load']:g} at the end.",
             *_remark(machine),
             "",
             *(_section(shape) for shape in result["shapes"]),
@@ -83,18 +84,31 @@ def _section(shape: dict[str, Any]) -> str:
             "Profile: prefill {} s, decode {} s; ".format(
                 *(" / ".join(f"{c:.2e}" for c in terms[part]) for part in ("prefill", "decode"))
             )
-            + "request {request_ms:.1f}, landing {landing_ms:.1f}, handoff {handoff_ms:.1f} ms; ".format_map(
-                terms
+            + "request {request_ms:.1f} (the gateway's part {gateway_ms:.1f}), landing {landing_ms:.1f}, "
+            "handoff {handoff_ms:.1f} ms.".format_map(terms),
+            "Beside 0, 1, … others these take so many times as long: "
+            + "; ".join(
+                f"{part} {', '.join(f'{factor:.2f}' for factor in terms[f'crowding_{part}'])}"
+                for part in ("prefill", "decode", "batch", "request", "landing", "handoff")
             )
-            + "beside 0, 1, … others: prefill {}, decode {}.".format(
-                *(
-                    ", ".join(f"{factor:.2f}" for factor in terms[f"crowding_{part}"])
-                    for part in ("prefill", "decode")
-                )
-            ),
+            + ".",
+            "",
+            "Means of all requests, ms: live "
+            + _terms(shape["means"], "live", ("before", "queue", "load", "prefill", "rest"))
+            + "; simulated "
+            + _terms(shape["means"], "simulated", ("queue", "load", "prefill"))
+            + "; predicted "
+            + _terms(shape["means"], "predicted", ("queue", "load", "prefill"))
+            + ". Predicted less actual as a share of the TTFT, p50: "
+            + ", ".join(f"{name} {off:.1%}" for name, off in shape["prediction_errors"].items())
+            + ".",
             "",
         )
     )
+
+
+def _terms(means: dict[str, float], side: str, names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {means[f'{side}_{name}_ms']:.0f}" for name in names)
 
 
 def _figure(value: float) -> str:
@@ -112,14 +126,19 @@ _READING = """## What the simulation has, and what it leaves out
 
 | term | measured as |
 |---|---|
-| prefill, decode formulae | computing as prefill workers report it, steps as a client sees them, each alone |
+| prefill, decode | computing as prefill workers report it (the mean of several), steps as clients see them, alone |
 | request | TTFT less what the prefill worker reports: HTTP, keys, placement, submission, the way back |
+| the gateway's part | by how much the last of eight prompts of one moment is placed later than the first, by seven |
 | landing | from asking the decode worker for blocks to having them, while it is idle |
 | handoff | the second token's gap less a step: last writes, commit, verification |
-| crowding | how many times as long a prompt and a step take beside 1, 2, … others that compute on this host |
+| crowding | how many times as long each of these takes beside 1, 2, … others that compute on this host |
+| batch | crowding of a step of four sequences, where *decode* is of one; what lies between is interpolated |
+| gaps | how tokens are bunched on their way to the client: each gap against the mean, beside 0, 1, 2, … others |
 | mixed steps | not measured: short prompts share steps as `prefill_worker.steps` decides it |
 
-Left out: that a landing waits for the decode worker's step under way; that a gateway at work on a burst's first request
-delays the second; a crowd that changes during a chunk (it counts from the next one on); what other programs do.
-TBT is each gap between tokens; the trace's hash ids stand for 32 tokens here, so that hits are exact.
+Left out: a crowd that changes during a chunk (it counts from the next one on); which of two machines is the faster one;
+what other programs do. TBT is each gap between tokens; the trace's hash ids stand for 32 tokens here, so that hits are
+exact. Terms: *before* is from the client's sending to the placement, *queue*, *load* and *prefill* are the prefill
+worker's report, *rest* the submission and the first token's way back. A prediction is compared with the TTFT from the
+placement on.
 """

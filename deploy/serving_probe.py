@@ -11,21 +11,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from protocol.errors import ConfigError
 from protocol.timeline import Timeline
 from traces.client import ModelFacts, Outcome, StreamClient
+from traces.simulator.spec import CROWDED_BATCH
 
 FIRST_TOKEN_ID = 16  # those before are special in most vocabularies
 _OUTPUT_TOKENS = 12  # of a prompt alone: enough for a step time beside the handoff
 _STEADY_TOKENS = 64  # of each stream of a batch
 _BESIDE_PROMPT = 1024
-_BESIDE_STREAMS = 4
+_BESIDE_STREAMS = (1, CROWDED_BATCH)  # of the batches that prompts are computed beside
 _BESIDE_CONTEXT = 256
+_BURST = 8  # prompts at one moment
+_BURST_PROMPT = 512
 _ENOUGH_SHAPES = 4  # for three coefficients; measured however long they take
 _TERMS = ("queue_s", "transfer_s", "prefill_s")  # of a prefill worker's report, as explained
 
@@ -78,6 +82,9 @@ class Observations:
     steps: Sequence[StepRun]
     beside_prompts: Sequence[PromptRun]
     beside_steps: Sequence[StepRun]
+    bursts_s: Sequence[
+        float
+    ] = ()  # of prompts sent at one moment: by which each is placed after the one before it
 
 
 class Probe:
@@ -101,12 +108,14 @@ class Probe:
         ends_at = time.monotonic() + budget_s
         prompts = await self._prompts(_after(0.5, ends_at))
         steps = await self._steps(_after(0.5, ends_at))
+        bursts_s = [await self._burst() for _ in range(self._grid.runs)]
         beside_prompts, beside_steps = await self._beside(num_prefill, ends_at)
         return Observations(
             prompts=prompts,
             steps=steps,
             beside_prompts=beside_prompts,
             beside_steps=beside_steps,
+            bursts_s=bursts_s,
         )
 
     # -- prompts alone
@@ -158,15 +167,29 @@ class Probe:
             step_s=float(np.median(gaps[1:])) if len(gaps) > 2 else None,
         )
 
+    async def _burst(self) -> float:
+        length = min(_BURST_PROMPT, self._longest - 1)
+        prompts = [self._fresh(length) for _ in range(_BURST)]
+        outcomes = await asyncio.gather(*(self._complete(prompt, 1) for prompt in prompts))
+        placed_s = [
+            _timeline(each).ttft_s - float((await self._outcome_of(each))["ttft_s"])
+            for each in outcomes
+        ]
+        return max(max(placed_s) - min(placed_s), 0.0) / (len(placed_s) - 1)
+
     async def _explained(self, outcome: Outcome) -> tuple[str, float, float, float]:
-        """Its machine, and seconds of queue, load and computing. Raises ConfigError where nobody explains."""
+        """Its machine, and seconds of queue, load and computing."""
+        found = await self._outcome_of(outcome)
+        queue_s, load_s, compute_s = (float(found[name]) for name in _TERMS)
+        return str(found["prefill"]), queue_s, load_s, compute_s
+
+    async def _outcome_of(self, outcome: Outcome) -> Mapping[str, Any]:
+        """What the conductor knows of it, its machine too. Raises ConfigError where nobody explains."""
         record = await self._client.explain(outcome.request_id) or {}
         found = record.get("outcome") or {}
-        try:
-            queue_s, load_s, compute_s = (float(found[name]) for name in _TERMS)
-        except (KeyError, TypeError) as error:
-            raise ConfigError("the endpoint does not explain what its prompts took") from error
-        return str(record["prefill"]), queue_s, load_s, compute_s
+        if any(found.get(name) is None for name in ("ttft_s", *_TERMS)):
+            raise ConfigError("the endpoint does not explain what its prompts took")
+        return {**found, "prefill": record["prefill"]}
 
     # -- batches
 
@@ -210,8 +233,8 @@ class Probe:
             if run and time.monotonic() > deadline:
                 return prompts, steps
             prompts += await self._at_once(1, num_others=0)
-            for width in range(1, num_prefill + 1):
-                more_prompts, more_steps = await self._beside_batch(width)
+            for width, streams in itertools.product(range(1, num_prefill + 1), _BESIDE_STREAMS):
+                more_prompts, more_steps = await self._beside_batch(width, streams)
                 prompts += more_prompts
                 steps += more_steps
         raise AssertionError("unreachable")
@@ -221,9 +244,11 @@ class Probe:
         fresh = [self._fresh(length) for _ in range(width)]
         return list(await asyncio.gather(*(self._alone(prompt, num_others) for prompt in fresh)))
 
-    async def _beside_batch(self, width: int) -> tuple[list[PromptRun], list[StepRun]]:
+    async def _beside_batch(
+        self, width: int, num_streams: int
+    ) -> tuple[list[PromptRun], list[StepRun]]:
         """`width` prompts, as often as the batch lasts; steps before them and during them."""
-        streams = [self._fresh(_BESIDE_CONTEXT) for _ in range(_BESIDE_STREAMS)]
+        streams = [self._fresh(_BESIDE_CONTEXT) for _ in range(num_streams)]
         for prompt in streams:
             await self._complete(prompt, 1)
         length = min(self._longest - _BESIDE_CONTEXT, 8 * _STEADY_TOKENS)

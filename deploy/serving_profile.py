@@ -7,12 +7,14 @@ Knows how to start what is to be measured; what is measured is `serving_probe`'s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.local import running
+from deploy.local import LocalCluster, running
+from deploy.pinning import pin_workers
 from deploy.serving_probe import Grid, Observations, Probe
 from deploy.serving_terms import ServingTerms, terms_of
 from protocol.errors import ConfigError, MoonserveError
@@ -21,13 +23,25 @@ from traces.client import StreamClient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterShape:
-    """A cluster of one machine. `flags`: further ones of `moonserve serve`."""
+    """A cluster of one machine. `flags`: further ones of `moonserve serve`. `pins`: see `deploy.pinning`."""
 
     model: Path | None  # None: the demo model
     num_prefill: int
     num_decode: int
     num_threads: int
     flags: tuple[str, ...] = ()
+    pins: bool = False
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[LocalCluster]:
+        """A ready cluster of this shape, stopped at the end of the block."""
+        with (
+            tempfile.TemporaryDirectory() as log_dir,
+            running(self.model, *self.serve_flags(), log_dir=Path(log_dir)) as cluster,
+        ):
+            if self.pins:
+                pin_workers(cluster.process.pid)
+            yield cluster
 
     def serve_flags(self) -> list[str]:
         """A store node beside each prefill worker, as the simulator has it."""
@@ -45,10 +59,7 @@ def measure(
 ) -> tuple[ServingTerms, Observations]:
     """Takes `budget_s` and the time to start. Raises ConfigError when the cluster does not come up or answer."""
     try:
-        with (
-            tempfile.TemporaryDirectory() as log_dir,
-            running(shape.model, *shape.serve_flags(), log_dir=Path(log_dir)) as cluster,
-        ):
+        with shape.running() as cluster:
             seen = asyncio.run(_observe(cluster.url, shape.num_prefill, budget_s, seed))
     except ConfigError:
         raise
@@ -68,10 +79,15 @@ def as_text(terms: ServingTerms) -> Sequence[str]:
     overheads, crowding = terms.overheads, terms.crowding
     return (
         f"request, beside its computing   {overheads.request_s * 1e3:8.2f} ms",
+        f"… of it one behind the other    {overheads.gateway_s * 1e3:8.2f} ms",
         f"landing, until it is granted    {overheads.landing_s * 1e3:8.2f} ms",
         f"handoff, beside its KV          {overheads.handoff_s * 1e3:8.2f} ms",
         f"prefill beside 0, 1, … others   {_factors(crowding.prefill)}",
         f"decode beside 0, 1, … others    {_factors(crowding.decode)}",
+        f"… of a batch                    {_factors(crowding.decode_batch)}",
+        f"request beside 0, 1, … others   {_factors(crowding.request)}",
+        f"landing beside 0, 1, … others   {_factors(crowding.landing)}",
+        f"handoff beside 0, 1, … others   {_factors(crowding.handoff)}",
     )
 
 

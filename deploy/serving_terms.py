@@ -48,7 +48,7 @@ def terms_of(seen: Observations, chunk_tokens: int) -> ServingTerms:
     return ServingTerms(
         prefill=prefill,
         decode=decode,
-        overheads=overheads_of(seen.prompts),
+        overheads=overheads_of(seen),
         crowding=crowding_of(seen, prefill.profile, decode.profile),
     )
 
@@ -123,19 +123,18 @@ def _medians(
     ]
 
 
-def overheads_of(prompts: Iterable[PromptRun]) -> Overheads:
+def overheads_of(seen: Observations) -> Overheads:
     """Medians over prompts that nobody delayed. A landing is what a prompt without a prefix waits for before its first
     step."""
-    alone = [run for run in prompts if run.num_others == 0]
-    request_s = [run.ttft_s - run.queue_s - run.load_s - run.compute_s for run in alone]
+    alone = [run for run in seen.prompts if run.num_others == 0]
+    request_s = [_own_overheads(run)[0] for run in alone]
     landing_s = [run.load_s for run in alone if run.num_cached == 0]
-    handoff_s = [
-        run.second_gap_s - run.step_s
-        for run in alone
-        if run.second_gap_s is not None and run.step_s is not None
-    ]
+    handoff_s = [each for run in alone if (each := _own_overheads(run)[2]) is not None]
     return Overheads(
-        request_s=_median(request_s), landing_s=_median(landing_s), handoff_s=_median(handoff_s)
+        request_s=_median(request_s),
+        gateway_s=_median(seen.bursts_s) if seen.bursts_s else 0.0,
+        landing_s=_median(landing_s),
+        handoff_s=_median(handoff_s),
     )
 
 
@@ -151,15 +150,31 @@ def crowding_of(seen: Observations, prefill: PrefillProfile, decode: DecodeProfi
         (run.num_others, run.compute_s / prefill.seconds(run.num_tokens, run.num_cached))
         for run in seen.beside_prompts
     ]
-    if (
-        len(alone := _alone(seen, prefill.seconds)) > 1
-    ):  # each machine counts the same, however often it was alone
+    alone = _alone(seen, prefill.seconds)
+    if len(alone) > 1:  # each machine counts the same, however often it was alone
         prompts = [(0, ratio) for ratio in alone.values()] + [each for each in prompts if each[0]]
-    steps = [
-        (run.num_others, run.seconds / decode.step_s(run.num_seqs, run.context_tokens))
-        for run in seen.beside_steps
-    ]
-    return Crowding(prefill=_factors(prompts), decode=_factors(steps), gaps=_gaps(seen))
+    steps: dict[int, list[tuple[int, float]]] = {}  # by sequences
+    for run in seen.beside_steps:
+        ratio = run.seconds / decode.step_s(run.num_seqs, run.context_tokens)
+        steps.setdefault(run.num_seqs, []).append((run.num_others, ratio))
+    beside = [(run.num_others, _own_overheads(run)) for run in seen.beside_prompts]
+    return Crowding(
+        prefill=_factors(prompts),
+        decode=_factors(steps[min(steps)] if steps else ()),
+        decode_batch=_factors(steps[max(steps)] if len(steps) > 1 else ()),
+        request=_factors([(n, each[0]) for n, each in beside]),
+        landing=_factors([(n, each[1]) for n, each in beside]),
+        handoff=_factors([(n, each[2]) for n, each in beside if each[2] is not None]),
+        gaps=_gaps(seen),
+    )
+
+
+def _own_overheads(run: PromptRun) -> tuple[float, float, float | None]:
+    """Seconds of request, landing and handoff of one prompt without a prefix."""
+    request_s = run.ttft_s - run.queue_s - run.load_s - run.compute_s
+    if run.second_gap_s is None or run.step_s is None:
+        return request_s, run.load_s, None
+    return request_s, run.load_s, run.second_gap_s - run.step_s
 
 
 def _gaps(seen: Observations) -> tuple[tuple[float, ...], ...]:

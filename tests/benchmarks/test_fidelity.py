@@ -15,6 +15,9 @@ from traces.simulator.spec import ClusterSpec, Overheads
 NEAR = pytest.approx
 
 
+SIDES = ("live", "simulated", "predicted")
+
+
 def a_spec(**changes: object) -> ClusterSpec:
     spec = spec_of(replace(MODEL, **changes), 1, 1)  # type: ignore[arg-type]
     return replace(spec, block_size=10, chunk_tokens=1000, admission="none")
@@ -57,13 +60,23 @@ def test_the_page_says_what_is_within_and_what_is_not() -> None:
             "prefill": [1e-3, 1e-5, 1e-8],
             "decode": [1e-3, 1e-5, 1e-8],
             "request_ms": 5.0,
+            "gateway_ms": 0.5,
             "landing_ms": 1.0,
             "handoff_ms": 2.0,
             "crowding_prefill": [1.0, 1.2],
             "crowding_decode": [1.0],
+            "crowding_batch": [],
+            "crowding_request": [],
+            "crowding_landing": [1.0, 4.0],
+            "crowding_handoff": [],
         },
         "live": live,
         "simulated": simulated,
+        "means": dict.fromkeys(
+            (f"{s}_{t}_ms" for s in SIDES for t in ("before", "queue", "load", "prefill", "rest")),
+            7.0,
+        ),
+        "prediction_errors": {"ttft": 0.125},
         "errors": {name: relative(simulated[name], live[name]) for name in live},
         "met": False,
         "predictions_met": True,
@@ -73,5 +86,7 @@ def test_the_page_says_what_is_within_and_what_is_not() -> None:
     page = as_page({"machine": machine, "load": load, "shapes": [shape]})
     assert "| TTFT p90, ms | 100 | 120 | +20.0% | NO |" in page
     assert "| TTFT p50, ms | 100 | 100 | +0.0% | yes |" in page
+    assert "landing 1.00, 4.00" in page
+    assert "ttft 12.5%" in page
     assert "is NOT met" in page
     assert "## 2 prefill, 1 decode" in page

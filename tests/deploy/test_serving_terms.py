@@ -56,6 +56,7 @@ def observed(**changes: object) -> Observations:
         "steps": [step(b, b * c) for b in (1, 4, 16) for c in (64, 512, 1536)],
         "beside_prompts": [prompt(1024), prompt(1024, num_others=1, slow=1.25)],
         "beside_steps": [step(4, 1500), step(4, 1600, num_others=1, slow=1.5)],
+        "bursts_s": [0.001, 0.003, 0.0015],
     }
     return Observations(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -69,7 +70,7 @@ def test_formulae_overheads_and_crowding_come_out_as_they_went_in() -> None:
     assert terms.prefill.errors.max == NEAR(0.0, abs=1e-6)
     overheads = terms.overheads
     assert (overheads.request_s, overheads.landing_s) == (NEAR(0.005), NEAR(0.002))
-    assert overheads.handoff_s == NEAR(0.006)
+    assert (overheads.handoff_s, overheads.gateway_s) == (NEAR(0.006), 0.0015)
     assert (terms.crowding.prefill, terms.crowding.decode) == (NEAR((1, 1.25)), NEAR((1, 1.5)))
 
 
@@ -132,6 +133,12 @@ def test_how_tokens_are_bunched_is_told_apart_from_how_long_steps_take() -> None
     assert [sum(each) / len(each) for each in gaps] == [NEAR(1.0), NEAR(1.0)]
     assert set(gaps[0]) == {1.0}
     assert gaps[1] == NEAR((0.0,) * 20 + (2.0,) * 20)
+
+
+def test_company_is_told_apart_for_one_sequence_and_for_a_batch() -> None:
+    steps = [step(n, 400 * n, w, slow=1.0 + w * n / 4) for n in (1, 4) for w in (0, 1)]
+    crowding = terms_of(observed(beside_steps=steps), CHUNK).crowding
+    assert (crowding.decode, crowding.decode_batch) == (NEAR((1.0, 1.25)), NEAR((1.0, 2.0)))
 
 
 def test_company_makes_nobody_faster() -> None:

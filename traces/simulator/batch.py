@@ -37,11 +37,11 @@ class Batch:
         max_num_seqs: int,
         max_batched_tokens: int,
         prompts_first: bool = False,
-        slowdown: Callable[[], Slowdown] | None = None,
+        slowdown: Callable[[int], Slowdown] | None = None,
         spread: Spread = (),
     ) -> None:
-        """`slowdown`: what company costs steps that begin now; call `interrupt` when it changes. `spread`: see
-        `gaps_of`."""
+        """`slowdown`: what company costs steps of so many sequences that begin now; call `interrupt` when it
+        changes. `spread`: see `gaps_of`."""
         self._decode = decode
         self._prefill = prefill
         self._blocks = blocks
@@ -270,7 +270,7 @@ class Batch:
     def _slowed(self, segment: Segment) -> Segment:
         if self._slowdown is None:
             return segment
-        factor, num_others = self._slowdown()
+        factor, num_others = self._slowdown(len(self._sampling))
         first_s, growth_s = segment.first_s * factor, segment.growth_s * factor
         return Segment(segment.num_steps, first_s, growth_s, num_others)
 

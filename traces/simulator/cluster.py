@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from protocol.errors import ConfigError
 from protocol.keys import BlockKey
+from traces.simulator.arrivals import arrivals
 from traces.simulator.clock import Timed
 from traces.simulator.decode import DecodeOutcome, Granted
 from traces.simulator.events import (
@@ -41,7 +42,7 @@ from traces.simulator.prefill import (
     Prompt,
 )
 from traces.simulator.sampling import Samples
-from traces.simulator.spec import ClusterSpec, Fault
+from traces.simulator.spec import ClusterSpec, Fault, Overheads
 from traces.simulator.wakes import Wakes, computes
 from traces.simulator.workshop import Workshop
 
@@ -55,7 +56,7 @@ class Cluster:
         self.spec = spec
         self.journeys = journeys
         self._block_size, self._block_bytes = spec.block_size, layout_of(spec).block_bytes
-        self._overheads, self._host = spec.model.overheads, Host(spec.model.crowding)
+        self._host = Host(spec.model.crowding, spec.model.overheads)
         self._workshop = Workshop(spec, self._host, self._cached_now, self._publish)
         self.prefills = [self._workshop.prefill_node(i) for i in range(spec.num_prefill)]
         self.decodes = [self._workshop.decode_node(i) for i in range(spec.num_decode)]
@@ -78,10 +79,8 @@ class Cluster:
         for node in (each for each in self._nodes.values() if each.is_alive):
             self.membership.register(node, 0.0)
             yield Timed(node.beat_at, Beat(node))
-        for journey in self.journeys:
-            self.gateway.num_open += 1
-            # Spent before the machines see a request, also the way back: to its client that is the same.
-            yield Timed(journey.record.arrived_s + self._overheads.request_s, Arrive(journey))
+        self.gateway.num_open += len(self.journeys)
+        yield from arrivals(self.journeys, self.spec.model.overheads)
         for fault in self.spec.faults:
             if fault.instance not in self._nodes:
                 raise ConfigError(f"a fault of {fault.instance!r}; there is no such machine")
@@ -92,10 +91,15 @@ class Cluster:
 
     def handle(self, event: Event, now: float) -> list[Timed[Event]]:
         self._out = []
+        self._happens(event, now)
+        self._schedule_wakes(now)
+        return self._out
+
+    def _happens(self, event: Event, now: float) -> None:
         match event:
             case Arrive(journey):
                 self.samples.used(journey.record.hash_ids)
-                self._place(journey, now)
+                self._after(self._host.late_s, PlaceAgain(journey, journey.attempt), now)
             case PlaceAgain(journey, attempt):
                 if journey.phase is Phase.PLACING and journey.attempt == attempt:
                     self._place(journey, now)
@@ -113,8 +117,6 @@ class Cluster:
                 self._fault_ends(self._nodes[fault.instance], fault, now)
             case Sample():
                 self._sample(now)
-        self._schedule_wakes(now)
-        return self._out
 
     def _later(self, at: float, event: Event) -> None:
         self._out.append(Timed(at, event))
@@ -148,9 +150,8 @@ class Cluster:
         loaded = self.loads.flow_ended(flow_id)
         if loaded is not None:
             self._loaded(loaded, now)
-        request_id = self.handoffs.flow_ended(flow_id)
-        if request_id is not None:
-            self._after(self._overheads.handoff_s, TakeOver(request_id), now)
+        if (request_id := self.handoffs.flow_ended(flow_id)) is not None:
+            self._after(self._overheads_of(request_id).handoff_s, TakeOver(request_id), now)
 
     def _beat(self, node: Node, now: float) -> None:
         if node.beat_at != now or not node.is_alive or not self.gateway.num_open:
@@ -256,16 +257,20 @@ class Cluster:
         if journey.end is not None:
             del self._journey_of[prompt.request_id]
         elif self.handoffs.computed(prompt.request_id):
-            self._after(self._overheads.handoff_s, TakeOver(prompt.request_id), now)
+            handoff_s = self._overheads_of(prompt.request_id).handoff_s
+            self._after(handoff_s, TakeOver(prompt.request_id), now)
 
-    def _after(self, seconds: float, event: LandingKnown | TakeOver, now: float) -> None:
+    def _overheads_of(self, request_id: str) -> Overheads:
+        journey = self._journey_of.get(request_id)
+        own = None if journey is None else self._machines_of(journey)[0].name
+        return self._host.overheads_beside(own)
+
+    def _after(self, seconds: float, event: Event, now: float) -> None:
         """At once where there is nothing to wait for, so that nothing comes between."""
         if seconds > 0.0:
             self._later(now + seconds, event)
-        elif isinstance(event, LandingKnown):
-            self._landing_known(event.request_id, now)
         else:
-            self._take_over(event.request_id, now)
+            self._happens(event, now)
 
     def _take_over(self, request_id: str, now: float) -> None:
         journey = self._journey_of.get(request_id)
@@ -292,7 +297,8 @@ class Cluster:
         self._wakes.touch(node)
         for outcome in outcomes:
             if isinstance(outcome, Granted):
-                self._after(self._overheads.landing_s, LandingKnown(outcome.request_id), now)
+                landing_s = self._overheads_of(outcome.request_id).landing_s
+                self._after(landing_s, LandingKnown(outcome.request_id), now)
             else:
                 journey = self._journey_of.pop(outcome.sequence.request_id)
                 node.landed.discard(journey.index)

@@ -36,7 +36,7 @@ class DecodeMachine:
         model: ModelProfile,
         block_size: int,
         chunk_tokens: int,
-        slowdown: Callable[[], Slowdown] | None = None,
+        slowdown: Callable[[int], Slowdown] | None = None,
         most_step_s: float = math.inf,
     ) -> None:
         """`slowdown`: see `Batch`. `most_step_s`: see `refuses`."""

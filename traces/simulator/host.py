@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from traces.simulator.spec import Crowding
+from traces.simulator.spec import CROWDED_BATCH, Crowding, Overheads
 
 
 class Slowdown(NamedTuple):
@@ -22,8 +22,9 @@ class Slowdown(NamedTuple):
 class Host:
     """Without figures in `crowding` every machine has a host of its own, and nothing here has any effect."""
 
-    def __init__(self, crowding: Crowding) -> None:
+    def __init__(self, crowding: Crowding, overheads: Overheads) -> None:
         self._crowding = crowding
+        self._overheads = overheads  # alone
         self._computing: set[str] = set()
 
     @property
@@ -41,12 +42,38 @@ class Host:
         """How many times as long a chunk takes that this machine begins now."""
         return lambda: self._of(self._crowding.prefill, name)
 
-    def decode_slowdown(self, name: str) -> Callable[[], Slowdown]:
-        """Likewise a decode step."""
-        return lambda: Slowdown(self._of(self._crowding.decode, name), self._num_others(name))
+    def decode_slowdown(self, name: str) -> Callable[[int], Slowdown]:
+        """Likewise a decode step of so many sequences."""
+        return lambda num_seqs: self._of_step(name, num_seqs)
+
+    def _of_step(self, name: str, num_seqs: int) -> Slowdown:
+        one = self._of(self._crowding.decode, name)
+        batch = self._of(self._crowding.decode_batch or self._crowding.decode, name)
+        share = min(max(num_seqs - 1, 0) / (CROWDED_BATCH - 1), 1.0)
+        return Slowdown(one + (batch - one) * share, self._num_others(name))
+
+    @property
+    def late_s(self) -> float:
+        """By which a request's way now takes longer than alone."""
+        return self.overheads_beside(None).request_s - self._overheads.request_s
+
+    def overheads_beside(self, name: str | None) -> Overheads:
+        """What a prompt costs beside its computing while all but its own machine, which may not be known, go on."""
+        num_others = len(self._computing) - (name in self._computing)
+        overheads, crowding = self._overheads, self._crowding
+        return Overheads(
+            request_s=overheads.request_s * _at(crowding.request, num_others),
+            gateway_s=overheads.gateway_s,
+            landing_s=overheads.landing_s * _at(crowding.landing, num_others),
+            handoff_s=overheads.handoff_s * _at(crowding.handoff, num_others),
+        )
 
     def _of(self, factors: Sequence[float], name: str) -> float:
-        return factors[min(self._num_others(name), len(factors) - 1)] if factors else 1.0
+        return _at(factors, self._num_others(name))
 
     def _num_others(self, name: str) -> int:
         return len(self._computing) - (name in self._computing)
+
+
+def _at(factors: Sequence[float], num_others: int) -> float:
+    return factors[min(num_others, len(factors) - 1)] if factors else 1.0

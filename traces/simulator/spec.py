@@ -18,8 +18,12 @@ class Overheads:
     """What serving adds to computing and to moving KV, in seconds; each is measured where nothing else is under way."""
 
     request_s: float = 0.0  # HTTP, keys, placement, submission, and the first token's way back
+    gateway_s: float = 0.0  # of it, for which the next one of the same moment waits
     landing_s: float = 0.0  # from asking a decode machine for blocks to having them
     handoff_s: float = 0.0  # from a prompt's last chunk to its place in a decode step, KV aside
+
+
+CROWDED_BATCH = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,13 @@ class Crowding:
     one also for more. Empty: each machine is a host of its own."""
 
     prefill: tuple[float, ...] = ()
-    decode: tuple[float, ...] = ()
+    decode: tuple[float, ...] = ()  # of a step of one sequence
+    # Of one of CROWDED_BATCH or more, since every token has a gateway and a client to wait for. Empty: as of one.
+    decode_batch: tuple[float, ...] = ()
+    # The overheads of a prompt, likewise: those who serve it wait for a processor too.
+    request: tuple[float, ...] = ()
+    landing: tuple[float, ...] = ()
+    handoff: tuple[float, ...] = ()
     # How one step time reaches clients: quantiles of gap ÷ mean gap, evenly spaced, by the number of others. Processes
     # take turns on a processor, and who was away gets several tokens at once. Empty: gaps are the steps' times.
     gaps: tuple[tuple[float, ...], ...] = ()

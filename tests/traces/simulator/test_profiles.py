@@ -92,7 +92,9 @@ def test_what_serving_adds_is_read_back_and_checked(tmp_path: Path) -> None:
     profile = replace(
         _ANY,
         overheads=Overheads(request_s=0.01, handoff_s=0.002),
-        crowding=Crowding(prefill=(1.0, 1.25), decode=(1.0,)),
+        crowding=Crowding(
+            prefill=(1.0, 1.25), decode=(1.0,), landing=(1.0, 4.0), gaps=((1.0,), (0.0, 2.0))
+        ),
     )
     write_profile(profile, tmp_path / "serving.json")
     assert read_profile(tmp_path / "serving.json") == profile
@@ -101,10 +103,18 @@ def test_what_serving_adds_is_read_back_and_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"overheads": {"reply_s": 1}}, "overheads may have handoff_s, landing_s, request_s"),
+        (
+            {"overheads": {"reply_s": 1}},
+            "overheads may have gateway_s, handoff_s, landing_s, request_s",
+        ),
         ({"overheads": {"landing_s": -1}}, "none below 0"),
         ({"crowding": {"prefill": [1, 0]}}, "crowding: prefill must be a list of factors above 0"),
-        ({"crowding": [1, 2]}, "crowding may have decode, prefill"),
+        ({"crowding": {"gaps": [1]}}, "gaps must be a list of lists"),
+        ({"crowding": {"gaps": [[0, 0]]}}, "none below 0 and some above"),
+        (
+            {"crowding": [1, 2]},
+            "crowding may have decode, decode_batch, gaps, handoff, landing, prefill, request",
+        ),
     ],
 )
 def test_wrong_serving_terms_are_named(changes: Any, words: str, tmp_path: Path) -> None:

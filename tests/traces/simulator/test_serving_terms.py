@@ -30,6 +30,32 @@ def test_each_overhead_is_spent_once_and_where_it_belongs() -> None:
     assert one.finished_s == NEAR(2.375 + 0.6, abs=1e-6)
 
 
+def test_a_gateway_takes_requests_of_one_moment_one_after_the_other() -> None:
+    """Prompts of 1 s on three machines: 0.25 s of way each, of which the gateway is busy for 0.125."""
+    model = replace(MODEL, overheads=Overheads(request_s=0.25, gateway_s=0.125))
+    records = [request(1.0, 100, 1, base=50 * n) for n in range(3)]
+    outcomes = simulate(spec(model=model, num_prefill=3), records).outcomes
+    assert [each.ttft_s for each in outcomes] == [NEAR(1.25), NEAR(1.375), NEAR(1.5)]
+
+
+def test_overheads_are_larger_beside_machines_at_work() -> None:
+    """The first request decodes when the second one comes: its way, landing and handoff take twice, thrice, four times
+    as long; 1 s of computing, steps of 50 ms."""
+    model = replace(
+        MODEL,
+        overheads=Overheads(request_s=0.25, landing_s=0.125, handoff_s=0.25),
+        crowding=Crowding(
+            prefill=(1.0,), request=(1.0, 2.0), landing=(1.0, 3.0), handoff=(1.0, 4.0)
+        ),
+    )
+    first, second = simulate(
+        spec(model=model), [request(0.0, 100, 200), request(3.0, 100, 2, base=50)]
+    ).outcomes
+    assert first.ttft_s == NEAR(0.25 + 0.125 + 1.0)
+    assert second.ttft_s == NEAR(0.5 + 0.375 + 1.0)
+    assert second.mean_gap_s == NEAR(1.0 + 0.05, abs=0.05)
+
+
 def test_a_landing_is_asked_for_while_an_earlier_prompt_computes() -> None:
     """So its overhead delays only the first of two."""
     model = replace(MODEL, overheads=Overheads(landing_s=0.5))
@@ -135,14 +161,21 @@ def test_clients_get_tokens_bunched_as_measured_and_the_last_one_when_it_is_due(
 
 
 def test_without_figures_machines_have_hosts_of_their_own() -> None:
-    host = Host(Crowding())
+    host = Host(Crowding(), Overheads())
     host.note("a", True)
-    assert (host.prefill_slowdown("b")(), host.decode_slowdown("b")().factor) == (1.0, 1.0)
+    assert (host.prefill_slowdown("b")(), host.decode_slowdown("b")(3).factor) == (1.0, 1.0)
     assert not host.is_shared
 
 
+def test_company_costs_a_larger_batch_what_was_measured_of_one() -> None:
+    host = Host(Crowding(decode=(1.0, 1.5), decode_batch=(1.0, 3.0)), Overheads())
+    host.note("a", True)
+    factors = [host.decode_slowdown("b")(num_seqs).factor for num_seqs in (1, 2, 4, 40)]
+    assert factors == [NEAR(1.5), NEAR(2.0), NEAR(3.0), NEAR(3.0)]
+
+
 def test_a_machine_is_not_in_its_own_way_and_the_last_factor_holds_for_more() -> None:
-    host = Host(Crowding(prefill=(1.0, 1.2, 1.7)))
+    host = Host(Crowding(prefill=(1.0, 1.2, 1.7)), Overheads())
     for name in "abcd":
         assert host.note(name, True)
         assert not host.note(name, True)
