@@ -5,7 +5,7 @@ ones compute chunks of prompts beside decode steps and cache prefixes (`benchmar
 requests of the trace on the same clock, in turn, at several speeds. Counted is goodput: requests per second that keep a
 TTFT and a TBT target (TBT of a request: the mean of the longest tenth of its gaps, as in the paper). The targets are
 multiples of what one request alone takes on an idle cluster, 10 for TTFT and 5 for TBT in the paper; other multiples of
-TBT stand beside. Whatever comes out is printed; the exit code says only that it ran.
+TBT stand beside. Whatever comes out is printed and becomes docs/coupled-live.md; the exit code says only that it ran.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = asyncio.run(measure(load, speedups, arguments.rounds))
     print(as_text(result))
     write_json(arguments.output, result)
+    arguments.page.write_text(as_page(result))
     return 0
 
 
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--speedups", default="1,2,3,4", help="factors on the clock, commas")
     parser.add_argument("--rounds", type=int, default=1, help="of each speed and side, in turn")
     parser.add_argument("--output", type=Path, default=Path("out/coupled_live.json"))
+    parser.add_argument("--page", type=Path, default=Path("docs/coupled-live.md"))
     return parser
 
 
@@ -100,6 +102,10 @@ async def measure(load: Load, speedups: Sequence[float], rounds: int) -> dict[st
                 rows.append({"speedup": speedup, "side": side, **figures(replayed, targets)})
     return {
         "load": {"trace": load.trace.name, "requests": load.limit, "outputs": load.outputs},
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)),
+            "load": round(os.getloadavg()[0], 1),
+        },
         "targets": {"ttft_s": targets.ttft_s, "tbt_s": targets.tbt_s},
         "alone": {side: vars_of(each) for side, each in zip(SIDES, alone, strict=True)},
         "rows": rows,
@@ -265,6 +271,32 @@ def as_text(result: dict[str, Any]) -> str:
             f"Targets: TTFT {TTFT_MULTIPLE:g} times that, TBT as the columns say (paper: {THE_MULTIPLE:g}).",
             "",
             table(headers, rows),
+        )
+    )
+
+
+def as_page(result: dict[str, Any]) -> str:
+    """docs/coupled-live.md."""
+    load, machine = result["load"], result["machine"]
+    return "\n".join(
+        (
+            "# Apart or together, live",
+            "",
+            "A prefill and a decode worker against two workers that do both in one batch, behind the same gateway, "
+            "conductor",
+            "and client, each worker with one thread on a core of its own: `python -m benchmarks.coupled_live --trace "
+            "FILE`.",
+            "",
+            f"The first {load['requests']} requests of {load['trace']}, prompts at 1/{1 / LENGTHS:g} and answers at "
+            f"1/{1 / load['outputs']:g} of their lengths; the demo model, {machine['cores']} cores, load "
+            f"{machine['load']:g} at the end.",
+            "",
+            as_text(result),
+            "",
+            "Goodput counts requests per second that keep both targets; TBT of a request is the mean of the longest "
+            "tenth of its",
+            "gaps. Gateway, conductor, store and client have no core of their own here.",
+            "",
         )
     )
 
