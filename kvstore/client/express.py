@@ -83,7 +83,7 @@ class Express:
         message = b"".join((head, *keys, bytes(8 * count)))
         answer = frames.answer_room(count)
         with self._link(deadline) as link:
-            link.send(vectors((address_of(message), len(message))))
+            link.say(message)
             link.receive(vectors((address_of(answer), len(answer))))
             link.pump(time.monotonic() + left_s)
             _check_head(answer)
@@ -196,19 +196,16 @@ def _asked(link: Link, keys: Sequence[BlockKey], rooms: Words, deadline: Deadlin
     """On its way. Raises DeadlineExceeded."""
     left_s = deadline.left_s()
     head = frames.question(Kind.GET, len(keys), millis(left_s), GET_BYTES)
-    message = b"".join((head, *keys, rooms.tobytes()))
-    link.send(vectors((address_of(message), len(message))))
-    link.push()
-    return _Asked(link, len(keys), time.monotonic() + left_s, message)
+    link.say(b"".join((head, *keys, rooms.tobytes())))
+    return _Asked(link, len(keys), time.monotonic() + left_s)
 
 
 class _Asked:
     """A get that the node is working on."""
 
-    def __init__(self, link: Link, count: int, give_up_at: float, question: bytes) -> None:
+    def __init__(self, link: Link, count: int, give_up_at: float) -> None:
         self.link, self.give_up_at = link, give_up_at
         self._count = count
-        self._question = question  # kept alive: not all of it may have been sent
 
     def answer(self) -> _Told:
         """Raises PeerLost for a failure: gets have none but those of the node itself."""

@@ -6,6 +6,7 @@ has returned or raised and the link was closed. Knows no questions.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import select
 import socket
@@ -22,6 +23,9 @@ SPIN_NS = 100_000
 DISCARD_BYTES = 256 * 1024
 LOCAL_BUFFER_BYTES = 4 << 20
 """A whole batch fits, so that its sender need not be woken in the midst of it."""
+LOCAL_CONGESTION = b"reno"
+"""Every kernel has it, and it does not pace: bbr sets a timer three times per batch, which is dear in a virtual
+machine, for a network that is none (LOG.md)."""
 
 
 class Link:
@@ -36,6 +40,7 @@ class Link:
         self._flow = Flow()
         self._events = select.poll()
         self._events.register(sock, select.POLLIN)
+        self._said = b""  # kept alive while it is on its way
         self.spin_ns = SPIN_NS
 
     @property
@@ -50,6 +55,22 @@ class Link:
     def send(self, pieces: IoVectors) -> None:
         """They begin to move with the next `pump`. The caller keeps the array and the memory until they are sent."""
         self._flow.send(pieces)
+
+    def say(self, message: bytes) -> None:
+        """Sends a short message at once; what is left of it, hardly ever anything, moves with the next `pump`.
+
+        Nothing else may be on its way out. A broken link shows in the next `pump`.
+        """
+        try:
+            sent = self._sock.send(
+                message
+            )  # a third of what a pump costs that moves a single piece
+        except OSError:
+            sent = 0
+        self._flow.state.active_at_ns = time.monotonic_ns()  # the answer is worth spinning for
+        if sent < len(message):
+            self._said = message[sent:]
+            self.send(vectors((address_of(self._said), len(self._said))))
 
     def receive(self, pieces: IoVectors, at_least: int | None = None) -> None:
         """What comes next goes there; `pump` waits for so many bytes of it, all if none are named."""
@@ -131,3 +152,7 @@ def _tune(sock: socket.socket) -> None:
     if sock.family == socket.AF_UNIX or sock.getsockname()[0] == sock.getpeername()[0]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOCAL_BUFFER_BYTES)
+        with contextlib.suppress(
+            OSError
+        ):  # a Unix socket; or not allowed, then it goes as the system wants
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, LOCAL_CONGESTION)
