@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.mover import Mover
 from kvstore.promises import Wish
@@ -38,13 +40,27 @@ class Node:
         self.memory = memoryview(bytearray(MEMORY))
         self.mover = Mover(self.state, self.memory, lambda: None)
 
-    def put(self, number: int) -> None:
+    def put(self, number: int, content: bytes | None = None) -> None:
+        """Its own value, unless another is given."""
+        content = value(number) if content is None else content
+        name = f"r{number} {content[:4].hex()}"
         wish = Wish(key=key(number), parent=None, length=SIZE)
-        reservation = self.state.writers.reserve(f"r{number}", [wish], 30.0, 0.0)
+        reservation = self.state.writers.reserve(name, [wish], 30.0, 0.0)
         offset = reservation.slots[0].offset
-        self.memory[offset : offset + SIZE] = value(number)
-        self.state.writers.commit(f"r{number}", {key(number): checksum([value(number)])}, 0.0)
-        self.state.writers.verified(f"r{number}", [], 0.0)
+        self.memory[offset : offset + SIZE] = content
+        self.state.writers.commit(name, {key(number): checksum([content])}, 0.0)
+        self.state.writers.verified(name, [], 0.0)
+
+    async def get(self, number: int) -> bytes:
+        """What is only on disk."""
+        lease = self.state.readers.lease("l", [key(number)], 10.0, 0.0)
+        self.mover.load(lease.loads)
+        await self.mover.loaded(lease)
+        [stored] = self.state.readers.settle("l").objects
+        assert stored.offset is not None
+        content = bytes(self.memory[stored.offset : stored.offset + SIZE])
+        self.state.readers.release("l", 0.0)
+        return content
 
     def present(self, numbers: range) -> list[int]:
         return [
@@ -81,13 +97,7 @@ async def test_what_is_cold_goes_to_disk_and_all_of_it_is_found_again(tmp_path: 
         assert await node.mover.flush(10.0) == 0
     async with node_on(tmp_path) as again:
         assert again.present(range(60)) == [*range(60)]
-        lease = again.state.readers.lease("l", [key(7)], 10.0, 0.0)
-        again.mover.load(lease.loads)
-        await again.mover.loaded(lease)
-        [stored] = again.state.readers.settle("l").objects
-        assert stored.offset is not None
-        assert again.memory[stored.offset : stored.offset + SIZE] == value(7)
-        again.state.readers.release("l", 0.0)
+        assert await again.get(7) == value(7)
 
 
 async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before(
@@ -106,6 +116,27 @@ async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before
         await node.mover.forget(removed, node.state.latest_generation)
     async with node_on(tmp_path) as again:
         assert again.present(range(10)) == [0, 1, 2, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("removed", [True, False])
+async def test_a_value_that_was_evicted_does_not_come_back_in_place_of_a_later_one(
+    tmp_path: Path, removed: bool
+) -> None:
+    """If its key was removed before the later one was stored, though that is lost with the memory; or if that is on
+    disk too."""
+    async with node_on(tmp_path) as node:
+        node.put(1)
+        await node.mover.flush(10.0)
+        node.state.remove([key(1)], corrupt=False)  # as an eviction does: the disk is told nothing
+        if removed:
+            await node.mover.forget([key(1)], node.state.latest_generation)
+        node.put(1, value(99))
+        if not removed:
+            assert await node.mover.flush(10.0) == 0
+    async with node_on(tmp_path) as again:
+        assert again.present(range(2)) == ([] if removed else [1])
+        if not removed:
+            assert await again.get(1) == value(99)
 
 
 async def test_an_object_that_is_removed_before_it_is_found_is_not_taken_in(tmp_path: Path) -> None:
