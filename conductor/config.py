@@ -9,6 +9,7 @@ from conductor.fairness import parse_weights
 from conductor.leadership import Terms
 from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
+from conductor.replication import ReplicationTerms
 from conductor.roles import RoleController, RoleTerms
 from conductor.state import Limits
 from protocol.config import option
@@ -17,6 +18,7 @@ from protocol.process import ProcessConfig
 
 DEFAULT_TERMS = Terms()
 DEFAULT_ROLE_TERMS = RoleTerms()
+DEFAULT_REPLICATION = ReplicationTerms()
 MIN_LEADER_TTL_S = 0.5  # a quarter of it is what an answer of the registry may take
 MAX_LEADER_TTL_S = 600.0
 
@@ -82,6 +84,19 @@ class ConductorConfig(ProcessConfig):
         DEFAULT_ROLE_TERMS.cool_down_s,
         help="with --role-switching: seconds between two changes",
     )
+    replication: str = option(
+        "on",
+        help="on = store nodes copy prefixes from each other whose absence costs requests more time than copying",
+        choices=("off", "on"),
+    )
+    replica_share: float = option(
+        DEFAULT_REPLICATION.store_share,
+        help="with --replication: share of each store's memory that such copies may take",
+    )
+    replica_cool_s: float = option(
+        DEFAULT_REPLICATION.cool_s,
+        help="with --replication: seconds without use after which such a copy is dropped",
+    )
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
     def terms(self) -> Terms:
@@ -97,6 +112,11 @@ class ConductorConfig(ProcessConfig):
         """A fresh one, if roles change at all. Raises ConfigError."""
         terms = RoleTerms(hold_s=self.role_hold_s, cool_down_s=self.role_cool_down_s)
         return RoleController(terms) if self.role_switching == "on" else None
+
+    def replication_terms(self) -> ReplicationTerms | None:
+        """None: nothing is copied. Raises ConfigError."""
+        terms = ReplicationTerms(store_share=self.replica_share, cool_s=self.replica_cool_s)
+        return terms if self.replication == "on" else None
 
     def limits(self) -> Limits:
         """Raises ConfigError for values that cannot work together."""

@@ -147,6 +147,7 @@ class Decision:
     predicted_landing_wait_s: float  # until the decode instance has blocks for the prompt
     expected_output: float  # tokens, from what finished requests alike produced
     admission: str  # whose predictions may reject: none, current or predicted
+    replica_blocks: int = 0  # of `sources`, those that stores copied from each other to be near
     rejection: Rejection | None = None
     outcome: Outcome | None = None
 

@@ -18,6 +18,30 @@ from protocol.request import Endpoint, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What an instance moved from or to one peer since its start, while enough was under way to measure."""
+
+    peer: InstanceId
+    read_bytes: int = 0
+    read_s: float = 0.0  # in which a read was under way
+    written_bytes: int = 0
+    written_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Decode steps since the instance's start, as sums."""
+
+    num_steps: int = 0
+    seconds: float = 0.0
+    sequences: float = 0.0
+    context_tokens: float = 0.0
+
+
+NO_STEPS = Steps()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What an instance says about itself in a heartbeat."""
 
@@ -29,6 +53,10 @@ class Load:
     context_tokens: int = 0
     queued_tokens: int = 0
     num_preemptions: int = 0  # since its start
+    traffic: tuple[Traffic, ...] = ()
+    steps: Steps = NO_STEPS
+    free_bytes: int = 0  # of a store's memory
+    capacity_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +90,7 @@ class Register:
     bytes_per_s: float = 0.0  # 0 = not measured
     local_bytes_per_s: float = 0.0  # within its host, likewise
     can_switch_role: bool = False  # a worker that can change while it runs
+    max_num_batched_tokens: int = 0  # prompt tokens of a prefill step at most; 0 = not told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +160,16 @@ class Tick:
     """Time passed: leases may have run out."""
 
 
-Event = Register | Heartbeat | Deregister | Place | Report | SwitchPolicy | Tick
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopySettled:
+    """What became of a `CopyDue`: all of its blocks are there, or not."""
+
+    target: InstanceId
+    keys: tuple[BlockKey, ...]
+    succeeded: bool
+
+
+Event = Register | Heartbeat | Deregister | Place | Report | SwitchPolicy | Tick | CopySettled
 
 # ---- actions: notices
 
@@ -179,6 +217,36 @@ class RoleChangeDue:
 
     endpoint: Endpoint
     role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyStep:
+    """Blocks of one chain, in order, that one store has."""
+
+    source: Endpoint
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyDue:
+    """A store should read these blocks from others, step by step. What becomes of it is told by `CopySettled`."""
+
+    target: Endpoint
+    steps: tuple[CopyStep, ...]
+    saved_s: float  # that their absence cost placements lately
+    cost_s: float  # predicted, of copying
+
+    @property
+    def keys(self) -> tuple[BlockKey, ...]:
+        return tuple(key for step in self.steps for key in step.keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropDue:
+    """A store should let go of these replicas, in this order, but for those with a pin."""
+
+    store: Endpoint
+    keys: tuple[BlockKey, ...]
 
 
 # ---- actions: replies
@@ -236,7 +304,15 @@ class Refused:
     error: MoonserveError = field(compare=False)
 
 
-Notice = InstanceJoined | InstanceRemoved | TtftObserved | PlacementForgotten | RoleChangeDue
+Notice = (
+    InstanceJoined
+    | InstanceRemoved
+    | TtftObserved
+    | PlacementForgotten
+    | RoleChangeDue
+    | CopyDue
+    | DropDue
+)
 Reply = (
     Registered
     | HeartbeatSeen

@@ -21,7 +21,9 @@ from conductor import wire
 from conductor.config import ConductorConfig
 from conductor.events import (
     Action,
+    CopyDue,
     Deregistered,
+    DropDue,
     Event,
     HeartbeatSeen,
     InstanceJoined,
@@ -38,6 +40,7 @@ from conductor.events import (
     TtftObserved,
 )
 from conductor.policies import make_policy
+from conductor.replica_commands import ReplicaCommands, ReplicaMetrics
 from conductor.role_commands import RoleCommands
 from conductor.standby import STOP_GRACE_S, serve_among_others
 from conductor.state import ConductorState
@@ -68,12 +71,14 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         metrics: SchedulerMetrics,
         clock: Callable[[], float] = time.monotonic,
         role_commands: RoleCommands | None = None,
+        replica_commands: ReplicaCommands | None = None,
     ) -> None:
-        """`role_commands`: needed where the state changes roles."""
+        """Commands: needed where the state changes roles, or has stores copy."""
         self._state = state
         self._metrics = metrics
         self._clock = clock
         self._role_commands = role_commands
+        self._replica_commands = replica_commands
 
     async def Register(
         self, request: conductor_pb2.RegisterRequest, context: Context
@@ -183,8 +188,25 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 log.info("%s should become a %s worker", action.endpoint.instance_id, action.role)
                 if self._role_commands is not None:
                     self._role_commands.send(action)
+            case CopyDue() | DropDue():
+                self._command(action)
             case PlacementForgotten():
                 log.warning("nobody reported the end of %s", action.request_id)
+
+    def _command(self, due: CopyDue | DropDue) -> None:
+        commands = self._replica_commands
+        match due:
+            case CopyDue():
+                log.info(
+                    "%s copies %d blocks: their absence cost %.2f s lately, copying takes %.2f s",
+                    due.target.instance_id, len(due.keys), due.saved_s, due.cost_s,
+                )  # fmt: skip
+                if commands is not None:
+                    commands.copy(due, self._handle)
+            case DropDue():
+                log.info("%s drops %d cold replicas", due.store.instance_id, len(due.keys))
+                if commands is not None:
+                    commands.drop(due)
 
     def _gauge(self) -> None:
         view = self._state.cluster(self._clock())
@@ -194,6 +216,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         for term, accuracy in view.ttft_accuracy.items():
             for quantile, error in (("0.5", accuracy.p50), ("0.9", accuracy.p90)):
                 self._metrics.ttft_error_ratio.labels(term.value, quantile).set(error)
+        self._metrics.replicas.set(self._state.num_replicas)
         self._metrics.indexed_blocks.set(sum(i.indexed_blocks for i in view.instances))
 
 
@@ -216,14 +239,16 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     registry = CollectorRegistry()
     metrics = scheduler_metrics(registry)
     config.roles()  # says what is wrong before anything is served
+    config.replication_terms()
     commands = RoleCommands(config.cluster_token)
+    copies = ReplicaCommands(config.cluster_token, ReplicaMetrics(registry))
 
     def fresh() -> ConductorService:
         policy = make_policy(
             config.placement_policy, config.balancing_threshold, config.policy_seed
         )
-        state = ConductorState(policy, config.limits(), config.roles())
-        return ConductorService(state, metrics, role_commands=commands)
+        state = ConductorState(policy, config.limits(), config.roles(), config.replication_terms())
+        return ConductorService(state, metrics, role_commands=commands, replica_commands=copies)
 
     with seldom_collected(), exposed(registry, config.host, config.metrics_port):
         try:
@@ -233,6 +258,7 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
                 await serve_among_others(config, config.registry, lifecycle, fresh, registry)
         finally:
             await commands.close()
+            await copies.close()
 
 
 async def _serve_alone(

@@ -18,8 +18,11 @@ from conductor.decision_log import DecisionLog
 from conductor.events import (
     Action,
     BlockChanges,
+    CopyDue,
+    CopySettled,
     Deregister,
     Deregistered,
+    DropDue,
     Event,
     Heartbeat,
     HeartbeatSeen,
@@ -49,6 +52,7 @@ from conductor.members import Instance, Members
 from conductor.placement import Planner, Targets
 from conductor.policies import make_policy
 from conductor.policies.base import PlacementPolicy
+from conductor.replication import Replication, ReplicationTerms
 from conductor.role_loads import RoleLoads
 from conductor.roles import RoleController
 from conductor.view import ClusterView, InstanceView
@@ -78,9 +82,13 @@ class ConductorState:
     """Everything the conductor knows."""
 
     def __init__(
-        self, policy: PlacementPolicy, limits: Limits, roles: RoleController | None = None
+        self,
+        policy: PlacementPolicy,
+        limits: Limits,
+        roles: RoleController | None = None,
+        replication: ReplicationTerms | None = None,
     ) -> None:
-        """`roles`: None = workers keep theirs."""
+        """`roles`: None = workers keep theirs; `replication`: None = stores are told of no copies."""
         self._limits = limits
         self._members = Members(limits.lease_s)
         self._directory = Directory()
@@ -97,6 +105,11 @@ class ConductorState:
         )
         self._decisions = DecisionLog(limits.num_decisions, limits.decision_bytes)
         self._roles = roles
+        self._replication = (
+            None
+            if replication is None
+            else Replication(self._members, self._directory, replication)
+        )
         self._role_loads = RoleLoads(
             self._members, ttft_slo_s=limits.ttft_slo_s, tbt_slo_s=limits.tbt_slo_s
         )
@@ -127,8 +140,10 @@ class ConductorState:
                 return self._deregister(event)
             case SwitchPolicy():
                 return [self._switch(event)]
+            case CopySettled():
+                return self._settle_copy(event, now)
             case Tick():
-                return self._change_roles(now)
+                return [*self._change_roles(now), *self._replicate(now)]
 
     # ---- membership
 
@@ -201,6 +216,8 @@ class ConductorState:
     def _remove(self, instance: Instance, reason: Removal) -> InstanceRemoved:
         if instance.role is Role.PREFILL:
             self._fairness.lost(instance.link)
+        if self._replication is not None:
+            self._replication.forget(instance.instance_id)
         self._members.remove(instance)
         self._directory.drop(instance.instance_id)
         return InstanceRemoved(instance_id=instance.instance_id, role=instance.role, reason=reason)
@@ -222,6 +239,14 @@ class ConductorState:
         assert worker is not None, "loads are of members"
         return [RoleChangeDue(endpoint=worker.endpoint, role=change.role)]
 
+    def _replicate(self, now: float) -> Sequence[CopyDue | DropDue]:
+        return [] if self._replication is None else self._replication.plan(now)
+
+    def _settle_copy(self, event: CopySettled, now: float) -> list[Action]:
+        if self._replication is not None:
+            self._replication.settled(event, now)
+        return []
+
     def _switch(self, event: SwitchPolicy) -> PolicySwitched:
         try:
             policy = make_policy(event.name, event.balancing_threshold, event.seed)
@@ -236,6 +261,9 @@ class ConductorState:
         self._flights.end(event.request_id, now)  # placed again after a failure or a lost reply
         plan = self._planner.plan(event, now)
         decision = plan.decision
+        if self._replication is not None:
+            self._replication.observe(decision, event.block_keys, now)
+            decision = self._replication.noted(decision, event.block_keys)
         self._decisions.record(decision)
         if decision.rejection is not None:
             self._claim(event, decision.rejection, now)
@@ -298,6 +326,11 @@ class ConductorState:
     def decisions(self) -> DecisionLog:
         return self._decisions
 
+    @property
+    def num_replicas(self) -> int:
+        """Blocks that stores hold, or are about to, because they were told to copy them."""
+        return 0 if self._replication is None else self._replication.num_replicas
+
     def ttft_accuracy(self) -> Mapping[Term, TermAccuracy]:
         """How good predictions were lately, of the terms that were observed."""
         found = ((term, self._learned.accuracy.of(term)) for term in Term)
@@ -336,6 +369,8 @@ class ConductorState:
         self._learned.validate()
         self._fairness.validate()
         self._role_loads.validate()
+        if self._replication is not None:
+            self._replication.validate()
 
 
 def _observed(event: Report, flight: Flight) -> TtftObserved:

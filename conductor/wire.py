@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from conductor.events import (
+    NO_STEPS,
     BlockChanges,
     Deregister,
     Heartbeat,
@@ -16,7 +17,9 @@ from conductor.events import (
     Register,
     Rejected,
     Report,
+    Steps,
     SwitchPolicy,
+    Traffic,
 )
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.view import ClusterView, InstanceView
@@ -67,25 +70,16 @@ def register_from_wire(message: conductor_pb2.RegisterRequest) -> Register:
         bytes_per_s=_rate("transfer_bytes_per_s", message.transfer_bytes_per_s),
         local_bytes_per_s=_rate("local_bytes_per_s", message.local_bytes_per_s),
         can_switch_role=message.can_switch_role,
+        max_num_batched_tokens=message.max_num_batched_tokens,
     )
 
 
 def heartbeat_from_wire(message: conductor_pb2.HeartbeatRequest) -> Heartbeat:
     """Raises InvalidRequest for keys of a wrong length."""
-    load = message.load
     return Heartbeat(
         instance_id=InstanceId(message.instance_id),
         epoch=message.epoch,
-        load=Load(
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
-            free_blocks=load.free_blocks,
-            held_blocks=load.held_blocks,
-            leased_blocks=load.leased_blocks,
-            context_tokens=load.context_tokens,
-            queued_tokens=load.queued_tokens,
-            num_preemptions=load.num_preemptions,
-        ),
+        load=_load(message.load),
         changes=_changes(message.events) if message.HasField("events") else None,
         draining=message.draining,
     )
@@ -193,6 +187,42 @@ def _load_to_wire(load: Load) -> conductor_pb2.Load:
         context_tokens=load.context_tokens,
         queued_tokens=load.queued_tokens,
         num_preemptions=load.num_preemptions,
+    )
+
+
+def _load(load: conductor_pb2.Load) -> Load:
+    return Load(
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        free_blocks=load.free_blocks,
+        held_blocks=load.held_blocks,
+        leased_blocks=load.leased_blocks,
+        context_tokens=load.context_tokens,
+        queued_tokens=load.queued_tokens,
+        num_preemptions=load.num_preemptions,
+        traffic=tuple(map(_traffic, load.traffic)),
+        steps=_steps(load.steps) if load.HasField("steps") else NO_STEPS,
+        free_bytes=load.free_bytes,
+        capacity_bytes=load.capacity_bytes,
+    )
+
+
+def _traffic(traffic: conductor_pb2.Traffic) -> Traffic:
+    return Traffic(
+        peer=InstanceId(traffic.peer),
+        read_bytes=traffic.read_bytes,
+        read_s=traffic.read_s,
+        written_bytes=traffic.written_bytes,
+        written_s=traffic.written_s,
+    )
+
+
+def _steps(steps: conductor_pb2.Steps) -> Steps:
+    return Steps(
+        num_steps=steps.num_steps,
+        seconds=steps.seconds,
+        sequences=steps.sequences,
+        context_tokens=steps.context_tokens,
     )
 
 

@@ -126,6 +126,8 @@ class StoreService(LastingCalls):
             free_blocks=usage.free // mean if mean else 0,
             held_blocks=usage.num_objects - usage.num_leased,
             leased_blocks=usage.num_leased,
+            free_bytes=usage.free,
+            capacity_bytes=usage.capacity,
         )
 
     async def Reserve(

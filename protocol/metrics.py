@@ -170,6 +170,7 @@ class SchedulerMetrics:
     ttft_error_s: Histogram
     ttft_error_ratio: Gauge  # labels: term, quantile
     indexed_blocks: Gauge
+    replicas: Gauge
     instances: Gauge  # label: role
 
 
@@ -194,6 +195,11 @@ def scheduler_metrics(registry: CollectorRegistry) -> SchedulerMetrics:
         ),
         indexed_blocks=Gauge(
             "moonserve_indexed_blocks", "Block replicas in the prefix index.", registry=registry
+        ),
+        replicas=Gauge(
+            "moonserve_conductor_replicas",
+            "Blocks that stores hold because the conductor had them copied.",
+            registry=registry,
         ),
         instances=Gauge("moonserve_instances", "Live instances.", ("role",), registry=registry),
     )

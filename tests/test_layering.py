@@ -15,7 +15,7 @@ ALLOWED = {
     "transfer": {"protocol"},
     "kvstore": {"protocol", "transfer"},
     "engine": {"protocol"},
-    "conductor": {"protocol", "kvstore.directory"},
+    "conductor": {"protocol", "kvstore.directory", "kvstore.replication.ledger"},
     "prefill_worker": {"protocol", "engine", "transfer", "kvstore"},
     "decode_worker": {"protocol", "engine", "transfer", "kvstore"},
     "gateway": {"protocol"},

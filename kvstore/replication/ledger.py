@@ -6,7 +6,7 @@ when it is cold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from protocol.ids import InstanceId
 from protocol.keys import BlockKey
@@ -64,6 +64,15 @@ class Ledger:
     def made(self) -> Iterator[tuple[InstanceId, dict[BlockKey, float]]]:
         """By node: the blocks it holds for their heat, and since when."""
         return ((node, dict(keys)) for node, keys in list(self._made.items()))
+
+    def made_on(self, node: InstanceId) -> Mapping[BlockKey, float]:
+        """The blocks that one node holds for their heat, and since when; to be read at once."""
+        return self._made.get(node, {})
+
+    @property
+    def num_made(self) -> int:
+        """On all nodes together."""
+        return sum(map(len, self._made.values()))
 
     def was_made(self, key: BlockKey) -> bool:
         """On any node."""

@@ -91,6 +91,7 @@ class RegisterRequest(_message.Message):
     TRANSFER_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     LOCAL_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     CAN_SWITCH_ROLE_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     fingerprint: _builtins.str
     """hex; workers"""
@@ -105,6 +106,8 @@ class RegisterRequest(_message.Message):
     """within its host, likewise"""
     can_switch_role: _builtins.bool
     """workers: serves RoleSwitch"""
+    max_num_batched_tokens: _builtins.int
+    """prefill: prompt tokens of one step at most; 0 = not told"""
     @_builtins.property
     def endpoint(self) -> _common_pb2.Endpoint: ...
     @_builtins.property
@@ -131,10 +134,11 @@ class RegisterRequest(_message.Message):
         transfer_bytes_per_s: _builtins.float = ...,
         local_bytes_per_s: _builtins.float = ...,
         can_switch_role: _builtins.bool = ...,
+        max_num_batched_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_profile", b"decode_profile", "endpoint", b"endpoint", "layout", b"layout", "prefill_profile", b"prefill_profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_switch_role", b"can_switch_role", "decode_profile", b"decode_profile", "endpoint", b"endpoint", "fingerprint", b"fingerprint", "home_store", b"home_store", "layout", b"layout", "local_bytes_per_s", b"local_bytes_per_s", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefill_profile", b"prefill_profile", "role", b"role", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_switch_role", b"can_switch_role", "decode_profile", b"decode_profile", "endpoint", b"endpoint", "fingerprint", b"fingerprint", "home_store", b"home_store", "layout", b"layout", "local_bytes_per_s", b"local_bytes_per_s", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefill_profile", b"prefill_profile", "role", b"role", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -175,6 +179,10 @@ class Load(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     num_running: _builtins.int
     free_blocks: _builtins.int
@@ -186,6 +194,15 @@ class Load(_message.Message):
     """prefill: uncached tokens not yet computed"""
     num_preemptions: _builtins.int
     """decode: since its start"""
+    free_bytes: _builtins.int
+    """stores: of their memory"""
+    capacity_bytes: _builtins.int
+    @_builtins.property
+    def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___Traffic]: ...
+    @_builtins.property
+    def steps(self) -> Global___Steps:
+        """decode"""
+
     def __init__(
         self,
         *,
@@ -197,14 +214,83 @@ class Load(_message.Message):
         context_tokens: _builtins.int = ...,
         queued_tokens: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
+        traffic: _abc.Iterable[Global___Traffic] | None = ...,
+        steps: Global___Steps | None = ...,
+        free_bytes: _builtins.int = ...,
+        capacity_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "leased_blocks", b"leased_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting", "queued_tokens", b"queued_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "context_tokens", b"context_tokens", "free_blocks", b"free_blocks", "free_bytes", b"free_bytes", "held_blocks", b"held_blocks", "leased_blocks", b"leased_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting", "queued_tokens", b"queued_tokens", "steps", b"steps", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class Traffic(_message.Message):
+    """What an instance moved from or to one peer since its start, while enough was under way to measure a bandwidth."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    READ_S_FIELD_NUMBER: _builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    WRITTEN_S_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    """instance id"""
+    read_bytes: _builtins.int
+    read_s: _builtins.float
+    """in which a read was under way"""
+    written_bytes: _builtins.int
+    written_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        read_bytes: _builtins.int = ...,
+        read_s: _builtins.float = ...,
+        written_bytes: _builtins.int = ...,
+        written_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "read_bytes", b"read_bytes", "read_s", b"read_s", "written_bytes", b"written_bytes", "written_s", b"written_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Traffic: _TypeAlias = Traffic  # noqa: Y015
+
+@_typing.final
+class Steps(_message.Message):
+    """Decode steps since the start, as sums: the means of a formula that is linear in them are its means."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    num_steps: _builtins.int
+    seconds: _builtins.float
+    sequences: _builtins.float
+    context_tokens: _builtins.float
+    def __init__(
+        self,
+        *,
+        num_steps: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        sequences: _builtins.float = ...,
+        context_tokens: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "num_steps", b"num_steps", "seconds", b"seconds", "sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Steps: _TypeAlias = Steps  # noqa: Y015
 
 @_typing.final
 class BlockEvents(_message.Message):
