@@ -6,6 +6,7 @@ neither sockets nor how a placement comes about.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ from gateway.tokenizer import Tokenizer
 from gateway.whole import render_chat, render_completion
 from gateway.wish import Choice, Wish
 
+_MAX_TENANT = 256  # characters; the conductor keeps it with each decision, so longer names are known by a digest
+_TENANT_DIGEST_BYTES = 16
 _MAX_SESSION_ID = 256  # characters; the conductor hashes it
 
 
@@ -294,7 +297,12 @@ def _wish(request: Request, body: SamplingBody, choices: tuple[Choice, ...]) -> 
 def _tenant(request: Request, body: SamplingBody) -> str:
     """Whose key it is; where keys do not say, whom the client names."""
     by_key: str | None = request.state.tenant
-    return (body.user or "") if by_key is None else by_key
+    if by_key is not None:
+        return by_key
+    named = body.user or ""
+    if len(named) <= _MAX_TENANT:
+        return named
+    return hashlib.blake2b(named.encode(), digest_size=_TENANT_DIGEST_BYTES).hexdigest()
 
 
 def _session_id(request: Request) -> str:

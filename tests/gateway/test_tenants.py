@@ -48,6 +48,19 @@ async def test_without_tenants_keys_a_tenant_is_whom_the_body_names(
             assert cluster.places[-1].tenant == "bob"
 
 
+async def test_a_tenant_of_a_very_long_name_is_known_by_a_short_one(
+    cluster: ScriptedCluster,
+) -> None:
+    """The conductor keeps names: thousands of them, each as long as a body may be, would be all of its memory."""
+    async with running_gateway(cluster) as url, aiohttp.ClientSession(url) as http:
+        for name in ("ü" * 100_000, "ü" * 100_000, "ü" * 99_999):
+            async with http.post(PATH, json={**BODY, "user": name}) as reply:
+                assert reply.status == 200
+    first, same, other = (place.tenant for place in cluster.places)
+    assert first == same != other
+    assert len(first) <= 256
+
+
 def test_keys_that_cannot_be_are_refused_without_being_told() -> None:
     assert parse_tenant_keys(("alice=one", "bob=t=wo==")) == {"alice": "one", "bob": "t=wo=="}
     for wrong in (("alice",), ("=secret",), ("alice=",), ("a=secret", "a=other"), ("a=s", "b=s")):
