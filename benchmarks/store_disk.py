@@ -1,10 +1,14 @@
 """The SSD tier beside fio: the same disk, block size, depth and O_DIRECT, in turns.
 
-Two tiers: one as a node has it, which flushes once a second, and one that flushes after every group. The first is
-compared with fio that flushes nothing, the second with fio that calls fdatasync every `depth` blocks (fio --ioengine=
-libaio --direct=1 --time_based, one file laid out before). What a tier reads is verified, what it writes has headers and
-end marks besides. All write over blocks of the disk that were written before, as in a node that has run for a while;
-the event loop is the node's too. `depth` is the number of blocks under way, shared by --calls callers.
+Two tiers as a node has them, one through io_uring and one by threads, and fio through io_uring (`--ioengine=io_uring
+--iodepth=DEPTH`) and by threads (`--ioengine=psync --numjobs=DEPTH --thread`, each in a part of its own), always with
+`--direct=1 --time_based` over one file laid out before. Ratios are against the better fio. What a tier reads is
+verified, what it writes has headers and end marks besides. All write over blocks that were written before, as in a
+node that has run for a while; the event loop is the node's too, segments are as large as on a disk of 8 GiB and more,
+and blocks lie in memory that the tier knows. `depth` is the number of blocks under way, shared by --calls callers.
+
+With --flushing the tier flushes after every group, and fio calls fdatasync every `depth` blocks; otherwise the tier
+flushes once a second, and fio nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +24,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,28 +40,33 @@ from protocol.keys import BlockKey
 BAR = 0.8
 SIZES = (64 * 2**10, 2**20)
 DEPTHS = (1, 8, 32)
-FIO_RUNTIME_S = 1.0
-FREE_SHARE = 4
-"""The tier's capacity in multiples of what is written, so that no compaction runs."""
+FIO_RUNTIME_MS = 500
+SEGMENT_BYTES = 256 * 2**20
+NUM_SEGMENTS = 6
+"""Of each tier; what was written is released before more is, so that no compaction runs."""
+OPERATIONS = ("write", "randwrite", "read", "randread")  # as fio calls them
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    operation: str  # as fio calls it
+    operation: str
     block_bytes: int
     depth: int
+
+
+Measure = Callable[[Load], Awaitable[float]]
+"""Bytes per second."""
 
 
 class Disk:
     """A tier and the blocks that were written to it."""
 
-    def __init__(self, tier: SsdTier, total_bytes: int, calls: int) -> None:
+    def __init__(self, tier: SsdTier, memory: memoryview, total_bytes: int, calls: int) -> None:
         self._tier = tier
+        self._memory = memory
         self._total_bytes = total_bytes
         self._calls = calls
         self._generation = 0
-        self._memory = memoryview(mmap.mmap(-1, 32 * 2**20 * 2))
-        self._memory[:] = random.Random(0).randbytes(len(self._memory))
 
     async def measure(self, load: Load) -> float:
         """Bytes per second."""
@@ -156,24 +164,36 @@ def _certain(place: Place | None) -> Place:
 class Fio:
     """fio over one file, which is laid out before the first measurement."""
 
-    def __init__(self, path: Path, total_bytes: int) -> None:
+    def __init__(self, path: Path, total_bytes: int, *, flushing: bool) -> None:
         self._path = path
         self._total_bytes = total_bytes
-        self._run(Load("write", 2**20, 8), time_based=False)
+        self._flushing = flushing
+        self._run(Load("write", 2**20, 8), *self._ring(8))
 
-    def measure(self, load: Load, *, durable: bool = False) -> float:
+    def through_io_uring(self, load: Load) -> float:
         """Bytes per second."""
-        extra = [f"--fdatasync={load.depth}"] if durable else []
-        return self._run(load, *extra)
+        return self._timed(load, *self._ring(load.depth))
 
-    def _run(self, load: Load, *extra: str, time_based: bool = True) -> float:
-        timed = ["--time_based", f"--runtime={FIO_RUNTIME_S}"] if time_based else []
+    def by_threads(self, load: Load) -> float:
+        """Bytes per second."""
+        part = self._total_bytes // load.depth
+        own_parts = f"--size={part}", f"--offset_increment={part}"
+        jobs = "--ioengine=psync", f"--numjobs={load.depth}", "--thread", "--group_reporting"
+        return self._timed(load, *jobs, *own_parts)
+
+    def _ring(self, depth: int) -> tuple[str, ...]:
+        return "--ioengine=io_uring", f"--iodepth={depth}", f"--size={self._total_bytes}"
+
+    def _timed(self, load: Load, *how: str) -> float:
+        flushes = self._flushing and "write" in load.operation
+        flush = [f"--fdatasync={load.depth}"] if flushes else []
+        return self._run(load, *how, "--time_based", f"--runtime={FIO_RUNTIME_MS}ms", *flush)
+
+    def _run(self, load: Load, *how: str) -> float:
         command = [
             *("fio", "--name=bench", f"--filename={self._path}", "--direct=1"),
-            *("--ioengine=libaio", "--output-format=json", f"--size={self._total_bytes}"),
-            *(f"--rw={load.operation}", f"--bs={load.block_bytes}", f"--iodepth={load.depth}"),
-            *timed,
-            *extra,
+            *("--output-format=json", f"--rw={load.operation}", f"--bs={load.block_bytes}"),
+            *how,
         ]
         result = subprocess.run(command, check=True, capture_output=True, text=True)
         direction = "read" if "read" in load.operation else "write"
@@ -204,91 +224,106 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bytes", type=int, default=256 * 2**20, help="moved per measurement")
+    parser.add_argument("--bytes", type=int, default=128 * 2**20, help="moved per measurement")
     parser.add_argument("--folder", type=Path, default=Path("out"), help="on the disk to measure")
     parser.add_argument("--threads", type=int, default=DiskOptions().num_threads)
-    parser.add_argument("--no-ring", action="store_true", help="everything through threads")
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
+    parser.add_argument("--flushing", action="store_true", help="everything durable at once")
     parser.add_argument("--calls", type=int, default=4, help="callers that share the depth")
     parser.add_argument("--json", type=Path, default=Path("out/store-disk.json"))
     return parser.parse_args()
 
 
 async def _measured(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    fio = Fio(folder / "fio", arguments.bytes)
+    fio = Fio(folder / "fio", arguments.bytes, flushing=arguments.flushing)
+    memory = memoryview(mmap.mmap(-1, 32 * 2**20 * 2))
+    memory[:] = random.Random(0).randbytes(len(memory))
     options = DiskOptions(
         num_threads=arguments.threads,
-        segment_bytes=arguments.bytes // 2,
-        ring=not arguments.no_ring,
+        segment_bytes=SEGMENT_BYTES,
+        memory=memory,
+        sync_interval_s=0.0 if arguments.flushing else DiskOptions().sync_interval_s,
     )
     async with (
-        _opened(folder / "tier", arguments, options) as disk,
-        _opened(folder / "flushing", arguments, replace(options, sync_interval_s=0.0)) as flushing,
+        _opened(folder / "ring", arguments, options) as ring,
+        _opened(folder / "threads", arguments, replace(options, ring=False)) as threads,
     ):
-        return await _rounds(disk, flushing, fio, arguments.rounds)
+        contestants: dict[str, Measure] = {
+            "ring": ring.measure,
+            "threads": threads.measure,
+            "fio_ring": lambda load: asyncio.to_thread(fio.through_io_uring, load),
+            "fio_threads": lambda load: asyncio.to_thread(fio.by_threads, load),
+        }
+        for disk in (ring, threads):
+            for _ in range(2 * NUM_SEGMENTS * SEGMENT_BYTES // arguments.bytes):
+                await disk.measure(Load("write", 2**20, 8))  # every segment has been written once
+        loads = [Load(o, size, d) for o in arguments.operations for size in SIZES for d in DEPTHS]
+        return await _rounds(contestants, loads, arguments.rounds)
 
 
 @contextlib.asynccontextmanager
 async def _opened(
     folder: Path, arguments: argparse.Namespace, options: DiskOptions
 ) -> AsyncIterator[Disk]:
-    tier = await SsdTier.open(folder, arguments.bytes * FREE_SHARE, options, _unmoved, _complain)
+    tier = await SsdTier.open(folder, NUM_SEGMENTS * SEGMENT_BYTES, options, _unmoved, _complain)
     async for _ in tier.recover(lambda share: None):
         pass
+    assert options.memory is not None
     try:
-        yield Disk(tier, arguments.bytes, arguments.calls)
+        yield Disk(tier, options.memory, arguments.bytes, arguments.calls)
     finally:
         await tier.close()
 
 
-async def _rounds(disk: Disk, flushing: Disk, fio: Fio, rounds: int) -> list[dict[str, Any]]:
-    operations = ("write", "randwrite", "read", "randread")
-    loads = [Load(each, size, d) for each in operations for size in SIZES for d in DEPTHS]
+async def _rounds(
+    contestants: Mapping[str, Measure], loads: Sequence[Load], rounds: int
+) -> list[dict[str, Any]]:
     speeds: dict[tuple[Load, str], list[float]] = defaultdict(list)
-    for each in (disk, flushing):
-        for _ in range(2 * FREE_SHARE):
-            await each.measure(Load("write", 2**20, 8))  # every segment has been written once
     for number in range(rounds):
         for load in loads:
-            speeds[load, "tier"].append(await disk.measure(load))
-            speeds[load, "fio"].append(await asyncio.to_thread(fio.measure, load))
-            if "write" in load.operation:
-                speeds[load, "flushing"].append(await flushing.measure(load))
-                durable = await asyncio.to_thread(partial(fio.measure, load, durable=True))
-                speeds[load, "durable"].append(durable)
+            for name, measure in contestants.items():
+                speeds[load, name].append(await measure(load))
         print(f"· round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    return [_row(load, speeds) for load in loads]
+    return [
+        _row(load, {name: median(speeds[load, name]) / 1e9 for name in contestants})
+        for load in loads
+    ]
 
 
-def _row(load: Load, speeds: dict[tuple[Load, str], list[float]]) -> dict[str, Any]:
-    gb_s = {
-        who: median(speeds[load, who]) / 1e9
-        for who in ("tier", "fio", "flushing", "durable")
-        if speeds[load, who]
-    }
+def _row(load: Load, gb_s: dict[str, float]) -> dict[str, Any]:
+    best = max(gb_s["fio_ring"], gb_s["fio_threads"])
     return {
         "operation": load.operation,
         "block_bytes": load.block_bytes,
         "depth": load.depth,
         "gb_s": gb_s,
-        "ratio": gb_s["tier"] / gb_s["fio"],
-        "ratio_durable": gb_s["flushing"] / gb_s["durable"] if "durable" in gb_s else None,
+        "ratio": gb_s["ring"] / best,
+        "ratio_threads": gb_s["threads"] / best,
     }
 
 
 def _report(rows: Sequence[dict[str, Any]]) -> str:
+    names = ("ring", "threads", "fio_ring", "fio_threads")
     return table(
-        ("", "block", "depth", "tier GB/s", "fio GB/s", "ratio", "flushing", "fdatasync", "ratio"),
+        (
+            "GB/s",
+            "block",
+            "depth",
+            "ring",
+            "threads",
+            "fio ring",
+            "fio threads",
+            "ratio",
+            "threads",
+        ),
         [
             [
                 row["operation"],
                 f"{row['block_bytes'] >> 10} KiB",
                 row["depth"],
-                f"{row['gb_s']['tier']:.2f}",
-                f"{row['gb_s']['fio']:.2f}",
+                *(f"{row['gb_s'][name]:.2f}" for name in names),
                 f"{row['ratio']:.2f}",
-                f"{row['gb_s']['flushing']:.2f}" if "flushing" in row["gb_s"] else "",
-                f"{row['gb_s']['durable']:.2f}" if "durable" in row["gb_s"] else "",
-                f"{row['ratio_durable']:.2f}" if row["ratio_durable"] else "",
+                f"{row['ratio_threads']:.2f}",
             ]
             for row in rows
         ],

@@ -10,11 +10,14 @@ from contextlib import ExitStack
 from functools import partial
 
 from kvstore.disk.files import SegmentFile
-from kvstore.disk.group import Group, runs
+from kvstore.disk.group import Group, run_limit, runs
 from kvstore.disk.object_io import ObjectIo, Pages
 from kvstore.disk.ring import Flight, Ring, Run, Way
 from kvstore.disk.segments import Segments
 from kvstore.disk.views import OutOfPages
+
+RUN_BYTES = 2 * 2**20
+"""Of one operation in the ring, and what is left of an object: two of 1 MiB together take less of the processor."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,7 @@ class Carrier:
         try:
             return [
                 Run(fd, entries[0].page, self._io.laid_out(file.number, entries, pages), nbytes)
-                for entries, nbytes in runs(group, self._segments.threads.num_threads)
+                for entries, nbytes in runs(group, RUN_BYTES)
             ]
         except OutOfPages:
             return None
@@ -71,7 +74,7 @@ class Carrier:
     def _ended(self, group: Group, flight: Flight) -> None:
         if flight.given_up:
             group.error = flight.error()
-        elif not all(flight.is_whole(index) for index in range(len(flight.runs))):
+        elif not all(map(flight.is_whole, range(len(flight.runs)))):
             self._begin_in_threads(group)  # the same bytes again: a thread knows why it fails
             return
         self._landed(group)
@@ -92,10 +95,8 @@ class Carrier:
     async def _written(self, group: Group) -> OSError | None:
         file = self._segments.files[group.segment.number]
         threads = self._segments.threads
-        jobs = [
-            partial(self._io.write, file, entries)
-            for entries, _ in runs(group, threads.num_threads)
-        ]
+        limit = run_limit(group.nbytes, threads.num_threads)
+        jobs = [partial(self._io.write, file, entries) for entries, _ in runs(group, limit)]
         in_use = ExitStack()
         in_use.enter_context(file)
         outcomes = await threads.run(jobs, over=in_use.close)

@@ -143,19 +143,18 @@ def run_limit(nbytes: int, num_threads: int) -> int:
     return min(max(nbytes // num_threads, _SMALLEST_RUN_BYTES), _LARGEST_RUN_BYTES)
 
 
-def runs(group: Group, num_threads: int) -> Iterator[tuple[Sequence[Entry], int]]:
-    """Neighbours for one write each, and their bytes: enough for all threads, none of them small without need."""
-    entries = group.entries
-    limit = run_limit(group.nbytes, num_threads)
+def runs(group: Group, limit: int) -> Iterator[tuple[Sequence[Entry], int]]:
+    """Neighbours for one write each, and their bytes: `limit` and the rest of an entry; the end mark with the last."""
     if group.nbytes <= limit:
-        yield entries, group.nbytes
+        yield group.entries, group.nbytes
         return
+    *entries, end = group.entries
     run: list[Entry] = []
     run_bytes = 0
     for entry in entries:
-        if run and run_bytes + entry.num_pages * PAGE > limit:
+        if run_bytes >= limit:
             yield run, run_bytes
             run, run_bytes = [], 0
         run.append(entry)
         run_bytes += entry.num_pages * PAGE
-    yield run, run_bytes
+    yield [*run, end], run_bytes + end.num_pages * PAGE

@@ -32,6 +32,8 @@ KEPT_FOR_COMPACTION = 1
 _SEGMENTS_BESIDE = 3
 _LIVE_SHARE = 15 / 16
 _TOMBSTONES_SHARE = 1 / 64
+_NEARLY_FULL = 3 / 4
+"""Of 256 MiB at 5 GB/s, the rest takes 13 ms; a file is created in less than one."""
 
 
 class State(Enum):
@@ -193,7 +195,14 @@ class Log:
 
     @property
     def free_segments(self) -> int:
-        return (self.capacity_pages - self._held_pages) // self.segment_pages
+        held = self._held_pages  # asked for each object that is written
+        return (max(self._configured_pages, held) - held) // self.segment_pages
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether another segment will soon be begun."""
+        active = self.active
+        return active is not None and active.tail > active.num_pages * _NEARLY_FULL
 
     @property
     def num_segments(self) -> int:
@@ -255,7 +264,7 @@ class Log:
         assert self.active is not None
         sealed, self.active = self.active, None
         sealed.state = State.SEALED
-        sealed.footer = footer_pages(len(sealed.records), len(sealed.tombstones))
+        sealed.footer = footer_pages(sealed.promised_records, sealed.promised_tombstones)
         return sealed
 
     def adopt(self, segment: Segment) -> None:

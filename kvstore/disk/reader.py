@@ -15,10 +15,13 @@ from kvstore.disk.format import extent_pages, segment_of
 from kvstore.disk.group import run_limit
 from kvstore.disk.health import Doing
 from kvstore.disk.object_io import Landing, ObjectIo, Pages
-from kvstore.disk.ring import IN_LOOP_BYTES, Flight, Ring, Run, Way
+from kvstore.disk.ring import Flight, Ring, Run, Way
 from kvstore.disk.segments import Segments
 from kvstore.disk.threads import Answer
 from kvstore.disk.views import LastingPages, OutOfPages
+
+_VERIFIED_IN_LOOP_BYTES = 5 * 2**18
+"""At once; a megabyte is hashed in 60 µs."""
 
 
 class Lent:
@@ -89,7 +92,7 @@ class Reader:
             flight = await answer.wait()
             if flight.given_up:
                 return []
-            if sum([run.nbytes for run in asked]) <= IN_LOOP_BYTES:
+            if sum([run.nbytes for run in asked]) <= _VERIFIED_IN_LOOP_BYTES:
                 outcomes = self._verified(flight, landings)
             else:  # hashing would hold up the loop
                 outcomes = await self._verified_by_threads(flight, landings)

@@ -14,8 +14,8 @@ import errno
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from kvstore.disk.base import PAGE
@@ -29,8 +29,8 @@ NUM_SLOTS = 64
 MAX_BUFFERS = 1024
 """Of one operation: IOV_MAX of Linux."""
 IN_LOOP_BYTES = 5 * 2**18
-"""Begun together; more is begun by threads of the kernel. Pinning a megabyte's pages and asking the device for them
-takes the loop 40 µs, waking such a thread 5, but then the megabyte lands 30 µs later."""
+"""Begun together; more is begun by threads of the kernel. A megabyte takes the loop 40 µs, waking such a thread 5, and
+either way it lands as soon."""
 _AGAIN_S = 0.01
 """When the kernel had no memory for an operation."""
 
@@ -38,8 +38,8 @@ _AGAIN_S = 0.01
 class Way(Enum):
     """Where to."""
 
-    READ = "io_uring_prep_readv"
-    WRITE = "io_uring_prep_writev"
+    READ = auto()
+    WRITE = auto()
 
 
 class Run(NamedTuple):
@@ -64,7 +64,7 @@ class Flight:
     until_over: bool
     """Whether whoever waits has to wait until then, since the kernel writes to memory of theirs."""
     left: int
-    failed: set[int] = field(default_factory=set)
+    failed: tuple[int, ...] = ()
     """Indexes of runs that did not land whole."""
     given_up: bool = False
 
@@ -79,7 +79,7 @@ class Flight:
         """Whoever waits is told that nothing has landed."""
         if not self.given_up:
             self.given_up = True
-            self.failed = set(range(len(self.runs)))
+            self.failed = tuple(range(len(self.runs)))
             self.tell()
 
     def tell(self) -> None:
@@ -150,17 +150,18 @@ class Ring:
         """Those that `takes` lets. `landed` and `over` are called from the event loop later, in this order if the disk
         answers in time."""
         flight = Flight(runs, self._waits.now, landed, over, until_over, len(runs))
-        prepare = getattr(self._uring, way.value)
+        uring, ring = self._uring, self._ring
+        prepare = uring.io_uring_prep_readv if way is Way.READ else uring.io_uring_prep_writev
         in_loop = sum([run.nbytes for run in runs]) <= IN_LOOP_BYTES
         for index, run in enumerate(runs):
             slot = self._free.pop()
             self._under_way[slot] = flight, index
-            vector = self._vectors[slot] = self._uring.Iovec(run.buffers)
-            entry = self._uring.io_uring_get_sqe(self._ring)
+            vector = self._vectors[slot] = uring.Iovec(run.buffers)
+            entry = uring.io_uring_get_sqe(ring)
             prepare(entry, run.fd, vector, run.page * PAGE)
             entry.user_data = slot
             if not in_loop:
-                entry.flags = self._uring.IOSQE_ASYNC
+                entry.flags = uring.IOSQE_ASYNC
         self._submit()
 
     def longest_s(self) -> float:
@@ -215,7 +216,7 @@ class Ring:
         self._free.append(slot)
         flight.left -= 1
         if nbytes != flight.runs[index].nbytes:
-            flight.failed.add(index)
+            flight.failed += (index,)
         if not flight.left:
             if not flight.given_up:
                 flight.tell()

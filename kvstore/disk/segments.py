@@ -7,6 +7,7 @@ one event loop; the disk's errors become health here and go no further.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
@@ -15,7 +16,7 @@ from contextlib import ExitStack
 from kvstore.disk.base import PAGE
 from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
-from kvstore.disk.format import encode_footer
+from kvstore.disk.format import encode_footer, footer_pages
 from kvstore.disk.health import DiskHealth, Doing
 from kvstore.disk.log import Log, Segment
 from kvstore.disk.memory import Scratch
@@ -45,7 +46,10 @@ class Segments:
         """Files whose names are not durable yet."""
         self._folder = folder
         self._scratch = scratch
+        self._prepared: asyncio.Task[SegmentFile | None] | None = None
         self._footers: set[asyncio.Task[None]] = set()
+        self._footed: set[int] = set()
+        """Segments whose footers are not durable yet."""
         self.is_durable: Callable[[Segment], None] = lambda segment: None
         """Called when all of a sealed segment is durable but for its footer."""
         self.is_sealed: Callable[[], None] = lambda: None
@@ -57,18 +61,41 @@ class Segments:
     def failed(self, doing: Doing, error: OSError) -> None:
         self.health.failed(doing, error, asyncio.get_running_loop().time())
 
+    def prepare(self) -> None:
+        """The next segment's file is there when `begin` wants it."""
+        if self._prepared is None and self.log.may_open(urgent=False):
+            self._prepared = asyncio.create_task(self._prepare())
+
     async def begin(self) -> bool:
         """Opens the next segment for appending; False when the disk does not let it."""
-        nbytes = self.log.segment_pages * PAGE
-        try:
-            file = await self.threads.call(lambda: self._folder.create(nbytes))
-        except OSError as error:
-            self.failed(Doing.WRITE, error)
-            return False
+        file = await self._taken()
+        if file is None:
+            try:
+                file = await self.threads.call(self._create)
+            except OSError as error:
+                self.failed(Doing.WRITE, error)
+                return False
         self.files[file.number] = file
         self.unnamed.add(file.number)
         self.log.open(file.number)
         return True
+
+    def _create(self) -> SegmentFile:
+        return self._folder.create(self.log.segment_pages * PAGE)
+
+    async def _prepare(self) -> SegmentFile | None:
+        try:
+            return await self.threads.call(self._create)
+        except OSError as error:  # `begin` tries again, and says so
+            logger.debug("the next segment could not be prepared: %s", error)
+            return None
+
+    async def _taken(self) -> SegmentFile | None:
+        """What was prepared."""
+        if self._prepared is None:
+            return None
+        prepared, self._prepared = self._prepared, None
+        return await prepared
 
     def seal(self, landed: Callable[[Segment], Awaitable[None]]) -> None:
         """The active segment, if there is one, takes nothing more and gets its footer once everything has `landed`.
@@ -106,7 +133,7 @@ class Segments:
         return not errors
 
     async def write_footer(self, segment: Segment) -> None:
-        """Without it the segment is scanned at the next start, and no more."""
+        """Without it the segment is scanned at the next start, and no more: it is durable when the tier is closed."""
         file = self.files[segment.number]
         in_use = ExitStack()
         in_use.enter_context(file)
@@ -114,6 +141,9 @@ class Segments:
             await self.threads.call(lambda: self._write_footer(file, segment), over=in_use.close)
         except OSError as error:
             self.failed(Doing.WRITE, error)
+        else:
+            self._footed.add(segment.number)
+        segment.footer = footer_pages(len(segment.records), len(segment.tombstones))
         segment.forget_footer()
 
     async def _finish(self, segment: Segment, landed: Callable[[Segment], Awaitable[None]]) -> None:
@@ -140,12 +170,12 @@ class Segments:
         with self._scratch.borrow(len(footer)) as scratch:
             scratch[: len(footer)] = footer
             file.write(segment.num_pages - len(footer) // PAGE, [scratch[: len(footer)]])
-        file.sync()
 
     async def retire(self, segment: Segment) -> bool:
         """Durably gives up a segment without live objects; its file is written again later."""
         file = self.files.pop(segment.number)
         self.unnamed.discard(segment.number)
+        self._footed.discard(segment.number)
         await file.unused()
         try:
             await self.threads.call(lambda: self._folder.recycle(segment.number))
@@ -159,8 +189,19 @@ class Segments:
 
     async def close(self) -> None:
         """What hangs in a file that does not answer stays open: its number may not become another file's."""
+        await self._drop_prepared()
+        if self.health.may_read():
+            await self.sync(self._footed)
         for file in self.files.values():
             if self.health.may_read() or not file.in_use:
                 await file.unused()
                 file.close()
         self.files.clear()
+
+    async def _drop_prepared(self) -> None:
+        """Nothing is in it: its file is a spare one again."""
+        file = await self._taken()
+        if file is not None:
+            with contextlib.suppress(OSError):  # then the next start finds an empty segment
+                await self.threads.call(lambda: self._folder.recycle(file.number))
+            file.close()

@@ -75,6 +75,8 @@ class PagePool:
         idle = self._idle
         while len(idle) < num_pages:
             self._grow()
+        if num_pages == 1:
+            return [idle.pop()]
         taken = idle[-num_pages:]
         del idle[-num_pages:]
         return taken

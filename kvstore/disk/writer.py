@@ -25,7 +25,7 @@ from kvstore.disk.segments import Segments
 
 logger = logging.getLogger(__name__)
 
-_GROUP_BYTES = 8 * 2**20
+_GROUP_BYTES = 4 * 2**20
 _GROUPS_UNDER_WAY = 4
 """The disk has something to do while the answers to one group make the next one."""
 
@@ -154,6 +154,8 @@ class Writer:
             self._place(item)
             group.append(item)
             nbytes += item.num_pages * PAGE
+        if group and self._log.is_nearly_full:
+            self._segments.prepare()
         return group
 
     def _follows_one_under_way(self) -> bool:
@@ -202,8 +204,6 @@ class Writer:
     async def _has_room(self, *, urgent: bool) -> bool:
         """Whether it is worth looking again: in another segment, or since something has changed."""
         if self._log.may_open(urgent=urgent):
-            if self._log.active is not None:  # the footer says what has become of what is under way
-                await self._landed_in(self._log.active)
             self._segments.seal(self._landed_in)
             return await self._segments.begin()
         if urgent:
@@ -252,9 +252,10 @@ class Writer:
         if self._flusher.at_once:
             self._harden(group, group.items)
             return
-        self._succeeded(group, [item for item in group.items if item.write is not None])
-        if removals := [item for item in group.items if item.write is None]:
-            self._harden(group, removals)
+        objects = [item for item in group.items if item.write is not None]
+        self._succeeded(group, objects)
+        if len(objects) < len(group.items):
+            self._harden(group, [item for item in group.items if item.write is None])
 
     def _keep(self, segment: Segment, item: Item) -> None:
         """For the footer, in the order of the log."""
@@ -280,11 +281,11 @@ class Writer:
             self._refuse_all(items)
 
     def _succeeded(self, group: Group, items: Sequence[Item]) -> None:
+        lengths = [item.write.object.length for item in items if item.write is not None]
         counters = self._segments.counters
+        counters["objects_written"] += len(lengths)
+        counters["bytes_written"] += sum(lengths)
         for item in items:
-            if item.write is not None:
-                counters["objects_written"] += 1
-                counters["bytes_written"] += item.write.object.length
             item.settle(place_of(group.segment.number, item.page))
 
     def _failed(self, group: Group, items: Sequence[Item], error: OSError | None) -> None:

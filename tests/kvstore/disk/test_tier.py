@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.disk.base import PAGE, DiskObject, DiskRead, Pin
+from kvstore.disk.files import SegmentFile
+from kvstore.disk.folder import Folder
 from kvstore.disk.ring import Ring
 from kvstore.disk.tier import DiskOptions, SsdTier
 from protocol.errors import ConfigError
@@ -295,3 +298,54 @@ async def test_recovery_may_be_given_up(tmp_path: Path) -> None:
     await tier.close()
     async with opened(tmp_path) as stand:
         assert len(stand.owner.places) == 20
+
+
+async def test_the_next_segment_is_there_before_it_is_needed_and_is_a_spare_file_if_it_never_is(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path) as stand:
+        segments, log = stand.tier._segments, stand.tier._log
+        number = 0
+        while not log.is_nearly_full:
+            assert await stand.put([written(number)]) == [True]
+            number += 1
+        assert segments._prepared is not None
+        await segments._prepared
+        assert (len(log.segments), len(list(tmp_path.glob("segment-*")))) == (1, 2)
+        while len(log.segments) == 1:
+            assert await stand.put([written(number)]) == [True]
+            number += 1
+        assert len(list(tmp_path.glob("segment-*"))) == 2
+        while not log.is_nearly_full:
+            assert await stand.put([written(number)]) == [True]
+            number += 1
+    assert len(list(tmp_path.glob("segment-*"))) == 2
+    assert len(list(tmp_path.glob("free-*"))) == 1
+    async with opened(tmp_path) as stand:
+        assert len(stand.owner.places) == number
+
+
+async def test_a_segment_that_cannot_be_prepared_is_asked_for_again_when_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk refuses nothing before it has to."""
+
+    def full(folder: Folder, nbytes: int) -> SegmentFile:
+        raise OSError(errno.ENOSPC, "full")
+
+    async with opened(tmp_path) as stand:
+        log = stand.tier._log
+        assert await stand.put([written(0)]) == [True]
+        with monkeypatch.context() as patch:
+            patch.setattr(Folder, "create", full)
+            number = 1
+            while not log.is_nearly_full:
+                assert await stand.put([written(number)]) == [True]
+                number += 1
+            prepared = stand.tier._segments._prepared
+            assert prepared is not None
+            assert await prepared is None
+        while len(log.segments) == 1:
+            assert await stand.put([written(number)]) == [True]
+            number += 1
+        assert stand.tier.counters["errors_ENOSPC"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -89,10 +90,12 @@ class Stand:
         await self.tier.forget([about])
 
     async def settled(self) -> None:
-        """Waits for footers and compaction that are under way."""
+        """Waits for footers, files to come and compaction that are under way."""
         await self.tier._compactor.settled()
         while await self.tier._segments.sealed():
             await self.tier._compactor.settled()
+        if (prepared := self.tier._segments._prepared) is not None:
+            await asyncio.wait([prepared])
 
     def validate(self) -> None:
         log = self.tier._log
