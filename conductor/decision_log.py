@@ -58,7 +58,7 @@ class DecisionLog:
         """Adds what happened."""
         entry = self._entries.get(request_id)
         if entry is not None:
-            entry.outcome = outcome
+            entry.outcome = outcome if entry.outcome is None else _after(entry.outcome, outcome)
 
     def validate(self) -> None:
         entries = self._entries
@@ -66,6 +66,18 @@ class DecisionLog:
         assert len(entries) <= 1 or self.num_bytes <= self._max_bytes
         assert self.num_bytes == sum(entry.num_bytes for entry in entries.values())
         assert all(key == entry.decision.request_id for key, entry in entries.items())
+
+
+def _after(earlier: Outcome, outcome: Outcome) -> Outcome:
+    """The report of an end does not repeat what the first token's told of its parts."""
+    if outcome.prefill_s is not None:
+        return outcome
+    return replace(
+        outcome,
+        queue_s=earlier.queue_s,
+        transfer_s=earlier.transfer_s,
+        prefill_s=earlier.prefill_s,
+    )
 
 
 def _size(decision: Decision) -> int:

@@ -9,6 +9,7 @@ from deploy.kvctl.output import Output, Table, count
 
 Record = Mapping[str, Any]
 _CHOSEN = "→"
+_SHOWN = {"queue": "queue", "transfer": "load and transfer", "prefill": "compute"}
 
 
 def show(explanation: Record, output: Output) -> None:
@@ -47,21 +48,28 @@ def _turn(turn: Record, rank: float, priority: int) -> str:
 
 
 def _prefills(decision: Record, output: Output) -> None:
+    candidates = decision["prefill_candidates"]
+    # Only some policies count what others wait because of it; a column of zeros would say that nobody does.
+    added = [">others wait"] if any(each["added_s"] for each in candidates) else []
     table = Table(
         output, " ", "prefill", ">device", ">prefix", ">reused", ">queue", ">load", ">transfer",
-        ">compute", ">TTFT",
+        ">compute", ">TTFT", *added,
     )  # fmt: skip
-    for each in decision["prefill_candidates"]:
+    for each in candidates:
         table.add(
             _mark(each, decision["prefill"]),
             each["instance_id"],
             *(str(each[f"{name}_blocks"]) for name in ("device", "prefix", "reuse")),
             *(seconds(each[f"{name}_s"]) for name in ("queue", "load", "transfer", "prefill")),
             seconds(each["ttft_s"]),
+            *([seconds(each["added_s"])] if added else []),
         )
     table.flush()
     for store, first, number in decision["sources"]:
         output.line(f"  blocks {first} to {first + number - 1} from {store}")
+    if decision["replica_blocks"]:
+        replicas = count(decision["replica_blocks"], "block")
+        output.line(f"  {replicas} of these were copied there since prompts waited for them")
 
 
 def _decodes(decision: Record, output: Output) -> None:
@@ -96,7 +104,26 @@ def _ending(decision: Record, output: Output) -> None:
         key = name.lower()
         figures = (decision[f"predicted_{key}_s"], decision[f"{key}_slo_s"], happened)
         table.add(name, *map(seconds, figures))
+    for name, predicted, happened in _terms(decision, outcome):
+        table.add(f"  {name}", seconds(predicted), "", seconds(happened))
     table.flush()
+
+
+def _terms(decision: Record, outcome: Record | None) -> list[tuple[str, float, float | None]]:
+    """Name, prediction and report of each part of the TTFT, of the instance that was chosen; none where nobody told."""
+    parts = {"queue": ("queue_s",), "transfer": ("load_s", "transfer_s"), "prefill": ("prefill_s",)}
+    reports = {name: None if outcome is None else outcome[f"{name}_s"] for name in parts}
+    if not any(report is not None for report in reports.values()):
+        return []
+    chosen = next(
+        each
+        for each in decision["prefill_candidates"]
+        if each["instance_id"] == decision["prefill"]
+    )
+    return [
+        (_SHOWN[name], sum(chosen[term] for term in terms), reports[name])
+        for name, terms in parts.items()
+    ]
 
 
 def actual(outcome: Record) -> tuple[float | None, float | None]:

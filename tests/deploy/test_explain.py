@@ -16,6 +16,7 @@ from tests.ports import free_port
 def decision(**changes: Any) -> dict[str, Any]:
     prefill = {"instance_id": "p0", "device_blocks": 1, "prefix_blocks": 2, "reuse_blocks": 3}
     terms = {f"{name}_s": 0.5 for name in ("load", "transfer", "queue", "prefill", "ttft")}
+    terms["added_s"] = 0.0
     decode = {
         "instance_id": "d0",
         "num_seqs": 3.0,
@@ -46,6 +47,7 @@ def decision(**changes: Any) -> dict[str, Any]:
         "prefill": "p1",
         "decode": "d0",
         "sources": [["store-0", 0, 3]],
+        "replica_blocks": 0,
         "predicted_ttft_s": 0.5,
         "predicted_tbt_s": 0.02,
         "rejection": None,
@@ -84,11 +86,35 @@ def test_a_tenants_turn_is_told_and_what_it_does_to_the_place() -> None:
 
 def test_predicted_stands_beside_actual() -> None:
     outcome = {"phase": "finished", "ttft_s": 0.75, "elapsed_s": 1.25, "cached_tokens": 64,
-               "output_tokens": 11}  # fmt: skip
+               "output_tokens": 11, "queue_s": None, "transfer_s": None, "prefill_s": None}  # fmt: skip
     text = shown(decision(outcome=outcome))
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if "ms" in line}
     assert rows["TTFT"] == ["500.0", "ms", "30.00", "s", "750.0", "ms"]
     assert rows["TBT"] == ["20.0", "ms", "1.00", "s", "50.0", "ms"]
+
+
+def test_the_parts_of_a_first_token_are_shown_as_predicted_and_as_they_were() -> None:
+    outcome = {"phase": "finished", "ttft_s": 0.75, "elapsed_s": 1.25, "cached_tokens": 64,
+               "output_tokens": 11, "queue_s": 0.1, "transfer_s": 0.2, "prefill_s": 0.3}  # fmt: skip
+    text = shown(decision(outcome=outcome))
+    rows = [line.split() for line in text.splitlines() if line.startswith("  ")]
+    assert ["queue", "500.0", "ms", "100.0", "ms"] in rows
+    assert ["load", "and", "transfer", "1.00", "s", "200.0", "ms"] in rows
+    assert ["compute", "500.0", "ms", "300.0", "ms"] in rows
+    assert "load and transfer" not in shown(decision())
+
+
+def test_what_others_wait_is_shown_where_the_policy_counts_it() -> None:
+    assert "others wait" not in shown(decision())
+    [first, second] = decision()["prefill_candidates"]
+    counted = shown(decision(prefill_candidates=[first, second | {"added_s": 1.5}]))
+    assert "others wait" in counted
+    assert "1.50 s" in counted
+
+
+def test_copied_blocks_among_the_sources_are_said() -> None:
+    assert "copied" not in shown(decision())
+    assert "2 blocks of these were copied there" in shown(decision(replica_blocks=2))
 
 
 def test_one_token_has_no_time_between_tokens() -> None:
