@@ -42,8 +42,13 @@ _LIMITS = """
 - The mean is bought from long prompts: under overload without admission the last percent waits for minutes, at most
   for 30 objectives and ten times its own prefill time, then it is its turn. With admission it is refused at once.
 - Where queues are short there is nothing to win: at the trace's own speed prompts wait a tenth of their TTFT.
-- With admission Algorithm 1 keeps as many requests in time: waits at the objective's edge refuse long prompts first.
-  What is won there is the time that the others wait.
+- With admission little is won beside the time that others wait. Algorithm 1 refuses long prompts first, too: waits
+  are near the objective then, and theirs are the longest. Of the first 8,000 requests at six times the speed it
+  keeps 78.0%, moonserve 79.5%. Whoever knew them all, refused the longest first and forgot no prefix would keep
+  86%; but what is refused leaves no prefix to its conversation. A fixed limit on seconds of prefill keeps 79.2% with
+  2.1 s and 72.0% with 1.6 s, a steeper price (10 for 4) 79.7%. So 10% more are what such foresight could win there.
+- Where decoding is short, letting in what adds much to steps only while little runs keeps 88.7, 87.4 and 84.3% for
+  three strengths, and 89.3% without: it holds room free that nobody uses.
 - The order assumes that predictions of prefill time are about right; a wrong one costs time, never a token.
 """
 

@@ -47,7 +47,7 @@ class _Way:
             ),
             Row(what="… of them at the handoff", ours=late / len(result.outcomes) * _PER),
             Row(
-                what="… for which prompts were computed",
+                what="… share of prefill time that was for nothing",
                 ours=wasted_device_s(result) / result.counters["device_s"],
                 unit="%",
             ),
