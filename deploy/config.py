@@ -53,6 +53,11 @@ class ServeConfig(TransferConfig, PatienceConfig):
         help="on = workers can change between prefill and decode while they run, and do as load demands",
         choices=("off", "on"),
     )
+    replication: str = option(
+        "on",
+        help="on = store nodes copy prefixes from each other whose absence costs requests more time than copying",
+        choices=("off", "on"),
+    )
     role_hold_s: float = option(
         DEFAULT_ROLE_TERMS.hold_s,
         help="with --role-switching: seconds for which a need must last before a worker changes",
