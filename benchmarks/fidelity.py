@@ -112,7 +112,6 @@ def compare(
         num_prefill=num_prefill,
         num_decode=num_decode,
         num_threads=1,
-        pins=True,
         flags=("--block-size", str(BLOCK_SIZE), "--dram", str(DRAM), "--tbt-slo", str(TBT_SLO_S)),
     )
     model = profile(
@@ -120,7 +119,6 @@ def compare(
             serving=True,
             prefill_workers=num_prefill,
             decode_workers=num_decode,
-            pin_workers=True,
             block_size=BLOCK_SIZE,
             dram=DRAM,
             max_num_batched_tokens=CHUNK,
@@ -288,6 +286,7 @@ def _terms(model: ModelProfile) -> dict[str, Any]:
         "decode": [model.decode.c0, model.decode.c1, model.decode.c2],
         "request_ms": model.overheads.request_s * 1e3,
         "gateway_ms": model.overheads.gateway_s * 1e3,
+        "turnover_ms": model.overheads.turnover_s * 1e3,
         "landing_ms": model.overheads.landing_s * 1e3,
         "handoff_ms": model.overheads.handoff_s * 1e3,
         "crowding_prefill": list(model.crowding.prefill),

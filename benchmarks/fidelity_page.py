@@ -9,7 +9,7 @@ from benchmarks.measure import table
 
 BAR = 0.15
 LENGTHS = 1 / 16  # of the trace's, like the next
-OUTPUTS = 1 / 8
+OUTPUTS = 1 / 16
 FIGURES = {
     "p50_ttft_ms": "TTFT p50, ms",
     "p90_ttft_ms": "TTFT p90, ms",
@@ -29,7 +29,7 @@ MORE_FIGURES = {
 }
 PREDICTION_BAR = 0.15
 LENGTHS = 1 / 16  # of the trace's, like the next
-OUTPUTS = 1 / 8
+OUTPUTS = 1 / 16
 
 
 def as_page(result: dict[str, Any]) -> str:
@@ -44,8 +44,7 @@ def as_page(result: dict[str, Any]) -> str:
             _INTRODUCTION,
             f"The first {load['requests']} requests of {load['trace']}, {load['speedup']:g} times as fast, prompts at "
             f"1/{1 / LENGTHS:g} and answers at 1/{1 / OUTPUTS:g} of their lengths; the demo model, one thread per "
-            f"worker, which has a core of its own as far as there are, {machine['cores']} cores, load "
-            f"{machine['load']:g} at the end.",
+            f"worker, {machine['cores']} cores, load {machine['load']:g} at the end.",
             *_remark(machine),
             "",
             *(_section(shape) for shape in result["shapes"]),
@@ -84,8 +83,8 @@ def _section(shape: dict[str, Any]) -> str:
             "Profile: prefill {} s, decode {} s; ".format(
                 *(" / ".join(f"{c:.2e}" for c in terms[part]) for part in ("prefill", "decode"))
             )
-            + "request {request_ms:.1f} (the gateway's part {gateway_ms:.1f}), landing {landing_ms:.1f}, "
-            "handoff {handoff_ms:.1f} ms.".format_map(terms),
+            + "request {request_ms:.1f} (the gateway's part {gateway_ms:.1f}), turnover {turnover_ms:.1f}, "
+            "landing {landing_ms:.1f}, handoff {handoff_ms:.1f} ms.".format_map(terms),
             "Beside 0, 1, … others these take so many times as long: "
             + "; ".join(
                 f"{part} {', '.join(f'{factor:.2f}' for factor in terms[f'crowding_{part}'])}"
@@ -129,6 +128,7 @@ _READING = """## What the simulation has, and what it leaves out
 | prefill, decode | computing as prefill workers report it (the mean of several), steps as clients see them, alone |
 | request | TTFT less what the prefill worker reports: HTTP, keys, placement, submission, the way back |
 | the gateway's part | by how much the last of eight prompts of one moment is placed later than the first, by seven |
+| turnover | by how much longer prompts compute that follow one another: handing one off delays the next |
 | landing | from asking the decode worker for blocks to having them, while it is idle |
 | handoff | the second token's gap less a step: last writes, commit, verification |
 | crowding | how many times as long each of these takes beside 1, 2, … others that compute on this host |

@@ -82,9 +82,10 @@ class Observations:
     steps: Sequence[StepRun]
     beside_prompts: Sequence[PromptRun]
     beside_steps: Sequence[StepRun]
-    bursts_s: Sequence[
-        float
-    ] = ()  # of prompts sent at one moment: by which each is placed after the one before it
+    # Of prompts sent at one moment: by how much each is placed later than the one before it, and those that were
+    # computed right after another.
+    bursts_s: Sequence[float] = ()
+    in_a_row: Sequence[PromptRun] = ()
 
 
 class Probe:
@@ -108,14 +109,15 @@ class Probe:
         ends_at = time.monotonic() + budget_s
         prompts = await self._prompts(_after(0.5, ends_at))
         steps = await self._steps(_after(0.5, ends_at))
-        bursts_s = [await self._burst() for _ in range(self._grid.runs)]
+        bursts = [await self._burst(num_prefill) for _ in range(self._grid.runs)]
         beside_prompts, beside_steps = await self._beside(num_prefill, ends_at)
         return Observations(
             prompts=prompts,
             steps=steps,
             beside_prompts=beside_prompts,
             beside_steps=beside_steps,
-            bursts_s=bursts_s,
+            bursts_s=[apart_s for apart_s, _ in bursts],
+            in_a_row=[run for _, runs in bursts for run in runs],
         )
 
     # -- prompts alone
@@ -167,15 +169,19 @@ class Probe:
             step_s=float(np.median(gaps[1:])) if len(gaps) > 2 else None,
         )
 
-    async def _burst(self) -> float:
-        length = min(_BURST_PROMPT, self._longest - 1)
-        prompts = [self._fresh(length) for _ in range(_BURST)]
-        outcomes = await asyncio.gather(*(self._complete(prompt, 1) for prompt in prompts))
+    async def _burst(self, num_prefill: int) -> tuple[float, list[PromptRun]]:
+        """Prompts that are handed off and hardly decoded: how far apart they are placed, and those that had another one
+        before them."""
+        length = min(_BURST_PROMPT, self._longest - 2)
+        prompts = [self._fresh(length) for _ in range(_BURST * num_prefill)]
+        outcomes = await asyncio.gather(*(self._complete(prompt, 2) for prompt in prompts))
         placed_s = [
             _timeline(each).ttft_s - float((await self._outcome_of(each))["ttft_s"])
             for each in outcomes
         ]
-        return max(max(placed_s) - min(placed_s), 0.0) / (len(placed_s) - 1)
+        apart_s = max(max(placed_s) - min(placed_s), 0.0) / (len(placed_s) - 1)
+        runs = [await self._prompt_run(each, length, num_prefill - 1) for each in outcomes]
+        return apart_s, [run for run in runs if run.queue_s > run.compute_s / 2]
 
     async def _explained(self, outcome: Outcome) -> tuple[str, float, float, float]:
         """Its machine, and seconds of queue, load and computing."""

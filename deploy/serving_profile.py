@@ -80,6 +80,7 @@ def as_text(terms: ServingTerms) -> Sequence[str]:
     return (
         f"request, beside its computing   {overheads.request_s * 1e3:8.2f} ms",
         f"… of it one behind the other    {overheads.gateway_s * 1e3:8.2f} ms",
+        f"prompt right after another      {overheads.turnover_s * 1e3:8.2f} ms",
         f"landing, until it is granted    {overheads.landing_s * 1e3:8.2f} ms",
         f"handoff, beside its KV          {overheads.handoff_s * 1e3:8.2f} ms",
         f"prefill beside 0, 1, … others   {_factors(crowding.prefill)}",

@@ -45,11 +45,12 @@ def terms_of(seen: Observations, chunk_tokens: int) -> ServingTerms:
         np.array([run.context_tokens for run, _ in steps]),
         np.array([seconds for _, seconds in steps]),
     )
+    crowding = crowding_of(seen, prefill.profile, decode.profile)
     return ServingTerms(
         prefill=prefill,
         decode=decode,
-        overheads=overheads_of(seen),
-        crowding=crowding_of(seen, prefill.profile, decode.profile),
+        overheads=overheads_of(seen, prefill.profile, crowding),
+        crowding=crowding,
     )
 
 
@@ -123,9 +124,9 @@ def _medians(
     ]
 
 
-def overheads_of(seen: Observations) -> Overheads:
+def overheads_of(seen: Observations, prefill: PrefillProfile, crowding: Crowding) -> Overheads:
     """Medians over prompts that nobody delayed. A landing is what a prompt without a prefix waits for before its first
-    step."""
+    step, a turnover what prompts in a row compute for longer than their company explains."""
     alone = [run for run in seen.prompts if run.num_others == 0]
     request_s = [_own_overheads(run)[0] for run in alone]
     landing_s = [run.load_s for run in alone if run.num_cached == 0]
@@ -133,9 +134,21 @@ def overheads_of(seen: Observations) -> Overheads:
     return Overheads(
         request_s=_median(request_s),
         gateway_s=_median(seen.bursts_s) if seen.bursts_s else 0.0,
+        turnover_s=_median(_turnovers(seen, prefill, crowding) or [0.0]),
         landing_s=_median(landing_s),
         handoff_s=_median(handoff_s),
     )
+
+
+def _turnovers(seen: Observations, prefill: PrefillProfile, crowding: Crowding) -> list[float]:
+    """One for each prompt in a row."""
+    factors = crowding.prefill or (1.0,)
+    return [
+        run.compute_s
+        - prefill.seconds(run.num_tokens, run.num_cached)
+        * factors[min(run.num_others, len(factors) - 1)]
+        for run in seen.in_a_row
+    ]
 
 
 def _median(seconds: Sequence[float]) -> float:

@@ -57,6 +57,7 @@ def observed(**changes: object) -> Observations:
         "beside_prompts": [prompt(1024), prompt(1024, num_others=1, slow=1.25)],
         "beside_steps": [step(4, 1500), step(4, 1600, num_others=1, slow=1.5)],
         "bursts_s": [0.001, 0.003, 0.0015],
+        "in_a_row": [replace(prompt(300), compute_s=prompt(300).compute_s + 0.008)],
     }
     return Observations(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -70,6 +71,7 @@ def test_formulae_overheads_and_crowding_come_out_as_they_went_in() -> None:
     assert terms.prefill.errors.max == NEAR(0.0, abs=1e-6)
     overheads = terms.overheads
     assert (overheads.request_s, overheads.landing_s) == (NEAR(0.005), NEAR(0.002))
+    assert overheads.turnover_s == NEAR(0.008)
     assert (overheads.handoff_s, overheads.gateway_s) == (NEAR(0.006), 0.0015)
     assert (terms.crowding.prefill, terms.crowding.decode) == (NEAR((1, 1.25)), NEAR((1, 1.5)))
 

@@ -64,6 +64,7 @@ class Host:
         return Overheads(
             request_s=overheads.request_s * _at(crowding.request, num_others),
             gateway_s=overheads.gateway_s,
+            turnover_s=overheads.turnover_s,
             landing_s=overheads.landing_s * _at(crowding.landing, num_others),
             handoff_s=overheads.handoff_s * _at(crowding.handoff, num_others),
         )

@@ -98,10 +98,12 @@ class PrefillMachine:
         cached_now: Callable[[Prompt], int] = lambda prompt: prompt.cached,
         publish: Callable[[Prompt], None] = lambda prompt: None,
         slowdown: Callable[[], float] = lambda: 1.0,
+        turnover_s: float = 0.0,
     ) -> None:
         """`cached_now`: how much of a prompt that starts is cached, since earlier ones may have computed more of it.
         `publish`: more of a prompt is computed, which those that start next may share.
-        `slowdown`: how many times as long a chunk takes that begins now."""
+        `slowdown`: how many times as long a chunk takes that begins now.
+        `turnover_s`: by which each prompt that has just ended delays it."""
         self._profile = profile
         self._chunk_tokens = chunk_tokens
         self._num_stages = num_stages
@@ -109,6 +111,8 @@ class PrefillMachine:
         self._cached_now = cached_now
         self._publish = publish
         self._slowdown = slowdown
+        self._turnover_s = turnover_s
+        self._ended_at, self._num_ended = 0.0, 0  # the latest prompts, and how many at once
         self._prompts: dict[str, Prompt] = {}  # all that are not computed
         self._queue: list[Prompt] = []  # those that are not prepared, by rank
         self._stage_free_at = [0.0] * num_stages
@@ -182,7 +186,9 @@ class PrefillMachine:
         self._now = now
         outcomes: list[PrefillOutcome] = []
         while self._pipeline and self._pipeline[0].ends_at <= now:
-            for part in self._pipeline.popleft().parts:
+            chunk = self._pipeline.popleft()
+            self._ended_at, self._num_ended = chunk.ends_at, 0
+            for part in chunk.parts:
                 self._computed(part, outcomes)
         while self._stage_free_at[0] <= now and (ready := self._best_ready()):
             outcomes += self._dispatch(ready, now)
@@ -196,6 +202,7 @@ class PrefillMachine:
             return
         self._publish(prompt)
         if part.end == prompt.num_tokens:
+            self._num_ended += 1
             del self._prompts[prompt.request_id]
             outcomes.append(Computed(prompt))
 
@@ -222,6 +229,9 @@ class PrefillMachine:
         """Sends the next chunk of these prompts into the pipeline."""
         parts = self._parts(prompts, now)
         passes_at, seconds = now, self._take_s(parts)
+        if self._ended_at == now:
+            parts[0].prompt.compute_s += self._num_ended * self._turnover_s
+            seconds += self._num_ended * self._turnover_s
         for stage in range(self._num_stages):
             passes_at = max(passes_at, self._stage_free_at[stage]) + seconds / self._num_stages
             self._stage_free_at[stage] = passes_at

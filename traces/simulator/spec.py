@@ -19,6 +19,7 @@ class Overheads:
 
     request_s: float = 0.0  # HTTP, keys, placement, submission, and the first token's way back
     gateway_s: float = 0.0  # of it, for which the next one of the same moment waits
+    turnover_s: float = 0.0  # by which handing a prompt off delays the one right after it
     landing_s: float = 0.0  # from asking a decode machine for blocks to having them
     handoff_s: float = 0.0  # from a prompt's last chunk to its place in a decode step, KV aside
 

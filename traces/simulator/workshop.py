@@ -71,6 +71,7 @@ class Workshop:
             cached_now=self._cached_now,
             publish=self._publish,
             slowdown=self._host.prefill_slowdown(name),
+            turnover_s=spec.model.overheads.turnover_s,
         )
 
     def prompt(

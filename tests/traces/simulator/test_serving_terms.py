@@ -38,6 +38,15 @@ def test_a_gateway_takes_requests_of_one_moment_one_after_the_other() -> None:
     assert [each.ttft_s for each in outcomes] == [NEAR(1.25), NEAR(1.375), NEAR(1.5)]
 
 
+def test_a_prompt_right_after_another_is_delayed_by_its_handoff() -> None:
+    """1 s of computing each; the third comes when the machine is idle again."""
+    model = replace(MODEL, overheads=Overheads(turnover_s=0.125))
+    records = [request(at, 100, 2, base=50 * n) for n, at in enumerate((0.0, 0.0, 5.0))]
+    outcomes = simulate(spec(model=model), records).outcomes
+    assert [each.ttft_s for each in outcomes] == [NEAR(1.0), NEAR(2.125), NEAR(1.0)]
+    assert [each.prefill_s for each in outcomes] == [NEAR(1.0), NEAR(1.125), NEAR(1.0)]
+
+
 def test_overheads_are_larger_beside_machines_at_work() -> None:
     """The first request decodes when the second one comes: its way, landing and handoff take twice, thrice, four times
     as long; 1 s of computing, steps of 50 ms."""
