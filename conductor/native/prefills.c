@@ -53,7 +53,7 @@ typedef struct {
 
 /* In the order of `Patience`. */
 typedef struct {
-    double patience, keeps_objective, prices, steepness, late, late_patience;
+    double patience, keeps_objective, prices, steepness, late, late_patience, counts_delayed, copy;
 } Terms;
 
 static int64_t number_up_to(const Queue *queue, double place) {
@@ -94,19 +94,45 @@ static double yields_s(double prefill_s, double queue_s, double slo_s, const Ter
     return rest_s < patience_s ? rest_s : patience_s;
 }
 
-/* Of some instances: `queue_s` until all that is there has run. `out`: [3][count]: rank, wait, what others wait longer. */
-PUBLIC void prefills_look(const Queue *const *queues, int64_t count, const Terms *terms, double now, double slo_s,
-                          const double *prefill_s, const double *queue_s, double *out) {
+/* Rank, wait and what others wait longer, of one instance; `queue_s` until all that is there has run. */
+static void look_at(const Queue *queue, const Terms *terms, double now, double slo_s, double prefill_s, double queue_s,
+                    double *rank, double *wait_s, double *added_s) {
+    double num_delayed = 0.0;
+    if (queue_s == 0.0) {
+        *rank = yields_s(prefill_s, 0.0, slo_s, terms);
+        *wait_s = *added_s = 0.0;
+        return;
+    }
+    double before_late_s = isinf(slo_s) ? queue_s : look(queue, now, slo_s, &num_delayed);
+    *rank = yields_s(prefill_s, before_late_s, slo_s, terms);
+    *wait_s = look(queue, now, *rank, &num_delayed);
+    *added_s = prefill_s * num_delayed;
+}
+
+enum { RANK, QUEUE, ADDED, NEW_TTFT, SCORE };
+
+/* All instances, those in `rows` by their queues, the others in order of arrival and never chosen. `found`: what
+ * prefills_faster wrote. `out`: [SCORE + 1][count]. */
+PUBLIC void prefills_weigh(const double *found, const double *queue_s, int64_t count, const int64_t *rows,
+                           const Queue *const *queues, int64_t num_rows, const Terms *terms, double now, double slo_s,
+                           double *out) {
+    const double *prefill_s = found + PREFILL * count, *ttft_s = found + TTFT * count;
+    const double *copied_s = found + NUM_TERMS * count;
+    double *rank = out + RANK * count, *wait_s = out + QUEUE * count, *added_s = out + ADDED * count;
+    double *new_ttft_s = out + NEW_TTFT * count, *score = out + SCORE * count;
     for (int64_t i = 0; i < count; i++) {
-        double *rank = &out[i], *wait_s = &out[count + i], *added_s = &out[2 * count + i], num_delayed = 0.0;
-        if (queue_s[i] == 0.0) {
-            *rank = yields_s(prefill_s[i], 0.0, slo_s, terms);
-            *wait_s = *added_s = 0.0;
-            continue;
-        }
-        double before_late_s = isinf(slo_s) ? queue_s[i] : look(queues[i], now, slo_s, &num_delayed);
-        *rank = yields_s(prefill_s[i], before_late_s, slo_s, terms);
-        *wait_s = look(queues[i], now, *rank, &num_delayed);
-        *added_s = prefill_s[i] * num_delayed;
+        rank[i] = added_s[i] = 0.0;
+        wait_s[i] = queue_s[i];
+        score[i] = INFINITY;
+    }
+    for (int64_t k = 0; k < num_rows; k++) {
+        int64_t i = rows[k];
+        look_at(queues[k], terms, now, slo_s, prefill_s[i], queue_s[i], &rank[i], &wait_s[i], &added_s[i]);
+        double cost_s = ttft_s[i] - queue_s[i] + wait_s[i] + terms->copy * copied_s[i];
+        score[i] = terms->counts_delayed ? cost_s + added_s[i] : cost_s;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        if (rank[i] > slo_s && wait_s[i] < slo_s) wait_s[i] = slo_s; /* no more is known than that it is late */
+        new_ttft_s[i] = ttft_s[i] - queue_s[i] + wait_s[i];
     }
 }

@@ -46,6 +46,8 @@ class Patience(NamedTuple):
     steepness: float
     late: float
     late_patience: float
+    counts_delayed: float  # 0 or 1
+    copy: float
 
 
 class QueueRecord(ctypes.Structure):
@@ -80,7 +82,7 @@ class PrefillLibrary:
     def __init__(self, folder: Path | None) -> None:
         loaded = load_library(SOURCE, (*FLAGS, "-lm"), folder)
         library = ctypes.PyDLL(loaded._name, handle=loaded._handle)
-        self._faster, self._look = library.prefills_faster, library.prefills_look
+        self._faster, self._weigh = library.prefills_faster, library.prefills_weigh
         self._faster.argtypes = (
             ctypes.POINTER(_Columns),
             _number,
@@ -90,11 +92,11 @@ class PrefillLibrary:
             _pointer,
             _pointer,
         )
-        self._look.argtypes = (
-            *(_pointer, _number, _pointer, _double, _double),
-            *(_pointer, _pointer, _pointer),
+        self._weigh.argtypes = (
+            *(_pointer, _pointer, _number, _pointer, _pointer, _number),
+            *(_pointer, _double, _double, _pointer),
         )
-        self._faster.restype = self._look.restype = None
+        self._faster.restype = self._weigh.restype = None
 
     def faster(
         self, columns: Columns, num_tokens: int, block_size: int, best_blocks: int
@@ -109,24 +111,28 @@ class PrefillLibrary:
         )
         return reuse, found
 
-    def look(
+    def weigh(
         self,
+        found: Floats,
+        queue_s: Floats,
+        rows: Ints,
         records: Sequence[QueueRecord],
-        patience: Patience,
+        terms: Floats,
         *,
         now: float,
         slo_s: float,
-        prefill_s: Floats,
-        queue_s: Floats,
     ) -> Floats:
-        """Rows: rank, wait_s, added_s; `prefill_s` and `queue_s`: of these queues, in their order."""
+        """`found`: of `faster`; `records`: the queues of these rows; `terms`: a `Patience`. Rows: rank, queue_s,
+        added_s, ttft_s, score."""
+        size = len(queue_s)
         places = np.array([ctypes.addressof(record) for record in records], np.uint64)
-        terms, found = np.array(patience), np.empty((3, len(records)))
-        self._look(
-            *(address_of(places), len(records), address_of(terms), now, slo_s),
-            *(address_of(prefill_s), address_of(queue_s), address_of(found)),
+        weighed = np.empty((5, size))
+        self._weigh(
+            *(address_of(found), address_of(queue_s), size),
+            *(address_of(rows), address_of(places), len(records)),
+            *(address_of(terms), now, slo_s, address_of(weighed)),
         )
-        return found
+        return weighed
 
 
 @functools.cache

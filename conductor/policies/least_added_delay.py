@@ -24,13 +24,12 @@ table against Algorithm 1 and what each term is worth. Knows numbers only, like 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from conductor.columns import Floats
+from conductor.columns import Floats, Ints
 from conductor.native.prefills import Columns, Patience, prefill_library
 from conductor.policies.base import (
     Looks,
@@ -76,15 +75,36 @@ class LeastAddedDelay:
 
     def __init__(self, terms: Terms | None = None) -> None:
         self._terms = terms or Terms()
-        self._patience = _as_numbers(self._terms)
+        self._numbers = np.array(_as_numbers(self._terms))
 
     def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
+        library, look = prefill_library(), offers.look
+        if library is None or not isinstance(look, Looks):
+            return self._weigh_by_columns(prompt, offers)
+        reuse_blocks, found = library.faster(
+            _columns_of(offers), prompt.num_tokens, prompt.block_size, prompt.best_blocks
+        )
+        load_s, transfer_s, prefill_s, ttft_s, _ = found
+        rows, slo_s = _worth_a_look(ttft_s), prompt.ttft_slo_s
+        records = look.records(rows.tolist())
+        rank, queue_s, added_s, ttft_s, score = library.weigh(
+            found, offers.queue_s, rows, records, self._numbers, now=look.now, slo_s=slo_s
+        )
+        return Weighed(
+            reuse_blocks, load_s, transfer_s, prefill_s, ttft_s, score, rank, queue_s, added_s
+        )
+
+    def _weigh_by_columns(self, prompt: Prompt, offers: Offers) -> Weighed:
+        """The same in numpy, with whatever looks at the queues."""
         weighed, copied_s = _predict_faster(prompt, offers)
         slo_s = prompt.ttft_slo_s
         rows = _worth_a_look(weighed.ttft_s)
+        columns = (rows, weighed.prefill_s[rows], offers.queue_s[rows])
+        seconds = zip(*(column.tolist() for column in columns), strict=True)
+        looks = [self._look(row, own_s, all_s, prompt, offers) for row, own_s, all_s in seconds]
         exact = np.zeros((3, len(weighed.ttft_s)))
         exact[1] = offers.queue_s
-        exact[:, rows] = self._looks(rows, weighed.prefill_s[rows], prompt, offers)
+        exact[:, rows] = np.array(looks).T
         rank, queue_s, added_s = exact
         own_s = weighed.ttft_s - offers.queue_s
         cost_s = own_s + queue_s + self._terms.copy * copied_s
@@ -95,20 +115,6 @@ class LeastAddedDelay:
         ttft_s = own_s + queue_s
         return weighed._replace(
             ttft_s=ttft_s, score=score, rank=rank, queue_s=queue_s, added_s=added_s
-        )
-
-    def _looks(
-        self, rows: Sequence[int], prefill_s: Floats, prompt: Prompt, offers: Offers
-    ) -> Floats:
-        """Rank, wait and added delay [3, rows] of these instances."""
-        queue_s, look, library = offers.queue_s[rows], offers.look, prefill_library()
-        if library is None or not isinstance(look, Looks):
-            seconds = zip(rows, prefill_s.tolist(), queue_s.tolist(), strict=True)
-            each = [self._look(row, own_s, all_s, prompt, offers) for row, own_s, all_s in seconds]
-            return np.array(each).T
-        slo_s, records = prompt.ttft_slo_s, look.records(rows)
-        return library.look(
-            records, self._patience, now=look.now, slo_s=slo_s, prefill_s=prefill_s, queue_s=queue_s
         )
 
     def _look(
@@ -141,31 +147,6 @@ def yields_s(prefill_s: float, queue_s: float, slo_s: float, terms: Terms) -> fl
 def _predict_faster(prompt: Prompt, offers: Offers) -> tuple[Weighed, Floats]:
     """Each instance uses its own prefix, or also fetches what it lacks of the best one, where that is faster; and
     what computing takes there of the best prefix, if it is not fetched."""
-    library = prefill_library()
-    if library is None:
-        return _predict_faster_by_columns(prompt, offers)
-    reuse_blocks, found = library.faster(
-        _columns_of(offers), prompt.num_tokens, prompt.block_size, prompt.best_blocks
-    )
-    load_s, transfer_s, prefill_s, ttft_s, copied_s = found
-    return Weighed(reuse_blocks, load_s, transfer_s, prefill_s, ttft_s, ttft_s), copied_s
-
-
-def _columns_of(offers: Offers) -> Columns:
-    return Columns(
-        offers.device_blocks,
-        offers.prefix_blocks,
-        offers.queue_s,
-        offers.local_s_per_block,
-        offers.remote_s_per_block,
-        offers.c0,
-        offers.c1,
-        offers.c2,
-    )
-
-
-def _predict_faster_by_columns(prompt: Prompt, offers: Offers) -> tuple[Weighed, Floats]:
-    """The same in numpy."""
     own, best = offers.prefix_blocks, np.maximum(offers.prefix_blocks, prompt.best_blocks)
     computed, fetched = (
         predict(prompt, offers, own),
@@ -187,12 +168,26 @@ def _as_numbers(terms: Terms) -> Patience:
         steepness=terms.steepness or 0.0,
         late=terms.late,
         late_patience=terms.late_patience,
+        counts_delayed=float(terms.counts_delayed),
+        copy=terms.copy,
     )
 
 
-def _worth_a_look(ttft_s: Floats) -> list[int]:
+def _columns_of(offers: Offers) -> Columns:
+    return Columns(
+        offers.device_blocks,
+        offers.prefix_blocks,
+        offers.queue_s,
+        offers.local_s_per_block,
+        offers.remote_s_per_block,
+        offers.c0,
+        offers.c1,
+        offers.c2,
+    )
+
+
+def _worth_a_look(ttft_s: Floats) -> Ints:
     """Rows of the instances that would be best in order of arrival."""
     if len(ttft_s) <= _MOST_EXACT:
-        return list(range(len(ttft_s)))
-    rows: list[int] = np.argpartition(ttft_s, _MOST_EXACT)[:_MOST_EXACT].tolist()
-    return rows
+        return np.arange(len(ttft_s))
+    return np.argpartition(ttft_s, _MOST_EXACT)[:_MOST_EXACT]
