@@ -32,6 +32,7 @@ class Flight:
     reads: tuple[tuple[Instance, int], ...]  # blocks to read from stores; empty once prefilled
     predicted: Times
     foreseen_seqs: float  # beside it at its decode instance when it lands
+    lands_only: bool  # before it runs: it loads no prefix, and blocks were free
     num_prompt_tokens: int
     max_tokens: int
     tenant: str
@@ -94,6 +95,7 @@ class Flights:
             reads=plan.reads,
             predicted=plan.predicted,
             foreseen_seqs=plan.foreseen_seqs,
+            lands_only=not (plan.predicted.transfer_s or plan.decision.predicted_landing_wait_s),
             num_prompt_tokens=place.num_prompt_tokens,
             max_tokens=place.max_tokens,
             tenant=place.tenant,
@@ -117,7 +119,7 @@ class Flights:
             prefill_s=report.prefill_s,
         )
         self._learned.accuracy.observe(flight.predicted, actual)
-        self._learned.overhead.observe(actual, reads=bool(flight.predicted.transfer_s))
+        self._learned.overhead.observe(actual, lands_only=flight.lands_only)
 
     def end(self, request_id: RequestId, now: float, output_tokens: int | None = None) -> None:
         """It ended somehow; None: nobody knows with how many tokens. Unknown ones are ignored."""

@@ -52,14 +52,14 @@ class Overhead:
         self._request = Middle()
         self._landing = Middle()
 
-    def observe(self, actual: Times, *, reads: bool) -> None:
-        """A first token, as its prefill worker reported it. `reads`: a prefix was loaded too, so that its transfer says
-        nothing of the landing alone."""
+    def observe(self, actual: Times, *, lands_only: bool) -> None:
+        """A first token, as its prefill worker reported it. `lands_only`: its transfer was the grant of a landing: there
+        was no prefix to load and blocks were free, which are other terms."""
         if actual.queue_s is None or actual.transfer_s is None or actual.prefill_s is None:
             return
         terms_s = actual.queue_s + actual.transfer_s + actual.prefill_s
         self._request.observe(actual.ttft_s - terms_s)
-        if not reads:
+        if lands_only:
             self._landing.observe(actual.transfer_s)
 
     def seconds(self, queue_s: float) -> float:

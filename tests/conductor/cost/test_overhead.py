@@ -12,10 +12,12 @@ from conductor.cost.overhead import Middle, Overhead
 NEAR = pytest.approx
 
 
-def reported(overhead: Overhead, rest_s: float, landing_s: float, *, reads: bool = False) -> None:
+def reported(
+    overhead: Overhead, rest_s: float, landing_s: float, *, lands_only: bool = True
+) -> None:
     ttft_s = 1.0 + 0.5 + landing_s + rest_s
     actual = Times(ttft_s=ttft_s, queue_s=1.0, transfer_s=landing_s, prefill_s=0.5)
-    overhead.observe(actual, reads=reads)
+    overhead.observe(actual, lands_only=lands_only)
     overhead.validate()
 
 
@@ -31,11 +33,11 @@ def test_a_landing_delays_only_who_does_not_wait_anyway() -> None:
     assert overhead.seconds(5.0) == NEAR(0.006)
 
 
-def test_a_loaded_prefix_says_nothing_of_landings() -> None:
+def test_a_loaded_prefix_or_a_full_pool_says_nothing_of_landings() -> None:
     overhead = Overhead()
     reported(overhead, 0.006, 0.004)
     for _ in range(20):
-        reported(overhead, 0.006, 3.0, reads=True)
+        reported(overhead, 0.006, 3.0, lands_only=False)
     assert overhead.seconds(0.0) == NEAR(0.010)
 
 
@@ -58,7 +60,7 @@ def test_the_middle_follows_what_is_usual_and_not_what_is_wild(
 
 def test_a_report_without_terms_says_nothing() -> None:
     overhead = Overhead()
-    overhead.observe(Times(ttft_s=1.0), reads=False)
+    overhead.observe(Times(ttft_s=1.0), lands_only=True)
     assert overhead.seconds(0.0) == 0.0
 
 
