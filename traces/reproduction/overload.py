@@ -45,13 +45,17 @@ class _Way:
                 published=None if self.published is None else self.published / _OF * _PER,
                 why="" if self.published is None else "another trace",
             ),
-            Row(what="… of them at the handoff", ours=late / len(result.outcomes) * _PER),
+            Row(what=f"at the handoff, {self.name}", ours=late / len(result.outcomes) * _PER),
             Row(
-                what="… share of prefill time that was for nothing",
+                what=f"prefill time for nothing, {self.name}",
                 ours=wasted_device_s(result) / result.counters["device_s"],
                 unit="%",
             ),
-            Row(what="… effective", ours=effective(result, MOONCAKE.tbt_slo_s), unit="%"),
+            Row(
+                what=f"effective, {self.name}",
+                ours=effective(result, MOONCAKE.tbt_slo_s),
+                unit="%",
+            ),
         )
 
 
