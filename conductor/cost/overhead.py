@@ -53,8 +53,8 @@ class Overhead:
         self._landing = Middle()
 
     def observe(self, actual: Times, *, lands_only: bool) -> None:
-        """A first token, as its prefill worker reported it. `lands_only`: its transfer was the grant of a landing: there
-        was no prefix to load and blocks were free, which are other terms."""
+        """A first token, as its prefill worker reported it. `lands_only`: its transfer was a landing being granted:
+        there was no prefix to load and blocks were free, which are other terms."""
         if actual.queue_s is None or actual.transfer_s is None or actual.prefill_s is None:
             return
         terms_s = actual.queue_s + actual.transfer_s + actual.prefill_s
