@@ -197,7 +197,7 @@ class PrefillWorkers(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         sources=st.integers(0, 4),
         timeout_s=st.sampled_from([5.0, 600.0]),
-        rank=st.sampled_from([0.0, 0.0, 3.0, 100.0]),
+        rank=st.sampled_from([0.0, 0.0, -3.0, 3.0, 100.0]),
     )
     def submit(
         self,

@@ -228,7 +228,7 @@ async def test_malformed_submissions_are_refused_before_they_become_requests(
                 setattr(wrong, name, value)
             with pytest.raises(InvalidRequest):
                 await c.channels.call(stub.Submit, wrong, timeout_s=PATIENCE_S)
-        for rank in (math.nan, math.inf, -1.0):
+        for rank in (math.nan, math.inf, -math.inf):
             message.placement.rank = rank
             with pytest.raises(InvalidRequest, match="rank"):
                 await c.channels.call(stub.Submit, message, timeout_s=PATIENCE_S)
