@@ -37,3 +37,14 @@ class DirectoryConfig(ProcessConfig):
             raise ConfigError("--hot-hits, --hot-window-s and --hot-cool-s must be above 0")
         if self.hot_extra_replicas < 0 or self.copies_at_once < 1:
             raise ConfigError("--hot-extra-replicas must not be negative, --copies-at-once above 0")
+        if self.registry is not None and self._is_own(self.registry):
+            raise ConfigError(
+                f"--registry {self.registry} is this directory itself: leave it out, "
+                "and unset MOONSERVE_REGISTRY here if that is where it comes from"
+            )
+
+    def _is_own(self, registry: str) -> bool:
+        """It would wait for itself for ever, and everybody else with it."""
+        host, _, port = registry.removeprefix("moonserve://").rpartition(":")
+        named = "127.0.0.1" if host == "localhost" else host
+        return bool(self.port) and port == str(self.port) and named in (self.host, "localhost")
