@@ -23,6 +23,7 @@ from kvstore.express.frames import METHOD
 from kvstore.express.in_loop import InLoop
 from kvstore.express.served import Served
 from kvstore.express.storing import Storing
+from kvstore.host_memory import available_bytes
 from kvstore.incarnation import first_generation, first_of
 from kvstore.index_segment import IndexSegments
 from kvstore.metrics import StoreCollector
@@ -48,6 +49,8 @@ from transfer import Segment, TransferEngine
 from transfer.metrics import TransferCollector
 
 log = logging.getLogger(__name__)
+
+_GIB = 2**30
 
 # Calls under way when the process stops answer within milliseconds, a commit of gigabytes within a second.
 STOP_GRACE_S = 1.0
@@ -265,6 +268,11 @@ async def serve(config: StoreConfig, lifecycle: Lifecycle) -> None:
 
 
 def _allocate(transfer: TransferEngine, nbytes: int) -> Segment:
+    available = available_bytes()
+    if available is not None and nbytes > available:
+        raise ConfigError(
+            f"--dram {nbytes / _GIB:.1f} GiB is more than this machine has left: {available / _GIB:.1f} GiB"
+        )
     try:
         return transfer.allocate(nbytes, readable=True, name="objects")
     except (OSError, MemoryError) as error:

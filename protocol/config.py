@@ -180,9 +180,10 @@ def parse_bytes(text: str) -> int:
     stripped = text.strip()
     digits = stripped.rstrip("BbIiKkMmGgTt ")
     unit = stripped[len(digits) :].strip().upper()
-    if unit not in _UNITS:
-        raise ValueError(f"{text!r} is not a size such as 512MiB or 4GB")
-    return int(float(digits) * _UNITS[unit])
+    try:
+        return int(float(digits) * _UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        raise ValueError(f"{text!r} is not a size such as 512MiB or 4GB") from None
 
 
 def _size(num_bytes: int) -> str:

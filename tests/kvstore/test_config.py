@@ -21,6 +21,8 @@ def test_sizes_are_written_with_their_unit() -> None:
     "flags",
     [
         ["--dram", "100"],
+        ["--dram", "many"],
+        ["--dram", "inf"],
         ["--evict-above", "1.5"],
         ["--evict-above", "0.5", "--evict-share", "0.6"],
         ["--lease-ttl-s", "0"],
