@@ -36,6 +36,11 @@ class Ledger:
         for key in keys:
             self._expected.setdefault(key, {})[node] = now + ANNOUNCED_S
 
+    def announced(self, keys: Iterable[BlockKey], node: InstanceId) -> None:
+        """The index knows of them: from now on it says who holds them."""
+        for key in keys:
+            self._expected.get(key, {}).pop(node, None)
+
     def failed(self, keys: Iterable[BlockKey], node: InstanceId, now: float) -> None:
         """They may be tried again at once, but not with this node."""
         for key in keys:

@@ -105,6 +105,10 @@ class Planner:
         for key in copy.keys:
             self._forget(key, copy.target)
 
+    def announced(self, keys: Iterable[BlockKey], node: InstanceId) -> None:
+        """What a copy brought there is in the index, and is expected no more."""
+        self._ledger.announced(keys, node)
+
     # ---- more
 
     def _hot_chains(self, now: float) -> list[list[BlockKey]]:

@@ -12,9 +12,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from kvstore.replication.planner import Planner
-from kvstore.replication.plans import Copy, Drop, Nodes, Pins, Step
+from kvstore.replication.plans import Copy, Drop, Nodes, Pins, Plan, Step
 from protocol.errors import MoonserveError, PeerLost
 from protocol.ids import InstanceId
 from protocol.keys import BlockKey
@@ -29,6 +30,10 @@ COPY_DEADLINE_S = 30.0
 CALL_MARGIN_S = 2.0
 REMOVE_TIMEOUT_S = 5.0
 KEYS_PER_QUESTION = 20_000
+ASK_TIMEOUT_S = 1.0
+HEARD_S = 5.0
+"""Events take some 20 ms; from a node that is slower than this they are not waited for."""
+_HEAR_AGAIN_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +79,16 @@ class Replicator:
                 await asyncio.sleep(PLAN_EVERY_S)
 
     async def change(self, keys: Sequence[BlockKey], num_replicas: int) -> Changed:
-        """Carries a wish out, as far as it can be."""
+        """Carries a wish out, as far as it can be; the index knows of it when it returns.
+
+        Events are a moment behind: what was just stored is waited for, and so is what was just done.
+        """
+        await self._heard_of(keys)
         pins = await self._pins(keys)
         plan = self._planner.plan_change(keys, num_replicas, self._views(), self._clock(), pins)
         copied = await asyncio.gather(*map(self._copy, plan.copies))
         dropped = await asyncio.gather(*map(self._drop, plan.drops))
+        await self._told(plan, [sum(each) for each in copied], dropped)
         wanted = sum(len(copy.keys) for copy in plan.copies)
         return Changed(
             created=sum(created for created, _ in copied),
@@ -86,6 +96,66 @@ class Replicator:
             missing=plan.missing,
             failed=wanted - sum(created + present for created, present in copied),
         )
+
+    async def _told(self, plan: Plan, copied: Sequence[int], dropped: Sequence[int]) -> None:
+        """The index knows what was done in full; the rest is not waited for."""
+        made = [
+            (copy.target, copy.keys)
+            for copy, num in zip(plan.copies, copied, strict=True)
+            if num == len(copy.keys)
+        ]
+        gone = [
+            (drop.node, drop.keys)
+            for drop, num in zip(plan.drops, dropped, strict=True)
+            if num == len(drop.keys)
+        ]
+        await self._heard(
+            lambda: (
+                all(self._num_held(*each) == len(each[1]) for each in made)
+                and not any(self._num_held(*each) for each in gone)
+            )
+        )
+        for node, keys in made:
+            self._planner.announced(keys, node)
+
+    async def _heard_of(self, keys: Sequence[BlockKey]) -> None:
+        """What the index does not know, the nodes are asked for: it may have been stored a moment ago."""
+        known = self._held(keys)
+        unknown = [key for key in keys if key not in known]
+        if unknown:
+            answers = await asyncio.gather(*(self._has(node, unknown) for node in self._views()))
+            there = list(chain.from_iterable(answers))
+            await self._heard(lambda: self._held(there) >= set(there))
+
+    async def _has(self, node: InstanceId, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Nothing of a node that does not say."""
+        found: list[BlockKey] = []
+        try:
+            for begin in range(0, len(keys), KEYS_PER_QUESTION):
+                piece = keys[begin : begin + KEYS_PER_QUESTION]
+                request = kvstore_pb2.StoreExistsRequest(keys=piece)
+                reply = await self._channels.call(
+                    self._stub(node).Exists, request, timeout_s=ASK_TIMEOUT_S
+                )
+                found += [key for key, there in zip(piece, reply.present, strict=True) if there]
+        except MoonserveError as error:
+            log.warning("%s did not tell what it has: %s", node, error)
+        return found
+
+    async def _heard(self, of_it: Callable[[], bool]) -> None:
+        """Until the nodes' events say so, or for a short while."""
+        give_up_at = self._clock() + HEARD_S
+        # The index tells nobody that it has changed: it does so too often.
+        while not of_it() and self._clock() < give_up_at:  # noqa: ASYNC110
+            await asyncio.sleep(_HEAR_AGAIN_S)
+
+    def _held(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Those that the index knows."""
+        return set(chain.from_iterable(self._planner.holders(keys).values()))
+
+    def _num_held(self, node: InstanceId, keys: Sequence[BlockKey]) -> int:
+        """By this node, as the index has it."""
+        return len(self._planner.holders(keys).get(node, ()))
 
     async def _pins(self, keys: Sequence[BlockKey]) -> Pins:
         """As the nodes that hold them say."""

@@ -71,6 +71,7 @@ async def test_a_hot_chain_gains_a_replica_that_reads_back_and_loses_it_when_it_
 
 @pytest.mark.slow  # four processes start
 async def test_asked_for_replicas_are_made_with_what_leads_to_them_and_taken_away_again() -> None:
+    """One wish right behind another: what was just stored is not missing, what was just made can be taken away."""
     port = free_port()
     with contextlib.ExitStack() as processes:
         processes.enter_context(running_directory(port=port))
@@ -80,15 +81,15 @@ async def test_asked_for_replicas_are_made_with_what_leads_to_them_and_taken_awa
             await asks.until_in_step("a", "b", "c")
             nodes = await asks.nodes()
             keys = await put_chain(nodes["a"], range(1, 9))
-            await until_replicas(asks, keys, 1)
             reply = await asks.change(keys[-2:], 3)
             assert (reply.created, reply.dropped, reply.missing) == (16, 0, 0)
-            await until_replicas(asks, keys, 3)
-            assert await read_chain(nodes["b"], keys) == WANTED
-            assert await read_chain(nodes["c"], keys) == WANTED
             reply = await asks.change([*keys, BlockKey(bytes([7]) * 16)], 1)
             assert (reply.created, reply.dropped, reply.missing) == (0, 16, 1)
             await until_replicas(asks, keys, 1)
+            reply = await asks.change(keys, 3)
+            assert (reply.created, reply.dropped, reply.missing) == (16, 0, 0)
+            assert await read_chain(nodes["b"], keys) == WANTED
+            assert await read_chain(nodes["c"], keys) == WANTED
             with pytest.raises(InvalidRequest):
                 await asks.change(keys, 0)
 
