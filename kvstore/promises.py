@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvstore.disk.base import Pin
+from kvstore.disk.format import MAX_TENANT_BYTES
 from kvstore.moves import Load
 from kvstore.stored import StoredObject
 from protocol.errors import InvalidRequest
@@ -131,4 +132,16 @@ def check_ttl(ttl_s: float) -> None:
     if not 0 < ttl_s <= MAX_TTL_S:
         raise InvalidRequest(
             f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, not {ttl_s}", param="ttl_s"
+        )
+
+
+def check_tenant(tenant: str) -> None:
+    """Raises InvalidRequest for a name that no disk would take: the put is to show it, not the demotion."""
+    try:
+        nbytes = len(tenant.encode())
+    except (UnicodeEncodeError, AttributeError) as error:
+        raise InvalidRequest(f"no name of a tenant: {tenant!r}", param="tenant") from error
+    if nbytes > MAX_TENANT_BYTES:
+        raise InvalidRequest(
+            f"a tenant's name has at most {MAX_TENANT_BYTES} bytes, not {nbytes}", param="tenant"
         )

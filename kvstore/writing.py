@@ -12,7 +12,17 @@ from collections.abc import Collection, Mapping, Sequence
 
 from kvstore.catalog import Catalog
 from kvstore.moves import Moves
-from kvstore.promises import Landed, Outcome, Phase, Reservation, Slot, Step, Wish, check_ttl
+from kvstore.promises import (
+    Landed,
+    Outcome,
+    Phase,
+    Reservation,
+    Slot,
+    Step,
+    Wish,
+    check_tenant,
+    check_ttl,
+)
 from kvstore.rights import Deadlines, Ended
 from kvstore.stored import StoredObject
 from protocol.errors import InvalidRequest, StaleLease
@@ -46,6 +56,8 @@ class WriteRights:
             raise StaleLease("this reservation has ended", reservation_id=reservation_id)
         if ttl_s is not None:
             check_ttl(ttl_s)
+        for tenant in {wish.tenant for wish in wishes}:
+            check_tenant(tenant)
         for wish in wishes:
             self._check(wish)
         expires_at = math.inf if ttl_s is None else now + ttl_s

@@ -27,6 +27,7 @@ from kvstore.client.spots import Spots
 from kvstore.client.store_lease import StoreLease
 from kvstore.client.touches import Touches
 from kvstore.disk.base import Pin
+from kvstore.promises import check_tenant, check_ttl
 from protocol.errors import InvalidRequest
 from transfer import Segment
 from transfer.buffers import Registrable
@@ -147,6 +148,7 @@ class KvStore:
         verify: bool = True,
     ) -> StoreLease:
         """Objects in place: `with store.lease(keys) as lease: lease.views[0]`. See `StoreLease`."""
+        check_ttl(ttl_s)
         lease = StoreLease(self._means, ttl_s)
         return lease.open(self._reads, Keys(keys), Deadline(timeout_s), verify=verify)
 
@@ -192,7 +194,7 @@ class KvStore:
         """As `put`; when it raises, some may be stored."""
         pairs = [(block_of(key), _bytes_of(value)) for key, value in items]
         lengths = [value.nbytes for _, value in pairs]
-        terms = Terms(pin=_pin_of(pin), tenant=tenant)
+        terms = _terms(pin, tenant)
         deadline = Deadline(timeout_s, sum(lengths))
         for part in portions(lengths):
             with self._means.scratch.borrow(sum(lengths[part]) or 1) as local:
@@ -241,7 +243,7 @@ class KvStore:
             for block, offset, length in zip(blocks, offsets, lengths, strict=True)
         ]
         deadline = Deadline(timeout_s, sum(lengths))
-        terms = Terms(pin=_pin_of(pin), tenant=tenant)
+        terms = _terms(pin, tenant)
         for part in portions(lengths):
             self._puts.put(items[part], segment, terms, deadline)
 
@@ -312,6 +314,12 @@ class KvStore:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _terms(pin: Pin | str, tenant: str) -> Terms:
+    """Raises InvalidRequest."""
+    check_tenant(tenant)
+    return Terms(pin=_pin_of(pin), tenant=tenant)
 
 
 def _pin_of(pin: Pin | str) -> Pin:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any, TypeVar
@@ -235,6 +236,13 @@ async def test_wrong_arguments_are_refused_before_anything_is_asked(store: Eithe
         await store.batch_get([fresh()], timeout_s=0.0)
     with pytest.raises(InvalidRequest, match="contiguous bytes"):
         await store.put(fresh(), 17)
+    for tenant in ("x" * 1025, "x" * 70_000, "\udc80"):
+        with pytest.raises(InvalidRequest, match="tenant"):
+            await store.put(fresh(), b"value", tenant=tenant)
+    for ttl_s in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(InvalidRequest, match="ttl_s"):
+            async with store.lease([fresh()], ttl_s=ttl_s):
+                pass
     await store.put(bytes(65536), b"the longest key")
     assert await store.get(bytes(65536)) == b"the longest key"
 

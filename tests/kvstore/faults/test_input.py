@@ -54,6 +54,7 @@ SENSELESS = {
     "a short parent": ("Reserve", reserving(1, parent=b"short")),
     "its own parent": ("Reserve", reserving(1, parent=KEY)),
     "an unknown pin": ("Reserve", reserving(1, pin=17)),
+    "a tenant whose name no disk takes": ("Reserve", reserving(1, tenant="x" * 1025)),
     "a right that has ended": ("Reserve", reserving(1, ttl_s=-1.0)),
     "a right without end": ("Reserve", reserving(1, ttl_s=math.inf)),
     "a right for no time at all": ("Reserve", reserving(1, ttl_s=math.nan)),
