@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import TypeVar
 
 from redis.asyncio.client import PubSub
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
@@ -171,6 +172,8 @@ def _translated() -> Iterator[None]:
         raise PeerError(f"redis refuses: {error}") from error
     except TimeoutError as error:
         raise PeerLost("redis did not answer in time") from error
+    except MasterNotFoundError as error:  # its text lists every sentinel with all of its options
+        raise PeerLost(f"redis: {str(error).partition(' : ')[0]} by any sentinel") from error
     except (RedisError, OSError) as error:
         raise PeerLost(f"redis cannot be reached: {error}") from error
 
