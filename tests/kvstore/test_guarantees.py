@@ -1,0 +1,37 @@
+"""The page of promises names tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "store-guarantees.md"
+NAMED = re.compile(r"`([\w/]+\.py)::(\w+)`")
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    promises = [row for row in rows if not row.startswith(("| **", "| promise"))]
+    assert len(promises) > 50
+    silent = [row for row in promises if not NAMED.search(row)]
+    assert not silent
+    missing = [
+        f"{path}::{test}"
+        for path, test in NAMED.findall("\n".join(promises))
+        if test not in names_in(path)
+    ]
+    assert not missing
+
+
+def names_in(path: str) -> set[str]:
+    """By the page's rule of where they lie."""
+    beside = ROOT / "tests" / "kvstore" / path
+    file = beside if beside.exists() else ROOT / "tests" / path
+    tree = ast.parse(file.read_text())
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
