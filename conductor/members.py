@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from conductor.columns import DecodeTable, PrefillTable, Seat, StoreTable, Table
+from conductor.cost.decode import DecodeCost
 from conductor.cost.prefill import PrefillCost
 from conductor.cost.transfer import LOCAL_BYTES_PER_S
 from conductor.decode_book import DecodeBook
 from conductor.draws import digest64
-from conductor.events import Load, Register
+from conductor.events import Load, Register, Steps, Traffic
 from conductor.ledger import PendingReads, PrefillQueue
+from conductor.observed import Observed
 from conductor.outlook import Outlook
 from conductor.transfers import Transfers
 from protocol.errors import Incompatible, InvalidRequest, StaleLease
@@ -29,9 +31,9 @@ from protocol.layout import KvLayout
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Endpoint
 
-# Half of 8,192, of which steps on GPUs are: what a prompt waits on average for the step under way of one that it goes
-# before. Where steps are smaller a policy is told of a wait that is too long, at most what is left of that prompt.
-_STEP_TOKENS = 4_096
+# Of whoever does not tell: what steps on GPUs are. Where they are smaller a policy is told of a wait that is too long,
+# at most what is left of that prompt.
+_STEP_TOKENS = 8_192
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +47,8 @@ class Instance:
     decode: DecodeBook  # empty unless a decode worker
     reads: PendingReads  # none unless a store
     prefill_cost: PrefillCost  # as registered, corrected by reports
+    decode_cost: DecodeCost  # as registered, corrected by heartbeats
+    observed: Observed = field(default_factory=Observed)
     load: Load = field(default_factory=Load)
 
     # Of the registration; fields of their own because they are read often.
@@ -77,6 +81,15 @@ class Instance:
         """A prompt of a prefill worker computed for so long: from now on its column says so too."""
         cost = self.prefill_cost
         cost.observe(num_tokens, num_cached, seconds)
+        table, row, current = self.seat.table, self.seat.row, cost.current
+        table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
+
+    def learn_decode(self, steps: Steps) -> None:
+        """Steps of a decode worker: likewise."""
+        cost, number = self.decode_cost, steps.num_steps
+        cost.observe(
+            steps.sequences / number, steps.context_tokens / number, steps.seconds / number
+        )
         table, row, current = self.seat.table, self.seat.row, cost.current
         table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
 
@@ -170,6 +183,24 @@ class Members:
         del self._instances[instance.instance_id]
         self._reindex()
 
+    def learn(self, instance: Instance, load: Load) -> None:
+        """What a heartbeat tells of steps and of bandwidths."""
+        steps = instance.observed.new_steps(load.steps)
+        if steps is not None and instance.role is Role.DECODE:
+            instance.learn_decode(steps)
+        for traffic in instance.observed.new_traffic(load.traffic):
+            peer = self.find(traffic.peer)
+            if peer is not None and Role.DECODE not in (peer.role, instance.role):
+                self._learn_traffic(instance, peer, traffic)
+
+    def _learn_traffic(self, instance: Instance, peer: Instance, traffic: Traffic) -> None:
+        here, there = instance.link, peer.link
+        self.transfers.measured(there, here, traffic.read_bytes, traffic.read_s)
+        self.transfers.measured(here, there, traffic.written_bytes, traffic.written_s)
+        if peer.instance_id == instance.registration.home_store and traffic.read_s:
+            table = self.prefills
+            table.local_bytes_per_s[instance.seat.row] = self.transfers.alone_between(there, here)
+
     def silent(self, now: float) -> list[Instance]:
         """Those whose lease has run out; cheap when none has."""
         if now <= self._no_silence_before:
@@ -237,6 +268,7 @@ class Members:
             instance.decode.validate()
             instance.reads.validate()
             instance.prefill_cost.validate()
+            instance.decode_cost.validate()
         self.outlook.validate()
         self.transfers.validate()
         for role in Role:
@@ -265,11 +297,18 @@ def _instance(registration: Register, now: float, seat: Seat[Any], outlook: Outl
         registration=registration,
         heard_at=now,
         seat=seat,
-        queue=PrefillQueue(prefill, registration.prefill_profile.seconds(_STEP_TOKENS, 0)),
+        queue=PrefillQueue(prefill, _half_step_s(registration)),
         decode=DecodeBook(registration.num_blocks, decode, outlook),
         reads=PendingReads(store),
         prefill_cost=PrefillCost(registration.prefill_profile),
+        decode_cost=DecodeCost(registration.decode_profile),
     )
+
+
+def _half_step_s(registration: Register) -> float:
+    """What a prompt waits on average for the step under way of one that it goes before."""
+    step_tokens = registration.max_num_batched_tokens or _STEP_TOKENS
+    return registration.prefill_profile.seconds(step_tokens // 2, 0)
 
 
 def _fill(table: Table, row: int, registration: Register) -> None:

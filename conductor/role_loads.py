@@ -51,7 +51,7 @@ class RoleLoads:
 
     def _decode(self, instance: Instance) -> WorkerLoad:
         load, registration = instance.load, instance.registration
-        profile = registration.decode_profile
+        profile = instance.decode_cost.current
         room_s = self._tbt_slo_s - profile.c0
         added_s = profile.step_s(load.num_running, load.context_tokens) - profile.c0
         # A target that not even an empty step meets is not met by more workers either.

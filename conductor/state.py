@@ -180,12 +180,13 @@ class ConductorState:
         instance.heard_at = now
         instance.drain(event.draining)
         instance.load = event.load
+        self._members.learn(instance, event.load)
         if instance.role is Role.PREFILL:
             prefill_profile = instance.registration.prefill_profile
             for request_id in instance.queue.correct(event.load, prefill_profile, now):
                 self._fairness.prefilled(request_id)
         elif instance.role is Role.DECODE:
-            profile = instance.registration.decode_profile
+            profile = instance.decode_cost.current
             instance.decode.correct(event.load, profile, self._learned.lengths, now)
         return HeartbeatSeen(known=True, resync=not self._index(instance, event.changes))
 

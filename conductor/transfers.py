@@ -69,6 +69,14 @@ class Transfers:
             return self._book.seconds(source, targets, nbytes, _tick(now))
         return nbytes / self._bandwidths.alone(source, targets)
 
+    def measured(self, source: int, target: int, nbytes: float, seconds: float) -> None:
+        """An instance saw so many bytes pass in so much time, in which some were always under way."""
+        self._bandwidths.observe(source, target, nbytes, seconds)
+
+    def alone_between(self, source: int, target: int) -> float:
+        """Bytes per second without other traffic."""
+        return self._bandwidths.alone_between(source, target)
+
     def _clear(self, now: float) -> None:
         """Takes out what has ended since the last question: all at once, since each change of the book costs a pass."""
         for key in self._ended:

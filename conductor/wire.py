@@ -187,6 +187,24 @@ def _load_to_wire(load: Load) -> conductor_pb2.Load:
         context_tokens=load.context_tokens,
         queued_tokens=load.queued_tokens,
         num_preemptions=load.num_preemptions,
+        traffic=[
+            conductor_pb2.Traffic(
+                peer=each.peer,
+                read_bytes=each.read_bytes,
+                read_s=each.read_s,
+                written_bytes=each.written_bytes,
+                written_s=each.written_s,
+            )
+            for each in load.traffic
+        ],
+        steps=conductor_pb2.Steps(
+            num_steps=load.steps.num_steps,
+            seconds=load.steps.seconds,
+            sequences=load.steps.sequences,
+            context_tokens=load.steps.context_tokens,
+        ),
+        free_bytes=load.free_bytes,
+        capacity_bytes=load.capacity_bytes,
     )
 
 

@@ -80,6 +80,7 @@ class DecodeService:
         self._clock = clock
         self._inbox: deque[Event] = deque()
         self._step_s = 0.0  # how long the latest step took
+        self._steps = conductor_pb2.Steps()  # of one token per sequence, since the start
         self._is_handling = False
         self._tasks: asyncio.TaskGroup | None = None  # while `run` is under way
         self._timer = Timer(lambda: self.handle(events.Tick()), clock)
@@ -146,6 +147,7 @@ class DecodeService:
             leased_blocks=state.num_leased_blocks,
             context_tokens=state.context_tokens,
             num_preemptions=state.counters.num_preemptions,
+            steps=self._steps,
         )
 
     @property
@@ -254,7 +256,17 @@ class DecodeService:
             began_at = self._clock()
             sampled = self._compute.execute_here(slices)
         self._step_s = self._clock() - began_at
+        self._count(slices)
         return sampled
+
+    def _count(self, slices: Sequence[Slice]) -> None:
+        """Not where a preempted sequence is read again: that is no decode step."""
+        if all(each.num_tokens == 1 for each in slices):
+            steps = self._steps
+            steps.num_steps += 1
+            steps.seconds += self._step_s
+            steps.sequences += len(slices)
+            steps.context_tokens += sum(each.end for each in slices)
 
     def _send_tokens(self, action: actions.SendTokens) -> None:
         self.streams.send(action.gateway_id, tokens=action.tokens)

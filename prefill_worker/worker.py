@@ -31,7 +31,7 @@ from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.profile import PrefillProfile
 from protocol.rpc import Channels, RpcServer
-from transfer import Segment, TransferEngine
+from transfer import Segment, TransferEngine, told
 from transfer.metrics import TransferCollector
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class PrefillWorker:
         self._config = config
         self._replica = replica
         self._transfer_address = transfer.address
+        self._stats = transfer.stats
+        self._local_bytes_per_s = told.local_bytes_per_s(segment.buffer)
         self._channels = Channels(config.cluster_token)
         self._blocks = BlockLog()
         measured, _ = replica.profiles
@@ -104,7 +106,7 @@ class PrefillWorker:
             address = await server.start(self._config.host, self._config.port)
             registration = self._registration(address)
             async with (
-                member(self._config, registration, self.service.load, self._blocks) as seat,
+                member(self._config, registration, self._load, self._blocks) as seat,
                 self._finding_home() as finding,
             ):
                 lifecycle.ready(rpc=address, transfer=self._transfer_address)
@@ -142,6 +144,11 @@ class PrefillWorker:
         async with running(self._home_finder.run()) as task:
             yield (task,)
 
+    def _load(self) -> conductor_pb2.Load:
+        load = self.service.load()
+        load.traffic.extend(told.traffic(self._stats))
+        return load
+
     def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
         endpoint = own_endpoint(
             self._config.instance_id,
@@ -150,6 +157,9 @@ class PrefillWorker:
         )
         registration = self._replica.registration(endpoint, common_pb2.ROLE_PREFILL)
         registration.home_store = self._config.home_store or ""
+        registration.local_bytes_per_s = self._local_bytes_per_s
+        limits = self._config.limits(self._replica.plan)
+        registration.max_num_batched_tokens = limits.max_num_batched_tokens
         return registration
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from transfer.base import Op
+from transfer.seen import PeerMeter, Seen
 
 BUCKETS_S = (50e-6, 100e-6, 250e-6, 1e-3, 2.5e-3, 10e-3, 50e-3, 250e-3, 1.0, 5.0)
 """Upper bounds of the latency histogram: one slice, from being handed to a session to its end."""
@@ -46,6 +47,7 @@ class PathStats:
         "incidents",
         "latency_counts",
         "latency_sum_s",
+        "meter",
         "num_in_flight",
         "peer",
         "rail",
@@ -54,8 +56,12 @@ class PathStats:
         "written_bytes",
     )
 
-    def __init__(self, transport: str, rail: str, peer: str) -> None:
+    def __init__(
+        self, transport: str, rail: str, peer: str, meter: PeerMeter | None = None
+    ) -> None:
+        """`meter`: of all paths to this peer."""
         self._lock = threading.Lock()
+        self.meter = meter or PeerMeter()
         self.transport = transport
         self.rail = rail
         self.peer = peer
@@ -77,11 +83,13 @@ class PathStats:
     def submitted(self, nbytes: int) -> None:
         with self._lock:
             self.bytes_in_flight += nbytes
+        self.meter.submitted(nbytes)
 
     def withdrawn(self, nbytes: int) -> None:
         """Whatever they ended in, they are not on this path any more."""
         with self._lock:
             self.bytes_in_flight -= nbytes
+        self.meter.withdrawn(nbytes)
 
     def taken(self, num_slices: int = 1) -> None:
         """By a session; negative: given back."""
@@ -97,6 +105,7 @@ class PathStats:
                 self.written_bytes += nbytes
             self.latency_sum_s += seconds
             self.latency_counts[bisect.bisect_left(BUCKETS_S, seconds)] += 1
+        self.meter.arrived(op, nbytes, seconds)
 
     def count(self, incident: Incident) -> None:
         with self._lock:
@@ -126,6 +135,7 @@ class TransferStats:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._paths: dict[tuple[str, str, str], PathStats] = {}
+        self._meters: dict[str, PeerMeter] = {}  # by peer
 
     def of(self, transport: str, rail: str, peer: str) -> PathStats:
         with self._lock:
@@ -133,8 +143,15 @@ class TransferStats:
             if key not in self._paths and len(self._paths) >= _MAX_PEERS:
                 key = (transport, rail, "other")
             if key not in self._paths:
-                self._paths[key] = PathStats(*key)
+                meter = self._meters.setdefault(key[2], PeerMeter())
+                self._paths[key] = PathStats(*key, meter)
             return self._paths[key]
+
+    def seen(self) -> dict[str, Seen]:
+        """By peer, what was measured of the bandwidth between it and this engine."""
+        with self._lock:
+            meters = dict(self._meters)
+        return {peer: meter.seen() for peer, meter in meters.items()}
 
     def __iter__(self) -> Iterator[PathStats]:
         with self._lock:

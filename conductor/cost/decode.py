@@ -6,6 +6,7 @@ not who joins next.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,9 +55,15 @@ class DecodeCost:
     def step_s(self, num_seqs: float, context_tokens: float) -> float:
         return self.correction.factor * self.profile.step_s(num_seqs, context_tokens)
 
-    def observe(self, num_seqs: int, context_tokens: int, seconds: float) -> None:
-        """A step took `seconds`, or the mean of several alike did. Impossible reports are ignored."""
-        if num_seqs > 0 and context_tokens >= 0:
+    @property
+    def current(self) -> DecodeProfile:
+        """The formula as it holds now."""
+        factor, profile = self.correction.factor, self.profile
+        return DecodeProfile(c0=factor * profile.c0, c1=factor * profile.c1, c2=factor * profile.c2)
+
+    def observe(self, num_seqs: float, context_tokens: float, seconds: float) -> None:
+        """A step took `seconds`; or means of several, since the formula is linear. Impossible reports are ignored."""
+        if 0 < num_seqs < math.inf and 0 <= context_tokens < math.inf:
             self.correction.observe(self.profile.step_s(num_seqs, context_tokens), seconds)
 
     def validate(self) -> None:

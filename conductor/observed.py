@@ -1,0 +1,53 @@
+"""What one incarnation told last in totals, and so what is new since. Pure.
+
+The first heartbeat that is heard only says from where to count: what came before is of another time, or was told to
+another conductor. Totals that went back say nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from conductor.events import Steps, Traffic
+from protocol.ids import InstanceId
+
+
+class Observed:
+    """Of one instance."""
+
+    def __init__(self) -> None:
+        self._steps: Steps | None = None
+        self._traffic: dict[InstanceId, Traffic] | None = None
+
+    def new_steps(self, steps: Steps) -> Steps | None:
+        """Those since the last heartbeat; None where there is none to learn from."""
+        before, self._steps = self._steps, steps
+        if before is None or steps.num_steps <= before.num_steps:
+            return None
+        return Steps(
+            num_steps=steps.num_steps - before.num_steps,
+            seconds=steps.seconds - before.seconds,
+            sequences=steps.sequences - before.sequences,
+            context_tokens=steps.context_tokens - before.context_tokens,
+        )
+
+    def new_traffic(self, traffic: Sequence[Traffic]) -> Iterator[Traffic]:
+        """By peer, what was moved since the last heartbeat."""
+        before, self._traffic = self._traffic, {each.peer: each for each in traffic}
+        if before is None:
+            return
+        for each in traffic:
+            known = before.get(each.peer, Traffic(peer=each.peer))
+            yield Traffic(
+                peer=each.peer,
+                read_bytes=max(each.read_bytes - known.read_bytes, 0),
+                read_s=_more(each.read_s, known.read_s),
+                written_bytes=max(each.written_bytes - known.written_bytes, 0),
+                written_s=_more(each.written_s, known.written_s),
+            )
+
+
+def _more(later_s: float, earlier_s: float) -> float:
+    """0 where that cannot be."""
+    return later_s - earlier_s if earlier_s < later_s < math.inf else 0.0

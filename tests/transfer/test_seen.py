@@ -1,0 +1,106 @@
+"""What is measured of the bandwidth between two engines: periods under way, not pauses, mixtures or round trips."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transfer.base import Op
+from transfer.seen import MEASURED_FROM, PeerMeter, Seen
+from transfer.told import local_bytes_per_s
+
+MUCH = MEASURED_FROM
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def moved(meter: PeerMeter, clock: Clock, op: Op, nbytes: int, seconds: float) -> None:
+    meter.submitted(nbytes)
+    clock.now += seconds
+    meter.arrived(op, nbytes, seconds)
+    meter.withdrawn(nbytes)
+
+
+def test_pauses_between_transfers_do_not_count() -> None:
+    clock = Clock()
+    meter = PeerMeter(clock)
+    for _ in range(3):
+        moved(meter, clock, Op.READ, MUCH, 0.5)
+        clock.now += 100.0
+    assert meter.seen() == Seen(read_bytes=3 * MUCH, read_s=1.5)
+
+
+def test_what_is_under_way_together_counts_its_time_once() -> None:
+    clock = Clock()
+    meter = PeerMeter(clock)
+    meter.submitted(MUCH)
+    meter.submitted(MUCH)
+    clock.now += 0.5
+    for _ in range(2):
+        meter.arrived(Op.WRITE, MUCH, 0.5)
+        meter.withdrawn(MUCH)
+    assert meter.seen() == Seen(written_bytes=2 * MUCH, written_s=0.5)
+
+
+def test_a_round_trip_and_a_mixture_measure_nothing() -> None:
+    clock = Clock()
+    meter = PeerMeter(clock)
+    moved(meter, clock, Op.READ, MUCH - 1, 0.5)
+    meter.submitted(MUCH)
+    moved(meter, clock, Op.READ, MUCH, 0.1)
+    meter.arrived(Op.WRITE, MUCH, 0.1)
+    meter.withdrawn(MUCH)
+    assert meter.seen() == Seen()
+
+
+def test_what_never_pauses_is_measured_all_the_same() -> None:
+    clock = Clock()
+    meter = PeerMeter(clock)
+    meter.submitted(MUCH)
+    for _ in range(10):
+        moved(meter, clock, Op.READ, MUCH, 0.5)
+    assert meter.seen().read_bytes >= 8 * MUCH
+    assert meter.seen().read_bytes / meter.seen().read_s == MUCH / 0.5
+
+
+def test_a_read_in_the_callers_thread_counts_with_its_own_time() -> None:
+    meter = PeerMeter(Clock())
+    meter.arrived(Op.READ, MUCH, 0.25)
+    meter.arrived(Op.READ, MUCH - 1, 0.25)
+    assert meter.seen() == Seen(read_bytes=MUCH, read_s=0.25)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(Op), st.integers(1, 4 * MUCH), st.floats(0.001, 2.0), st.booleans()
+        ),
+        max_size=30,
+    )
+)
+def test_totals_never_say_more_than_was_moved_or_longer_than_it_took(
+    transfers: list[tuple[Op, int, float, bool]],
+) -> None:
+    clock = Clock()
+    meter, began = PeerMeter(clock), clock.now
+    for op, nbytes, seconds, fails in transfers:
+        meter.submitted(nbytes)
+        clock.now += seconds
+        if not fails:
+            meter.arrived(op, nbytes, seconds)
+        meter.withdrawn(nbytes)
+    seen = meter.seen()
+    assert seen.read_bytes <= sum(n for op, n, _, f in transfers if op is Op.READ and not f)
+    assert seen.written_bytes <= sum(n for op, n, _, f in transfers if op is Op.WRITE and not f)
+    assert seen.read_s + seen.written_s <= clock.now - began + 1e-6
+
+
+def test_the_local_rate_leaves_the_memory_as_it_is() -> None:
+    memory = bytearray(range(256)) * 64
+    assert local_bytes_per_s(memoryview(memory)) > 0
+    assert memory == bytearray(range(256)) * 64
