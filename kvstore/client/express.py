@@ -127,8 +127,7 @@ class Express:
         message = b"".join((head, rows, tenant))
         give_up_at = time.monotonic() + left_s
         with self._link(deadline) as link:
-            link.send(vectors((address_of(message), len(message))))
-            link.push()  # the node looks for space while the values follow
+            link.say(message)  # the node looks for space while the values follow
             link.send(vectors(*((address_of(value), len(value)) for value in values if len(value))))
             link.push()
             checksums = np.array([checksum_of(place) for place in range(count)], CHECKSUM)

@@ -31,7 +31,8 @@ METHOD = "/moonserve.KvStore!express"
 
 QUESTION = struct.Struct("<BBHIIIQ")
 ANSWER = struct.Struct("<BxxxIQ")
-WISH_BYTES = 2 * KEY_BYTES + 8
+_WISH = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sQ")
+WISH_BYTES = _WISH.size
 ROW_BYTES = 32
 CHECKSUM = np.dtype("<u8")
 WISH = np.dtype([("key", f"V{KEY_BYTES}"), ("parent", f"V{KEY_BYTES}"), ("length", "<u8")])
@@ -103,8 +104,4 @@ def standing_and_length(extent: int) -> tuple[int, int]:
 
 def wishes(keys: Sequence[bytes], parents: Sequence[bytes], lengths: Sequence[int]) -> bytes:
     """Parents of 16 bytes each, zeros for none."""
-    rows = np.empty(len(keys), WISH)
-    rows["key"] = np.frombuffer(b"".join(keys), f"V{KEY_BYTES}")
-    rows["parent"] = np.frombuffer(b"".join(parents), f"V{KEY_BYTES}")
-    rows["length"] = lengths
-    return rows.tobytes()
+    return b"".join(map(_WISH.pack, keys, parents, lengths))  # half the price of three columns
