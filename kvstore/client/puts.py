@@ -136,7 +136,7 @@ class Puts:
             if isinstance(error, PeerLost | DeadlineExceeded) and deadline.fair():
                 node.lost(error)
             return dict.fromkeys(items, error)
-        refused = Overloaded("the store is full of objects in use", retry_after_s=_FULL_RETRY_S)
+        refused = Overloaded(_why_full(terms.tenant), retry_after_s=_FULL_RETRY_S)
         return {place: refused for place, item in items.items() if item in full}
 
     def _put_at(
@@ -263,6 +263,11 @@ class Puts:
                     "another value is stored under this key; remove it first",
                     key=item.block.key.hex(),
                 )
+
+
+def _why_full(tenant: str) -> str:
+    quota = f", or tenant {tenant!r} has a quota that this does not fit into" if tenant else ""
+    return f"the store is full of objects in use{quota}"
 
 
 def _damaged(num_corrupt: int, num_items: int) -> IntegrityError:

@@ -276,6 +276,22 @@ def test_a_store_full_of_leased_objects_says_so(own_node: Node) -> None:
         store.put(b"one more", b"x")
 
 
+def test_a_tenant_over_its_quota_loses_its_own_and_is_told_what_does_not_fit() -> None:
+    with (
+        running_node("--dram", str(DRAM), "--tenant-quota", "alice=1MiB") as node,
+        store_of(f"node://{node.rpc_address}") as store,
+    ):
+        store.put(b"of nobody", b"value")
+        for number in range(16):
+            store.put(b"of alice %d" % number, bytes(2**17), tenant="alice")
+        held = store.batch_exists([b"of alice %d" % number for number in range(16)])
+        assert held == [False] * 8 + [True] * 8
+        assert store.get(b"of nobody") == b"value"
+        with pytest.raises(Overloaded, match="'alice' has a quota"):
+            store.put(b"too large", bytes(2**21), tenant="alice")
+        assert store.get(b"of alice 15") == bytes(2**17)
+
+
 def test_a_reader_follows_an_index_that_grows(own_node: Node, transports: tuple[str, ...]) -> None:
     url = f"node://{own_node.rpc_address}"
     with store_of(url, transports) as reader, store_of(url) as writer:
