@@ -26,7 +26,7 @@ from benchmarks.conductor_load import Load, Scenario
 from benchmarks.conductor_rpc import rpc_rows
 from benchmarks.measure import medians, table, write_json
 from conductor.events import Event, Place, Placed
-from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
+from conductor.policies import POLICY_NAMES, PUBLISHED_POLICY
 from conductor.service import seldom_collected
 from conductor.state import ConductorState
 from protocol.timeline import percentile
@@ -66,6 +66,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--placements", type=int, default=4_000, help="of a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--latency-rate", type=float, help="instead of half the measured rate")
+    parser.add_argument("--policy", choices=POLICY_NAMES, default=PUBLISHED_POLICY)
     parser.add_argument("--policies", action="store_true", help="also a row for every policy")
     parser.add_argument(
         "--rpc", action="store_true", help="also through gRPC and the lean transport"
@@ -94,7 +95,7 @@ def _growth_row(scenario: Scenario, arguments: argparse.Namespace) -> Row:
         "blocks": scenario.num_blocks,
         "told": scenario.told_blocks,
     }
-    return row | _measured(Load(scenario), arguments, DEFAULT_POLICY)
+    return row | _measured(Load(scenario), arguments, arguments.policy)
 
 
 def _measured(load: Load, arguments: argparse.Namespace, policy: str) -> dict[str, float]:

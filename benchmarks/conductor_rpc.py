@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 from benchmarks.conductor_load import Load, Scenario
 from benchmarks.measure import medians
 from conductor.events import Place
-from conductor.policies import DEFAULT_POLICY
+from conductor.policies import PUBLISHED_POLICY
 from conductor.service import ConductorService
 from protocol.keys import pack_keys
 from protocol.metrics import scheduler_metrics
@@ -136,7 +136,7 @@ async def _client(
 
 @contextlib.asynccontextmanager
 async def _serving(scenario: Scenario) -> AsyncIterator[dict[str, str]]:
-    state = Load(scenario).cluster(DEFAULT_POLICY)
+    state = Load(scenario).cluster(PUBLISHED_POLICY)
     # Its clock stands still: instances that send no heartbeats must not fall silent meanwhile.
     service = ConductorService(state, scheduler_metrics(CollectorRegistry()), clock=lambda: 1.0)
     server = RpcServer(TOKEN)

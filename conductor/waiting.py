@@ -27,7 +27,8 @@ class WaitingPrompts:
     def __init__(self) -> None:
         self._ids: list[RequestId] = []
         self._row: dict[RequestId, int] = {}
-        self._least_tag: float | None = math.inf  # None: who had it is gone, and nobody has looked since
+        # None: who had it is gone, and nobody has looked since.
+        self._least_tag: float | None = math.inf
         self._tags = np.zeros(_FIRST_ROWS)
         self._places = np.zeros(_FIRST_ROWS)
         self._links = np.zeros(_FIRST_ROWS, np.int64)

@@ -15,6 +15,7 @@ from conductor.policies.session_affinity import SessionAffinity
 from protocol.errors import ConfigError
 
 DEFAULT_POLICY = GlobalCacheAware.name
+PUBLISHED_POLICY = GlobalCacheAware.name  # Algorithm 1, with which published figures are reproduced
 
 _POLICIES: dict[str, Callable[[float, int], PlacementPolicy]] = {
     GlobalCacheAware.name: lambda threshold, _seed: GlobalCacheAware(threshold),
