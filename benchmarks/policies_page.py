@@ -37,7 +37,7 @@ synthetic traces than those of the table; the price of copies was also looked at
 _LIMITS = """
 ## What it costs, and what it does not do
 
-- Weighing 16 instances with a dozen prompts each takes about 90 µs of processor time where Algorithm 1 takes 10. Of
+- Weighing 16 instances with a dozen prompts each takes about 15 µs of processor time where Algorithm 1 takes 9. Of
   more instances only the 16 with the shortest waits in order of arrival are looked at exactly.
 - The mean is bought from long prompts: under overload without admission the last percent waits for minutes, at most
   for 30 objectives and ten times its own prefill time, then it is its turn. With admission it is refused at once.
