@@ -97,6 +97,7 @@ class Ring:
         try:
             uring = importlib.import_module("liburing")
         except ImportError:
+            logger.info("no liburing here (extra `uring`): the disk is asked by threads")
             return None
         ring = uring.Ring()
         try:
