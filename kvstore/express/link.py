@@ -24,7 +24,7 @@ DISCARD_BYTES = 256 * 1024
 LOCAL_BUFFER_BYTES = 4 << 20
 """A whole batch fits, so that its sender need not be woken in the midst of it."""
 LOCAL_CONGESTION = b"reno"
-"""Every kernel has it, and it does not pace: bbr sets a timer three times per batch, which is dear in a virtual
+"""Every kernel has it, and it does not pace: bbr sets two timers per batch, each an exit of a virtual
 machine, for a network that is none (LOG.md)."""
 
 
