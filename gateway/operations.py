@@ -112,11 +112,22 @@ def _instance(instance: conductor_pb2.InstanceView) -> dict[str, Any]:
         "num_blocks": instance.num_blocks,
         "indexed_blocks": instance.indexed_blocks,
         "can_switch_role": instance.can_switch_role,
-        "load": {field.name: getattr(instance.load, field.name) for field in _LOAD_FIELDS},
+        "load": {
+            **{name: getattr(instance.load, name) for name in _LOAD_NUMBERS},
+            "traffic": list(map(_numbers, instance.load.traffic)),
+            "steps": _numbers(instance.load.steps),
+        },
     }
 
 
-_LOAD_FIELDS = conductor_pb2.Load.DESCRIPTOR.fields
+def _numbers(message: Any) -> dict[str, Any]:
+    """Of a message that has no others in it. Not as `MessageToDict`, which makes strings of large numbers."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+_LOAD_NUMBERS = [
+    field.name for field in conductor_pb2.Load.DESCRIPTOR.fields if field.message_type is None
+]
 
 
 def _plain(message: Any) -> dict[str, Any]:
