@@ -31,6 +31,7 @@ from conductor.leadership import (
     Terms,
     Tick,
 )
+from conductor.policy_record import policy_among
 from protocol.errors import (
     Incompatible,
     InvalidRequest,
@@ -39,6 +40,7 @@ from protocol.errors import (
     Unauthenticated,
 )
 from protocol.membership import own_endpoint
+from protocol.pb import conductor_pb2
 from protocol.registry.base import Member, Registry
 
 log = logging.getLogger(__name__)
@@ -85,6 +87,8 @@ class Candidate:
         self._was_heard = False  # the registry has answered
         self._is_silent = False  # it did not answer last time
         self._has_ended = False
+        self.policy: conductor_pb2.SetPolicyRequest | None = None
+        """That was set while conductors ran, as last read from the registry or told here."""
 
     @property
     def leads(self) -> bool:
@@ -169,12 +173,19 @@ class Candidate:
             )
         except StaleLease as error:
             return await self._refused(error.retry_after_s or 0.0)
+        with contextlib.suppress(MoonserveError):  # then it is what was read before
+            await self._members()
         return Claimed(epoch=joined.endpoint.epoch)
+
+    async def _members(self) -> list[Member]:
+        members = await self._registry.members()
+        self.policy = policy_among(members) or self.policy
+        return members
 
     async def _refused(self, retry_after_s: float) -> Refused:
         """With the leader's address, for those who ask here."""
         with contextlib.suppress(MoonserveError):
-            for member in await self._registry.members():
+            for member in await self._members():
                 if member.instance_id == CLAIM_ID:
                     return Refused(
                         retry_after_s=retry_after_s,

@@ -153,6 +153,14 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self._handle(Tick())
         self._gauge()
 
+    def begin_with(self, policy: conductor_pb2.SetPolicyRequest) -> None:
+        """Places by what was set under an earlier leader."""
+        for action in self._handle(wire.switch_from_wire(policy)):
+            if isinstance(
+                action, Refused
+            ):  # of another version; ours is what the command line says
+                log.warning("the policy set before is not one of ours: %s", action.error)
+
     def _ask(self, event: Event, expected: type[R]) -> R:
         """The reply to `event`; raises the error of a refusal."""
         reply = self._handle(event)[-1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
@@ -17,13 +18,17 @@ from typing import Any, Protocol, cast
 import grpc.aio
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from conductor import policy_record
 from conductor.candidate import Candidate
 from conductor.config import ConductorConfig
-from protocol.errors import NotLeader, NoWorker
+from conductor.policy_record import WRITE_EVERY_S
+from protocol.errors import MoonserveError, NotLeader, NoWorker
 from protocol.pb import conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.registry.connect import connect
 from protocol.rpc import RpcServer
+
+log = logging.getLogger(__name__)
 
 # Calls under way when the process stops answer within milliseconds.
 STOP_GRACE_S = 0.5
@@ -39,6 +44,8 @@ class Service(Protocol):
     """`ConductorService`; has the methods of conductor.proto besides."""
 
     def keep_house(self) -> None: ...
+
+    def begin_with(self, policy: conductor_pb2.SetPolicyRequest) -> None: ...
 
 
 class LeaderMetrics:
@@ -65,7 +72,9 @@ class Led:
         gather_s: float,
         metrics: LeaderMetrics,
         clock: Callable[[], float] = time.monotonic,
+        keep_policy: Callable[[conductor_pb2.SetPolicyRequest], Awaitable[None]] | None = None,
     ) -> None:
+        """`keep_policy`: puts it where the next leader finds it; None = it is lost with this one."""
         self.candidate: Candidate | None = None  # known once the address is
         self._fresh = fresh
         self._gather_s = gather_s
@@ -73,6 +82,8 @@ class Led:
         self._clock = clock
         self._service: Service | None = None  # while it leads
         self._began_at = 0.0  # with the service
+        self._keep_policy = keep_policy
+        self._policy_due_at = 0.0  # to be kept again
 
     def __getattr__(self, name: str) -> Callable[[Any, Context], Awaitable[Any]]:
         if name not in _METHODS:
@@ -81,6 +92,9 @@ class Led:
 
     def begin(self, epoch: int) -> None:
         self._service, self._began_at = self._fresh(), self._clock()
+        self._policy_due_at = self._began_at
+        if self.candidate is not None and self.candidate.policy is not None:
+            self._service.begin_with(self.candidate.policy)
         self._metrics.leads.set(1)
         self._metrics.terms.inc()
 
@@ -93,7 +107,22 @@ class Led:
         while True:
             if self._service is not None:
                 self._service.keep_house()
+                await self._keep_again()
             await asyncio.sleep(interval_s)
+
+    async def _keep_again(self) -> None:
+        """A record's lease ends, and a registry may lose its memory."""
+        candidate, keep = self.candidate, self._keep_policy
+        if keep is None or candidate is None or candidate.policy is None:
+            return
+        if self._clock() < self._policy_due_at or not candidate.leads:
+            return
+        try:
+            await keep(candidate.policy)
+        except MoonserveError as error:
+            log.warning("the placement policy is not kept for a next leader yet: %s", error)
+        else:
+            self._policy_due_at = self._clock() + WRITE_EVERY_S
 
     async def _answer(self, name: str, request: Any, context: Context) -> Any:
         service = self._leading()
@@ -102,7 +131,16 @@ class Led:
             raise NotLeader("this conductor led until just now")
         if self._clock() < self._began_at + self._gather_s and tells_of_nobody(reply):
             raise NotLeader("this conductor leads since just now and does not know the cluster yet")
+        if isinstance(request, conductor_pb2.SetPolicyRequest):
+            await self._set(request)
         return reply
+
+    async def _set(self, policy: conductor_pb2.SetPolicyRequest) -> None:
+        """It holds here already; who set it hears of success once it also holds for the next leader."""
+        if self.candidate is not None:
+            self.candidate.policy = policy
+        if self._keep_policy is not None:
+            await self._keep_policy(policy)
 
     def _leading(self) -> Service:
         """Raises NotLeader."""
@@ -155,7 +193,12 @@ async def serve_among_others(
     """Runs one of several conductors until the process is told to stop. Raises ConfigError when it cannot start."""
     terms = config.terms()
     registry = connect(registry_url, cluster_token=config.cluster_token)
-    led = Led(fresh, config.limits().lease_s, LeaderMetrics(metrics))
+    led = Led(
+        fresh,
+        config.limits().lease_s,
+        LeaderMetrics(metrics),
+        keep_policy=functools.partial(policy_record.write, registry),
+    )
     server = RpcServer(config.cluster_token)
     conductor_pb2_grpc.add_ConductorServicer_to_server(
         cast(conductor_pb2_grpc.ConductorServicer, led), server.grpc

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +15,12 @@ from prometheus_client import CollectorRegistry
 from conductor.candidate import Candidate, boot_clock
 from conductor.config import ConductorConfig
 from conductor.leadership import Terms
+from conductor.policy_record import policy_among, record_of
 from conductor.service import serve
 from conductor.standby import LeaderMetrics, Led
 from protocol.conductors import Conductors
 from protocol.config import load
-from protocol.errors import ConfigError, NotLeader, NoWorker, Unauthenticated
+from protocol.errors import ConfigError, NotLeader, NoWorker, PeerLost, Unauthenticated
 from protocol.keys import NO_PARENT
 from protocol.membership import BlockLog, Membership
 from protocol.pb import (
@@ -176,6 +179,57 @@ async def test_the_next_leader_learns_members_and_blocks_from_them(pair: Cluster
         async with asyncio.timeout(PATIENCE_S):
             while not await blocks_known(conductors):  # noqa: ASYNC110 - it is elsewhere
                 await asyncio.sleep(0.01)
+
+
+async def test_the_next_leader_places_by_the_policy_that_was_set(pair: Cluster) -> None:
+    policy = conductor_pb2.SetPolicyRequest(name="random", seed=7)
+    await call(pair.clients(), "SetPolicy", policy)
+    async with (
+        living(pair, "p0", common_pb2.ROLE_PREFILL),
+        living(pair, "d0", common_pb2.ROLE_DECODE),
+    ):
+        await pair.stop("a")
+        await call(pair.clients(), "Place", wish("r0"))
+        question = conductor_pb2.ExplainRequest(request_id="r0")
+        reply = await pair.ask("b", "Explain", question)
+    assert json.loads(reply.decision_json)["policy"] == "random"
+
+
+async def test_a_policy_that_cannot_be_kept_is_not_said_to_be_set() -> None:
+    async def lost(policy: conductor_pb2.SetPolicyRequest) -> None:
+        raise PeerLost("the registry is away")
+
+    class Setting(Sleepy):
+        async def SetPolicy(self, request: Any, context: Any) -> conductor_pb2.SetPolicyReply:
+            return conductor_pb2.SetPolicyReply()
+
+    registry, began = EmbeddedRegistry(), asyncio.Event()
+    led = Led(
+        lambda: Setting(lambda: None), 0.0, LeaderMetrics(CollectorRegistry()), keep_policy=lost
+    )
+
+    def begin(epoch: int) -> None:
+        led.begin(epoch)
+        began.set()
+
+    candidate = led.candidate = Candidate(
+        registry, "a:1", Terms(ttl_s=6.0), begin=begin, step_down=led.step_down
+    )
+    async with running(candidate.run()), asyncio.timeout(PATIENCE_S):
+        await began.wait()
+        with pytest.raises(PeerLost):
+            await led.SetPolicy(conductor_pb2.SetPolicyRequest(name="random"), None)
+    await registry.close()
+
+
+@pytest.mark.parametrize(
+    "facts", [{}, {"name": "random"}, {"name": "x", "balancing_threshold": "?"}]
+)
+def test_a_record_that_cannot_be_read_is_none(facts: dict[str, str]) -> None:
+    kept = record_of(conductor_pb2.SetPolicyRequest(name="random", seed=2**63))
+    assert policy_among([kept]) == conductor_pb2.SetPolicyRequest(name="random", seed=2**63)
+    assert policy_among([replace(kept, facts=facts)]) is None
+    assert policy_among([]) is None
 
 
 async def blocks_known(conductors: Conductors) -> bool:

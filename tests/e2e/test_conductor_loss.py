@@ -197,6 +197,29 @@ def test_a_stopped_leader_refuses_when_it_wakes_up_and_nothing_is_placed_twice(
     assert "Traceback" not in (cluster.log_dir / f"{old}.log").read_text()
 
 
+def test_the_policy_that_was_set_outlives_the_leader_it_was_set_at(cluster: Cluster) -> None:
+    """Killed as soon as it has answered: the answer means that whoever leads next knows."""
+    old = leader(cluster)
+    set_policy(cluster, old, "round-robin")
+    pid = cluster.pids()[old]
+    os.kill(pid, signal.SIGKILL)
+    answer = cluster.complete([1, 2, 3], max_tokens=2, **WISH)
+    with cluster.client() as client:
+        explained = client.get(f"/v1/requests/{answer['id']}/explain").json()
+    assert {decision["policy"] for decision in explained["decisions"]} == {"round-robin"}
+    cluster.wait_for("the restart", lambda: cluster.pids().get(old, pid) != pid)
+    set_policy(cluster, leader(cluster), "global-cache-aware")
+
+
+def set_policy(cluster: Cluster, name: str, policy: str) -> None:
+    with grpc.insecure_channel(address(cluster, name)) as channel:
+        conductor_pb2_grpc.ConductorStub(channel).SetPolicy(
+            conductor_pb2.SetPolicyRequest(name=policy),
+            metadata=((TOKEN_HEADER, cluster.token),),
+            timeout=PATIENCE_S,
+        )
+
+
 def place_at(cluster: Cluster, name: str) -> Exception:
     """The failure of a placement asked for right there."""
     request = conductor_pb2.PlaceRequest(request_id="misled", num_prompt_tokens=10, max_tokens=1)
