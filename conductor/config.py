@@ -40,7 +40,9 @@ class ConductorConfig(ProcessConfig):
     ttft_slo: float = option(30.0, help="reject when the predicted TTFT exceeds this, seconds")
     # The paper's 0.1 to 0.3 s are for GPUs. A CPU step with several long sequences takes tenths of a second (110M
     # parameters, 8 sequences of 2,048 tokens: 0.03 to 0.4 s by runtime), so this rejects only what is truly stuck.
-    tbt_slo: float = option(1.0, help="reject when the predicted TBT exceeds this, seconds")
+    tbt_slo: float = option(
+        1.0, help="reject when steps of over 95% of this are predicted, seconds"
+    )
     admission: str = option(
         Admission.PREDICTED.value,
         help="which predictions reject: none, of the load now, or of the decode load when the prompt is prefilled",
