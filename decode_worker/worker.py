@@ -6,12 +6,10 @@ Decides nothing about requests; that is `decode_worker.state`, and `decode_worke
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 
 import grpc.aio
-from prometheus_client import CollectorRegistry
 
 from decode_worker import events
 from decode_worker.config import DecodeConfig
@@ -19,14 +17,13 @@ from decode_worker.service import DecodeService
 from decode_worker.servicers import LandingServicer, LandingZone, WorkerServicer
 from decode_worker.state import DecodeState
 from engine.block_pool import BlockPool
-from engine.replica import Replica, load_replica
+from engine.replica import Replica, loaded_replica
 from protocol.membership import BlockLog, Seat, member, own_endpoint
-from protocol.metrics import exposed
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle
 from protocol.rpc import RpcServer
 from transfer import Segment, TransferEngine
-from transfer.metrics import TransferCollector
+from transfer.serving import serving
 
 log = logging.getLogger(__name__)
 
@@ -113,14 +110,6 @@ class DecodeWorker:
 
 async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
     """Runs a decode worker until the process is told to stop. Raises ConfigError when it cannot start."""
-    transfer = TransferEngine(
-        cluster_token=config.cluster_token,
-        name=config.instance_id,
-        options=config.transfer_options(config.host),
-    )
-    registry = CollectorRegistry()
-    registry.register(TransferCollector(transfer))
-    with transfer, exposed(registry, config.host, config.metrics_port):
-        replica, segment = await load_replica(config, transfer.allocate, lifecycle)
-        with contextlib.closing(replica.thread):
+    with serving(config) as (transfer, _):
+        async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
             await DecodeWorker(config, replica, transfer, segment).run(lifecycle)

@@ -7,8 +7,9 @@ what the worker does with the replica.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -151,6 +152,16 @@ class Memory(Protocol):
 
 
 M = TypeVar("M", bound=Memory)
+
+
+@contextlib.asynccontextmanager
+async def loaded_replica(
+    config: ReplicaConfig, allocate: Callable[[int], M], lifecycle: Lifecycle
+) -> AsyncIterator[tuple[Replica, M]]:
+    """As `load_replica`; its engine's thread ends with the block."""
+    replica, memory = await load_replica(config, allocate, lifecycle)
+    with contextlib.closing(replica.thread):
+        yield replica, memory
 
 
 async def load_replica(

@@ -14,7 +14,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from engine.block_pool import BlockPool
-from engine.replica import Replica, load_replica
+from engine.replica import Replica, loaded_replica
 from kvstore.block_client import BlockClient
 from prefill_worker.config import PrefillConfig
 from prefill_worker.landing import KvMemory
@@ -26,13 +26,12 @@ from prefill_worker.state import PrefillState
 from prefill_worker.stores import HomeFinder
 from protocol.ids import new_id
 from protocol.membership import BlockLog, Seat, member, own_endpoint
-from protocol.metrics import exposed
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.profile import PrefillProfile
 from protocol.rpc import Channels, RpcServer
 from transfer import Segment, TransferEngine, told
-from transfer.metrics import TransferCollector
+from transfer.serving import serving
 
 log = logging.getLogger(__name__)
 
@@ -165,15 +164,6 @@ class PrefillWorker:
 
 async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
     """Runs a prefill worker until the process is told to stop. Raises ConfigError when it cannot start."""
-    transfer = TransferEngine(
-        cluster_token=config.cluster_token,
-        name=config.instance_id,
-        options=config.transfer_options(config.host),
-        faults=config.faults(),
-    )
-    registry = CollectorRegistry()
-    registry.register(TransferCollector(transfer))
-    with transfer, exposed(registry, config.host, config.metrics_port):
-        replica, segment = await load_replica(config, transfer.allocate, lifecycle)
-        with contextlib.closing(replica.thread):
+    with serving(config, config.faults()) as (transfer, registry):
+        async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
             await PrefillWorker(config, replica, transfer, segment, registry).run(lifecycle)

@@ -6,7 +6,6 @@ outlives a turn is the replica, the transfer engine with its memory, and the poo
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from functools import partial
 
@@ -17,14 +16,13 @@ from deploy.worker.config import WorkerConfig
 from deploy.worker.servicer import RoleSwitchServicer
 from deploy.worker.turn import Turn
 from engine.block_pool import BlockPool
-from engine.replica import Replica, load_replica
+from engine.replica import Replica, loaded_replica
 from prefill_worker.worker import PrefillWorker
 from protocol.ids import Role
-from protocol.metrics import exposed
 from protocol.pb import worker_pb2_grpc
 from protocol.process import Lifecycle, running
 from transfer import Segment, TransferEngine
-from transfer.metrics import TransferCollector
+from transfer.serving import serving
 
 log = logging.getLogger(__name__)
 
@@ -93,15 +91,6 @@ class SwitchingWorker:
 
 async def serve(config: WorkerConfig, lifecycle: Lifecycle) -> None:
     """Runs a worker of changing roles until the process is told to stop. Raises ConfigError when it cannot start."""
-    transfer = TransferEngine(
-        cluster_token=config.cluster_token,
-        name=config.instance_id,
-        options=config.transfer_options(config.host),
-        faults=config.faults(),
-    )
-    registry = CollectorRegistry()
-    registry.register(TransferCollector(transfer))
-    with transfer, exposed(registry, config.host, config.metrics_port):
-        replica, segment = await load_replica(config, transfer.allocate, lifecycle)
-        with contextlib.closing(replica.thread):
+    with serving(config, config.faults()) as (transfer, registry):
+        async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
             await SwitchingWorker(config, replica, transfer, segment, registry).run(lifecycle)

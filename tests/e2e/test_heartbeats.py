@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -68,5 +69,11 @@ def test_bandwidths_and_steps_that_workers_saw_reach_the_conductor(cluster: Clus
     assert 0 < steps.seconds / steps.num_steps < PATIENCE_S
     assert steps.sequences >= steps.num_steps
     assert steps.context_tokens >= steps.num_steps * len(prompt)
+
+    def shown() -> dict[str, dict[str, Any]]:
+        return {i["instance_id"]: i["load"] for i in cluster.instances()}
+
+    cluster.wait_for("the gateway's page", lambda: shown()["decode-0"]["steps"]["num_steps"] >= 49)
+    assert {t["peer"] for t in shown()["prefill-0"]["traffic"]} >= {"decode-0", "store-0"}
     store = loads(cluster)["store-0"]
     assert 0 < store.free_bytes < store.capacity_bytes
