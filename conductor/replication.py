@@ -177,7 +177,8 @@ class Replication:
                 yield copy
 
     def _takes(self, store: Instance, now: float) -> bool:
-        return not store.draining and not self._ledger.is_shunned(store.instance_id, now)
+        is_free = not store.draining and not self._ledger.is_shunned(store.instance_id, now)
+        return is_free and self._num_allowed(store) > 0
 
     def _proposals(
         self, store: Instance, wanted: Wanted, saved_s: Floats, now: float
