@@ -110,10 +110,12 @@ class WaitingPrompts:
         np.minimum.at(first, at[rows], places[rows])
         before = np.flatnonzero(places < first[at])
         np.maximum.at(last, at[before], places[before])
-        first, last = first[links], last[links]
+        places_taken: Floats = np.full(len(links), math.inf)
+        here = np.flatnonzero(np.isfinite(first[links]))
+        first, last = first[links[here]], last[links[here]]
         behind = np.minimum(last + _BEHIND_S, (last + first) / 2)
-        taken: Floats = np.where(np.isinf(last), first - _BEFORE_ALL_S, behind)
-        return np.where(np.isinf(first), math.inf, taken)
+        places_taken[here] = np.where(np.isinf(last), first - _BEFORE_ALL_S, behind)
+        return places_taken
 
     def _columns(self) -> tuple[Floats | Ints, ...]:
         return self._tags, self._places, self._links, self._tenants, self._priorities

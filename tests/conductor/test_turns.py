@@ -58,6 +58,20 @@ def test_weights_decide_how_many_go_before() -> None:
     assert 22 <= sum(name.startswith("b") for name in order) <= 25
 
 
+def test_a_flood_at_one_machine_is_passed_there_and_an_idle_machine_takes_the_prompt() -> None:
+    """Nobody waits at the second one, so there is no place to take and nothing to wait for."""
+    cluster = pair()
+    for number in range(5):
+        placed(cluster, f"flood{number}", "flood")
+    cluster.prefill("p1")
+    quiet = placed(cluster, "quiet", "quiet")
+    assert quiet.prefill == "p1"
+    assert quiet.rank == 0.0
+    waits_s = [each.queue_s for each in quiet.prefill_candidates]
+    assert 0.0 < waits_s[0] < 3.0, "behind the one that runs and one more at most, not behind five"
+    assert waits_s[1] == 0.0
+
+
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_one_tenant_alone_is_placed_as_if_there_were_no_turns(
     policy: str, monkeypatch: pytest.MonkeyPatch
