@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -98,6 +99,23 @@ def test_two_who_always_wait_get_work_by_weight(weight: float) -> None:
     until = min(max(at for at, _ in each) for each in ends.values())
     a, b = (sum(tokens for at, tokens in ends[t] if at <= until) for t in "ab")
     assert abs(a - b / weight) <= 3 * 2 * 400, "answers count as expected until they end"
+
+
+def test_under_overload_who_asks_for_more_than_its_share_is_rejected_and_others_are_not() -> None:
+    """One tenant asks for five times as much as each of three others, of which all together could be served."""
+    records = [
+        record
+        for tenant, number in (("a", 60), ("b", 12), ("c", 12), ("d", 12))
+        for record in arrivals(tenant, seed=5, number=number, over_s=10.0, tokens=(20, 400))
+    ]
+    ordered = sorted(records, key=lambda record: record.arrived_s)
+    _, journeys = run_checked(
+        spec(num_prefill=4, num_decode=2, admission="predicted", ttft_slo_s=12.0, tbt_slo_s=0.06),
+        ordered,
+    )
+    rejected = Counter(j.record.tenant for j in journeys if j.end is End.REJECTED)
+    assert rejected["a"] >= 30
+    assert rejected["b"] + rejected["c"] + rejected["d"] <= 2
 
 
 def test_a_tenant_alone_is_served_as_requests_without_one() -> None:
