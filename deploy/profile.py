@@ -94,9 +94,6 @@ class ProfileConfig:
     )
     prefill_workers: int = option(1, help="with --serving: its prefill workers")
     decode_workers: int = option(1, help="with --serving: its decode workers")
-    pin_workers: bool = option(
-        False, help="with --serving: a core of its own for each worker, as far as there are"
-    )
 
     def __post_init__(self) -> None:
         require_at_least_1(
@@ -185,7 +182,6 @@ def _measure_serving(config: ProfileConfig) -> _Timed:
         num_prefill=config.prefill_workers,
         num_decode=config.decode_workers,
         num_threads=config.num_threads,
-        pins=config.pin_workers,
         flags=tuple(
             part
             for name in _OF_WORKERS

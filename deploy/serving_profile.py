@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.local import LocalCluster, running
-from deploy.pinning import pin_workers
 from deploy.serving_probe import Grid, Observations, Probe
 from deploy.serving_terms import ServingTerms, terms_of
 from protocol.errors import ConfigError, MoonserveError
@@ -23,14 +22,13 @@ from traces.client import StreamClient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterShape:
-    """A cluster of one machine. `flags`: further ones of `moonserve serve`. `pins`: see `deploy.pinning`."""
+    """A cluster of one machine. `flags`: further ones of `moonserve serve`."""
 
     model: Path | None  # None: the demo model
     num_prefill: int
     num_decode: int
     num_threads: int
     flags: tuple[str, ...] = ()
-    pins: bool = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[LocalCluster]:
@@ -39,8 +37,6 @@ class ClusterShape:
             tempfile.TemporaryDirectory() as log_dir,
             running(self.model, *self.serve_flags(), log_dir=Path(log_dir)) as cluster,
         ):
-            if self.pins:
-                pin_workers(cluster.process.pid)
             yield cluster
 
     def serve_flags(self) -> list[str]:
