@@ -50,6 +50,9 @@ _OPTIONS: list[tuple[str, int]] = [
     # A silent peer is noticed without traffic; see gRPC's keepalive guide.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # Whichever is longer counts, and the default is a minute: for so long a stopped process kept its streams. Twice the
+    # time above, since machines that are merely busy answer late.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
