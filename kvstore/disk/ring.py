@@ -28,9 +28,9 @@ NUM_SLOTS = 64
 """Operations under way at once; what comes beyond goes to the threads."""
 MAX_BUFFERS = 1024
 """Of one operation: IOV_MAX of Linux."""
-IN_LOOP_BYTES = 5 * 2**18
-"""Begun together; more is begun by threads of the kernel. A megabyte takes the loop 40 µs, waking such a thread 5, and
-either way it lands as soon."""
+IN_LOOP_BYTES = 5 * 2**20
+"""Begun together; more is begun by threads of the kernel, who take a fifth more of the processor. A megabyte takes the
+loop 40 µs."""
 _AGAIN_S = 0.01
 """When the kernel had no memory for an operation."""
 
