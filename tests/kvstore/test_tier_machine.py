@@ -289,13 +289,16 @@ class TwoTiers(TwoTiersInTruth):
     @rule(data=st.data())
     def find_on_disk(self, data: st.DataObject) -> None:
         found, place = self.unknown.pop(data.draw(st.integers(0, len(self.unknown) - 1)))
+        if found.generation <= self.removed_up_to.get(found.key, 0):
+            self.disk.forget([found])
+            self.disk.release(place)  # as the mover does with what was removed before it was found
+            return
         known = self.truth.get(found.key)
         if known is not None and known[0] < found.generation:
             self.law.no_eviction = True  # it is replaced
         kept = self.state.restore(found, place)
         self.law.no_eviction = False
         if kept:
-            assert found.generation > self.removed_up_to.get(found.key, 0)
             assert known is None or known[0] < found.generation
             self.truth[found.key] = (found.generation, found.checksum)
             self.law.pins[found.key] = found.pin

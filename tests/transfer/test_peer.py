@@ -211,14 +211,15 @@ def test_every_batch_ends_once_in_time_and_right(
     for piece in last:
         if piece.deadline_s == PATIENCE_S:
             piece.batch.wait(PATIENCE_S)
-    finish(storm, last)
+    finish(storm, last, before)
     assert {thread.name for thread in set(threading.enumerate()) - before} == set()
 
 
-def finish(storm: Storm, last: list[Piece]) -> None:
+def finish(storm: Storm, last: list[Piece], before: set[threading.Thread]) -> None:
+    """`before`: threads of others, gRPC's for one, that go on."""
     for piece in last:
         assert piece.has_ended.wait(PATIENCE_S)
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("Thread-"):
             thread.join(PATIENCE_S)
     for peer in [*storm.near._peers.met.values()]:
