@@ -18,6 +18,11 @@ from protocol.profile import DecodeProfile, PrefillProfile
 # starve one that is being read. On eight A800 (traces.simulator.profiles) 16 tokens behind 12,000 take 2 ms.
 LEAST_CHUNK = 16
 
+# Of the TBT objective, what a step with chunks may take. A sequence that joins waits for the step under way and then
+# for its own: with half, both together keep to the objective, and in a short answer such a gap is all that counts
+# (docs/conditional-disaggregation.md has other shares).
+CHUNK_SHARE = 0.5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBudget:
