@@ -134,6 +134,10 @@ class Schedule:
                 self._in_step = batch
                 return [sequence.slice for sequence in batch]
 
+    def steps(self, sequence: Sequence) -> bool:
+        """Whether the step under way computes some of it."""
+        return sequence in self._in_step
+
     def step_done(self, sampled: Seq[Sampled | None], out: list[Action]) -> None:
         batch, self._in_step = self._in_step, []
         tokens: dict[GatewayId, list[Token]] = {}
