@@ -113,6 +113,7 @@ class DecodeTable(Table):
     other_tokens: Floats = field(default_factory=_FLOATS)  # of their contexts
     free_blocks: Ints = field(default_factory=_INTS)  # that no placed prompt is going to need
     reads_prompts: Flags = field(default_factory=_FLAGS)  # can prefill what it decodes
+    step_tokens: Floats = field(default_factory=_FLOATS)  # in one step; infinite = not told
     reading_s: Floats = field(
         default_factory=_FLOATS
     )  # predicted, of prompts placed to be read here

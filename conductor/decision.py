@@ -199,6 +199,9 @@ class Decision:
     def to_json(self) -> str:
         record: dict[str, Any] = {}
         for name in (field.name for field in fields(self)):
+            if name == "undivided_columns":
+                record["undivided_candidates"] = _dicts(self.undivided_columns)
+                continue
             match getattr(self, name):
                 case PrefillColumns() as columns:
                     record["prefill_candidates"] = [c._asdict() for c in columns.rows()]
@@ -206,8 +209,6 @@ class Decision:
                     record["decode_candidates"] = [
                         {**c._asdict(), "fits": c.fits} for c in columns.rows()
                     ]
-                case UndividedColumns() as columns:
-                    record["undivided_candidates"] = [c._asdict() for c in columns.rows()]
                 case Turn() as turn:
                     record[name] = {**turn._asdict(), "ahead_tokens": turn.ahead_tokens}
                 case Rejection() | Outcome() as part:
@@ -215,3 +216,7 @@ class Decision:
                 case value:
                     record[name] = value
         return json.dumps(record)
+
+
+def _dicts(undivided: UndividedColumns | None) -> list[dict[str, Any]]:
+    return [] if undivided is None else [each._asdict() for each in undivided.rows()]

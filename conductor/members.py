@@ -334,6 +334,7 @@ def _fill(table: Table, row: int, registration: Register) -> None:
             _fill_profile(table, row, registration.decode_profile)
             table.slots[row] = registration.max_num_seqs or math.inf
             table.reads_prompts[row] = registration.reads_prompts
+            table.step_tokens[row] = registration.max_num_batched_tokens or math.inf
             prefill = registration.prefill_profile
             table.p0[row], table.p1[row], table.p2[row] = prefill.c0, prefill.c1, prefill.c2
 

@@ -50,8 +50,9 @@ def weigh_undivided(
     least_s = LEAST_CHUNK * (decodes.p1 + 2.0 * decodes.p2 * tokens)
     has_room = decodes.reads_prompts & columns.has_slot & (room_s > least_s)
     has_room &= columns.free_blocks >= columns.needed_blocks
-    num_steps = np.ceil(work_s / np.where(has_room, room_s, np.inf)).astype(np.int64)
-    num_steps = np.maximum(num_steps, 1)
+    by_time = np.ceil(work_s / np.where(has_room, room_s, np.inf))
+    by_tokens = np.ceil(missing / np.maximum(decodes.step_tokens - columns.num_seqs, 1.0))
+    num_steps = np.maximum(np.maximum(by_time, by_tokens), 1.0).astype(np.int64)
     load_s = (reuse_blocks - device_blocks) * remote_s_per_block
     queue_s = step_s / 2 + decodes.reading_s
     prefill_s = num_steps * (step_s + decodes.p0) + work_s
