@@ -44,6 +44,8 @@ class Table:
     )  # number of the placement that last chose it; 0 = none yet
     host: Words = field(default_factory=_WORDS)  # digest of its name
     num_blocks: Ints = field(default_factory=_INTS)  # of a worker's pool
+    bit: Ints = field(default_factory=_INTS)  # its number in the directory
+    link: Ints = field(default_factory=_INTS)  # in the book of transfers
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -78,10 +80,8 @@ class PrefillTable(Table):
     """Of `PrefillQueue` and of prefill registrations."""
 
     identity: Words = field(default_factory=_WORDS)  # digest of its id, for draws
-    bit: Ints = field(default_factory=_INTS)  # its number in the directory
     home: Ints = field(default_factory=_INTS)  # row of its home store; meaningless without one
     has_home: Flags = field(default_factory=_FLAGS)
-    link: Ints = field(default_factory=_INTS)  # in the book of transfers
     local_bytes_per_s: Floats = field(default_factory=_FLOATS)
     c0: Floats = field(default_factory=_FLOATS)  # of its profile, corrected
     c1: Floats = field(default_factory=_FLOATS)
@@ -112,6 +112,14 @@ class DecodeTable(Table):
     other_seqs: Floats = field(default_factory=_FLOATS)  # that run beside those of the outlook
     other_tokens: Floats = field(default_factory=_FLOATS)  # of their contexts
     free_blocks: Ints = field(default_factory=_INTS)  # that no placed prompt is going to need
+    reads_prompts: Flags = field(default_factory=_FLAGS)  # can prefill what it decodes
+    step_tokens: Floats = field(default_factory=_FLOATS)  # in one step; infinite = not told
+    reading_s: Floats = field(
+        default_factory=_FLOATS
+    )  # predicted, of prompts placed to be read here
+    p0: Floats = field(default_factory=_FLOATS)  # of its prefill profile
+    p1: Floats = field(default_factory=_FLOATS)
+    p2: Floats = field(default_factory=_FLOATS)
 
     def step_s(self, num_seqs: Floats | Ints, context_tokens: Floats | Ints) -> Floats:
         """`DecodeProfile.batch_step_s` of every row."""
@@ -125,8 +133,6 @@ class DecodeTable(Table):
 class StoreTable(Table):
     """Of store registrations and of the reads that placed prompts have yet to make."""
 
-    bit: Ints = field(default_factory=_INTS)  # its number in the directory
-    link: Ints = field(default_factory=_INTS)  # in the book of transfers
     pending_reads: Ints = field(default_factory=_INTS)  # blocks
 
 

@@ -86,6 +86,12 @@ class ConductorConfig(ProcessConfig):
         DEFAULT_ROLE_TERMS.cool_down_s,
         help="with --role-switching: seconds between two changes",
     )
+    conditional_disaggregation: str = option(
+        "off",
+        help="on = decode workers that can prefill a prompt themselves where its first token comes sooner and both "
+        "objectives are kept",
+        choices=("off", "on"),
+    )
     replication: str = option(
         "on",
         help="on = store nodes copy prefixes from each other whose absence costs requests more time than copying",
@@ -146,4 +152,5 @@ class ConductorConfig(ProcessConfig):
             decision_bytes=self.decision_mib * 2**20,
             tenant_weights=parse_weights(self.tenant_weights),
             by_priority=self.scheduling_policy == "priority",
+            conditional=self.conditional_disaggregation == "on",
         )

@@ -96,6 +96,41 @@ class DecodeColumns(NamedTuple):
         return tuple(DecodeCandidate(*row) for row in zip(*each, strict=False))
 
 
+class UndividedCandidate(NamedTuple):
+    """One decode instance that would prefill the prompt itself. Block counts are of leading blocks of the prompt."""
+
+    instance_id: str
+    device_blocks: int  # in its device cache
+    reuse_blocks: int  # there, or read from stores
+    load_s: float  # from the best store of the cluster
+    queue_s: float  # the step under way, and prompts that it reads before
+    step_s: float  # of those who decode, this request among them
+    added_s: float  # to each of its steps, by this prompt's chunks
+    num_steps: int
+    prefill_s: float  # of these steps, decoding included
+    ttft_s: float
+    keeps_slo: bool  # it has room, and both objectives are kept
+
+
+class UndividedColumns(NamedTuple):
+    """Fields of `UndividedCandidate`, a row per candidate; nobody changes them any more."""
+
+    instance_id: Names
+    device_blocks: Ints
+    reuse_blocks: Ints
+    load_s: Floats
+    queue_s: Floats
+    step_s: Floats
+    added_s: Floats
+    num_steps: Ints
+    prefill_s: Floats
+    ttft_s: Floats
+    keeps_slo: Flags
+
+    def rows(self) -> tuple[UndividedCandidate, ...]:
+        return tuple(map(UndividedCandidate, *(column.tolist() for column in self)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
     """Why a request was turned away, and when it may come back."""
@@ -147,6 +182,8 @@ class Decision:
     predicted_landing_wait_s: float  # until the decode instance has blocks for the prompt
     expected_output: float  # tokens, from what finished requests alike produced
     admission: str  # whose predictions may reject: none, current or predicted
+    undivided_columns: UndividedColumns | None = None  # None: no decode instance may prefill
+    is_undivided: bool = False  # `decode` prefills, `prefill` would have been the best one to do it
     replica_blocks: int = 0  # of `sources`, those that stores copied from each other to be near
     rejection: Rejection | None = None
     outcome: Outcome | None = None
@@ -162,6 +199,9 @@ class Decision:
     def to_json(self) -> str:
         record: dict[str, Any] = {}
         for name in (field.name for field in fields(self)):
+            if name == "undivided_columns":
+                record["undivided_candidates"] = _dicts(self.undivided_columns)
+                continue
             match getattr(self, name):
                 case PrefillColumns() as columns:
                     record["prefill_candidates"] = [c._asdict() for c in columns.rows()]
@@ -176,3 +216,7 @@ class Decision:
                 case value:
                     record[name] = value
         return json.dumps(record)
+
+
+def _dicts(undivided: UndividedColumns | None) -> list[dict[str, Any]]:
+    return [] if undivided is None else [each._asdict() for each in undivided.rows()]

@@ -87,4 +87,5 @@ def _size(decision: Decision) -> int:
         _RECORD_BYTES
         + len(prefills.ttft_s) * _PREFILL_ROW_BYTES
         + len(decodes.tbt_s) * _DECODE_ROW_BYTES
+        + (0 if decision.undivided_columns is None else len(decodes.tbt_s) * _DECODE_ROW_BYTES)
     )

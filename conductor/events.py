@@ -91,6 +91,7 @@ class Register:
     local_bytes_per_s: float = 0.0  # within its host, likewise
     can_switch_role: bool = False  # a worker that can change while it runs
     max_num_batched_tokens: int = 0  # prompt tokens of a prefill step at most; 0 = not told
+    reads_prompts: bool = False  # a decode worker that can prefill what it decodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from conductor.events import Phase, Place, Report
 from conductor.fairness import Fairness
 from conductor.learned import Learned
 from conductor.members import Instance
-from conductor.placement import Plan
+from conductor.plan import Plan
 from conductor.transfers import Transfers
 from protocol.ids import RequestId
 
@@ -27,7 +27,7 @@ class Flight:
     """A placed request whose end was not reported."""
 
     placed_at: float
-    prefill: Instance
+    prefill: Instance  # the same as `decode` where that reads the prompt itself
     decode: Instance
     reads: tuple[tuple[Instance, int], ...]  # blocks to read from stores; empty once prefilled
     predicted: Times
@@ -66,6 +66,7 @@ class Flights:
         decode.choose(self._num_placements)
         rank = plan.rank + plan.queueing.shift_s
         prefill.queue.add(place.request_id, plan.prefill_s, plan.uncached_tokens, now, rank)
+        prefill.show_reading()
         self._fairness.begin(
             place.request_id,
             plan.queueing.turn,
@@ -158,6 +159,7 @@ class Flights:
 
     def _end_prefill(self, request_id: RequestId, flight: Flight, now: float) -> None:
         flight.prefill.queue.remove(request_id, now)
+        flight.prefill.show_reading()
         self._fairness.prefilled(request_id)
         self._transfers.end(request_id)
         for store, num_blocks in flight.reads:

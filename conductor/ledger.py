@@ -75,6 +75,11 @@ class PrefillQueue:
         """Seconds until all that is there has run."""
         return self._work.total_s(now) + self._surplus_s
 
+    @property
+    def placed_s(self) -> float:
+        """Predicted of all that was placed, as if none of it had begun."""
+        return self._work.waiting_s + self._work.running_s
+
     def wait_s(self, now: float, rank: float) -> float:
         """Seconds until a prompt placed now with this rank would begin to run. What others placed goes before it."""
         return self._work.wait_s(now, now + rank) + self._surplus_s

@@ -67,7 +67,7 @@ class Instance:
 
     @property
     def link(self) -> int:
-        """In the book of transfers; of a prefill worker or a store."""
+        """In the book of transfers."""
         return int(self.seat.table.link[self.seat.row])
 
     def drain(self, draining: bool) -> None:
@@ -78,7 +78,10 @@ class Instance:
         self.seat.table.chosen_at[self.seat.row] = placement
 
     def learn_prefill(self, num_tokens: int, num_cached: int, seconds: float) -> None:
-        """A prompt of a prefill worker computed for so long: from now on its column says so too."""
+        """A prompt of a prefill worker computed for so long: from now on its column says so too. Of a decode worker it
+        says nothing: decoding went on beside it."""
+        if self.role is Role.DECODE:
+            return
         cost = self.prefill_cost
         cost.observe(num_tokens, num_cached, seconds)
         table, row, current = self.seat.table, self.seat.row, cost.current
@@ -93,10 +96,14 @@ class Instance:
         table, row, current = self.seat.table, self.seat.row, cost.current
         table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
 
+    def show_reading(self) -> None:
+        """A prompt that a decode worker prefills itself was placed there, or is read."""
+        if self.role is Role.DECODE:
+            self.seat.table.reading_s[self.seat.row] = self.queue.placed_s
+
     def index_as(self, bit: int) -> None:
-        """Its number in the directory. Decode workers have one too, but nobody reads from them."""
-        if self.role is not Role.DECODE:
-            self.seat.table.bit[self.seat.row] = bit
+        """Its number in the directory."""
+        self.seat.table.bit[self.seat.row] = bit
 
 
 class Members:
@@ -112,7 +119,7 @@ class Members:
         self.decodes = DecodeTable()
         self.stores = StoreTable()
         self.outlook = Outlook()  # of the decode instances
-        self.transfers = Transfers()  # between stores and prefill instances
+        self.transfers = Transfers()  # between stores and workers
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._instances.values())
@@ -162,10 +169,9 @@ class Members:
         seat: Seat[Any] = Seat(table, table.append())
         instance = _instance(registration, now, seat, self.outlook)
         _fill(table, seat.row, registration)
-        if isinstance(table, PrefillTable | StoreTable):
-            table.link[seat.row] = self.transfers.join(
-                int(table.host[seat.row]), registration.bytes_per_s, registration.local_bytes_per_s
-            )
+        table.link[seat.row] = self.transfers.join(
+            int(table.host[seat.row]), registration.bytes_per_s, registration.local_bytes_per_s
+        )
         self._instances[instance.instance_id] = instance
         self._no_silence_before = min(self._no_silence_before, now + self._lease_s)
         self._reindex()
@@ -174,8 +180,7 @@ class Members:
     def remove(self, instance: Instance) -> None:
         table, row = instance.seat.table, instance.seat.row
         instance.decode.leave()
-        if isinstance(table, PrefillTable | StoreTable):
-            self.transfers.leave(int(table.link[row]))
+        self.transfers.leave(int(table.link[row]))
         instance.seat.leave()
         table.delete(row)
         for later in self._by_role[instance.role][row + 1 :]:
@@ -262,7 +267,7 @@ class Members:
         for key, instance in self._instances.items():
             assert key == instance.instance_id
             assert instance.heard_at + self._lease_s >= self._no_silence_before
-            assert not len(instance.queue) or instance.role is Role.PREFILL
+            assert not len(instance.queue) or instance.role is not Role.STORE
             assert not len(instance.decode) or instance.role is Role.DECODE
             instance.queue.validate()
             instance.decode.validate()
@@ -280,6 +285,8 @@ class Members:
         assert table.ids.tolist() == [i.instance_id for i in members]
         assert [i.seat.row for i in members] == list(range(len(members)))
         assert all(i.seat.table is table for i in members)
+        if role is Role.DECODE:
+            assert np.allclose(self.decodes.reading_s, [i.queue.placed_s for i in members])
         if role is Role.PREFILL:
             homes = zip(members, self.prefills.has_home, self.prefills.home, strict=True)
             for member, has_home, row in homes:
@@ -326,6 +333,10 @@ def _fill(table: Table, row: int, registration: Register) -> None:
         case DecodeTable():
             _fill_profile(table, row, registration.decode_profile)
             table.slots[row] = registration.max_num_seqs or math.inf
+            table.reads_prompts[row] = registration.reads_prompts
+            table.step_tokens[row] = registration.max_num_batched_tokens or math.inf
+            prefill = registration.prefill_profile
+            table.p0[row], table.p1[row], table.p2[row] = prefill.c0, prefill.c1, prefill.c2
 
 
 def _fill_profile(

@@ -9,7 +9,7 @@ operations, however many instances there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from conductor.admission import (
@@ -23,7 +23,13 @@ from conductor.admission import (
 )
 from conductor.columns import DecodeTable, PrefillTable
 from conductor.cost.accuracy import Times
-from conductor.decision import Decision, DecodeColumns, PrefillColumns, Rejection
+from conductor.decision import (
+    Decision,
+    DecodeColumns,
+    PrefillColumns,
+    Rejection,
+    UndividedColumns,
+)
 from conductor.eligible import Able, eligible
 from conductor.events import Place
 from conductor.fairness import Fairness
@@ -31,33 +37,22 @@ from conductor.landing import Newcomer, best_decode, least, weigh_decodes
 from conductor.learned import Learned
 from conductor.members import Instance, Members
 from conductor.offers import offers_for, predicted_times, record
+from conductor.plan import Plan
 from conductor.policies.base import PlacementPolicy, Prompt, Weighed
 from conductor.prefix import PrefixMap
 from conductor.session import first_distinguishing
 from conductor.turns import Queueing, offers_in_turn, queueing
+from conductor.undivided import (
+    Reading,
+    best_undivided,
+    remote_s_per_block,
+    weigh_undivided,
+)
 from kvstore.directory import Directory, Leading
 from protocol.keys import BlockKey, pack_keys
 from protocol.layout import KvLayout
 from protocol.request import PrefixSource
-
-
-class Plan(NamedTuple):
-    """A decision with the instances it names."""
-
-    decision: Decision
-    prefill: Instance
-    decode: Instance
-    sources: tuple[PrefixSource, ...]
-    reads: tuple[tuple[Instance, int], ...]  # blocks to read from each store
-    predicted: Times
-    prefill_s: float  # predicted service time
-    rank: float  # with which it waits for prefill
-    queueing: Queueing
-    uncached_tokens: int
-    needed_blocks: int
-    block_bytes: int
-    step_s: float  # between its tokens
-    foreseen_seqs: float  # of placed requests, beside it when it lands
+from protocol.step_budget import CHUNK_SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +63,8 @@ class Targets:
     tbt_slo_s: float
     admission: Admission
     by_priority: bool = False  # whether prompts wait by priority first
+    conditional: bool = False  # whether decode workers may prefill, too
+    chunk_share: float = CHUNK_SHARE
 
     def of(self, place: Place) -> tuple[float, float]:
         """TTFT and TBT that this request must meet."""
@@ -88,6 +85,7 @@ class _Prefill(NamedTuple):
     best_blocks: int
     rank: float
     queueing: Queueing
+    prefixes: PrefixMap
 
     @property
     def ttft_s(self) -> float:
@@ -140,6 +138,12 @@ class Planner:
         prefill = self._best_prefill(place, prefills, excluded, layout, now)
         decode = self._best_decode(place, decodes, layout, prefill.ttft_s, now)
         decision = self._decide(place, prefill, decode, now)
+        undivided = self._undivided(prefill, decode, decision, layout, now)
+        if undivided is not None:
+            row = best_undivided(undivided, sooner_than_s=decision.predicted_ttft_s)
+            if row is not None:
+                return self._undivided_plan(place, prefill, decode, decision, undivided, row, now)
+            decision = replace(decision, undivided_columns=undivided)
         return Plan(
             decision=decision,
             prefill=prefill.instance,
@@ -186,6 +190,7 @@ class Planner:
             best_blocks=prefixes.best_blocks,
             rank=self._rank(own, instance, best, weighed),
             queueing=own,
+            prefixes=prefixes,
         )
 
     def _rank(self, own: Queueing, instance: Instance, row: int, weighed: Weighed) -> float:
@@ -225,6 +230,84 @@ class Planner:
         within = judged_tbt_s(self._targets.admission, columns) <= STEP_SHARE * tbt_slo_s
         row, wait_s = best_decode(columns, able.instances, within, layout.block_size, now)
         return _Decode(able, columns, row, wait_s, newcomer)
+
+    # -- a decode instance prefills, too
+
+    def _undivided(
+        self, prefill: _Prefill, decode: _Decode, decision: Decision, layout: KvLayout, now: float
+    ) -> UndividedColumns | None:
+        """All decode instances as those who would read the prompt; None where none may."""
+        decodes = decode.able.table
+        if not self._targets.conditional or not decodes.reads_prompts.any():
+            return None
+        reading = Reading(
+            num_tokens=decision.num_prompt_tokens,
+            block_size=layout.block_size,
+            best_blocks=prefill.best_blocks,
+            most_step_s=self._targets.chunk_share * self._targets.tbt_slo_s,
+            most_tbt_s=STEP_SHARE * decision.tbt_slo_s,
+            most_ttft_s=decision.ttft_slo_s,
+        )
+        device_blocks = prefill.prefixes.device_blocks(decodes)
+        remote_s = remote_s_per_block(
+            decodes, prefill.prefixes, self._members, device_blocks, layout.block_bytes, now
+        )
+        return weigh_undivided(decodes, decode.columns, reading, device_blocks, remote_s)
+
+    def _undivided_plan(
+        self,
+        place: Place,
+        prefill: _Prefill,
+        decode: _Decode,
+        divided: Decision,
+        undivided: UndividedColumns,
+        row: int,
+        now: float,
+    ) -> Plan:
+        """`divided`: what would have been done; `row`: of the decode instance that reads the prompt."""
+        instance, columns = decode.able.instances[row], decode.columns
+        reuse_blocks, layout = int(undivided.reuse_blocks[row]), self._members.layout
+        assert layout is not None, "a prompt was weighed"
+        device_blocks = int(undivided.device_blocks[row])
+        sources = prefill.prefixes.sources(instance, device_blocks, reuse_blocks)
+        ttft_s = float(undivided.ttft_s[row])
+        rejection = None
+        if self._targets.admission is not Admission.NONE:
+            until = self._fairness.claimed_until(prefill.queueing.turn, now)
+            rejection = reject_claimed(until, now)
+        decision = replace(
+            divided,
+            undivided_columns=undivided,
+            is_undivided=True,
+            decode=instance.instance_id,
+            rank=0.0,
+            sources=tuple((s.store.instance_id, s.first_block, s.num_blocks) for s in sources),
+            predicted_ttft_s=ttft_s,
+            predicted_tbt_s=float(judged_tbt_s(self._targets.admission, columns)[row]),
+            predicted_landing_wait_s=0.0,
+            rejection=rejection,
+        )
+        return Plan(
+            decision=decision,
+            prefill=instance,
+            decode=instance,
+            sources=sources,
+            reads=self._reads(sources),
+            predicted=Times(
+                ttft_s=ttft_s,
+                queue_s=float(undivided.queue_s[row]),
+                transfer_s=float(undivided.load_s[row]),
+                prefill_s=float(undivided.prefill_s[row]),
+            ),
+            prefill_s=float(undivided.prefill_s[row]),
+            rank=0.0,
+            queueing=prefill.queueing,
+            uncached_tokens=place.num_prompt_tokens - reuse_blocks * layout.block_size,
+            needed_blocks=decode.newcomer.needed_blocks,
+            block_bytes=layout.block_bytes,
+            step_s=float(columns.landing_tbt_s[row]),
+            foreseen_seqs=decode._replace(row=row).foreseen_seqs,
+        )
 
     def _reads(self, sources: Sequence[PrefixSource]) -> tuple[tuple[Instance, int], ...]:
         found = ((self._members.find(s.store.instance_id), s.num_blocks) for s in sources)

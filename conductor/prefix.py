@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from conductor.columns import Flags, Ints, PrefillTable
+from conductor.columns import DecodeTable, Flags, Ints, PrefillTable
 from conductor.members import Instance, Members
 from kvstore.directory import Leading
 from protocol.ids import Role
@@ -48,6 +48,11 @@ class PrefixMap:
             self._continue(prefills, ahead, prefix_blocks)
         return device_blocks, prefix_blocks
 
+    def device_blocks(self, decodes: DecodeTable) -> Ints:
+        """Of each row, leading blocks in the device cache."""
+        runs: Ints = self._leading.runs.take(decodes.bit)
+        return runs
+
     def sources(self, reader: Instance, first: int, end: int) -> tuple[PrefixSource, ...]:
         """Store nodes for the blocks [first, end): on the reader's host first, then the least loaded holder."""
         stores = self._members.with_role(Role.STORE)
@@ -81,14 +86,14 @@ class PrefixMap:
     def _nearest(self, reader: Instance, position: int) -> int | None:
         """The row of the store to read a block from."""
         stores, leading = self._stores, self._leading
-        prefills, row = self._members.prefills, reader.seat.row
-        if prefills.has_home[row]:
-            home = int(prefills.home[row])
+        readers, row = reader.seat.table, reader.seat.row
+        if isinstance(readers, PrefillTable) and readers.has_home[row]:
+            home = int(readers.home[row])
             if self._is_open[home] and leading.has(int(stores.bit[home]), position):
                 return home
         holding = (leading.holders(stores.bit, position) & self._is_open).nonzero()[0]
         if not holding.size:
             return None
-        beside = holding[stores.host[holding] == prefills.host[row]]
+        beside = holding[stores.host[holding] == readers.host[row]]
         among = beside if beside.size else holding
         return int(among[stores.pending_reads[among].argmin()])

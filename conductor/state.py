@@ -60,6 +60,7 @@ from kvstore.directory import Directory
 from protocol.errors import ConfigError, InvalidRequest, MoonserveError, StaleLease
 from protocol.ids import RequestId, Role
 from protocol.request import Placement
+from protocol.step_budget import CHUNK_SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,8 @@ class Limits:
     decision_bytes: int = 64 * 2**20  # of memory, kept for explanation at most
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # 1 where not given
     by_priority: bool = False  # as the workers' --scheduling-policy has it
+    conditional: bool = False  # whether decode workers read prompts themselves where that is sooner
+    chunk_share: float = CHUNK_SHARE  # of the TBT objective, what a step with a chunk takes there
 
 
 class ConductorState:
@@ -98,6 +101,8 @@ class ConductorState:
             tbt_slo_s=limits.tbt_slo_s,
             admission=limits.admission,
             by_priority=limits.by_priority,
+            conditional=limits.conditional,
+            chunk_share=limits.chunk_share,
         )
         self._fairness = Fairness(limits.tenant_weights)
         self._planner = Planner(
@@ -215,7 +220,7 @@ class ConductorState:
         return actions
 
     def _remove(self, instance: Instance, reason: Removal) -> InstanceRemoved:
-        if instance.role is Role.PREFILL:
+        if instance.role is not Role.STORE:
             self._fairness.lost(instance.link)
         if self._replication is not None:
             self._replication.forget(instance.instance_id)
@@ -262,7 +267,7 @@ class ConductorState:
         self._flights.end(event.request_id, now)  # placed again after a failure or a lost reply
         plan = self._planner.plan(event, now)
         decision = plan.decision
-        if self._replication is not None:
+        if self._replication is not None and not decision.is_undivided:
             self._replication.observe(decision, event.block_keys, now)
             decision = self._replication.noted(decision, event.block_keys)
         self._decisions.record(decision)

@@ -71,6 +71,7 @@ def register_from_wire(message: conductor_pb2.RegisterRequest) -> Register:
         local_bytes_per_s=_rate("local_bytes_per_s", message.local_bytes_per_s),
         can_switch_role=message.can_switch_role,
         max_num_batched_tokens=message.max_num_batched_tokens,
+        reads_prompts=message.reads_prompts,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from decode_worker.limits import Limits
 from engine.replica import PoolPlan, ReplicaConfig
 from protocol.errors import ConfigError
+from protocol.step_budget import StepBudget
 from transfer.config import TransferConfig
 
 
@@ -22,10 +23,12 @@ class DecodeConfig(ReplicaConfig, TransferConfig):
                 f"--max-num-seqs {self.max_num_seqs}: each sequence of a step computes a token"
             )
 
-    def limits(self, plan: PoolPlan) -> Limits:
+    def limits(self, plan: PoolPlan, budget: StepBudget | None = None) -> Limits:
+        """`budget`: of time, for steps with chunks of prompts."""
         return Limits(
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=plan.max_model_len,
+            budget=budget,
         )

@@ -20,10 +20,18 @@ class Counters:
     steps: int = 0
     generated_tokens: int = 0
     recomputed_tokens: int = 0
+    prompt_tokens: int = 0  # computed here, of prompts that nobody prefilled
     num_preemptions: int = 0
     requests_finished: int = 0
     requests_failed: int = 0
     requests_dropped: int = 0  # cancelled, superseded, or their gateway was lost
+
+    def count_chunk(self, num_tokens: int, *, is_new: bool) -> None:
+        """So many tokens of a prompt are computed; `is_new`: for the first time, as far as known here."""
+        if is_new:
+            self.prompt_tokens += num_tokens
+        else:
+            self.recomputed_tokens += num_tokens
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

@@ -70,8 +70,15 @@ class Schedule:
 
     # -- membership
 
-    def add(self, request: Request, blocks: Seq[BlockId], deadline_at: float) -> None:
-        """A sequence whose prompt has landed. It replaces an earlier attempt at the same request."""
+    def add(
+        self,
+        request: Request,
+        blocks: Seq[BlockId],
+        deadline_at: float,
+        num_computed: int | None = None,
+    ) -> Sequence:
+        """A sequence whose prompt has landed, or of which the first `num_computed` tokens are there: the rest is
+        computed in chunks. It replaces an earlier attempt at the same request."""
         earlier = self._sequences.get(request.request_id)
         if earlier is not None:
             self._drop(earlier)
@@ -83,9 +90,12 @@ class Schedule:
             token_ids=list(request.token_ids),
             block_table=list(blocks),
         )
+        if num_computed is not None:
+            sequence.rewind(num_computed)
         self._sequences[request.request_id] = sequence
         self._alarms.set(deadline_at, AlarmKind.SEQUENCE, request.request_id)
         insort(self._waiting, sequence, key=_rank)
+        return sequence
 
     def cancel(self, request_id: RequestId) -> bool:
         """False when there is no such sequence."""
@@ -123,6 +133,10 @@ class Schedule:
             if batch or not gave_way:
                 self._in_step = batch
                 return [sequence.slice for sequence in batch]
+
+    def steps(self, sequence: Sequence) -> bool:
+        """Whether the step under way computes some of it."""
+        return sequence in self._in_step
 
     def step_done(self, sampled: Seq[Sampled | None], out: list[Action]) -> None:
         batch, self._in_step = self._in_step, []
@@ -222,20 +236,32 @@ class Schedule:
             insort(self._waiting, sequence, key=_rank)
 
     def _compose(self) -> list[Sequence]:
-        """The sequences of the next step, their slices cut to the token budget; decoding ones come first."""
+        """The sequences of the next step, their slices cut to the budgets; decoding ones come first."""
         ready = [sequence for sequence in self._running if self._has_room(sequence)]
         behind = [sequence for sequence in ready if sequence.num_missing > 1]
         if not behind:
             return ready
         batch = [sequence for sequence in ready if sequence.num_missing == 1]
-        budget = self._limits.max_num_batched_tokens - len(batch)
-        for sequence in sorted(behind, key=_rank):
-            if budget > 0:
-                sequence.limit_slice(budget)
-                budget -= sequence.slice.num_tokens
-                self._counters.recomputed_tokens += sequence.slice.num_tokens
-                batch.append(sequence)
+        behind.sort(key=_rank)
+        for sequence, num_tokens in zip(behind, self._chunks(batch, behind), strict=False):
+            sequence.limit_slice(num_tokens)
+            self._counters.count_chunk(num_tokens, is_new=sequence.is_new)
+            batch.append(sequence)
         return batch
+
+    def _chunks(self, decoding: Seq[Sequence], behind: Seq[Sequence]) -> list[int]:
+        """Tokens that the next step computes of each of the leading ones of `behind`."""
+        left = self._limits.max_num_batched_tokens - len(decoding)
+        if (budget := self._limits.budget) is not None:
+            context = sum(len(sequence.token_ids) for sequence in decoding)
+            prompts = ((sequence.slice.start, sequence.num_missing) for sequence in behind)
+            return budget.chunks(len(decoding), context, prompts, left)
+        chunks: list[int] = []
+        for sequence in behind:
+            if left > 0:
+                chunks.append(min(left, sequence.num_missing))
+                left -= chunks[-1]
+        return chunks
 
     # -- ends
 

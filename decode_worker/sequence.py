@@ -56,6 +56,11 @@ class Sequence:
         """Tokens without KV; 1 while decoding, more when recomputing."""
         return len(self.token_ids) - self.slice.start
 
+    @property
+    def is_new(self) -> bool:
+        """It has had no token here."""
+        return len(self.token_ids) == len(self.request.token_ids)
+
     def rewind(self, num_computed: int) -> None:
         """Only the first `num_computed` tokens have KV (again)."""
         self.slice.start = num_computed

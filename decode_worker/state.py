@@ -197,9 +197,14 @@ class DecodeState:
             if slices:
                 # First: tokens travel while the engine computes, not before.
                 out.insert(0, RunStep(slices=slices))
-        if self._landings.num_queued and not self._schedule.has_preempted:
+        if self._landings.num_queued and not self._schedule.has_preempted and self._may_grant:
             # Each running sequence will want a block soon: leave it one rather than preempt right away.
             self._landings.admit(self._schedule.num_running, now, out)
+
+    @property
+    def _may_grant(self) -> bool:
+        """Whether nobody else waits for blocks."""
+        return True
 
     def _take_landed(self) -> None:
         for lease in self._landings.landed:
@@ -210,12 +215,16 @@ class DecodeState:
 
     # -- proof
 
+    def _other_references(self) -> Counter[int]:
+        """To blocks, of those who are neither landings nor sequences."""
+        return Counter()
+
     def validate(self) -> None:
         """Raises AssertionError unless free + held + leased = all blocks and references = holders."""
         self._pool.validate()
         self._landings.validate()
         self._schedule.validate()
-        references: Counter[int] = Counter()
+        references = self._other_references()
         for lease in self._landings.leases:
             references.update(lease.blocks)
         for sequence in self._schedule.holders():

@@ -11,6 +11,7 @@ import numpy as np
 
 from decode_worker.actions import LandedBlock
 from protocol.checksum import checksum
+from protocol.ids import BlockId
 from protocol.layout import KvLayout
 
 
@@ -30,9 +31,14 @@ class BlockVerifier:
 
     def corrupt(self, blocks: Sequence[LandedBlock]) -> tuple[int, ...]:
         """Indexes of the blocks whose content does not match."""
-        return tuple(block.index for block in blocks if self._checksum(block) != block.checksum)
+        return tuple(
+            block.index
+            for block in blocks
+            if self.checksum(block.block, block.num_tokens) != block.checksum
+        )
 
-    def _checksum(self, block: LandedBlock) -> int:
+    def checksum(self, block: BlockId, num_tokens: int) -> int:
+        """Of a block's first tokens."""
         # One gather and one pass: hashing piece by piece would cost a call per piece.
-        valid = self._pieces[:, block.block, : block.num_tokens * self._layout.token_bytes]
+        valid = self._pieces[:, block, : num_tokens * self._layout.token_bytes]
         return checksum((np.ascontiguousarray(valid).data,))

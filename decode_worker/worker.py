@@ -18,6 +18,7 @@ from decode_worker.servicers import LandingServicer, LandingZone, WorkerServicer
 from decode_worker.state import DecodeState
 from engine.block_pool import BlockPool
 from engine.replica import Replica, loaded_replica
+from protocol.keys import BlockKey
 from protocol.membership import BlockLog, Seat, member, own_endpoint
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle
@@ -58,13 +59,23 @@ class DecodeWorker:
         self.pool = BlockPool(
             plan.num_blocks,
             on_added=self._blocks.added,
-            on_removed=self._blocks.removed,
+            on_removed=self._removed,
             enable_prefix_caching=config.enable_prefix_caching,
         )
         if earlier is not None:
             self.pool.take_over(earlier)
-        state = DecodeState(self.pool, config.limits(plan))
-        self.service = DecodeService(state, replica.thread, transfer, segment, plan.layout)
+        self.service = self._make_service(transfer, segment)
+
+    def _make_service(self, transfer: TransferEngine, segment: Segment) -> DecodeService:
+        replica, plan = self._replica, self._replica.plan
+        state = DecodeState(self.pool, self._config.limits(plan))
+        return DecodeService(state, replica.thread, transfer, segment, plan.layout)
+
+    def _make_servicer(self) -> worker_pb2_grpc.WorkerServicer:
+        return WorkerServicer(self.service)
+
+    def _removed(self, key: BlockKey) -> None:
+        self._blocks.removed(key)
 
     async def run(
         self, lifecycle: Lifecycle, add_services: Callable[[grpc.aio.Server], None] = lambda _: None
@@ -72,7 +83,7 @@ class DecodeWorker:
         """Serves until told to stop; `add_services`: others at the same address. Raises ConfigError when the port is
         taken, or what ended the membership. All windows on the pool are closed when it returns or raises."""
         server = RpcServer(self._config.cluster_token)
-        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self.service), server.grpc)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self._make_servicer(), server.grpc)
         landing = LandingServicer(self.service, self._zone)
         worker_pb2_grpc.add_LandingServicer_to_server(landing, server.grpc)
         add_services(server.grpc)

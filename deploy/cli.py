@@ -67,7 +67,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def worker(argv: list[str]) -> int:
-    """`moonserve worker --role prefill|decode [--role-switching on] …`."""
+    """`moonserve worker --role prefill|decode [--role-switching on | --conditional-disaggregation on] …`."""
     modules = {"prefill": "prefill_worker.__main__", "decode": "decode_worker.__main__"}
     switching, rest = _take(argv, "--role-switching")
     if switching == "on":
@@ -78,6 +78,12 @@ def worker(argv: list[str]) -> int:
         print("moonserve worker: --role-switching is on or off", file=sys.stderr)
         return EXIT_USAGE
     role, rest = _take(rest, "--role")
+    conditional, rest = _take(rest, "--conditional-disaggregation")
+    if conditional not in (None, "off", "on"):
+        print("moonserve worker: --conditional-disaggregation is on or off", file=sys.stderr)
+        return EXIT_USAGE
+    if conditional == "on":
+        modules["decode"] = "deploy.undivided.__main__"
     if role not in modules:
         print("moonserve worker: --role prefill or --role decode must be given", file=sys.stderr)
         return EXIT_USAGE

@@ -53,6 +53,12 @@ class ServeConfig(TransferConfig, PatienceConfig):
         help="on = workers can change between prefill and decode while they run, and do as load demands",
         choices=("off", "on"),
     )
+    conditional_disaggregation: str = option(
+        "off",
+        help="on = decode workers prefill prompts themselves where the first token comes sooner and both objectives "
+        "are kept",
+        choices=("off", "on"),
+    )
     replication: str = option(
         "on",
         help="on = store nodes copy prefixes from each other whose absence costs requests more time than copying",
@@ -169,6 +175,10 @@ class ServeConfig(TransferConfig, PatienceConfig):
             "block_size",
             "max_num_batched_tokens",
         )
+        if self.role_switching == "on" and self.conditional_disaggregation == "on":
+            raise ConfigError(
+                "--role-switching and --conditional-disaggregation exclude each other"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "

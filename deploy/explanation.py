@@ -23,6 +23,9 @@ def show(explanation: Record, output: Output) -> None:
         output.line()
         _decodes(decision, output)
         output.line()
+        if decision["undivided_candidates"]:
+            _undivided(decision, output)
+            output.line()
         _ending(decision, output)
 
 
@@ -57,7 +60,7 @@ def _prefills(decision: Record, output: Output) -> None:
     )  # fmt: skip
     for each in candidates:
         table.add(
-            _mark(each, decision["prefill"]),
+            _mark(each, "" if decision["is_undivided"] else decision["prefill"]),
             each["instance_id"],
             *(str(each[f"{name}_blocks"]) for name in ("device", "prefix", "reuse")),
             *(seconds(each[f"{name}_s"]) for name in ("queue", "load", "transfer", "prefill")),
@@ -84,6 +87,26 @@ def _decodes(decision: Record, output: Output) -> None:
             f"{each['needed_blocks']:,}",
             _fits(each),
             seconds(each["landing_tbt_s"]),
+        )
+    table.flush()
+
+
+def _undivided(decision: Record, output: Output) -> None:
+    """Decode instances that would prefill the prompt themselves, beside the best prefill instance's TTFT."""
+    table = Table(
+        output, " ", "decode, prefilling", ">reused", ">queue", ">load", ">steps", ">step", ">added to it", ">TTFT",
+        "within both limits",
+    )  # fmt: skip
+    chosen = decision["decode"] if decision["is_undivided"] else ""
+    for each in decision["undivided_candidates"]:
+        table.add(
+            _mark(each, chosen),
+            each["instance_id"],
+            str(each["reuse_blocks"]),
+            *(seconds(each[f"{name}_s"]) for name in ("queue", "load")),
+            str(each["num_steps"]),
+            *(seconds(each[f"{name}_s"]) for name in ("step", "added", "ttft")),
+            "yes" if each["keeps_slo"] else "no",
         )
     table.flush()
 
@@ -115,15 +138,24 @@ def _terms(decision: Record, outcome: Record | None) -> list[tuple[str, float, f
     reports = {name: None if outcome is None else outcome[f"{name}_s"] for name in parts}
     if not any(report is not None for report in reports.values()):
         return []
-    chosen = next(
-        each
-        for each in decision["prefill_candidates"]
-        if each["instance_id"] == decision["prefill"]
-    )
+    chosen = _prefilling(decision)
+    if decision["is_undivided"]:
+        parts["transfer"] = ("load_s",)
     return [
         (_SHOWN[name], sum(chosen[term] for term in terms), reports[name])
         for name, terms in parts.items()
     ]
+
+
+def _prefilling(decision: Record) -> Record:
+    """The candidate that was to prefill."""
+    kind, chosen = "prefill", decision["prefill"]
+    if decision["is_undivided"]:
+        kind, chosen = "undivided", decision["decode"]
+    found: Record = next(
+        each for each in decision[f"{kind}_candidates"] if each["instance_id"] == chosen
+    )
+    return found
 
 
 def actual(outcome: Record) -> tuple[float | None, float | None]:

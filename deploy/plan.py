@@ -13,6 +13,7 @@ from typing import Any
 from conductor.config import ConductorConfig
 from decode_worker.config import DecodeConfig
 from deploy.config import DRAIN_S, STOP_GRACE_S, ServeConfig
+from deploy.undivided.config import UndividedConfig
 from deploy.worker.config import WorkerConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
@@ -63,11 +64,16 @@ def _fixed(config: ServeConfig, worker: Mapping[str, str]) -> list[ProcessSpec]:
         )
         for i in range(config.prefill_workers)
     ]
-    decodes = [
-        _spec(config, f"decode-{i}", "decode_worker", DecodeConfig, worker)
-        for i in range(config.decode_workers)
-    ]
+    decodes = [_decode_spec(config, i, worker) for i in range(config.decode_workers)]
     return [*prefills, *decodes]
+
+
+def _decode_spec(config: ServeConfig, index: int, worker: Mapping[str, str]) -> ProcessSpec:
+    name = f"decode-{index}"
+    if config.conditional_disaggregation == "off":
+        return _spec(config, name, "decode_worker", DecodeConfig, worker)
+    values = {**worker, **_home(config, index)}
+    return _spec(config, name, "deploy.undivided", UndividedConfig, values)
 
 
 def _switching(config: ServeConfig, worker: Mapping[str, str]) -> list[ProcessSpec]:

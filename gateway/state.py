@@ -344,8 +344,8 @@ class RequestState:
 
     def _cancel(self) -> CancelAt:
         placement = self.placement
-        endpoints = (placement.prefill, placement.decode) if placement else ()
-        return CancelAt(request_id=self.attempt_id, endpoints=endpoints)
+        endpoints = dict.fromkeys((placement.prefill, placement.decode)) if placement else ()
+        return CancelAt(request_id=self.attempt_id, endpoints=tuple(endpoints))
 
     def _hand_back(self) -> Report:
         """A placement that was not used."""

@@ -142,3 +142,8 @@ class Placement:
     predicted_ttft_s: float = 0.0
     predicted_tbt_s: float = 0.0
     rank: float = 0.0  # seconds; prompts wait at the prefill worker in the order of their arrival there + rank
+
+    @property
+    def is_undivided(self) -> bool:
+        """Whether the decode worker prefills, too: there is no handoff."""
+        return self.prefill == self.decode

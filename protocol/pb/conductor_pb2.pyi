@@ -92,6 +92,7 @@ class RegisterRequest(_message.Message):
     LOCAL_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     CAN_SWITCH_ROLE_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    READS_PROMPTS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     fingerprint: _builtins.str
     """hex; workers"""
@@ -107,7 +108,9 @@ class RegisterRequest(_message.Message):
     can_switch_role: _builtins.bool
     """workers: serves RoleSwitch"""
     max_num_batched_tokens: _builtins.int
-    """prefill: prompt tokens of one step at most; 0 = not told"""
+    """prompt tokens of one step at most; 0 = not told"""
+    reads_prompts: _builtins.bool
+    """decode: can prefill what it decodes"""
     @_builtins.property
     def endpoint(self) -> _common_pb2.Endpoint: ...
     @_builtins.property
@@ -135,10 +138,11 @@ class RegisterRequest(_message.Message):
         local_bytes_per_s: _builtins.float = ...,
         can_switch_role: _builtins.bool = ...,
         max_num_batched_tokens: _builtins.int = ...,
+        reads_prompts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_profile", b"decode_profile", "endpoint", b"endpoint", "layout", b"layout", "prefill_profile", b"prefill_profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_switch_role", b"can_switch_role", "decode_profile", b"decode_profile", "endpoint", b"endpoint", "fingerprint", b"fingerprint", "home_store", b"home_store", "layout", b"layout", "local_bytes_per_s", b"local_bytes_per_s", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefill_profile", b"prefill_profile", "role", b"role", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_switch_role", b"can_switch_role", "decode_profile", b"decode_profile", "endpoint", b"endpoint", "fingerprint", b"fingerprint", "home_store", b"home_store", "layout", b"layout", "local_bytes_per_s", b"local_bytes_per_s", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefill_profile", b"prefill_profile", "reads_prompts", b"reads_prompts", "role", b"role", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

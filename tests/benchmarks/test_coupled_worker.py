@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.coupled_live import SIDES, cluster_of
-from benchmarks.coupled_worker import CoupledState, Submitted
 from decode_worker import actions, events
 from decode_worker.limits import Limits
+from deploy.undivided.events import SealBlocks, Sealed, Submitted
+from deploy.undivided.state import UndividedState
 from engine.batch import Sampled, Slice
 from engine.block_pool import BlockPool
 from protocol.ids import GatewayId, RequestId
@@ -44,7 +45,7 @@ class Worker:
         limits = Limits(
             block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=BUDGET, max_model_len=40
         )
-        self.state = CoupledState(pool, limits)
+        self.state = UndividedState(pool, limits)
         self.steps: list[list[tuple[str, int, int]]] = []
         self.tokens: dict[str, int] = {}
         self.reports: dict[str, PrefillReport] = {}
@@ -74,6 +75,9 @@ class Worker:
             match action:
                 case actions.RunStep(slices=slices):
                     self._next = slices
+                case SealBlocks(seal_id=seal_id, blocks=blocks):
+                    sealed = Sealed(seal_id=seal_id, checksums=(0,) * len(blocks))
+                    self._take(self.state.handle(sealed, self._now))
                 case actions.SendTokens(tokens=tokens):
                     for token in tokens:
                         assert token.index == self.tokens.get(token.request_id, 0)

@@ -44,6 +44,8 @@ def decision(**changes: Any) -> dict[str, Any]:
         "excluded_instances": [],
         "prefill_candidates": [prefill | terms, prefill | terms | {"instance_id": "p1"}],
         "decode_candidates": [decode],
+        "undivided_candidates": [],
+        "is_undivided": False,
         "prefill": "p1",
         "decode": "d0",
         "sources": [["store-0", 0, 3]],
@@ -141,3 +143,30 @@ def test_no_gateway_is_one_line_that_names_the_address(capsys: pytest.CaptureFix
 def test_the_address_may_be_in_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main(["x"], {"MOONSERVE_URL": "nonsense"}) == EXIT_UNREACHABLE
     assert "nonsense" in capsys.readouterr().err
+
+
+def test_a_decode_worker_that_prefilled_is_marked_and_its_terms_are_shown() -> None:
+    there = {
+        "instance_id": "d0",
+        "device_blocks": 0,
+        "reuse_blocks": 2,
+        "load_s": 0.0125,
+        "queue_s": 0.011,
+        "step_s": 0.02,
+        "added_s": 0.03,
+        "num_steps": 2,
+        "prefill_s": 0.1,
+        "ttft_s": 0.1125,
+        "keeps_slo": True,
+    }
+    outcome = {
+        "phase": "finished", "ttft_s": 0.12, "elapsed_s": 1.0, "cached_tokens": 64, "output_tokens": 5,
+        "queue_s": 0.01, "transfer_s": 0.012, "prefill_s": 0.098,
+    }  # fmt: skip
+    text = shown(decision(undivided_candidates=[there], is_undivided=True, outcome=outcome))
+    lines = [line.split() for line in text.splitlines()]
+    assert ["→", "d0", "2", "11.0", "ms", "12.5", "ms", "2", "20.0", "ms", "30.0", "ms"] in [
+        line[:12] for line in lines
+    ]
+    assert not any(line[:2] == ["→", "p1"] for line in lines)
+    assert ["compute", "100.0", "ms", "98.0", "ms"] in lines

@@ -10,6 +10,7 @@ from conductor.config import ConductorConfig
 from decode_worker.config import DecodeConfig
 from deploy.config import STOP_GRACE_S, ServeConfig
 from deploy.plan import ProcessSpec, conductor_spec, member_specs
+from deploy.undivided.config import UndividedConfig
 from deploy.worker.config import WorkerConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
@@ -24,6 +25,7 @@ CLASSES: dict[str, type[ProcessConfig]] = {
     "prefill_worker": PrefillConfig,
     "decode_worker": DecodeConfig,
     "deploy.worker": WorkerConfig,
+    "deploy.undivided": UndividedConfig,
     "gateway": GatewayConfig,
 }
 
@@ -148,6 +150,14 @@ def test_api_keys_are_no_flags() -> None:
 def test_impossible_clusters_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="--"):
         ServeConfig(**options)  # type: ignore[arg-type]
+
+
+def test_decode_workers_that_prefill_know_the_objective_and_a_home_store() -> None:
+    options = {"decode_workers": 2, "conditional_disaggregation": "on", "tbt_slo": 0.3}
+    specs = members(**options, store_nodes=2)
+    decodes = [parsed(specs[f"decode-{i}"]) for i in range(2)]
+    assert all(isinstance(each, UndividedConfig) and each.tbt_slo == 0.3 for each in decodes)
+    assert [getattr(each, "home_store") for each in decodes] == ["store-0", "store-1"]  # noqa: B009
 
 
 def test_workers_that_may_change_have_names_without_a_role() -> None:

@@ -14,6 +14,7 @@ from bisect import insort
 from collections.abc import Callable
 
 from protocol.profile import DecodeProfile, PrefillProfile
+from protocol.step_budget import StepBudget
 from traces.simulator.blocks import Blocks
 from traces.simulator.host import Slowdown
 from traces.simulator.segments import Run, Segment, Spread, gaps_of
@@ -39,9 +40,10 @@ class Batch:
         prompts_first: bool = False,
         slowdown: Callable[[int], Slowdown] | None = None,
         spread: Spread = (),
+        budget: StepBudget | None = None,
     ) -> None:
         """`slowdown`: what company costs steps of so many sequences that begin now; call `interrupt` when it
-        changes. `spread`: see `gaps_of`."""
+        changes. `spread`: see `gaps_of`. `budget`: of time, for steps with chunks."""
         self._decode = decode
         self._prefill = prefill
         self._blocks = blocks
@@ -51,6 +53,7 @@ class Batch:
         self._prompts_first = prompts_first
         self._slowdown = slowdown
         self._spread = spread
+        self._budget = budget
         self.running: list[Sequence] = []  # in order of admission
         self.waiting: list[Sequence] = []  # by rank
         self.num_preemptions = 0
@@ -310,22 +313,32 @@ class Batch:
         return Segment(1, seconds, 0)
 
     def _chunks_beside(self, ready: list[Sequence], behind: list[Sequence]) -> Segment:
-        """One step; decoding ones come first, the rest of the token budget goes to the best-ranked prompts."""
+        """One step; decoding ones come first, the rest of the budgets goes to the best-ranked prompts."""
         sampling = [sequence for sequence in ready if sequence.missing == 1]
-        budget = self._max_batched_tokens - len(sampling)
         seconds = self._step_s(sampling) if sampling else 0  # exact for exact profiles
-        for sequence in sorted(behind, key=_rank):
-            num_tokens = min(budget, sequence.missing)
-            if num_tokens <= 0:
-                break
+        behind = sorted(behind, key=_rank)
+        for sequence, num_tokens in zip(behind, self._chunk_tokens(sampling, behind), strict=False):
             start = sequence.tokens - sequence.missing
             seconds += self._prefill.seconds(start + num_tokens, start)
-            budget -= num_tokens
             self._chunks.append((sequence, num_tokens))
             if num_tokens == sequence.missing:
                 sampling.append(sequence)
         self._samples(sampling)
         return Segment(1, seconds, 0)
+
+    def _chunk_tokens(self, decoding: list[Sequence], behind: list[Sequence]) -> list[int]:
+        """Of each of the leading ones of `behind`, as `decode_worker.schedule` has it."""
+        left = self._max_batched_tokens - len(decoding)
+        if self._budget is not None:
+            context = sum(sequence.tokens for sequence in decoding)
+            prompts = ((each.tokens - each.missing, each.missing) for each in behind)
+            return self._budget.chunks(len(decoding), context, prompts, left)
+        chunks: list[int] = []
+        for sequence in behind:
+            if left > 0:
+                chunks.append(min(left, sequence.missing))
+                left -= chunks[-1]
+        return chunks
 
     def _step_s(self, sequences: list[Sequence]) -> float:
         return self._decode.step_s(len(sequences), sum(s.tokens for s in sequences))

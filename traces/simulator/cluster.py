@@ -34,14 +34,9 @@ from traces.simulator.loads import Loaded, PrefixLoads
 from traces.simulator.machines import DecodeNode, Node, PrefillNode, layout_of
 from traces.simulator.membership import Membership
 from traces.simulator.network import Network
-from traces.simulator.prefill import (
-    ChunkBegun,
-    Computed,
-    PrefillOutcome,
-    Prepare,
-    Prompt,
-)
+from traces.simulator.prefill import ChunkBegun, Computed, PrefillOutcome, Prepare, Prompt
 from traces.simulator.sampling import Samples
+from traces.simulator.sequence import Finished
 from traces.simulator.spec import ClusterSpec, Fault, Overheads
 from traces.simulator.wakes import Wakes, computes
 from traces.simulator.workshop import Workshop
@@ -118,9 +113,6 @@ class Cluster:
             case Sample():
                 self._sample(now)
 
-    def _later(self, at: float, event: Event) -> None:
-        self._out.append(Timed(at, event))
-
     def _schedule_wakes(self, now: float) -> None:
         if self._host.is_shared:
             self._note_who_computes(now)
@@ -147,8 +139,7 @@ class Cluster:
             self._decode_did(node, node.machine.advance(now), now)
 
     def _flow_ended(self, flow_id: int, now: float) -> None:
-        loaded = self.loads.flow_ended(flow_id)
-        if loaded is not None:
+        if (loaded := self.loads.flow_ended(flow_id)) is not None:
             self._loaded(loaded, now)
         if (request_id := self.handoffs.flow_ended(flow_id)) is not None:
             self._after(self._overheads_of(request_id).handoff_s, TakeOver(request_id), now)
@@ -171,6 +162,9 @@ class Cluster:
             if journey.phase is Phase.PLACING:
                 self._later(now + PAUSE_S, PlaceAgain(journey, journey.attempt))
             return
+        self._begin(journey, now)
+
+    def _begin(self, journey: Journey, now: float) -> None:
         prefill = self._machines_of(journey)[0]
         if not prefill.is_alive:
             self._lose(journey, prefill, now)
@@ -185,8 +179,7 @@ class Cluster:
         assert placement is not None
         prefill = self._nodes[placement.prefill.instance_id]
         decode = self._nodes[placement.decode.instance_id]
-        assert isinstance(prefill, PrefillNode)
-        assert isinstance(decode, DecodeNode)
+        assert isinstance(prefill, PrefillNode) and isinstance(decode, DecodeNode)  # noqa: PT018
         return prefill, decode
 
     def _prefill_did(
@@ -241,6 +234,7 @@ class Cluster:
 
     def _loaded(self, loaded: Loaded, now: float) -> None:
         node, cached = loaded.node, loaded.num_blocks * self._block_size
+        assert isinstance(node, PrefillNode)
         self._prefill_did(node, node.machine.prefix_loaded(loaded.request_id, cached, now), now)
 
     def _send(self, node: PrefillNode, journey: Journey, chunk: ChunkBegun, now: float) -> None:
@@ -264,6 +258,9 @@ class Cluster:
         journey = self._journey_of.get(request_id)
         own = None if journey is None else self._machines_of(journey)[0].name
         return self._host.overheads_beside(own)
+
+    def _later(self, at: float, event: Event) -> None:
+        self._out.append(Timed(at, event))
 
     def _after(self, seconds: float, event: Event, now: float) -> None:
         """At once where there is nothing to wait for, so that nothing comes between."""
@@ -299,7 +296,7 @@ class Cluster:
             if isinstance(outcome, Granted):
                 landing_s = self._overheads_of(outcome.request_id).landing_s
                 self._after(landing_s, LandingKnown(outcome.request_id), now)
-            else:
+            elif isinstance(outcome, Finished):
                 journey = self._journey_of.pop(outcome.sequence.request_id)
                 node.landed.discard(journey.index)
                 journey.take_decoded(outcome.gaps_s, outcome.at)
@@ -347,12 +344,15 @@ class Cluster:
         decode.landed.discard(journey.index)
         self.handoffs.cancel(request_id, now)
         self.loads.cancel(request_id, now)
-        if self.gateway.lose(journey, [broken.name], now):
-            self._later(now, PlaceAgain(journey, journey.attempt))
+        self._again(journey, broken, now)
         if prefill is not broken:
             self._prefill_did(prefill, prefill.machine.cancel(request_id, now), now)
         if decode is not broken:
             self._decode_did(decode, decode.machine.cancel(request_id, now), now)
+
+    def _again(self, journey: Journey, broken: Node, now: float) -> None:
+        if self.gateway.lose(journey, [broken.name], now):
+            self._later(now, PlaceAgain(journey, journey.attempt))
 
     def _fault_ends(self, node: Node, fault: Fault, now: float) -> None:
         if fault.silent:

@@ -88,6 +88,11 @@ class SimulateConfig:
         help="whether machines change between prefill and decode as load demands; both = a run of each",
         choices=("off", "on", "both"),
     )
+    conditional_disaggregation: str = option(
+        "off",
+        help="whether decode machines prefill prompts themselves where that is sooner; both = a run of each",
+        choices=("off", "on", "both"),
+    )
     coupled: tuple[str, ...] = option(
         (), help=f"baselines beside it, on as many machines: {', '.join(_COUPLED)}"
     )
@@ -143,8 +148,10 @@ def specs_of(config: SimulateConfig) -> Iterator[tuple[str, ClusterSpec | Couple
     for policy in config.policy:
         if policy not in POLICY_NAMES:
             raise ConfigError(f"--policy is {policy!r}; it is one of {', '.join(POLICY_NAMES)}")
-        if config.role_switching != "on":
+        if config.role_switching != "on" and config.conditional_disaggregation != "on":
             yield policy, replace(common, policy=policy)
+        if config.conditional_disaggregation != "off":
+            yield f"{policy} +conditional", replace(common, policy=policy, conditional=True)
         if config.role_switching != "off":
             yield f"{policy} +roles", replace(common, policy=policy, roles=RoleTerms())
     for kind in config.coupled:

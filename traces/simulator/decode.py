@@ -1,4 +1,4 @@
-"""A decode machine: landings of prompts on their way, and the batch that they join. Pure.
+"""A decode machine: landings of prompts on their way, prompts that it reads itself, and the batch they join. Pure.
 
 It grants landings as `decode_worker.landings` does: first come, first served, while a block stays free for each running
 sequence, and not before a preempted sequence has its blocks again. Prompts share no blocks here. What it does not
@@ -12,20 +12,21 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from protocol.errors import InvalidRequest
+from protocol.step_budget import StepBudget
 from traces.simulator.batch import Batch
 from traces.simulator.blocks import CountedBlocks
 from traces.simulator.host import Slowdown
-from traces.simulator.sequence import Finished, Sequence
+from traces.simulator.sequence import Finished, Sampled, Sequence
 from traces.simulator.spec import ModelProfile
 
 
 class Granted(NamedTuple):
-    """A prompt's blocks are reserved: its KV may come."""
+    """A prompt's blocks are reserved: its KV, or its prefix, may come."""
 
     request_id: str
 
 
-DecodeOutcome = Granted | Finished
+DecodeOutcome = Granted | Sampled | Finished
 
 
 class DecodeMachine:
@@ -38,8 +39,9 @@ class DecodeMachine:
         chunk_tokens: int,
         slowdown: Callable[[int], Slowdown] | None = None,
         most_step_s: float = math.inf,
+        budget: StepBudget | None = None,
     ) -> None:
-        """`slowdown`: see `Batch`. `most_step_s`: see `refuses`."""
+        """`slowdown` and `budget`: see `Batch`. `most_step_s`: see `refuses`."""
         self._model = model
         self._most_step_s = most_step_s
         self._block_size = block_size
@@ -53,6 +55,7 @@ class DecodeMachine:
             max_batched_tokens=max(chunk_tokens, model.max_num_seqs + 1),
             slowdown=slowdown,
             spread=model.crowding.gaps,
+            budget=budget,
         )
         self._queue: dict[str, int] = {}  # request → blocks wanted, in order of arrival
         self._landings: dict[str, int] = {}  # request → blocks, granted and not landed
@@ -145,6 +148,28 @@ class DecodeMachine:
         self._grant(now, outcomes)
         return outcomes
 
+    def read(
+        self, request_id: str, num_tokens: int, cached: int, remaining: int, now: float
+    ) -> list[DecodeOutcome]:
+        """The first `cached` tokens of a granted prompt are here; it computes the others itself. `remaining` tokens
+        are to come, the first one included."""
+        outcomes: list[DecodeOutcome] = []
+        self._advance(now, outcomes)
+        self._num_landed += 1
+        sequence = Sequence(
+            request_id=request_id,
+            rank=(0, self._num_landed),
+            tokens=num_tokens,
+            remaining=remaining,
+            missing=num_tokens - cached,
+            num_blocks=self._landings.pop(request_id),
+            cached_tokens=cached,
+        )
+        self._sequences[request_id] = sequence
+        self._batch.add(sequence, now)
+        self._grant(now, outcomes)
+        return outcomes
+
     def gaps_so_far(self, request_id: str, now: float) -> list[float]:
         """The times between the tokens that a landed request has had by now; none for any other."""
         sequence = self._sequences.get(request_id)
@@ -167,8 +192,8 @@ class DecodeMachine:
 
     def _advance(self, now: float, outcomes: list[DecodeOutcome]) -> None:
         for outcome in self._batch.advance(now):
-            assert isinstance(outcome, Finished), "first tokens come from elsewhere"
-            self._sequences.pop(outcome.sequence.request_id, None)
+            if isinstance(outcome, Finished):
+                self._sequences.pop(outcome.sequence.request_id, None)
             outcomes.append(outcome)
 
     def _grant(self, now: float, outcomes: list[DecodeOutcome]) -> None:

@@ -110,11 +110,17 @@ class Gateway:
             output_tokens=journey.num_generated,
             queue_s=queue_s,
             transfer_s=prompt.load_s,
-            prefill_s=prompt.compute_s / self._num_stages,
+            prefill_s=prompt.compute_s / self._stages_of(journey),
         )
         self._conductor.handle(report, now)
         if not journey.num_remaining:
             self.finish(journey, now)
+
+    def _stages_of(self, journey: Journey) -> int:
+        """Machines that shared its prompt."""
+        placement = journey.placement
+        assert placement is not None
+        return 1 if placement.is_undivided else self._num_stages
 
     def finish(self, journey: Journey, now: float) -> None:
         """All tokens are there."""

@@ -1,9 +1,9 @@
 """Prefixes on their way to the machines that will use them: which blocks, from where, over which links.
 
-What a machine has itself comes over its device link (and from its disk first, where it lies there), the rest from the
-store nodes that the placement names, as far as they still have it, all at once. Fetched blocks go into the machine's
-own store: that is how replicas come about. A source that dies leaves the rest to be computed. Knows neither queues
-nor placements.
+What a prefill machine has itself comes over its device link (and from its disk first, where it lies there), the rest
+from the store nodes that the placement names, as far as they still have it, all at once. Fetched blocks go into the
+machine's own store: that is how replicas come about. A source that dies leaves the rest to be computed. Knows neither
+queues nor placements.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from protocol.keys import BlockKey
 from protocol.request import PrefixSource
-from traces.simulator.machines import PrefillNode
+from traces.simulator.machines import DecodeNode, PrefillNode
 from traces.simulator.network import FlowId, Network
 from traces.simulator.pool import Held
 
@@ -34,7 +34,7 @@ class _Load:
     """One prompt's prefix."""
 
     request_id: str
-    node: PrefillNode
+    node: PrefillNode | DecodeNode  # a decode node has no store
     keys: Sequence[BlockKey]
     parts: list[_Part] = field(default_factory=list)
 
@@ -46,7 +46,7 @@ class _Load:
 class Loaded(NamedTuple):
     """A prompt's prefix is there, as much of it as could be had."""
 
-    node: PrefillNode
+    node: PrefillNode | DecodeNode
     request_id: str
     num_blocks: int
 
@@ -69,14 +69,16 @@ class PrefixLoads:
     def begin(
         self,
         request_id: str,
-        node: PrefillNode,
+        node: PrefillNode | DecodeNode,
         keys: Sequence[BlockKey],
         sources: Sequence[PrefixSource],
         now: float,
     ) -> Loaded | None:
         """Reads what of the blocks `keys` can be had; None = it takes a while, see `flow_ended`."""
         load = self._loads[request_id] = _Load(request_id, node, keys)
-        position = self._add(load, node, 0, len(keys), now)
+        position = 0
+        if isinstance(node, PrefillNode):
+            position = self._add(load, node, 0, len(keys), now)
         for source in sources:
             end = source.first_block + source.num_blocks
             holder = self._stores[source.store.instance_id]
@@ -148,7 +150,8 @@ class PrefixLoads:
         num_blocks = sum(len(part.held) for part in good)
         self.blocks_local += own
         self.blocks_fetched += num_blocks - own
-        load.node.store.put(load.keys[:num_blocks], own)
+        if isinstance(load.node, PrefillNode):
+            load.node.store.put(load.keys[:num_blocks], own)
         for part in load.parts:
             part.source.store.let_go(part.held)
         return Loaded(load.node, load.request_id, num_blocks)

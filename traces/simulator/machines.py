@@ -126,6 +126,7 @@ def decode_registration(node: DecodeNode, spec: ClusterSpec) -> Register:
         max_model_len=model.max_model_len,
         bytes_per_s=model.nic_bytes_per_s,
         can_switch_role=spec.roles is not None,
+        reads_prompts=spec.conditional,
     )
 
 

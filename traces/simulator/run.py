@@ -11,6 +11,7 @@ from traces.format import TraceRecord
 from traces.simulator import coupled
 from traces.simulator.clock import Clock
 from traces.simulator.cluster import Cluster
+from traces.simulator.conditional import ConditionalCluster
 from traces.simulator.coupled import CoupledCluster
 from traces.simulator.events import Event
 from traces.simulator.journey import Journey
@@ -38,6 +39,8 @@ def simulate(
 
 def cluster_of(spec: ClusterSpec, journeys: Sequence[Journey]) -> Cluster:
     """Raises ConfigError for a spec that cannot be."""
+    if spec.conditional:
+        return ConditionalCluster(spec, journeys)
     return Cluster(spec, journeys) if spec.roles is None else SwitchingCluster(spec, journeys)
 
 

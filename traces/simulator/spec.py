@@ -11,6 +11,7 @@ from conductor.admission import Admission
 from conductor.roles import RoleTerms
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
+from protocol.step_budget import CHUNK_SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,9 @@ class ClusterSpec:
     seed: int = 0
     faults: tuple[Fault, ...] = field(default=())
     roles: RoleTerms | None = None  # None: machines keep theirs
+    # Whether decode machines prefill a prompt themselves where that is sooner (docs/conditional-disaggregation.md).
+    conditional: bool = False
+    chunk_share: float = CHUNK_SHARE  # of the TBT objective, what steps with chunks take then
     role_drain_s: float = 30.0  # what a machine has under way gets to finish before it changes
     sample_interval_s: float = 30.0  # of instances and replicas
     num_ranks: int = 100  # of the most popular blocks, whose replicas are counted
@@ -131,6 +135,10 @@ class ClusterSpec:
             raise ConfigError("SLOs and the heartbeat interval must be above 0")
         if self.block_size < 1 or self.prefill_group < 1 or self.chunk_tokens < 1:
             raise ConfigError("--block-size, --prefill-group and --chunk-tokens must be at least 1")
+        if self.roles is not None and self.conditional:
+            raise ConfigError(
+                "--role-switching and --conditional-disaggregation exclude each other"
+            )
         if self.roles is not None and (self.faults or self.prefill_group > 1):
             raise ConfigError(
                 "--role-switching goes neither with --faults nor with --prefill-group"

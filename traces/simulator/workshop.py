@@ -10,6 +10,7 @@ from conductor.policies import make_policy
 from conductor.roles import RoleController
 from conductor.state import ConductorState, Limits
 from protocol.request import Placement
+from protocol.step_budget import StepBudget
 from traces.simulator.decode import DecodeMachine
 from traces.simulator.host import Host
 from traces.simulator.journey import Journey
@@ -53,6 +54,8 @@ class Workshop:
             num_decisions=1,
             tenant_weights=dict(spec.tenant_weights),
             by_priority=spec.scheduling_policy == "priority",
+            conditional=spec.conditional,
+            chunk_share=spec.chunk_share,
         )
         policy = make_policy(spec.policy, spec.balancing_threshold, spec.seed)
         return ConductorState(policy, limits, RoleController(spec.roles) if spec.roles else None)
@@ -103,7 +106,16 @@ class Workshop:
         slowdown = host.decode_slowdown(name) if host.is_shared else None
         refuses = spec.admission == LATE or spec.double_check
         most_step_s = STEP_SHARE * spec.tbt_slo_s if refuses else math.inf
-        return DecodeMachine(spec.model, spec.block_size, spec.chunk_tokens, slowdown, most_step_s)
+        budget = None
+        if spec.conditional:
+            budget = StepBudget(
+                decode=spec.model.decode,
+                prefill=spec.model.prefill,
+                most_step_s=spec.chunk_share * spec.tbt_slo_s,
+            )
+        return DecodeMachine(
+            spec.model, spec.block_size, spec.chunk_tokens, slowdown, most_step_s, budget
+        )
 
     def links(self, nodes: Iterable[Node]) -> dict[str, float]:
         """Bytes per second of every link: in and out, memory to devices, disk."""

@@ -1,0 +1,156 @@
+"""`python -m benchmarks.conditional --trace FILE [--quick]`: decode machines that prefill where that is sooner, or not.
+
+The conversation trace on 8 prefill and 8 decode machines, simulated, at its own speed and at twice that, under both
+placement policies, each without and with conditional disaggregation; and what a step with chunks may take of the TBT
+objective, on the first requests. Nobody is rejected. Whatever comes out is printed and becomes
+docs/conditional-disaggregation.md's tables; simulations are kept below out/, so that a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import table, write_json
+from protocol.step_budget import CHUNK_SHARE
+from protocol.timeline import mean, percentile
+from traces.simulator.many import Archive, Progress, Run, TraceFile, do_missing
+from traces.simulator.profiles import LLAMA3_70B_8XA800
+from traces.simulator.results import SimulationResult
+from traces.simulator.spec import ClusterSpec
+
+SPEEDUPS = (1.0, 2.0)
+POLICIES = ("global-cache-aware", "moonserve")
+SHARES = (
+    0.95,
+    0.65,
+    CHUNK_SHARE,
+    0.4,
+)  # of the TBT objective; 0.95 is what decode steps alone may take
+SOME = 2_000  # requests, for the shares
+HEADERS = (
+    "policy", "speed", "decode machines prefill", "TTFT mean, s", "p50", "p90", "TBT p90, ms", "effective, %",
+    "prefilled there",
+)  # fmt: skip
+
+
+def run_of(
+    policy: str, speedup: float, share: float | None, num_requests: int | None = None
+) -> Run:
+    """`share`: None = decode machines do not prefill."""
+    spec = ClusterSpec(
+        model=LLAMA3_70B_8XA800,
+        num_prefill=8,
+        num_decode=8,
+        policy=policy,
+        admission="none",
+        conditional=share is not None,
+        chunk_share=CHUNK_SHARE if share is None else share,
+    )
+    return Run(spec=spec, speedup=speedup, num_requests=num_requests)
+
+
+def main_runs(limit: int | None) -> list[Run]:
+    return [
+        run_of(policy, speedup, share, limit)
+        for policy in POLICIES
+        for speedup in SPEEDUPS
+        for share in (None, CHUNK_SHARE)
+    ]
+
+
+def share_runs() -> list[Run]:
+    return [
+        run_of(POLICIES[0], speedup, share, SOME)
+        for speedup in SPEEDUPS
+        for share in (None, *SHARES)
+    ]
+
+
+def figures(result: SimulationResult) -> dict[str, float]:
+    """Seconds; `effective`: the share of requests that kept 30 s and 0.1 s."""
+    ttfts = sorted(each.ttft_s for each in result.outcomes if each.ttft_s is not None)
+    tbts = sorted(each.tbt_s for each in result.outcomes if each.tbt_s is not None)
+    effective = (
+        each.is_effective(ttft_slo_s=result.ttft_slo_s, tbt_slo_s=result.tbt_slo_s)
+        for each in result.outcomes
+    )
+    num_there = sum(each.prefill == each.decode for each in result.outcomes)
+    return {
+        "mean_ttft_s": mean(ttfts),
+        "p50_ttft_s": percentile(ttfts, 50),
+        "p90_ttft_s": percentile(ttfts, 90),
+        "p90_tbt_s": percentile(tbts, 90),
+        "effective": sum(effective) / len(result.outcomes),
+        "undivided": num_there / len(result.outcomes),
+    }
+
+
+def row_of(run: Run, found: dict[str, float]) -> dict[str, Any]:
+    assert isinstance(run.spec, ClusterSpec)
+    return {
+        "policy": run.spec.policy,
+        "speedup": run.speedup,
+        "share": run.spec.chunk_share if run.spec.conditional else None,
+        **found,
+    }
+
+
+def as_table(rows: Sequence[dict[str, Any]]) -> str:
+    return table(HEADERS, [_cells(row) for row in rows])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    share = row["share"]
+    return [
+        row["policy"],
+        f"{row['speedup']:g}×",
+        "no" if share is None else f"up to {share:g} of TBT",
+        *(f"{row[name]:.2f}" for name in ("mean_ttft_s", "p50_ttft_s", "p90_ttft_s")),
+        f"{row['p90_tbt_s'] * 1e3:.1f}",
+        f"{row['effective']:.1%}".rstrip("%"),
+        f"{row['undivided']:.1%}",
+    ]
+
+
+def measure(
+    runs: Sequence[Run], trace: TraceFile, folder: Path, num_processes: int
+) -> list[dict[str, Any]]:
+    archive = Archive.of(folder, trace)
+    do_missing(runs, trace, archive, num_processes=num_processes, tell=_tell)
+    return [row_of(run, figures(archive.read(run))) for run in runs]
+
+
+def _tell(progress: Progress) -> None:
+    text = f"{progress.num_done} of {progress.num_all}, {progress.left_s:.0f} s left"
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    trace, folder = TraceFile(path=arguments.trace), arguments.output.parent
+    runs = {"shares": share_runs(), "rows": main_runs(SOME if arguments.quick else None)}
+    result = {
+        name: measure(each, trace, folder, arguments.processes) for name, each in runs.items()
+    }
+    write_json(arguments.output, result)
+    print(*(as_table(rows) for rows in result.values()), sep="\n\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--trace", type=Path, required=True, help="the conversation trace")
+    parser.add_argument("--quick", action="store_true", help="the first requests only")
+    parser.add_argument("--processes", type=int, default=2, help="simulations at once")
+    parser.add_argument("--output", type=Path, default=Path("out/conditional/conditional.json"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A decode worker that also prefills prompts that were placed there whole (docs/conditional-disaggregation.md)."""

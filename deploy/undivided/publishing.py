@@ -1,0 +1,117 @@
+"""Blocks that were computed here, on their way to others: sealed, findable in the pool, put into a store. Pure.
+
+Owns the references to blocks whose checksum is being made and to those that are being put. New blocks of a prompt go to
+the store that its prefix was read from, so that chains stay together; to the home store, if there is one, where nothing
+was read. Does not know requests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from deploy.undivided.events import PutEnded, SealBlocks, Sealed
+from engine.block_pool import BlockPool
+from prefill_worker.actions import PutBlocks, PutItem
+from prefill_worker.events import PutFailed
+from prefill_worker.puts import WriteBehind
+from protocol.ids import BlockId
+from protocol.keys import NO_PARENT, BlockKey
+from protocol.request import Endpoint
+
+
+class NewBlock(NamedTuple):
+    """A whole block with its KV, and what it is."""
+
+    block: BlockId
+    key: BlockKey
+    parent: BlockKey | None
+
+
+class _Seal(NamedTuple):
+    items: tuple[NewBlock, ...]
+    store: Endpoint | None  # None: the home store
+
+
+class Publishing:
+    """Of one pool. `max_in_flight` and `max_pending`: blocks, as for a prefill worker's puts to each store."""
+
+    def __init__(
+        self, pool: BlockPool, *, max_in_flight: int = 64, max_pending: int = 4096
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._pool = pool
+        self._limits = {"max_in_flight": max_in_flight, "max_pending": max_pending}
+        self._seals: dict[int, _Seal] = {}
+        self._num_seals = 0
+        self._stores: dict[str, WriteBehind] = {}
+        self._home_id: str | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing holds references to blocks."""
+        return not any(self.held_blocks())
+
+    def held_blocks(self) -> Iterator[list[BlockId]]:
+        """Blocks that this object keeps references to."""
+        yield from ([item.block for item in seal.items] for seal in self._seals.values())
+        yield from (blocks for puts in self._stores.values() if (blocks := puts.held_blocks()))
+
+    def found(self, store: Endpoint) -> None:
+        """The store can be reached (again)."""
+        self._puts_to(store.instance_id).found(store)
+
+    def home_found(self, store: Endpoint) -> None:
+        """Likewise the one for new blocks of prompts that were not read from any."""
+        self._home_id = store.instance_id
+        self.found(store)
+
+    def computed(self, items: Sequence[NewBlock], store: Endpoint | None) -> SealBlocks:
+        """These blocks are held by somebody and have their KV."""
+        self._pool.retain(item.block for item in items)
+        self._num_seals += 1
+        self._seals[self._num_seals] = _Seal(tuple(items), store)
+        return SealBlocks(seal_id=self._num_seals, blocks=tuple(item.block for item in items))
+
+    def sealed(self, event: Sealed) -> None:
+        """They can be found from now on, and are put in line for their store."""
+        items, store = self._seals.pop(event.seal_id)
+        store_id = self._home_id if store is None else store.instance_id
+        puts = None if store_id is None else self._puts_to(store_id)
+        for (block, key, parent), checksum in zip(items, event.checksums, strict=True):
+            if self._pool.key_of(block) is None:
+                self._pool.publish(block, key, NO_PARENT if parent is None else parent, checksum)
+            if puts is not None and self._pool.key_of(block) == key:
+                puts.offer(PutItem(key=key, parent=parent, checksum=checksum, block=block))
+        self._pool.release([item.block for item in items])
+
+    def put_ended(self, event: PutEnded) -> None:
+        puts = self._stores[event.store_id]
+        if isinstance(event.outcome, PutFailed):
+            puts.failed(event.outcome)
+        else:
+            puts.done(event.outcome)
+
+    def evicted(self, key: BlockKey) -> None:
+        """The pool cannot serve this block any more."""
+        for puts in self._stores.values():
+            puts.evicted(key)
+
+    def start(self) -> list[PutBlocks]:
+        """The puts that are due, with references taken."""
+        due = (puts.start() for puts in self._stores.values())
+        return [put for put in due if put is not None]
+
+    def _puts_to(self, store_id: str) -> WriteBehind:
+        puts = self._stores.get(store_id)
+        if puts is None:
+            puts = self._stores[store_id] = WriteBehind(self._pool, self.counters, **self._limits)
+        return puts
+
+    def validate(self) -> None:
+        """Raises AssertionError when a bound or the bookkeeping is broken."""
+        for puts in self._stores.values():
+            puts.validate()
+        for blocks in self.held_blocks():
+            assert all(self._pool.references_of(block) for block in blocks)

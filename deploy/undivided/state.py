@@ -1,0 +1,317 @@
+"""`UndividedState`: a decode worker's automaton that takes requests from the first token of their prompts on. Pure.
+
+    WAITING (no blocks) → LOADING (its prefix is read) → READING (a sequence; chunks beside decode steps) → first token
+
+Prompts get blocks in the order of their arrival, before new landings, and not before a preempted sequence has its own
+again. From its blocks on a prompt is a sequence like one that was preempted: the schedule computes what is missing in
+chunks, within the budget. What is computed is sealed and published block by block, so that later prompts share it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from decode_worker import events
+from decode_worker.actions import Fail
+from decode_worker.alarms import AlarmKind
+from decode_worker.limits import Limits
+from decode_worker.sequence import Sequence, SequencePhase
+from decode_worker.state import MEMORY_S, DecodeState
+from deploy.undivided.events import PutEnded, Sealed, StoreFound, Submitted
+from deploy.undivided.publishing import NewBlock, Publishing
+from engine.block_pool import BlockPool
+from prefill_worker.actions import LoadPrefix, PrefixPart
+from prefill_worker.events import PrefixLoaded, PrefixLoadFailed
+from prefill_worker.load_or_compute import LoadChoice
+from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, NoWorker, PeerLost
+from protocol.ids import BlockId, GatewayId, RequestId
+from protocol.keys import NO_PARENT
+from protocol.request import Endpoint, PrefillReport, PrefixSource, Request
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Prompt:
+    """Until its first token."""
+
+    request: Request
+    sources: tuple[PrefixSource, ...]
+    submitted_at: float
+    deadline_at: float
+    blocks: list[BlockId] = field(default_factory=list)  # LOADING
+    num_found: int = 0  # LOADING: leading blocks that were in the pool
+
+    is_over: bool = False  # LOADING: nobody wants it; its blocks are free when nothing is read into them any more
+    admitted_at: float | None = None  # LOADING, READING
+    loaded_at: float = 0.0  # READING
+    began_at: float | None = None  # READING: its first chunk
+    sequence: Sequence | None = None  # READING
+    num_cached: int = 0  # READING: blocks that were not computed
+    num_sealed: int = 0  # READING: blocks
+
+    @property
+    def store(self) -> Endpoint | None:
+        """That its new blocks go to."""
+        return self.sources[-1].store if self.sources else None
+
+
+class UndividedState(DecodeState):
+    """Takes `deploy.undivided.events` as well. `report` goes with a first token."""
+
+    def __init__(
+        self, pool: BlockPool, limits: Limits, publishing: Publishing | None = None
+    ) -> None:
+        super().__init__(pool, limits)
+        self._limits = limits
+        self.publishing = publishing or Publishing(pool)
+        self._prompts: dict[RequestId, _Prompt] = {}  # wanted ones, in order of arrival
+        self._loading: dict[RequestId, _Prompt] = {}  # also unwanted ones
+        self._handlers = {
+            **self._handlers,
+            Submitted: self._submitted,
+            PrefixLoaded: self._prefix_loaded,
+            PrefixLoadFailed: lambda event, now, out: self._loaded(event.request_id, (), now, out),
+            Sealed: lambda event, now, out: self.publishing.sealed(event),
+            PutEnded: lambda event, now, out: self.publishing.put_ended(event),
+            StoreFound: lambda event, now, out: self.publishing.home_found(event.store),
+        }
+
+    # -- figures
+
+    @property
+    def is_idle(self) -> bool:
+        return super().is_idle and not (self._prompts or self._loading) and self.publishing.is_idle
+
+    @property
+    def num_waiting(self) -> int:
+        return super().num_waiting + sum(p.sequence is None for p in self._prompts.values())
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of prompts, to be computed before one that came now."""
+        return sum(
+            len(p.request.token_ids) if p.sequence is None else p.sequence.num_missing
+            for p in self._prompts.values()
+        )
+
+    def report(self, request_id: RequestId, now: float) -> PrefillReport | None:
+        """With the first token, once; None for sequences that were prefilled elsewhere."""
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is None or prompt.began_at is None:
+            return None
+        load_s = prompt.loaded_at - (prompt.admitted_at or prompt.loaded_at)
+        return PrefillReport(
+            request_id=request_id,
+            cached_tokens=prompt.num_cached * self._limits.block_size,
+            queue_s=max(prompt.began_at - prompt.submitted_at - load_s, 0.0),
+            load_s=load_s,
+            compute_s=now - prompt.began_at,
+        )
+
+    # -- events
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        out: list[Any] = super().handle(event, now)
+        for prompt in list(self._prompts.values()):
+            if prompt.sequence is not None:
+                self._note(prompt, prompt.sequence, now, out)
+        out += self.publishing.start()
+        return out
+
+    def _submitted(self, event: Submitted, now: float, out: list[Any]) -> None:
+        request = event.request
+        if self._tombstones.pop(request.request_id, None) is not None:
+            return  # its gateway has given it up
+        if event.sources:
+            self.publishing.found(event.sources[-1].store)
+        self._seen[request.request_id] = now + MEMORY_S
+        self._alarms.set(now + MEMORY_S, AlarmKind.SEEN, request.request_id)
+        self._drop_prompt(request.request_id)  # an earlier attempt
+        self._schedule.cancel(request.request_id)
+        deadline_at = now + request.timeout_s
+        prompt = _Prompt(
+            request=request, sources=event.sources, submitted_at=now, deadline_at=deadline_at
+        )
+        num_tokens = len(request.token_ids)
+        if self._draining:
+            self._refuse(prompt, NoWorker("this decode worker is draining"), out)
+        elif self._limits.blocks_for(num_tokens) > self.num_blocks:
+            self._refuse(prompt, InvalidRequest(f"{num_tokens} tokens do not fit here"), out)
+        else:
+            self._prompts[request.request_id] = prompt
+            self._alarms.set(deadline_at, AlarmKind.SEQUENCE, request.request_id)
+
+    def _prefix_loaded(self, event: PrefixLoaded, now: float, out: list[Any]) -> None:
+        self._loaded(event.request_id, event.checksums, now, out)
+
+    def _loaded(
+        self, request_id: RequestId, checksums: tuple[int, ...], now: float, out: list[Any]
+    ) -> None:
+        """So many blocks behind those that were here arrived well; nothing is written to any other."""
+        prompt = self._loading.pop(request_id)
+        if prompt.is_over:
+            self._pool.release(prompt.blocks)
+            return
+        keys = prompt.request.block_keys
+        for index, checksum in enumerate(checksums, prompt.num_found):
+            parent = keys[index - 1] if index else NO_PARENT
+            self._pool.publish(prompt.blocks[index], keys[index], parent, checksum)
+        self._read(prompt, prompt.num_found + len(checksums), now)
+
+    def _cancel(self, event: events.RequestCancelled, now: float, out: list[Any]) -> None:
+        if not self._drop_prompt(event.request_id):
+            super()._cancel(event, now, out)
+
+    def _lose_gateway(self, event: events.GatewayLost, now: float, out: list[Any]) -> None:
+        self._drop_prompts_of(event.gateway_id)
+        super()._lose_gateway(event, now, out)
+
+    def _stop(self, event: events.Stopped, now: float, out: list[Any]) -> None:
+        for prompt in [p for p in self._prompts.values() if p.sequence is None]:
+            self._drop_prompt(prompt.request.request_id)
+            self._refuse(prompt, PeerLost("the decode worker is stopping"), out)
+        super()._stop(event, now, out)
+
+    def _look_at(self, kind: AlarmKind, key: Any, now: float, out: list[Any]) -> None:
+        prompt = self._prompts.get(key) if kind is AlarmKind.SEQUENCE else None
+        if prompt is None or prompt.sequence is not None:
+            super()._look_at(kind, key, now, out)
+        elif prompt.deadline_at <= now:
+            self._drop_prompt(key)
+            timeout_s = prompt.request.timeout_s
+            self._refuse(prompt, DeadlineExceeded(f"not begun within {timeout_s:g} s"), out)
+
+    def _refuse(self, prompt: _Prompt, error: MoonserveError, out: list[Any]) -> None:
+        request = prompt.request
+        self.counters.requests_failed += 1
+        out.append(Fail(gateway_id=request.gateway_id, request_id=request.request_id, error=error))
+
+    def _drop_prompts_of(self, gateway_id: GatewayId) -> None:
+        for prompt in list(self._prompts.values()):
+            if prompt.request.gateway_id == gateway_id:
+                self._drop_prompt(prompt.request.request_id)
+
+    def _drop_prompt(self, request_id: RequestId) -> bool:
+        """Nobody wants it. False where it is no prompt, or a sequence already: then the schedule has to be told."""
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is None or prompt.sequence is not None:
+            return False
+        prompt.is_over = True
+        return True
+
+    # -- what follows from any event
+
+    def _advance(self, now: float, out: list[Any]) -> None:
+        self._admit_prompts(now, out)
+        super()._advance(now, out)
+
+    @property
+    def _may_grant(self) -> bool:
+        """A prompt that waits for blocks goes before landings that would take them."""
+        return not any(self._is_waiting(p) for p in self._prompts.values())
+
+    def _is_waiting(self, prompt: _Prompt) -> bool:
+        return prompt.admitted_at is None
+
+    def _admit_prompts(self, now: float, out: list[Any]) -> None:
+        if self._schedule.has_preempted:
+            return
+        for prompt in [p for p in self._prompts.values() if self._is_waiting(p)]:
+            # Of an earlier attempt: its blocks are written until that load has ended.
+            if prompt.request.request_id in self._loading or not self._take_blocks(prompt):
+                return
+            self._admit(prompt, now, out)
+
+    def _take_blocks(self, prompt: _Prompt) -> bool:
+        """Cached blocks and fresh ones for the rest, if that leaves each running sequence one for its next token."""
+        request, pool = prompt.request, self._pool
+        num_tokens = len(request.token_ids)
+        usable = (num_tokens - 1) // self._limits.block_size  # the last token is always computed
+        found = pool.match_prefix(request.block_keys[:usable])
+        num_fresh = self._limits.blocks_for(num_tokens) - len(found)
+        pool.retain(found)  # before allocate, which might evict them
+        fits = num_fresh + self._schedule.num_running <= pool.num_free
+        fresh = pool.allocate(num_fresh) if fits else None
+        if fresh is None:
+            pool.release(found)
+            return False
+        prompt.blocks, prompt.num_found = found + fresh, len(found)
+        return True
+
+    def _admit(self, prompt: _Prompt, now: float, out: list[Any]) -> None:
+        prompt.admitted_at = now
+        parts = self._parts(prompt)
+        if not parts:
+            self._read(prompt, prompt.num_found, now)
+            return
+        request_id = prompt.request.request_id
+        self._loading[request_id] = prompt
+        choice = LoadChoice(num_parts=len(parts), part_s=(), totals_s=())
+        out.append(LoadPrefix(request_id=request_id, parts=parts, choice=choice))
+
+    def _parts(self, prompt: _Prompt) -> tuple[PrefixPart, ...]:
+        """What the sources hold behind the blocks that are here, without a gap."""
+        keys, blocks = prompt.request.block_keys, prompt.blocks
+        usable = (len(prompt.request.token_ids) - 1) // self._limits.block_size
+        parts: list[PrefixPart] = []
+        position = prompt.num_found
+        for source in prompt.sources:
+            end = min(source.first_block + source.num_blocks, usable)
+            if source.first_block > position:
+                break
+            if end > position:
+                part = (keys[position:end], tuple(blocks[position:end]))
+                parts.append(PrefixPart(store=source.store, keys=part[0], blocks=part[1]))
+                position = end
+        return tuple(parts)
+
+    def _read(self, prompt: _Prompt, num_cached: int, now: float) -> None:
+        """Its leading blocks are there; the schedule computes the others."""
+        prompt.loaded_at = now
+        prompt.num_cached = prompt.num_sealed = num_cached
+        prompt.sequence = self._schedule.add(
+            prompt.request,
+            prompt.blocks,
+            prompt.deadline_at,
+            num_computed=num_cached * self._limits.block_size,
+        )
+        prompt.blocks = []
+
+    def _note(self, prompt: _Prompt, sequence: Sequence, now: float, out: list[Any]) -> None:
+        """What of it is computed is sealed, and what it began with is known from its first chunk on."""
+        if sequence.phase is SequencePhase.ENDED and sequence.is_new:
+            self._prompts.pop(prompt.request.request_id, None)
+            return
+        if prompt.began_at is None and self._schedule.steps(sequence):
+            prompt.began_at = now
+        keys = prompt.request.block_keys
+        full = min(len(keys), sequence.slice.start // self._limits.block_size)
+        if full > prompt.num_sealed and len(sequence.block_table) >= full:
+            items = [
+                NewBlock(sequence.block_table[i], keys[i], keys[i - 1] if i else None)
+                for i in range(prompt.num_sealed, full)
+            ]
+            prompt.num_sealed = full
+            out.append(self.publishing.computed(items, prompt.store))
+
+    # -- proof
+
+    def _other_references(self) -> Counter[int]:
+        references: Counter[int] = Counter()
+        for prompt in self._loading.values():
+            references.update(prompt.blocks)
+        for blocks in self.publishing.held_blocks():
+            references.update(blocks)
+        return references
+
+    def validate(self) -> None:
+        super().validate()
+        self.publishing.validate()
+        for request_id, prompt in self._loading.items():
+            assert prompt.blocks, f"{request_id} loads into nothing"
+            assert prompt.is_over == (self._prompts.get(request_id) is not prompt)
+        for request_id, prompt in self._prompts.items():
+            stages = (self._is_waiting(prompt), request_id in self._loading, prompt.sequence)
+            assert prompt.sequence is not None or any(stages), f"{request_id} is lost"
+            assert not prompt.is_over, f"{request_id} is over and wanted"

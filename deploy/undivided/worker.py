@@ -1,0 +1,133 @@
+"""A decode worker that also prefills, from start to stop: as `decode_worker.worker`, with a way to the stores."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import cast
+
+import grpc.aio
+
+from decode_worker.service import DecodeService
+from decode_worker.worker import DecodeWorker
+from deploy.undivided.config import UndividedConfig
+from deploy.undivided.publishing import Publishing
+from deploy.undivided.service import UndividedService
+from deploy.undivided.state import UndividedState
+from engine.replica import Replica, loaded_replica
+from kvstore.block_client import BlockClient
+from prefill_worker.service import PrefillService
+from prefill_worker.servicer import WorkerServicer
+from prefill_worker.stores import HomeFinder
+from protocol.keys import BlockKey
+from protocol.membership import Seat
+from protocol.pb import conductor_pb2, worker_pb2_grpc
+from protocol.process import Lifecycle, running
+from protocol.profile import DecodeProfile, PrefillProfile
+from protocol.rpc import Channels
+from protocol.step_budget import CHUNK_SHARE, StepBudget
+from transfer import Segment, TransferEngine
+from transfer.serving import serving
+
+
+class UndividedWorker(DecodeWorker):
+    """One worker over a loaded replica."""
+
+    service: UndividedService
+
+    def __init__(
+        self,
+        config: UndividedConfig,
+        replica: Replica,
+        transfer: TransferEngine,
+        segment: Segment,
+    ) -> None:
+        self._options = config
+        self._channels = Channels(config.cluster_token)
+        self._stores = BlockClient(self._channels, transfer)
+        self._publishing: Publishing | None = None
+        self._home_finder: HomeFinder | None = None
+        super().__init__(config, replica, transfer, segment)
+        if config.home_store is not None and config.conductor is not None:
+            self._home_finder = HomeFinder(
+                self._channels, config.conductor, config.home_store, self.service.home_found
+            )
+        self._servicer = WorkerServicer(
+            cast(PrefillService, self.service),
+            block_size=replica.plan.layout.block_size,
+            vocab_size=replica.vocab_size,
+        )
+
+    def _make_service(self, transfer: TransferEngine, segment: Segment) -> DecodeService:
+        replica, config = self._replica, self._options
+        self._publishing = Publishing(
+            self.pool, max_in_flight=config.max_put_blocks, max_pending=config.max_pending_puts
+        )
+        limits = config.limits(replica.plan, budget_of(replica, config.tbt_slo))
+        return UndividedService(
+            UndividedState(self.pool, limits, self._publishing),
+            replica.thread,
+            transfer,
+            segment,
+            replica.plan.layout,
+            stores=self._stores,
+            patience=config.transfer_patience(),
+            look_for_home=self._look_for_home,
+        )
+
+    def _make_servicer(self) -> worker_pb2_grpc.WorkerServicer:
+        return self._servicer
+
+    def _removed(self, key: BlockKey) -> None:
+        super()._removed(key)
+        if self._publishing is not None:
+            self._publishing.evicted(key)
+
+    def _look_for_home(self) -> None:
+        if self._home_finder is not None:
+            self._home_finder.look()
+
+    async def run(
+        self, lifecycle: Lifecycle, add_services: Callable[[grpc.aio.Server], None] = lambda _: None
+    ) -> None:
+        try:
+            async with self._finding_home():
+                await super().run(lifecycle, add_services)
+        finally:
+            await self._stores.close()
+            await self._channels.close()
+
+    @contextlib.asynccontextmanager
+    async def _finding_home(self) -> AsyncIterator[None]:
+        if self._home_finder is None:
+            yield
+            return
+        async with running(self._home_finder.run()):
+            yield
+
+    async def _drain(self, seat: Seat, lifecycle: Lifecycle) -> None:
+        self._servicer.draining = True
+        await super()._drain(seat, lifecycle)
+
+    def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
+        registration = super()._registration(address)
+        registration.reads_prompts = True
+        registration.max_num_batched_tokens = self._options.max_num_batched_tokens
+        return registration
+
+
+def budget_of(replica: Replica, tbt_slo_s: float) -> StepBudget:
+    """What steps with chunks may take on this replica."""
+    prefill, decode = replica.profiles
+    return StepBudget(
+        decode=DecodeProfile(c0=decode.c0, c1=decode.c1, c2=decode.c2),
+        prefill=PrefillProfile(c0=prefill.c0, c1=prefill.c1, c2=prefill.c2),
+        most_step_s=CHUNK_SHARE * tbt_slo_s,
+    )
+
+
+async def serve(config: UndividedConfig, lifecycle: Lifecycle) -> None:
+    """Runs the worker until the process is told to stop. Raises ConfigError when it cannot start."""
+    with serving(config) as (transfer, _):
+        async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
+            await UndividedWorker(config, replica, transfer, segment).run(lifecycle)

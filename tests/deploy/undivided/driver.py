@@ -1,0 +1,155 @@
+"""Drives an `UndividedState` without I/O: loads, checksums and puts end at a test's command, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from decode_worker.actions import SendTokens
+from deploy.undivided.events import PutEnded, SealBlocks, Sealed, StoreFound, Submitted
+from deploy.undivided.publishing import Publishing
+from deploy.undivided.state import UndividedState
+from engine.block_pool import BlockPool
+from prefill_worker.actions import LoadPrefix, PutBlocks
+from prefill_worker.events import PrefixLoaded, PrefixLoadFailed, PutDone, PutFailed
+from protocol.errors import PeerLost
+from protocol.keys import BlockKey
+from protocol.profile import DecodeProfile, PrefillProfile
+from protocol.request import Endpoint, PrefillReport, PrefixSource
+from protocol.step_budget import StepBudget
+from tests.decode_worker.driver import Driver, limits, request_of
+
+STORE = Endpoint(
+    instance_id="store", epoch=1, rpc_address="s:1", transfer_address="s:2", host="host"
+)
+# A decode step takes 4 ms and a millisecond per sequence, a token of a prompt 1 ms.
+BUDGET = StepBudget(
+    decode=DecodeProfile(c0=0.004, c1=0.001, c2=0.0),
+    prefill=PrefillProfile(c0=0.0, c1=0.001, c2=0.0),
+    most_step_s=0.025,
+)
+
+
+class UndividedDriver(Driver):
+    """Its prompts are submitted; landings go on as before."""
+
+    def __init__(
+        self, num_blocks: int = 16, budget: StepBudget | None = BUDGET, **changes: int
+    ) -> None:
+        super().__init__(num_blocks, **changes)
+        self.pool = BlockPool(
+            num_blocks, on_added=lambda key, parent: None, on_removed=self._removed
+        )
+        self.publishing = Publishing(self.pool, max_in_flight=2, max_pending=4)
+        self.state = UndividedState(
+            self.pool, replace(limits(**changes), budget=budget), self.publishing
+        )
+        self.loads: list[LoadPrefix] = []
+        self.seals: list[SealBlocks] = []
+        self.puts: list[PutBlocks] = []
+        self.stored: dict[BlockKey, int] = {}  # checksums by key
+        self.reports: dict[str, PrefillReport] = {}
+
+    def _removed(self, key: BlockKey) -> None:
+        self.publishing.evicted(key)
+
+    def handle(self, event: Any) -> list[Any]:
+        done: list[Any] = super().handle(event)
+        sent = [a for a in done if isinstance(a, SendTokens)]
+        for token in (token for action in sent for token in action.tokens):
+            assert isinstance(self.state, UndividedState)
+            report = self.state.report(token.request_id, self.now)
+            if report is not None:
+                assert token.index == 0, "a report comes with the first token"
+                self.reports[token.request_id] = report
+        return done
+
+    def _perform(self, action: Any) -> list[Any]:
+        match action:
+            case LoadPrefix():
+                for part in action.parts:
+                    assert all(self.pool.references_of(block) == 1 for block in part.blocks)
+                self.loads.append(action)
+            case SealBlocks():
+                assert all(self.pool.references_of(block) for block in action.blocks)
+                self.seals.append(action)
+            case PutBlocks():
+                self.puts.append(action)
+            case _:
+                return super()._perform(action)
+        return []
+
+    # -- what the world does
+
+    def submit(
+        self, prompt: Sequence[int], request_id: str = "r", *, num_stored: int = 0, **wishes: Any
+    ) -> list[Any]:
+        """`num_stored`: leading blocks that the store has."""
+        committed = request_of(prompt, request_id, **wishes)
+        request = replace(committed, token_ids=tuple(prompt))
+        source = PrefixSource(store=STORE, first_block=0, num_blocks=num_stored)
+        sources = (source,) if num_stored else ()
+        return self.handle(Submitted(request=request, sources=sources))
+
+    def load(self, num_good: int | None = None) -> list[Any]:
+        """The oldest load ends with so many good blocks; None = all. Checksums are first bytes of keys."""
+        action = self.loads.pop(0)
+        keys = [key for part in action.parts for key in part.keys][:num_good]
+        checksums = tuple(key[0] for key in keys)
+        return self.handle(PrefixLoaded(request_id=action.request_id, checksums=checksums))
+
+    def fail_load(self) -> list[Any]:
+        action = self.loads.pop(0)
+        return self.handle(PrefixLoadFailed(request_id=action.request_id, error=PeerLost("gone")))
+
+    def seal(self) -> list[Any]:
+        action = self.seals.pop(0)
+        return self.handle(Sealed(seal_id=action.seal_id, checksums=tuple(action.blocks)))
+
+    def put(self, *, fails: bool = False) -> list[Any]:
+        action = self.puts.pop(0)
+        outcome: PutDone | PutFailed = PutDone(put_id=action.put_id, num_refused=0, corrupt=())
+        if fails:
+            outcome = PutFailed(put_id=action.put_id, error=PeerLost("gone"))
+        else:
+            self.stored.update((item.key, item.checksum) for item in action.items)
+        return self.handle(PutEnded(store_id=action.store.instance_id, outcome=outcome))
+
+    def find_home(self) -> list[Any]:
+        return self.handle(StoreFound(store=STORE))
+
+    def settle(self) -> None:
+        """Loads, checksums and puts end."""
+        while self.loads or self.seals or self.puts:
+            if self.loads:
+                self.load()
+            elif self.seals:
+                self.seal()
+            else:
+                self.put()
+
+    def drain(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            self.settle()
+            if self.verifying:
+                self.verify()
+            elif self.closing:
+                self.close()
+            elif self.step is not None:
+                self.compute()
+            elif not self.state.is_idle and self.state.wake_at is not None:
+                self.wait(max(0.0, self.state.wake_at - self.now))
+            else:
+                break
+        super().drain()
+
+    @property
+    def step_s(self) -> float:
+        """How long the step under way takes by the budget's own formulae."""
+        assert self.step is not None
+        slices = self.step.slices
+        decoding = [piece for piece in slices if piece.num_tokens == 1]
+        chunks = sum(piece.num_tokens for piece in slices if piece.num_tokens > 1)
+        decode_s = 0.004 + 0.001 * len(decoding) if decoding else 0.0
+        return decode_s + 0.001 * chunks

@@ -1,0 +1,253 @@
+"""A decode worker that reads prompts: chunks within the budget, prefixes from stores, blocks to them, none lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from decode_worker import events
+from protocol.errors import DeadlineExceeded, InvalidRequest, NoWorker, PeerLost
+from protocol.ids import GatewayId
+from protocol.step_budget import LEAST_CHUNK
+from tests.decode_worker.driver import keys_of
+from tests.deploy.undivided.driver import BUDGET, UndividedDriver
+from tests.thoroughness import examples
+
+WIDE = {"max_num_batched_tokens": 100, "max_model_len": 200}
+
+
+def test_a_prompt_is_read_in_chunks_that_keep_to_the_budget_beside_who_decodes() -> None:
+    """25 ms: alone 25 tokens, beside one sequence 20."""
+    driver = UndividedDriver(64, **WIDE)
+    driver.start(range(8), "a")
+    driver.submit(range(100, 160), "b")
+    driver.compute()
+    assert driver.step_of() == [("a", 9, 10), ("b", 0, 20)]
+    driver.compute()
+    driver.compute()
+    driver.compute()
+    assert [token.index for token in driver.tokens["b"]] == [0]
+    assert driver.step_of() == [("a", 12, 13), ("b", 60, 61)]
+    assert driver.state.counters.prompt_tokens == 60
+    assert driver.reports["b"].cached_tokens == 0
+
+
+def test_a_prefix_is_read_from_the_store_and_the_rest_computed_and_put_there() -> None:
+    """Three blocks of ten tokens and two: one is stored, two are new."""
+    driver = UndividedDriver(16)
+    prompt = list(range(14))
+    driver.submit(prompt, "a", num_stored=1)
+    assert driver.step is None
+    driver.load()
+    assert driver.step_of() == [("a", 4, 14)]
+    driver.compute()
+    assert driver.reports["a"].cached_tokens == 4
+    driver.settle()
+    assert list(driver.stored) == list(keys_of(prompt)[1:])
+    assert len(driver.pool.match_prefix(keys_of(prompt))) == 3
+
+
+def test_what_does_not_arrive_is_computed() -> None:
+    driver = UndividedDriver(16)
+    driver.submit(range(14), "a", num_stored=3)
+    driver.load(num_good=1)
+    assert driver.step_of() == [("a", 4, 14)]
+    driver.submit(range(100, 114), "b", num_stored=3)
+    driver.fail_load()
+    driver.compute()
+    assert ("b", 0, 14) in driver.step_of()
+
+
+def test_a_second_prompt_finds_what_the_first_one_computed() -> None:
+    driver = UndividedDriver(16)
+    driver.submit(range(14), "a", max_tokens=2)
+    driver.compute()
+    driver.settle()
+    driver.submit([*range(14), 50], "b", num_stored=2)
+    assert not driver.loads, "the device has more than the store"
+    driver.compute()
+    assert ("b", 12, 15) in driver.step_of()
+
+
+def test_new_blocks_of_a_prompt_that_nobody_stored_go_to_the_home_store() -> None:
+    driver = UndividedDriver(16)
+    driver.submit(range(8), "a")
+    driver.compute()
+    driver.settle()
+    assert not driver.stored
+    driver.find_home()
+    driver.submit(range(100, 108), "b")
+    driver.compute()
+    driver.compute()
+    driver.settle()
+    assert list(driver.stored) == list(keys_of(range(100, 108)))
+
+
+def test_cancelling_while_a_prefix_is_read_frees_the_blocks_when_nobody_writes_them() -> None:
+    driver = UndividedDriver(16)
+    driver.submit(range(14), "a", num_stored=2)
+    driver.cancel("a")
+    assert driver.pool.num_free == 12
+    driver.load()
+    assert driver.pool.num_free == 16
+    driver.drain()
+    assert not driver.tokens
+
+
+def test_cancelling_in_the_middle_of_a_prompt_frees_its_blocks_after_the_step() -> None:
+    driver = UndividedDriver(64, **WIDE)
+    driver.submit(range(60), "a")
+    driver.cancel("a")
+    assert driver.pool.num_free < 64
+    driver.compute()
+    driver.drain()
+    assert not driver.tokens
+
+
+def test_a_cancellation_that_overtakes_its_request_holds() -> None:
+    driver = UndividedDriver(16)
+    driver.cancel("a")
+    driver.submit(range(8), "a")
+    assert driver.step is None
+
+
+def test_a_prompt_waits_for_blocks_before_landings_that_came_later() -> None:
+    """Eight blocks: six are held, a prompt wants three, a landing that would fit wants one."""
+    driver = UndividedDriver(8)
+    driver.start(range(22), "a", max_tokens=3)
+    driver.submit(range(100, 110), "b")
+    driver.reserve(range(200, 203), "c")
+    assert driver.grant_of("lease-c") is None
+    driver.compute()
+    driver.compute()
+    assert ("b", 0, 10) in driver.step_of()
+    assert driver.grant_of("lease-c") is not None
+
+
+def test_what_cannot_be_served_is_said() -> None:
+    driver = UndividedDriver(4)
+    driver.submit(range(30), "large")
+    driver.submit(range(14), "a")
+    driver.submit(range(100, 114), "late", timeout_s=1.0)
+    driver.wait(2.0)
+    driver.handle(events.DrainStarted())
+    driver.submit(range(8), "drained")
+    errors = {name: type(fails[0].error) for name, fails in driver.failures.items()}
+    assert errors == {"large": InvalidRequest, "late": DeadlineExceeded, "drained": NoWorker}
+    driver.submit(range(8), "a")
+    driver.handle(events.Stopped())
+    assert isinstance(driver.failures["a"][0].error, PeerLost | NoWorker)
+
+
+prompts = st.tuples(st.sampled_from([0, 50]), st.integers(1, 22)).map(
+    lambda wish: [wish[0] + i for i in range(wish[1])]
+)
+
+
+class UndividedWorker(RuleBasedStateMachine):
+    """A tiny pool and both kinds of work; `handle` validates after every event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = UndividedDriver(
+            9, max_num_seqs=3, max_num_batched_tokens=40, max_model_len=30
+        )
+        self.driver.find_home()
+        self.count = 0
+        self.excused: set[str] = set()
+        self.submitted: list[str] = []
+
+    def name(self) -> str:
+        self.count += 1
+        return f"r{self.count}"
+
+    @rule(prompt=prompts, max_tokens=st.integers(1, 6), num_stored=st.integers(0, 3))
+    def submit(self, prompt: list[int], max_tokens: int, num_stored: int) -> None:
+        name = self.name()
+        self.submitted.append(name)
+        gateway = "even" if self.count % 2 == 0 else "odd"
+        stored = min(num_stored, len(prompt) // 4)
+        self.driver.submit(
+            prompt, name, num_stored=stored, max_tokens=max_tokens, gateway_id=gateway
+        )
+
+    @rule(prompt=prompts, max_tokens=st.integers(2, 6))
+    def land(self, prompt: list[int], max_tokens: int) -> None:
+        name = self.name()
+        self.driver.reserve(prompt, name)
+        if self.driver.grant_of(f"lease-{name}") is not None:
+            self.driver.start(prompt, name, max_tokens=max_tokens)
+
+    @precondition(lambda self: self.driver.step is not None)
+    @rule(times=st.integers(1, 4))
+    def compute(self, times: int) -> None:
+        for _ in range(times):
+            if self.driver.step is not None:
+                self.driver.compute()
+
+    @precondition(lambda self: self.driver.loads)
+    @rule(num_good=st.integers(0, 3), fails=st.booleans())
+    def load(self, num_good: int, fails: bool) -> None:
+        self.driver.fail_load() if fails else self.driver.load(num_good)
+
+    @precondition(lambda self: self.driver.seals)
+    @rule()
+    def seal(self) -> None:
+        self.driver.seal()
+
+    @precondition(lambda self: self.driver.puts)
+    @rule(fails=st.booleans())
+    def put(self, fails: bool) -> None:
+        self.driver.put(fails=fails)
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data(), again=st.booleans())
+    def cancel(self, data: st.DataObject, again: bool) -> None:
+        name = data.draw(st.sampled_from(self.submitted[-4:]))
+        self.excused.add(name)
+        self.driver.cancel(name)
+        if again:
+            self.driver.submit(range(300, 307), name, max_tokens=2)
+
+    @rule(gateway=st.sampled_from(["even", "odd"]))
+    def lose_gateway(self, gateway: str) -> None:
+        lost = [n for n in self.submitted if (int(n[1:]) % 2 == 0) == (gateway == "even")]
+        self.excused.update(lost)
+        self.driver.handle(events.GatewayLost(gateway_id=GatewayId(gateway)))
+
+    @invariant()
+    def steps_keep_to_the_budget(self) -> None:
+        """Or go beyond it by the least chunk where decoding takes all of it."""
+        if self.driver.step is not None:
+            decode_s = 0.004 + 0.001 * len(self.driver.step.slices)
+            assert self.driver.step_s <= max(BUDGET.most_step_s, decode_s + 0.001 * LEAST_CHUNK)
+
+    @invariant()
+    def who_decodes_is_in_every_step(self) -> None:
+        if self.driver.step is not None and len(self.driver.step.slices) > 1:
+            first, *others = [piece.num_tokens for piece in self.driver.step.slices]
+            assert first == 1 or all(count > 1 for count in others)
+
+    def teardown(self) -> None:
+        """Whatever was not given up has all of its tokens, or was told why not; nothing is held."""
+        self.driver.drain()
+        for name in self.submitted:
+            tokens = self.driver.tokens.get(name, [])
+            is_done = bool(tokens) and tokens[-1].finish_reason is not None
+            assert is_done or name in self.driver.failures or name in self.excused, name
+
+
+TestUndividedWorker = UndividedWorker.TestCase
+TestUndividedWorker.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
+def test_prompts_of_every_length_around_a_block_get_their_tokens(length: int) -> None:
+    driver = UndividedDriver(16)
+    driver.submit(range(length), "a", max_tokens=3)
+    driver.drain()
+    assert [token.index for token in driver.tokens["a"]] == [0, 1, 2]

@@ -1,0 +1,177 @@
+"""A decode worker that prefills: the tokens are those of transformers, with a prefix from its device, from a store or
+without one, and its death costs time and nothing else."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.reference import Continuation, continuations, load_reference, num_ties
+from tests.e2e.test_worker_loss import kill
+from tests.random_models import make_model
+
+pytestmark = pytest.mark.e2e
+
+FLAGS = (
+    *("--dtype", "float32", "--block-size", "32", "--kv-cache-memory", "64MiB"),
+    *("--max-num-batched-tokens", "64", "--ttft-slo", "10000", "--num-threads", "1"),
+    *("--conditional-disaggregation", "on"),
+)
+NUM_TOKENS = 12
+LONG = 12_000
+ATTEMPTS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model("llama", folder, max_position_embeddings=16_384)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(model, tmp_path_factory.mktemp("logs"), *FLAGS) as cluster:
+        yield cluster
+
+
+def tokens_of(name: str, count: int) -> list[int]:
+    return random.Random(name).choices(range(256), k=count)
+
+
+def ask(cluster: Cluster, prompt: list[int]) -> tuple[dict[str, Any], str]:
+    """The answer, and who prefilled."""
+    wish = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    body = {"prompt": prompt, "return_token_ids": True, **wish}
+    with cluster.client() as client:
+        response = client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        return response.json(), response.headers["x-prefill-instance-id"]
+
+
+@contextmanager
+def busy_prefill(cluster: Cluster, name: str) -> Iterator[None]:
+    """Long prompts are queued at the only prefill worker meanwhile."""
+    over = threading.Event()
+
+    def keep_asking(number: int) -> None:
+        count = 0
+        while not over.is_set():
+            count += 1
+            prompt = tokens_of(f"{name} {number} {count}", LONG)
+            cluster.complete(prompt, max_tokens=1, temperature=0)
+
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(keep_asking, number) for number in range(3)]
+        try:
+            cluster.wait_for(
+                "a queue", lambda: cluster.status("prefill-0").load.queued_tokens > LONG
+            )
+            yield
+        finally:
+            over.set()
+    for each in asked:
+        each.result()
+
+
+def read_by_decode(cluster: Cluster, prompt: list[int]) -> dict[str, Any] | None:
+    answer, prefilled_by = ask(cluster, prompt)
+    return answer if prefilled_by == "decode-0" else None
+
+
+def expected(model: Path, prompts: list[list[int]]) -> list[Continuation]:
+    return continuations(load_reference(model), prompts, NUM_TOKENS)
+
+
+def cached(answer: dict[str, Any]) -> int:
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 32, 100])
+def test_a_short_prompt_behind_long_ones_is_read_by_the_decode_worker(
+    cluster: Cluster, model: Path, length: int
+) -> None:
+    """A prompt of another beginning each time, until one is: the queue may have ended just then."""
+    prompts = [tokens_of(f"short {length} {number}", length) for number in range(ATTEMPTS)]
+    with busy_prefill(cluster, f"short {length}"):
+        answers = [read_by_decode(cluster, prompt) for prompt in prompts]
+    pairs = [
+        (a, e) for a, e in zip(answers, expected(model, prompts), strict=True) if a is not None
+    ]
+    assert pairs, cluster.logs()
+    assert sum(num_ties(*pair) for pair in pairs) <= 1
+    assert cluster.counters("decode-0")["prompt_tokens"] > 0
+
+
+def test_a_prefix_from_the_store_gives_the_same_tokens(cluster: Cluster, model: Path) -> None:
+    """What a decode worker computed goes into the store, where its successor, whose memory is empty, finds it."""
+    stem = tokens_of("stem", 100)
+    with busy_prefill(cluster, "stem"):
+        cluster.wait_for("the stem read there", lambda: read_by_decode(cluster, stem) is not None)
+    cluster.wait_for("its blocks stored", lambda: in_store(cluster) > 0)
+    epoch = kill(cluster, "decode-0")
+    cluster.wait_for("its successor", lambda: cluster.epoch("decode-0") > epoch)
+    prompts = [[*stem, *tokens_of(f"leaf {number}", 20)] for number in range(ATTEMPTS)]
+    with busy_prefill(cluster, "leaf"):
+        answers = [read_by_decode(cluster, prompt) for prompt in prompts]
+    known = [
+        (a, e) for a, e in zip(answers, expected(model, prompts), strict=True) if a is not None
+    ]
+    assert known, cluster.logs()
+    assert sum(num_ties(*pair) for pair in known) <= 1
+    assert {cached(answer) for answer, _ in known} == {96}
+
+
+def in_store(cluster: Cluster) -> int:
+    """Blocks that the decode worker has put."""
+    return cluster.counters("decode-0").get("put_blocks", 0)
+
+
+def test_a_prompt_goes_on_elsewhere_when_the_worker_that_reads_it_is_killed(
+    cluster: Cluster, model: Path
+) -> None:
+    """Tried until the kill comes in the middle of the prompt: on a busy machine it may be read by then."""
+    assert any(killed_in_the_middle(cluster, model, n) for n in range(ATTEMPTS)), cluster.logs()
+
+
+def killed_in_the_middle(cluster: Cluster, model: Path, number: int) -> bool:
+    prompt = tokens_of(f"middle {number}", 3_000)
+
+    def is_read() -> bool:
+        return cluster.status("decode-0").load.queued_tokens > 1
+
+    with busy_prefill(cluster, f"middle {number}"), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, cluster, prompt)
+        cluster.wait_for("the prompt at work", lambda: is_read() or asked.done())
+        was_caught = not asked.done()
+        epoch = kill(cluster, "decode-0")
+        answer, _ = asked.result()
+        cluster.wait_for("its successor", lambda: cluster.epoch("decode-0") > epoch)
+    [truth] = expected(model, [prompt])
+    assert num_ties(answer, truth) <= 1
+    return was_caught
+
+
+def test_an_explanation_shows_the_decode_worker_that_prefilled(cluster: Cluster) -> None:
+    with busy_prefill(cluster, "explained"):
+        for number in range(ATTEMPTS):
+            answer = read_by_decode(cluster, tokens_of(f"explained {number}", 50))
+            if answer is not None:
+                break
+    assert answer is not None
+    with cluster.client() as client:
+        [decision] = client.get(f"/v1/requests/{answer['id']}/explain").json()["decisions"]
+    assert decision["is_undivided"]
+    [row] = decision["undivided_candidates"]
+    assert row["instance_id"] == "decode-0"
+    assert row["keeps_slo"]
+    assert row["ttft_s"] < next(each["ttft_s"] for each in decision["prefill_candidates"])

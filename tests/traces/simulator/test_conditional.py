@@ -1,0 +1,127 @@
+"""Decode machines that read prompts themselves: what they promise those who decode, and that nothing gets lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conductor.roles import RoleTerms
+from protocol.errors import ConfigError
+from protocol.profile import DecodeProfile, PrefillProfile
+from protocol.step_budget import CHUNK_SHARE, LEAST_CHUNK
+from tests.thoroughness import examples
+from tests.traces.simulator.small import BLOCK, MODEL, request, run_checked, spec
+from traces.simulator.conditional import ConditionalCluster
+from traces.simulator.journey import Journey
+from traces.simulator.results import End
+from traces.simulator.spec import ClusterSpec, Fault
+
+# 1,000 prompt tokens per second; a step of 20 ms leaves 30 ms of the half of 0.1 s to chunks.
+QUICK = replace(
+    MODEL,
+    prefill=PrefillProfile(c0=0.0, c1=0.001, c2=0.0),
+    decode=DecodeProfile(c0=0.02, c1=0.0, c2=0.0),
+)
+
+
+def conditional(**changes: object) -> ClusterSpec:
+    return spec(**{"model": QUICK, "conditional": True, "tbt_slo_s": 0.1, **changes})
+
+
+def undivided(journeys: list[Journey]) -> list[int]:
+    return [j.index for j in journeys if j.placement is not None and j.placement.is_undivided]
+
+
+def test_a_short_prompt_behind_a_long_one_is_read_by_the_decode_machine() -> None:
+    """4 s of prefill are queued; 60 tokens take two steps of 50 ms at the decode machine, where nobody decodes yet."""
+    long, short = request(0.0, 4_000, 5), request(0.1, 60, 5, base=1_000)
+    cluster, journeys = run_checked(conditional(), [long, short])
+    assert undivided(journeys) == [1]
+    first_token_at = journeys[1].first_token_at
+    assert first_token_at is not None
+    assert first_token_at < 0.3
+    assert cluster.counters["undivided"] == 1
+
+
+def test_with_nobody_in_the_queue_a_long_prompt_goes_to_the_prefill_machine() -> None:
+    """Chunks beside decode steps take longer than the prompt alone."""
+    _, journeys = run_checked(conditional(), [request(0.0, 1_000, 5)])
+    assert undivided(journeys) == []
+
+
+def test_steps_with_chunks_keep_to_their_share_of_the_objective() -> None:
+    """One decodes while the other's prompt is read beside it: each gap is a step, none longer than the budget."""
+    records = [
+        request(0.0, 40, 60),
+        request(0.3, 4_000, 5, base=1_000),
+        request(0.4, 200, 5, base=2_000),
+    ]
+    _, journeys = run_checked(conditional(), records)
+    assert 2 in undivided(journeys)
+    assert max(journeys[0].gaps_s[1:]) <= CHUNK_SHARE * 0.1 + 1e-9
+
+
+def test_new_blocks_reach_a_store_and_are_read_by_whoever_needs_them_next() -> None:
+    long = request(0.0, 4_000, 5)
+    first = request(0.1, 100, 2, base=1_000)
+    again = request(2.0, 105, 2, hash_ids=range(1_000, 1_010), base=3_000)
+    cluster, journeys = run_checked(conditional(), [long, first, again])
+    assert undivided(journeys) == [1, 2]
+    assert journeys[2].cached_tokens == 100
+    assert cluster.counters["blocks_fetched"] == 10
+
+
+def test_a_machine_that_dies_while_it_reads_loses_no_request() -> None:
+    """It is placed again, elsewhere."""
+    fault = Fault(instance="decode-0", at_s=0.15)
+    records = [request(0.0, 4_000, 5), request(0.1, 100, 5, base=1_000)]
+    cluster, journeys = run_checked(conditional(num_decode=2, faults=(fault,)), records)
+    assert isinstance(cluster, ConditionalCluster)
+    assert journeys[1].end is End.COMPLETED
+    assert journeys[1].num_generated == 5
+
+
+def test_roles_do_not_change_where_decode_machines_prefill() -> None:
+    with pytest.raises(ConfigError):
+        conditional(roles=RoleTerms()).check()
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    wishes=st.lists(
+        st.tuples(st.floats(0.0, 3.0), st.integers(1, 900), st.integers(1, 30), st.integers(0, 5)),
+        min_size=1,
+        max_size=12,
+    ),
+    dies_at=st.none() | st.floats(0.05, 3.0),
+    tokens=st.sampled_from([1_500, 10_000]),
+)
+def test_every_request_gets_all_of_its_tokens(
+    wishes: list[tuple[float, int, int, int]], dies_at: float | None, tokens: int
+) -> None:
+    """Whatever comes when, whatever it shares, with little memory, and although a machine dies and comes back; proofs
+    after every event. Whoever is read goes on by the least chunk at least, so it ends."""
+    records = sorted(
+        (
+            request(
+                at,
+                length,
+                outputs,
+                hash_ids=range(10 * shared, 10 * shared + 10),
+                base=1_000 * (n + 1),
+            )
+            for n, (at, length, outputs, shared) in enumerate(wishes)
+        ),
+        key=lambda record: record.arrived_s,
+    )
+    faults = () if dies_at is None else (Fault(instance="decode-1", at_s=dies_at, for_s=0.5),)
+    model = replace(QUICK, device_tokens=tokens)
+    _, journeys = run_checked(conditional(model=model, num_decode=2, faults=faults), records)
+    assert LEAST_CHUNK > BLOCK
+    for journey in journeys:
+        assert journey.end is End.COMPLETED, journey.reason
+        assert journey.num_generated == journey.num_outputs
+        assert len(journey.gaps_s) == journey.num_outputs - 1
