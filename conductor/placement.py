@@ -140,7 +140,8 @@ class Planner:
         decision = self._decide(place, prefill, decode, now)
         undivided = self._undivided(prefill, decode, decision, layout, now)
         if undivided is not None:
-            row = best_undivided(undivided, sooner_than_s=decision.predicted_ttft_s)
+            sooner_than_s = decision.predicted_ttft_s - self._learned.overhead.request_s
+            row = best_undivided(undivided, sooner_than_s=sooner_than_s)
             if row is not None:
                 return self._undivided_plan(place, prefill, decode, decision, undivided, row, now)
             decision = replace(decision, undivided_columns=undivided)
@@ -246,7 +247,7 @@ class Planner:
             best_blocks=prefill.best_blocks,
             most_step_s=self._targets.chunk_share * self._targets.tbt_slo_s,
             most_tbt_s=STEP_SHARE * decision.tbt_slo_s,
-            most_ttft_s=decision.ttft_slo_s,
+            most_ttft_s=decision.ttft_slo_s - self._learned.overhead.request_s,
         )
         device_blocks = prefill.prefixes.device_blocks(decodes)
         remote_s = remote_s_per_block(
@@ -270,7 +271,7 @@ class Planner:
         assert layout is not None, "a prompt was weighed"
         device_blocks = int(undivided.device_blocks[row])
         sources = prefill.prefixes.sources(instance, device_blocks, reuse_blocks)
-        ttft_s = float(undivided.ttft_s[row])
+        ttft_s = float(undivided.ttft_s[row]) + self._learned.overhead.request_s
         rejection = None
         if self._targets.admission is not Admission.NONE:
             until = self._fairness.claimed_until(prefill.queueing.turn, now)
