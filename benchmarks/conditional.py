@@ -111,7 +111,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         "no" if share is None else f"up to {share:g} of TBT",
         *(f"{row[name]:.2f}" for name in ("mean_ttft_s", "p50_ttft_s", "p90_ttft_s")),
         f"{row['p90_tbt_s'] * 1e3:.1f}",
-        f"{row['effective']:.1%}".rstrip("%"),
+        f"{row['effective'] * 100:.2f}",
         f"{row['undivided']:.1%}",
     ]
 

@@ -96,7 +96,11 @@ class Flights:
             reads=plan.reads,
             predicted=plan.predicted,
             foreseen_seqs=plan.foreseen_seqs,
-            lands_only=not (plan.predicted.transfer_s or plan.decision.predicted_landing_wait_s),
+            lands_only=not (
+                plan.decision.is_undivided
+                or plan.predicted.transfer_s
+                or plan.decision.predicted_landing_wait_s
+            ),
             num_prompt_tokens=place.num_prompt_tokens,
             max_tokens=place.max_tokens,
             tenant=place.tenant,

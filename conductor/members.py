@@ -93,6 +93,11 @@ class Instance:
         cost.observe(
             steps.sequences / number, steps.context_tokens / number, steps.seconds / number
         )
+        # What slows its decode steps slows its chunks of prompts, too.
+        prefill, factor = self.registration.prefill_profile, cost.correction.factor
+        own = (factor * prefill.c0, factor * prefill.c1, factor * prefill.c2)
+        columns, position = self.seat.table, self.seat.row
+        columns.p0[position], columns.p1[position], columns.p2[position] = own
         table, row, current = self.seat.table, self.seat.row, cost.current
         table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
 

@@ -140,7 +140,8 @@ class Planner:
         decision = self._decide(place, prefill, decode, now)
         undivided = self._undivided(prefill, decode, decision, layout, now)
         if undivided is not None:
-            row = best_undivided(undivided, sooner_than_s=decision.predicted_ttft_s)
+            sooner_than_s = decision.predicted_ttft_s - self._learned.overhead.request_s
+            row = best_undivided(undivided, sooner_than_s=sooner_than_s)
             if row is not None:
                 return self._undivided_plan(place, prefill, decode, decision, undivided, row, now)
             decision = replace(decision, undivided_columns=undivided)
@@ -246,7 +247,7 @@ class Planner:
             best_blocks=prefill.best_blocks,
             most_step_s=self._targets.chunk_share * self._targets.tbt_slo_s,
             most_tbt_s=STEP_SHARE * decision.tbt_slo_s,
-            most_ttft_s=decision.ttft_slo_s,
+            most_ttft_s=decision.ttft_slo_s - self._learned.overhead.request_s,
         )
         device_blocks = prefill.prefixes.device_blocks(decodes)
         remote_s = remote_s_per_block(
@@ -270,11 +271,7 @@ class Planner:
         assert layout is not None, "a prompt was weighed"
         device_blocks = int(undivided.device_blocks[row])
         sources = prefill.prefixes.sources(instance, device_blocks, reuse_blocks)
-        ttft_s = float(undivided.ttft_s[row])
-        rejection = None
-        if self._targets.admission is not Admission.NONE:
-            until = self._fairness.claimed_until(prefill.queueing.turn, now)
-            rejection = reject_claimed(until, now)
+        ttft_s = float(undivided.ttft_s[row]) + self._learned.overhead.request_s
         decision = replace(
             divided,
             undivided_columns=undivided,
@@ -285,7 +282,7 @@ class Planner:
             predicted_ttft_s=ttft_s,
             predicted_tbt_s=float(judged_tbt_s(self._targets.admission, columns)[row]),
             predicted_landing_wait_s=0.0,
-            rejection=rejection,
+            rejection=self._claimed(prefill, now),
         )
         return Plan(
             decision=decision,
@@ -358,7 +355,7 @@ class Planner:
         if ttft_s > ttft_slo_s:
             return reject_ttft(prefill.columns, prefill.ttft_s, ttft_s, ttft_slo_s)
         if float(judged_tbt_s(admission, decode.columns)[decode.row]) <= STEP_SHARE * tbt_slo_s:
-            return reject_claimed(self._fairness.claimed_until(prefill.queueing.turn, now), now)
+            return self._claimed(prefill, now)
         newcomer, since, queue_s = decode.newcomer, decode.newcomer.lands_at, 0.0
         if admission is Admission.CURRENT:
             newcomer, since = newcomer._replace(num_overtaking=0.0), now
@@ -367,6 +364,12 @@ class Planner:
         return reject_tbt(
             decode.able.table, self._members.outlook, newcomer, tbt_slo_s, since, queue_s
         )
+
+    def _claimed(self, prefill: _Prefill, now: float) -> Rejection | None:
+        """Both objectives are kept, but somebody who has had less than this tenant may have a claim."""
+        if self._targets.admission is Admission.NONE:
+            return None
+        return reject_claimed(self._fairness.claimed_until(prefill.queueing.turn, now), now)
 
     def _prompt(
         self,

@@ -20,6 +20,7 @@ from decode_worker.actions import Action, Fail, SendTokens
 from decode_worker.alarms import AlarmKind, Alarms
 from decode_worker.counters import Counters
 from decode_worker.limits import Limits
+from decode_worker.pace import Pace
 from decode_worker.sequence import Sequence, SequencePhase
 from engine.batch import Sampled, Slice
 from engine.block_pool import BlockPool
@@ -45,6 +46,8 @@ class Schedule:
         self._waiting: list[Sequence] = []  # by rank
         self._in_step: list[Sequence] = []  # of the step under way; may have ended meanwhile
         self._num_added = 0
+        self._pace = Pace()  # with a budget
+        self._began_at = 0.0  # the step under way
 
     @property
     def num_running(self) -> int:
@@ -123,7 +126,7 @@ class Schedule:
 
     # -- the step
 
-    def next_step(self, out: list[Action]) -> list[Slice]:
+    def next_step(self, now: float, out: list[Action]) -> list[Slice]:
         """What to compute now; empty when nothing can. No step is under way."""
         while True:
             if self._waiting:
@@ -131,15 +134,16 @@ class Schedule:
             gave_way = self._grow(out)
             batch = self._compose()
             if batch or not gave_way:
-                self._in_step = batch
+                self._in_step, self._began_at = batch, now
                 return [sequence.slice for sequence in batch]
 
     def steps(self, sequence: Sequence) -> bool:
         """Whether the step under way computes some of it."""
         return sequence in self._in_step
 
-    def step_done(self, sampled: Seq[Sampled | None], out: list[Action]) -> None:
+    def step_done(self, sampled: Seq[Sampled | None], now: float, out: list[Action]) -> None:
         batch, self._in_step = self._in_step, []
+        self._learn_pace(batch, now)
         tokens: dict[GatewayId, list[Token]] = {}
         for sequence, result in zip(batch, sampled, strict=True):
             if sequence.phase is SequencePhase.ENDED:
@@ -156,6 +160,15 @@ class Schedule:
         for gateway_id, of_gateway in tokens.items():
             self._counters.generated_tokens += len(of_gateway)
             out.append(SendTokens(gateway_id=gateway_id, tokens=of_gateway))
+
+    def _learn_pace(self, batch: Seq[Sequence], now: float) -> None:
+        if (budget := self._limits.budget) is None:
+            return
+        slices = [sequence.slice for sequence in batch]
+        decoding = [piece for piece in slices if piece.num_tokens == 1]
+        chunks = ((each.start, each.num_tokens) for each in slices if each.num_tokens > 1)
+        predicted_s = budget.step_s(len(decoding), sum(piece.end for piece in decoding), chunks)
+        self._pace.observe(predicted_s, now - self._began_at)
 
     def step_failed(self, error: MoonserveError, out: list[Action]) -> None:
         """What the step computed is lost, and so are its sequences."""
@@ -255,7 +268,8 @@ class Schedule:
         if (budget := self._limits.budget) is not None:
             context = sum(len(sequence.token_ids) for sequence in decoding)
             prompts = ((sequence.slice.start, sequence.num_missing) for sequence in behind)
-            return budget.chunks(len(decoding), context, prompts, left)
+            slowed = budget.slowed(self._pace.factor)
+            return slowed.chunks(len(decoding), context, prompts, left)
         chunks: list[int] = []
         for sequence in behind:
             if left > 0:

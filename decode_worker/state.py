@@ -122,7 +122,9 @@ class DecodeState:
             ),
             events.CommitRequested: self._commit,
             events.Verified: landings.verified,
-            events.StepDone: lambda event, now, out: self._schedule.step_done(event.sampled, out),
+            events.StepDone: lambda event, now, out: self._schedule.step_done(
+                event.sampled, now, out
+            ),
             events.StepFailed: lambda event, now, out: self._schedule.step_failed(event.error, out),
             events.RequestCancelled: self._cancel,
             events.GatewayLost: self._lose_gateway,
@@ -193,7 +195,7 @@ class DecodeState:
         if self._landings.landed:
             self._take_landed()
         if not self._schedule.is_stepping:
-            slices = self._schedule.next_step(out)
+            slices = self._schedule.next_step(now, out)
             if slices:
                 # First: tokens travel while the engine computes, not before.
                 out.insert(0, RunStep(slices=slices))

@@ -15,6 +15,7 @@ from decode_worker.config import DecodeConfig
 from deploy.config import ServeConfig
 from deploy.doctor import DoctorConfig
 from deploy.profile import ProfileConfig
+from deploy.undivided.config import UndividedConfig
 from deploy.worker.config import WorkerConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
@@ -36,6 +37,7 @@ PAGES: list[tuple[str, type]] = [
     ("moonserve conductor", ConductorConfig),
     ("moonserve worker --role prefill", PrefillConfig),
     ("moonserve worker --role decode", DecodeConfig),
+    ("moonserve worker --role decode --conditional-disaggregation on", UndividedConfig),
     ("moonserve worker --role-switching on", WorkerConfig),
     ("moonserve store", StoreConfig),
     ("moonserve directory", DirectoryConfig),

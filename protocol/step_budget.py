@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.errors import InvalidRequest
 from protocol.profile import DecodeProfile, PrefillProfile
@@ -35,6 +35,17 @@ class StepBudget:
     def __post_init__(self) -> None:
         if not 0.0 < self.most_step_s < math.inf:
             raise InvalidRequest(f"a step of at most {self.most_step_s} s is none")
+
+    def slowed(self, factor: float) -> StepBudget:
+        """For a worker whose steps take so many times as long as its profiles say."""
+        return self if factor == 1.0 else replace(self, most_step_s=self.most_step_s / factor)
+
+    def step_s(
+        self, num_seqs: int, context_tokens: int, chunks: Iterable[tuple[int, int]]
+    ) -> float:
+        """What a step takes, by the profiles; `chunks`: tokens that are there, and to compute, of each prompt."""
+        decode_s = self.decode.step_s(num_seqs, context_tokens) if num_seqs else 0.0
+        return decode_s + sum(self.prefill.seconds(done + n, done) for done, n in chunks)
 
     def chunks(
         self, num_seqs: int, context_tokens: int, prompts: Iterable[tuple[int, int]], most: int

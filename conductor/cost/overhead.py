@@ -62,6 +62,11 @@ class Overhead:
         if lands_only:
             self._landing.observe(actual.transfer_s)
 
+    @property
+    def request_s(self) -> float:
+        """To be added for a prompt that needs no landing."""
+        return self._request.seconds
+
     def seconds(self, queue_s: float) -> float:
         """To be added for a prompt that waits so long for others."""
         return self._request.seconds + max(self._landing.seconds - queue_s, 0.0)

@@ -139,3 +139,18 @@ def test_a_decode_worker_that_leaves_takes_its_prompts_with_it() -> None:
     state.validate()
     state.handle(Report(request_id=RequestId("short"), phase=Phase.FAILED, elapsed_s=1.0), 2.0)
     state.validate()
+
+
+def test_what_every_request_pays_beside_its_terms_is_added_there_too() -> None:
+    """A first token that took 50 ms more than its terms, all of them without a landing."""
+    state = conductor()
+    place(state, "long", 2_000)
+    place(state, "a", 60)
+    first_token = Report(
+        request_id=RequestId("a"), phase=Phase.FIRST_TOKEN, elapsed_s=0.15, cached_tokens=0,
+        output_tokens=1, queue_s=0.0, transfer_s=0.0, prefill_s=0.1,
+    )  # fmt: skip
+    state.handle(first_token, 1.15)
+    again = place(state, "b", 60, 1.15)
+    assert again.is_undivided
+    assert again.predicted_ttft_s == pytest.approx(0.11 + 0.05, rel=0.01)

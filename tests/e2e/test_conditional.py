@@ -23,8 +23,10 @@ pytestmark = pytest.mark.e2e
 FLAGS = (
     *("--dtype", "float32", "--block-size", "32", "--kv-cache-memory", "64MiB"),
     *("--max-num-batched-tokens", "64", "--ttft-slo", "10000", "--num-threads", "1"),
-    *("--conditional-disaggregation", "on"),
+    *("--conditional-disaggregation", "on", "--admission", "none"),
 )
+# No decode worker keeps to it beside a chunk, so that who asks for it is prefilled by a prefill worker.
+APART = {"x-slo-tbt-ms": "0.001"}
 NUM_TOKENS = 12
 LONG = 12_000
 ATTEMPTS = 6
@@ -67,7 +69,10 @@ def busy_prefill(cluster: Cluster, name: str) -> Iterator[None]:
         while not over.is_set():
             count += 1
             prompt = tokens_of(f"{name} {number} {count}", LONG)
-            cluster.complete(prompt, max_tokens=1, temperature=0)
+            with cluster.client() as client:
+                body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+                response = client.post("/v1/completions", json=body, headers=APART)
+                assert response.status_code == 200, response.text
 
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(keep_asking, number) for number in range(3)]

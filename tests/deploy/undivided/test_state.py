@@ -34,6 +34,21 @@ def test_a_prompt_is_read_in_chunks_that_keep_to_the_budget_beside_who_decodes()
     assert driver.reports["b"].cached_tokens == 0
 
 
+def test_chunks_shrink_where_steps_take_longer_than_the_profiles_say() -> None:
+    """A host that is shared: steps last twice as long, so that half of the tokens fit into the budget."""
+    driver = UndividedDriver(64, max_num_batched_tokens=200, max_model_len=400)
+    driver.start(range(8), "a")
+    for _ in range(100):
+        driver.now += 2 * driver.step_s
+        driver.compute()
+    driver.submit(range(1_000, 1_100), "b")
+    driver.now += 2 * driver.step_s
+    driver.compute()
+    chunk = driver.step_of()[1][2]
+    assert LEAST_CHUNK <= chunk <= 17
+    assert 2 * driver.step_s <= max(BUDGET.most_step_s, 2 * (0.005 + 0.001 * LEAST_CHUNK)) + 0.002
+
+
 def test_a_prefix_is_read_from_the_store_and_the_rest_computed_and_put_there() -> None:
     """Three blocks of ten tokens and two: one is stored, two are new."""
     driver = UndividedDriver(16)
