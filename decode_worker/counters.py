@@ -20,7 +20,7 @@ class Counters:
     steps: int = 0
     generated_tokens: int = 0
     recomputed_tokens: int = 0
-    prompt_tokens: int = 0  # computed here, of prompts that nobody prefilled
+    prompt_tokens: int = 0  # in chunks of two and more, of prompts that nobody prefilled
     num_preemptions: int = 0
     requests_finished: int = 0
     requests_failed: int = 0

