@@ -20,6 +20,12 @@ from protocol.rpc import TOKEN_HEADER
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
 
+# One compute thread per worker, exact numbers, and objectives that nothing misses.
+UNHURRIED = (
+    *("--dtype", "float32", "--num-threads", "1"),
+    *("--ttft-slo", "10000", "--tbt-slo", "10000"),
+)
+
 
 class Cluster(LocalCluster):
     """A `moonserve serve` whose processes can be looked into."""

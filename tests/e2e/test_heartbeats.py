@@ -12,7 +12,7 @@ import pytest
 
 from protocol.pb import conductor_pb2, conductor_pb2_grpc
 from protocol.rpc import TOKEN_HEADER
-from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
 from tests.patience import PATIENCE_S
 from tests.random_models import make_model
 
@@ -23,17 +23,7 @@ pytestmark = pytest.mark.e2e
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("heartbeats")
     make_model("llama", folder / "model", max_position_embeddings=4096)
-    flags = (
-        "--dtype",
-        "float32",
-        "--num-threads",
-        "1",
-        "--ttft-slo",
-        "10000",
-        "--tbt-slo",
-        "10000",
-    )
-    with running_cluster(folder / "model", folder / "logs", *flags) as cluster:
+    with running_cluster(folder / "model", folder / "logs", *UNHURRIED) as cluster:
         yield cluster
 
 

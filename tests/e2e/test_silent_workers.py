@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
 from tests.random_models import make_model
 from tests.stopping import stop
 
@@ -27,19 +27,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two of each role, so that there is somebody else."""
     folder = tmp_path_factory.mktemp("silent")
     make_model("llama", folder / "model", max_position_embeddings=16_384)
-    flags = (
-        "--dtype",
-        "float32",
-        "--num-threads",
-        "1",
-        "--ttft-slo",
-        "10000",
-        "--tbt-slo",
-        "10000",
-    )
     both = ("--prefill-workers", "2", "--decode-workers", "2", "--kv-cache-memory", "32MiB")
     steps = ("--max-num-batched-tokens", "64", "--transfer-timeout-s", "5")
-    with running_cluster(folder / "model", folder / "logs", *flags, *both, *steps) as cluster:
+    with running_cluster(folder / "model", folder / "logs", *UNHURRIED, *both, *steps) as cluster:
         yield cluster
 
 
