@@ -1,5 +1,6 @@
-"""Compiling a C file into a shared library, once per source, compiler flags and processor.
+"""Compiling a C or C++ file into a shared library, once per source, compiler flags and processor.
 
+A source is its text and that of the files it includes by `#include "…"`, wherever they lie relative to the includer.
 Its rule: compiled code is never required. Whoever cannot have it (`CompilerError`) has another way.
 """
 
@@ -8,16 +9,19 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from protocol.machine import cache_folder, processor
 
 _TIMEOUT_S = 120.0
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+_COMPILERS = {"C": ("cc", "gcc", "clang"), "C++": ("c++", "g++", "clang++")}
 
 
 class CompilerError(Exception):
@@ -34,23 +38,34 @@ def shared_cache() -> Path | None:
     return folder
 
 
-def load_library(source: Path, flags: Sequence[str], folder: Path | None) -> ctypes.CDLL:
-    """The library made from `source`, compiled into `folder` unless it is there already.
+def load_library(
+    source: Path,
+    flags: Sequence[str],
+    folder: Path | None,
+    compiling: Callable[[], None] | None = None,
+) -> ctypes.CDLL:
+    """The library made from `source` (C, or C++ where it ends in .cpp), compiled into `folder` unless it is there
+    already; `compiling` is called before that.
 
     None compiles for this process alone. Raises CompilerError.
     """
     if folder is not None:
-        return _load_cached(source, flags, folder)
+        return _load_cached(source, flags, folder, compiling)
     with tempfile.TemporaryDirectory() as own:  # once loaded, the file is no longer needed
-        return _load_cached(source, flags, Path(own))
+        return _load_cached(source, flags, Path(own), compiling)
 
 
-def _load_cached(source: Path, flags: Sequence[str], folder: Path) -> ctypes.CDLL:
-    identity = "|".join((source.read_text(encoding="utf-8"), *flags, processor()))
+def _load_cached(
+    source: Path, flags: Sequence[str], folder: Path, compiling: Callable[[], None] | None
+) -> ctypes.CDLL:
+    texts = [path.read_text(encoding="utf-8") for path in with_included(source)]
+    identity = "|".join((*texts, *flags, processor()))
     name = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
     library = folder / f"{source.stem}-{name}.so"
     try:
         if not library.exists():
+            if compiling is not None:
+                compiling()
             folder.mkdir(parents=True, exist_ok=True)
             compile_library(source, flags, library)
         return ctypes.CDLL(str(library))
@@ -58,11 +73,20 @@ def _load_cached(source: Path, flags: Sequence[str], folder: Path) -> ctypes.CDL
         raise CompilerError(str(error)) from error
 
 
+def with_included(source: Path) -> list[Path]:
+    """`source`, then the files that it includes and those that they include, each once."""
+    found = [source.resolve()]
+    for path in found:  # grows meanwhile
+        for name in _INCLUDE.findall(path.read_text(encoding="utf-8")):
+            included = (path.parent / name).resolve()
+            if included not in found:
+                found.append(included)
+    return found
+
+
 def compile_library(source: Path, flags: Sequence[str], library: Path) -> None:
     """Raises CompilerError, or OSError when `library` cannot be written."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise CompilerError("no C compiler (cc, gcc or clang) is installed")
+    compiler = _compiler("C++" if source.suffix == ".cpp" else "C")
     # Under a name of its own first: several workers may start at once, and threads in each.
     partial = library.with_suffix(f".{os.getpid()}-{threading.get_native_id()}.partial")
     command = [compiler, *flags, "-fPIC", "-shared", str(source), "-o", str(partial)]
@@ -75,3 +99,14 @@ def compile_library(source: Path, flags: Sequence[str], library: Path) -> None:
     if done.returncode != 0:
         raise CompilerError(f"{compiler} failed: {done.stderr.strip()[:500]}")
     partial.replace(library)
+
+
+def _compiler(language: str) -> str:
+    names = _COMPILERS[language]
+    for name in names:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise CompilerError(
+        f"no {language} compiler ({names[0]}, {names[1]} or {names[2]}) is installed"
+    )

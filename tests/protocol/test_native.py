@@ -35,6 +35,36 @@ def test_a_library_is_compiled_once_per_source_and_flags(tmp_path: Path) -> None
     assert len(list(cache.iterdir())) == 2
 
 
+def test_what_a_source_includes_is_a_part_of_it(tmp_path: Path) -> None:
+    cache, path = tmp_path / "cache", tmp_path / "sum.c"
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "outer.h").write_text('#pragma once\n#include "inner.h"\n')
+    (tmp_path / "parts" / "inner.h").write_text('#define VALUE 1\n#include "outer.h"\n')
+    path.write_text(
+        '#include <stdint.h>\n#include "parts/outer.h"\nint sum(void) { return VALUE; }\n'
+    )
+    assert load_library(path, [], cache).sum() == 1
+    (tmp_path / "parts" / "inner.h").write_text("#define VALUE 2\n")
+    assert load_library(path, [], cache).sum() == 2
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.skipif(
+    not any(map(native.shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler"
+)
+def test_a_cpp_file_goes_to_the_cpp_compiler_and_the_first_time_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "twice.cpp"
+    path.write_text(
+        "template <int N> int times(int x) { return N * x; }\n"
+        'extern "C" int twice(int x) { return times<2>(x); }\n'
+    )
+    told: list[str] = []
+    for _ in range(2):
+        library = load_library(path, [], tmp_path / "cache", lambda: told.append("compiling"))
+        assert library.twice(21) == 42
+    assert told == ["compiling"]
+
+
 def test_without_a_cache_folder_it_is_compiled_for_this_process(tmp_path: Path) -> None:
     assert load_library(source(tmp_path, 1), ["-DPLUS=0"], None).answer() == 1
 
