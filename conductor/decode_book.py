@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from conductor.columns import DecodeTable, Floats, Ints, Seat
-from conductor.cost.output_length import OutputLengths
 from conductor.events import Load
 from conductor.ledger import SETTLE_S
 from conductor.outlook import Drain, Outlook
 from protocol.ids import RequestId
+from protocol.output_length import OutputLengths
 from protocol.profile import DecodeProfile
 
 # What a column holds at most, whatever an instance says about itself; sums of such stay exact.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from conductor.cost.accuracy import Accuracy
-from conductor.cost.output_length import OutputLengths
 from conductor.cost.overhead import Overhead
 from conductor.cost.overtaking import Overtaking
+from protocol.output_length import OutputLengths
 
 
 class Learned:

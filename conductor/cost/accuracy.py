@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from conductor.cost.decayed import DecayedCounts
+from protocol.decayed import DecayedCounts
 
 _LEAST = 2.0**-10  # 0.1 %: below it nobody asks
 _PER_DOUBLING = 8

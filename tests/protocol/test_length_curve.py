@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.cost.length_curve import EDGES, MOST_TOKENS, LengthCurve
-from conductor.cost.output_length import ENOUGH, MOST_TENANTS, OutputLengths
+from protocol.length_curve import EDGES, MOST_TOKENS, LengthCurve
+from protocol.output_length import ENOUGH, MOST_TENANTS, OutputLengths
 
 _ENDLESS = 1e9  # half-life: nothing fades, as in numpy
 _lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=60)

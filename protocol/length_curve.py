@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 import numpy as np
 import numpy.typing as npt
 
-from conductor.cost.decayed import DecayedCounts
+from protocol.decayed import DecayedCounts
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]

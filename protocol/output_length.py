@@ -7,7 +7,7 @@ side. Pure; knows no instance.
 
 from __future__ import annotations
 
-from conductor.cost.length_curve import Counts, Floats, LengthCurve
+from protocol.length_curve import Counts, Floats, LengthCurve
 
 ENOUGH = 50  # the median of so many is within 7 ranks (σ = √(n/4) = 3.5, two of them)
 MOST_TENANTS = 256  # of 5 KiB each
