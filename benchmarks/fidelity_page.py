@@ -28,8 +28,6 @@ MORE_FIGURES = {
     "prediction_error": "predicted TTFT, p50 of the relative error",
 }
 PREDICTION_BAR = 0.15
-LENGTHS = 1 / 16  # of the trace's, like the next
-OUTPUTS = 1 / 16
 
 
 def as_page(result: dict[str, Any]) -> str:
@@ -72,24 +70,28 @@ def _section(shape: dict[str, Any]) -> str:
     for name, title in {**FIGURES, **MORE_FIGURES}.items():
         live, simulated, error = (shape[key][name] for key in ("live", "simulated", "errors"))
         within = ("yes" if abs(error) <= BAR else "NO") if name in FIGURES else ""
-        rows.append([title, _figure(live), _figure(simulated), f"{error:+.1%}", within])
+        least, most = shape["error_ranges"][name]
+        ranged = f"{least:+.0%} … {most:+.0%}"
+        rows.append([title, _figure(live), _figure(simulated), f"{error:+.1%}", ranged, within])
     terms = shape["profile"]
     return "\n".join(
         (
             f"## {shape['prefill']} prefill, {shape['decode']} decode",
             "",
-            table(["", "live", "simulated", "error", f"within {BAR:.0%}"], rows),
+            table(["", "live", "simulated", "error", "by round", f"within {BAR:.0%}"], rows),
             "",
             "Profile: prefill {} s, decode {} s; ".format(
                 *(" / ".join(f"{c:.2e}" for c in terms[part]) for part in ("prefill", "decode"))
             )
             + "request {request_ms:.1f} (the gateway's part {gateway_ms:.1f}), turnover {turnover_ms:.1f}, "
             "landing {landing_ms:.1f}, handoff {handoff_ms:.1f} ms.".format_map(terms),
-            "Beside 0, 1, … others these take so many times as long: "
-            + "; ".join(
-                f"{part} {', '.join(f'{factor:.2f}' for factor in terms[f'crowding_{part}'])}"
-                for part in ("prefill", "decode", "batch", "request", "landing", "handoff")
-            )
+            "Beside 0, 1, … others, one of which decodes, these take so many times as long: "
+            + _crowding(terms, "crowding", ("prefill", "request", "landing", "handoff"))
+            + "; decode steps beside 0, 1, … prefill machines: "
+            + _crowding(terms, "crowding", ("decode", "batch"))
+            + ".",
+            "Beside 0, 1, … others, none of which decodes: "
+            + _crowding(terms, "prefills", ("prefill", "request", "landing", "handoff"))
             + ".",
             "",
             "Means of all requests, ms: live "
@@ -106,6 +108,13 @@ def _section(shape: dict[str, Any]) -> str:
     )
 
 
+def _crowding(terms: dict[str, Any], company: str, parts: Sequence[str]) -> str:
+    return "; ".join(
+        f"{part} {', '.join(f'{factor:.2f}' for factor in terms[f'{company}_{part}'])}"
+        for part in parts
+    )
+
+
 def _terms(means: dict[str, float], side: str, names: Sequence[str]) -> str:
     return ", ".join(f"{name} {means[f'{side}_{name}_ms']:.0f}" for name in names)
 
@@ -118,7 +127,8 @@ _INTRODUCTION = """# Does the simulator tell the truth?
 
 One trace, served live and simulated. `python -m benchmarks.fidelity --trace FILE` makes this page: for each shape it
 profiles a cluster (`moonserve profile --serving`), replays the trace against a fresh one, and simulates the same
-records on the profile. Nothing of the replay goes into the simulation.
+records on the profile, several rounds. Nothing of a replay goes into its simulation. Figures are medians of the
+rounds, errors the medians of each round's errors.
 """
 
 _READING = """## What the simulation has, and what it leaves out
@@ -132,6 +142,7 @@ _READING = """## What the simulation has, and what it leaves out
 | landing | from asking the decode worker for blocks to having them, while it is idle |
 | handoff | the second token's gap less a step: last writes, commit, verification |
 | crowding | how many times as long each of these takes beside 1, 2, … others that compute on this host |
+| … beside prefills | likewise beside prefill machines alone; one that decodes keeps gateway and clients busy, too |
 | batch | crowding of a step of four sequences, where *decode* is of one; what lies between is interpolated |
 | gaps | how tokens are bunched on their way to the client: each gap against the mean, beside 0, 1, 2, … others |
 | mixed steps | not measured: short prompts share steps as `prefill_worker.steps` decides it |

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class PromptRun:
     num_tokens: int
     num_cached: int
     num_others: int  # machines that computed beside it
+    decodes_beside: bool  # one of them was a decode machine
     ttft_s: float  # at the client
     queue_s: float  # at the prefill worker, like the next two
     load_s: float
@@ -105,7 +106,7 @@ class Probe:
     async def observe(self, num_prefill: int, budget_s: float) -> Observations:
         """Takes about `budget_s` seconds, more where the first shapes do."""
         for num_tokens in (16, 256, 256):  # connections, first touches of memory
-            await self._alone(self._fresh(num_tokens), 0)
+            await self._one(self._fresh(num_tokens))
         ends_at = time.monotonic() + budget_s
         prompts = await self._prompts(_after(0.5, ends_at))
         steps = await self._steps(_after(0.5, ends_at))
@@ -146,11 +147,14 @@ class Probe:
         first = self._fresh(num_tokens)
         kept = [int(num_tokens * share) for share in self._grid.cached_shares]
         later = [first[:count] + self._fresh(num_tokens - count) for count in kept]
-        return [await self._alone(prompt, 0) for prompt in (first, *later)]
+        return [await self._one(prompt) for prompt in (first, *later)]
 
-    async def _alone(self, prompt: Sequence[int], num_others: int) -> PromptRun:
+    async def _one(
+        self, prompt: Sequence[int], num_others: int = 0, *, decodes_beside: bool = False
+    ) -> PromptRun:
         outcome = await self._complete(prompt, _OUTPUT_TOKENS)
-        return await self._prompt_run(outcome, len(prompt), num_others)
+        run = await self._prompt_run(outcome, len(prompt), num_others)
+        return replace(run, decodes_beside=decodes_beside)
 
     async def _prompt_run(self, outcome: Outcome, num_tokens: int, num_others: int) -> PromptRun:
         timeline = _timeline(outcome)
@@ -161,6 +165,7 @@ class Probe:
             num_tokens=num_tokens,
             num_cached=outcome.cached_tokens,
             num_others=num_others,
+            decodes_beside=False,
             ttft_s=timeline.ttft_s,
             queue_s=terms[0],
             load_s=terms[1],
@@ -232,23 +237,27 @@ class Probe:
     async def _beside(
         self, num_prefill: int, deadline: float
     ) -> tuple[list[PromptRun], list[StepRun]]:
-        """In turn: prompts beside nobody, one beside a batch, several at once beside a batch."""
+        """In turn: one prompt, several at once, and both beside a batch."""
         prompts: list[PromptRun] = []
         steps: list[StepRun] = []
         for run in itertools.count():
             if run and time.monotonic() > deadline:
                 return prompts, steps
-            prompts += await self._at_once(1, num_others=0)
+            for width in range(1, num_prefill + 1):
+                prompts += _apart(await self._at_once(width, width - 1), width)
             for width, streams in itertools.product(range(1, num_prefill + 1), _BESIDE_STREAMS):
                 more_prompts, more_steps = await self._beside_batch(width, streams)
                 prompts += more_prompts
                 steps += more_steps
         raise AssertionError("unreachable")
 
-    async def _at_once(self, width: int, num_others: int) -> list[PromptRun]:
+    async def _at_once(
+        self, width: int, num_others: int, *, decodes_beside: bool = False
+    ) -> list[PromptRun]:
         length = min(_BESIDE_PROMPT, self._longest - _OUTPUT_TOKENS)
         fresh = [self._fresh(length) for _ in range(width)]
-        return list(await asyncio.gather(*(self._alone(prompt, num_others) for prompt in fresh)))
+        runs = (self._one(each, num_others, decodes_beside=decodes_beside) for each in fresh)
+        return list(await asyncio.gather(*runs))
 
     async def _beside_batch(
         self, width: int, num_streams: int
@@ -263,7 +272,7 @@ class Probe:
         runs: list[tuple[float, list[PromptRun], float]] = []
         while not any(task.done() for task in tasks):
             began = time.monotonic()
-            found = await self._at_once(width, num_others=width)
+            found = await self._at_once(width, width, decodes_beside=True)
             runs.append((began, found, time.monotonic()))
             await asyncio.sleep(0.1)
         timelines = [_timeline(outcome) for outcome in await asyncio.gather(*tasks)]
@@ -321,6 +330,11 @@ def steps_between(
     ]
 
 
+def _apart(found: list[PromptRun], width: int) -> list[PromptRun]:
+    """None of them where some waited for each other at one machine."""
+    return found if len({run.machine for run in found}) == width else []
+
+
 def _compared(
     timelines: Sequence[Timeline], runs: Iterable[tuple[float, list[PromptRun], float]], width: int
 ) -> tuple[list[PromptRun], list[StepRun]]:
@@ -335,9 +349,9 @@ def _compared(
         computing_from = max(at - run.compute_s for at, run in zip(first_at, found, strict=True))
         if ended > end:
             break
-        if len({run.machine for run in found}) < width:
+        if not _apart(found, width):
             idle_from = ended
-            continue  # they waited for each other
+            continue
         steps += steps_between(timelines, _BESIDE_CONTEXT, idle_from, began, num_others=0)
         steps += steps_between(
             timelines, _BESIDE_CONTEXT, computing_from, min(first_at), num_others=width

@@ -80,6 +80,7 @@ def as_text(terms: ServingTerms) -> Sequence[str]:
         f"landing, until it is granted    {overheads.landing_s * 1e3:8.2f} ms",
         f"handoff, beside its KV          {overheads.handoff_s * 1e3:8.2f} ms",
         f"prefill beside 0, 1, … others   {_factors(crowding.prefill)}",
+        f"… that are all prefill machines {_factors(crowding.prefill_beside_prefills)}",
         f"decode beside 0, 1, … others    {_factors(crowding.decode)}",
         f"… of a batch                    {_factors(crowding.decode_batch)}",
         f"request beside 0, 1, … others   {_factors(crowding.request)}",

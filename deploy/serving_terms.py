@@ -7,7 +7,7 @@ simulator's prefill machine does it. Knows no endpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -142,7 +142,7 @@ def overheads_of(seen: Observations, prefill: PrefillProfile, crowding: Crowding
 
 def _turnovers(seen: Observations, prefill: PrefillProfile, crowding: Crowding) -> list[float]:
     """One for each prompt in a row."""
-    factors = crowding.prefill or (1.0,)
+    factors = crowding.prefill_beside_prefills or crowding.prefill or (1.0,)
     return [
         run.compute_s
         - prefill.seconds(run.num_tokens, run.num_cached)
@@ -159,27 +159,46 @@ def _median(seconds: Sequence[float]) -> float:
 
 def crowding_of(seen: Observations, prefill: PrefillProfile, decode: DecodeProfile) -> Crowding:
     """Each time against the formula's, so that shapes may differ a little; then against the times alone."""
-    prompts = [
-        (run.num_others, run.compute_s / prefill.seconds(run.num_tokens, run.num_cached))
-        for run in seen.beside_prompts
-    ]
-    alone = _alone(seen, prefill.seconds)
-    if len(alone) > 1:  # each machine counts the same, however often it was alone
-        prompts = [(0, ratio) for ratio in alone.values()] + [each for each in prompts if each[0]]
+    alone = [run for run in seen.beside_prompts if run.num_others == 0]
+    decoding = [*alone, *(run for run in seen.beside_prompts if run.decodes_beside)]
+    prefills = [run for run in seen.beside_prompts if not run.decodes_beside]
     steps: dict[int, list[tuple[int, float]]] = {}  # by sequences
     for run in seen.beside_steps:
         ratio = run.seconds / decode.step_s(run.num_seqs, run.context_tokens)
         steps.setdefault(run.num_seqs, []).append((run.num_others, ratio))
-    beside = [(run.num_others, _own_overheads(run)) for run in seen.beside_prompts]
+    by_machine = _alone(seen, prefill.seconds)
     return Crowding(
-        prefill=_factors(prompts),
+        prefill=_prefill_factors(decoding, prefill, by_machine),
+        prefill_beside_prefills=_prefill_factors(prefills, prefill, by_machine),
         decode=_factors(steps[min(steps)] if steps else ()),
         decode_batch=_factors(steps[max(steps)] if len(steps) > 1 else ()),
-        request=_factors([(n, each[0]) for n, each in beside]),
-        landing=_factors([(n, each[1]) for n, each in beside]),
-        handoff=_factors([(n, each[2]) for n, each in beside if each[2] is not None]),
+        request=_overhead_factors(decoding, 0),
+        request_beside_prefills=_overhead_factors(prefills, 0),
+        landing=_overhead_factors(decoding, 1),
+        landing_beside_prefills=_overhead_factors(prefills, 1),
+        handoff=_overhead_factors(decoding, 2),
+        handoff_beside_prefills=_overhead_factors(prefills, 2),
         gaps=_gaps(seen),
     )
+
+
+def _prefill_factors(
+    runs: Sequence[PromptRun], prefill: PrefillProfile, alone: Mapping[str, float]
+) -> tuple[float, ...]:
+    """`alone`: actual ÷ formula by machine; of several each counts the same, however often it was alone."""
+    ratios = [
+        (run.num_others, run.compute_s / prefill.seconds(run.num_tokens, run.num_cached))
+        for run in runs
+    ]
+    if len(alone) > 1:
+        ratios = [(0, ratio) for ratio in alone.values()] + [each for each in ratios if each[0]]
+    return _factors(ratios)
+
+
+def _overhead_factors(runs: Sequence[PromptRun], which: int) -> tuple[float, ...]:
+    """`which`: of `_own_overheads`."""
+    found = [(run.num_others, _own_overheads(run)[which]) for run in runs]
+    return _factors([(others, seconds) for others, seconds in found if seconds is not None])
 
 
 def _own_overheads(run: PromptRun) -> tuple[float, float, float | None]:

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.fidelity import figures_of, journeys_after, relative, spec_of
 from benchmarks.fidelity_page import FIGURES, MORE_FIGURES, as_page
+from benchmarks.fidelity_rounds import combined
 from tests.traces.simulator.small import MODEL, request
 from traces.simulator.spec import ClusterSpec, Overheads
 
@@ -49,6 +50,23 @@ def test_an_error_is_relative_to_what_happened() -> None:
     assert relative(1.0, 0.0) == math.inf
 
 
+def test_rounds_become_their_medians_and_errors_keep_their_range() -> None:
+    """The middle of each error, whatever the medians of both sides would say; lists as far as all of them go."""
+    rounds = [
+        {"errors": {"ttft": off}, "live": {"ttft": live}, "factors": factors, "lost_hits": []}
+        for off, live, factors in (
+            (0.3, 10, [1.0, 1.5]),
+            (-0.1, 12, [1.0, 1.7, 2.0]),
+            (0.05, 50, [1.0, 1.6]),
+        )
+    ]
+    found = combined(rounds)
+    assert found["errors"] == {"ttft": 0.05}
+    assert found["error_ranges"] == {"ttft": [-0.1, 0.3]}
+    assert (found["live"], found["factors"]) == ({"ttft": 12}, [1.0, 1.6])
+    assert (found["lost_hits"], found["rounds"]) == ([], 3)
+
+
 def test_the_page_says_what_is_within_and_what_is_not() -> None:
     """One figure off: its row says so, and so does the claim."""
     live = dict.fromkeys(FIGURES | MORE_FIGURES, 100.0)
@@ -70,6 +88,10 @@ def test_the_page_says_what_is_within_and_what_is_not() -> None:
             "crowding_request": [],
             "crowding_landing": [1.0, 4.0],
             "crowding_handoff": [],
+            "prefills_prefill": [1.0, 1.1],
+            "prefills_request": [],
+            "prefills_landing": [],
+            "prefills_handoff": [],
         },
         "live": live,
         "simulated": simulated,
@@ -82,12 +104,14 @@ def test_the_page_says_what_is_within_and_what_is_not() -> None:
         "met": False,
         "predictions_met": True,
     }
+    shape = {**combined([shape]), "met": False}
     load = {"trace": "t.jsonl", "requests": 10, "speedup": 2.0}
     machine = {"processor": "p", "cores": 2, "load": 0.5}
     page = as_page({"machine": machine, "load": load, "shapes": [shape]})
-    assert "| TTFT p90, ms | 100 | 120 | +20.0% | NO |" in page
-    assert "| TTFT p50, ms | 100 | 100 | +0.0% | yes |" in page
+    assert "| TTFT p90, ms | 100 | 120 | +20.0% | +20% … +20% | NO |" in page
+    assert "| TTFT p50, ms | 100 | 100 | +0.0% | +0% … +0% | yes |" in page
     assert "landing 1.00, 4.00" in page
+    assert "none of which decodes: prefill 1.00, 1.10" in page
     assert "ttft 12.5%" in page
     assert "is NOT met" in page
     assert "## 2 prefill, 1 decode" in page

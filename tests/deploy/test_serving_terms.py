@@ -21,9 +21,14 @@ DECODE = DecodeProfile(c0=2e-3, c1=1e-4, c2=4e-7)
 
 
 def prompt(
-    num_tokens: int, num_cached: int = 0, num_others: int = 0, slow: float = 1.0
+    num_tokens: int,
+    num_cached: int = 0,
+    num_others: int = 0,
+    slow: float = 1.0,
+    decodes_beside: bool | None = None,
 ) -> PromptRun:
-    """As a worker with PREFILL computes it, chunk by chunk, between 5 ms of request and 2 of landing."""
+    """As a worker with PREFILL computes it, chunk by chunk, between 5 ms of request and 2 of landing. Whoever has
+    company has a decode machine's, unless told otherwise."""
     starts = range(num_cached, num_tokens, CHUNK)
     compute_s = slow * sum(PREFILL.seconds(min(s + CHUNK, num_tokens), s) for s in starts)
     return PromptRun(
@@ -31,6 +36,7 @@ def prompt(
         num_tokens=num_tokens,
         num_cached=num_cached,
         num_others=num_others,
+        decodes_beside=num_others > 0 if decodes_beside is None else decodes_beside,
         ttft_s=compute_s + 0.001 + 0.002 + 0.005,
         queue_s=0.001,
         load_s=0.002,
@@ -90,8 +96,8 @@ def test_machines_that_differ_are_one_of_their_mean_and_company_is_told_apart() 
     """All prompts alone went to the faster one at first, later to the one that is 1.5 times as slow."""
     fast = [prompt(n) for n in (16, 300, 900, 1024, 4000)]
     slow = [replace(prompt(1024, slow=1.5), machine="prefill-1")] * 3
-    both = [prompt(1024, num_others=1, slow=2.0), replace(slow[0], num_others=1)]
-    both[1] = replace(both[1], compute_s=3.0 * prompt(1024).compute_s)
+    both = [prompt(1024, num_others=1, slow=2.0), prompt(1024, num_others=1)]
+    both[1] = replace(both[1], machine="prefill-1", compute_s=3.0 * prompt(1024).compute_s)
     terms = terms_of(observed(prompts=fast, beside_prompts=[*slow, *both]), CHUNK)
     assert terms.prefill.profile.c1 == NEAR(1.25 * 5e-5)
     assert terms.crowding.prefill == NEAR((1.0, 2.0))
@@ -141,6 +147,22 @@ def test_company_is_told_apart_for_one_sequence_and_for_a_batch() -> None:
     steps = [step(n, 400 * n, w, slow=1.0 + w * n / 4) for n in (1, 4) for w in (0, 1)]
     crowding = terms_of(observed(beside_steps=steps), CHUNK).crowding
     assert (crowding.decode, crowding.decode_batch) == (NEAR((1.0, 1.25)), NEAR((1.0, 2.0)))
+
+
+def test_prefill_machines_as_company_are_told_apart_from_such_that_decode() -> None:
+    """Of prompts in a row, what is longer than company explains is the turnover: theirs is prefill machines'."""
+    runs = [
+        prompt(1024),
+        prompt(1024, num_others=1, slow=1.1, decodes_beside=False),
+        prompt(1024, num_others=1, slow=1.5),
+    ]
+    row = prompt(300, num_others=1, slow=1.1, decodes_beside=False)
+    row = replace(row, compute_s=row.compute_s + 0.008)
+    terms = terms_of(observed(beside_prompts=runs, in_a_row=[row]), CHUNK)
+    assert terms.crowding.prefill == NEAR((1.0, 1.5))
+    assert terms.crowding.prefill_beside_prefills == NEAR((1.0, 1.1))
+    assert terms.crowding.landing_beside_prefills == NEAR((1.0, 1.0))
+    assert terms.overheads.turnover_s == NEAR(0.008)
 
 
 def test_company_makes_nobody_faster() -> None:

@@ -124,7 +124,10 @@ class Cluster:
 
     def _note_who_computes(self, now: float) -> None:
         """Steps of others take longer, or less long, from their next one on."""
-        is_news = [self._host.note(node.name, computes(node)) for node in self._wakes.touched]
+        is_news = [
+            self._host.note(node.name, computes(node), decodes=isinstance(node, DecodeNode))
+            for node in self._wakes.touched
+        ]
         for decode in self.decodes if any(is_news) else ():
             self._decode_did(decode, decode.machine.slowdown_changed(now), now)
 

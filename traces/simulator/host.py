@@ -1,7 +1,8 @@
 """One host whose processors all machines of a cluster share, as on a laptop: who computes, and what that costs others.
 
-Owns the set of machines that compute now. Its rule: a machine is never in its own way. What this does not know: cores,
-threads, steps. How much longer steps take is measured (`moonserve profile --serving`), not derived.
+Owns the set of machines that compute now. Its rule: a machine is never in its own way. A decode machine is other
+company than a prefill machine: with each of its steps a gateway and clients compute too. What this does not know:
+cores, threads, steps. How much longer steps take is measured (`moonserve profile --serving`), not derived.
 """
 
 from __future__ import annotations
@@ -25,32 +26,37 @@ class Host:
     def __init__(self, crowding: Crowding, overheads: Overheads) -> None:
         self._crowding = crowding
         self._overheads = overheads  # alone
-        self._computing: set[str] = set()
+        self._computing: dict[str, bool] = {}  # whether it decodes, by name
 
     @property
     def is_shared(self) -> bool:
         return bool(self._crowding.prefill or self._crowding.decode)
 
-    def note(self, name: str, computes: bool) -> bool:
+    def note(self, name: str, computes: bool, *, decodes: bool) -> bool:
         """Whether a machine computes from now on. True = that is news to the others."""
         if computes == (name in self._computing):
             return False
-        self._computing ^= {name}
+        if computes:
+            self._computing[name] = decodes
+        else:
+            del self._computing[name]
         return True
 
     def prefill_slowdown(self, name: str) -> Callable[[], float]:
         """How many times as long a chunk takes that this machine begins now."""
-        return lambda: self._of(self._crowding.prefill, name)
+        crowding = self._crowding
+        return lambda: self._of(crowding.prefill, crowding.prefill_beside_prefills, name)
 
     def decode_slowdown(self, name: str) -> Callable[[int], Slowdown]:
         """Likewise a decode step of so many sequences."""
         return lambda num_seqs: self._of_step(name, num_seqs)
 
     def _of_step(self, name: str, num_seqs: int) -> Slowdown:
-        one = self._of(self._crowding.decode, name)
-        batch = self._of(self._crowding.decode_batch or self._crowding.decode, name)
+        num_others = len(self._others(name))
+        one = _at(self._crowding.decode, num_others)
+        batch = _at(self._crowding.decode_batch or self._crowding.decode, num_others)
         share = min(max(num_seqs - 1, 0) / (CROWDED_BATCH - 1), 1.0)
-        return Slowdown(one + (batch - one) * share, self._num_others(name))
+        return Slowdown(one + (batch - one) * share, num_others)
 
     @property
     def late_s(self) -> float:
@@ -59,21 +65,28 @@ class Host:
 
     def overheads_beside(self, name: str | None) -> Overheads:
         """What a prompt costs beside its computing while all but its own machine, which may not be known, go on."""
-        num_others = len(self._computing) - (name in self._computing)
         overheads, crowding = self._overheads, self._crowding
+        request = self._of(crowding.request, crowding.request_beside_prefills, name)
+        landing = self._of(crowding.landing, crowding.landing_beside_prefills, name)
+        handoff = self._of(crowding.handoff, crowding.handoff_beside_prefills, name)
         return Overheads(
-            request_s=overheads.request_s * _at(crowding.request, num_others),
+            request_s=overheads.request_s * request,
             gateway_s=overheads.gateway_s,
             turnover_s=overheads.turnover_s,
-            landing_s=overheads.landing_s * _at(crowding.landing, num_others),
-            handoff_s=overheads.handoff_s * _at(crowding.handoff, num_others),
+            landing_s=overheads.landing_s * landing,
+            handoff_s=overheads.handoff_s * handoff,
         )
 
-    def _of(self, factors: Sequence[float], name: str) -> float:
-        return _at(factors, self._num_others(name))
+    def _of(
+        self, beside_decoding: Sequence[float], beside_prefills: Sequence[float], name: str | None
+    ) -> float:
+        others = self._others(name)
+        factors = beside_decoding if any(others) else beside_prefills or beside_decoding
+        return _at(factors, len(others))
 
-    def _num_others(self, name: str) -> int:
-        return len(self._computing) - (name in self._computing)
+    def _others(self, name: str | None) -> list[bool]:
+        """Whether it decodes, of each that computes beside a machine."""
+        return [decodes for other, decodes in self._computing.items() if other != name]
 
 
 def _at(factors: Sequence[float], num_others: int) -> float:

@@ -31,16 +31,21 @@ CROWDED_BATCH = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crowding:
     """How many times as long a step takes while others on the same host compute: by their number, from 0 on, the last
-    one also for more. Empty: each machine is a host of its own."""
+    one also for more. What is empty for prefills as company is as beside a decode machine; all empty: each machine is a
+    host of its own."""
 
-    prefill: tuple[float, ...] = ()
+    prefill: tuple[float, ...] = ()  # beside others of which one decodes
+    prefill_beside_prefills: tuple[float, ...] = ()  # beside others of which none does
     decode: tuple[float, ...] = ()  # of a step of one sequence
     # Of one of CROWDED_BATCH or more, since every token has a gateway and a client to wait for. Empty: as of one.
     decode_batch: tuple[float, ...] = ()
     # The overheads of a prompt, likewise: those who serve it wait for a processor too.
     request: tuple[float, ...] = ()
+    request_beside_prefills: tuple[float, ...] = ()
     landing: tuple[float, ...] = ()
+    landing_beside_prefills: tuple[float, ...] = ()
     handoff: tuple[float, ...] = ()
+    handoff_beside_prefills: tuple[float, ...] = ()
     # How one step time reaches clients: quantiles of gap ÷ mean gap, evenly spaced, by the number of others. Processes
     # take turns on a processor, and who was away gets several tokens at once. Empty: gaps are the steps' times.
     gaps: tuple[tuple[float, ...], ...] = ()

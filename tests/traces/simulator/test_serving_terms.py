@@ -171,14 +171,14 @@ def test_clients_get_tokens_bunched_as_measured_and_the_last_one_when_it_is_due(
 
 def test_without_figures_machines_have_hosts_of_their_own() -> None:
     host = Host(Crowding(), Overheads())
-    host.note("a", True)
+    host.note("a", True, decodes=False)
     assert (host.prefill_slowdown("b")(), host.decode_slowdown("b")(3).factor) == (1.0, 1.0)
     assert not host.is_shared
 
 
 def test_company_costs_a_larger_batch_what_was_measured_of_one() -> None:
     host = Host(Crowding(decode=(1.0, 1.5), decode_batch=(1.0, 3.0)), Overheads())
-    host.note("a", True)
+    host.note("a", True, decodes=False)
     factors = [host.decode_slowdown("b")(num_seqs).factor for num_seqs in (1, 2, 4, 40)]
     assert factors == [NEAR(1.5), NEAR(2.0), NEAR(3.0), NEAR(3.0)]
 
@@ -186,12 +186,33 @@ def test_company_costs_a_larger_batch_what_was_measured_of_one() -> None:
 def test_a_machine_is_not_in_its_own_way_and_the_last_factor_holds_for_more() -> None:
     host = Host(Crowding(prefill=(1.0, 1.2, 1.7)), Overheads())
     for name in "abcd":
-        assert host.note(name, True)
-        assert not host.note(name, True)
+        assert host.note(name, True, decodes=name == "d")
+        assert not host.note(name, True, decodes=name == "d")
     assert host.prefill_slowdown("a")() == 1.7
-    host.note("b", False)
-    host.note("c", False)
+    host.note("b", False, decodes=False)
+    host.note("c", False, decodes=False)
     assert (host.prefill_slowdown("a")(), host.prefill_slowdown("b")()) == (1.2, 1.7)
+
+
+def test_company_that_decodes_is_other_company_than_prefill_machines() -> None:
+    crowding = Crowding(
+        prefill=(1.0, 1.5, 2.0),
+        prefill_beside_prefills=(1.0, 1.1),
+        landing=(1.0, 4.0),
+        landing_beside_prefills=(1.0, 1.3),
+        handoff=(1.0, 3.0),
+    )
+    host = Host(crowding, Overheads(landing_s=0.01, handoff_s=0.01))
+    host.note("prefill-0", True, decodes=False)
+    host.note("prefill-1", True, decodes=False)
+    assert host.prefill_slowdown("prefill-0")() == 1.1
+    assert host.overheads_beside("prefill-0").landing_s == NEAR(0.013)
+    assert host.overheads_beside("prefill-0").handoff_s == NEAR(0.03), "told apart nowhere"
+    host.note("decode-0", True, decodes=True)
+    assert host.prefill_slowdown("prefill-0")() == 2.0
+    assert host.overheads_beside("prefill-0").landing_s == NEAR(0.04)
+    host.note("prefill-1", False, decodes=False)
+    assert host.prefill_slowdown("prefill-0")() == 1.5
 
 
 @settings(max_examples=30, deadline=None)
