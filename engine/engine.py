@@ -16,9 +16,11 @@ import torch
 from engine.attention import Attention, Geometry, Span, make_attention
 from engine.batch import Sampled, Slice
 from engine.config import ModelConfig
+from engine.kernels import TorchKernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
-from engine.model import Model, Step
+from engine.model import Model
 from engine.sampler import sample
+from engine.step import Step
 from engine.weights import Progress, load_weights
 from protocol.errors import InvalidRequest
 from protocol.ids import BlockId, RequestId
@@ -80,7 +82,7 @@ class Engine:
         pool = KvPool(layout, num_blocks, memory)
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
         backend = make_attention(attention, geometry, pool, cache_folder)
-        model = Model(config, weights, pool, backend)
+        model = Model(config, TorchKernels(config, weights, pool), backend)
         return cls(config, model, backend, pool, make_fingerprint(weights.digest, layout))
 
     def execute(

@@ -1,0 +1,102 @@
+"""The operations of a decoder layer in torch: the reference for every other implementation, on any device.
+
+Projections are fused, tensors are updated in place and nothing is computed per layer that can be computed per step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.config import ModelConfig
+from engine.kernels.base import Heads
+from engine.kv_pool import KvPool
+from engine.linear import Linear, make_linear
+from engine.rope import RopeTable, apply_rope
+from engine.step import Step
+from engine.weights import LayerWeights, Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """One decoder layer, ready to run."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    qk_norm: torch.Tensor | None
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+    @classmethod
+    def make(cls, weights: LayerWeights) -> _Layer:
+        return cls(
+            input_norm=weights.input_norm,
+            qkv=make_linear(weights.qkv, weights.qkv_bias),
+            qk_norm=weights.qk_norm,
+            o=make_linear(weights.o, weights.o_bias),
+            post_norm=weights.post_norm,
+            gate_up=make_linear(weights.gate_up, weights.gate_up_bias),
+            down=make_linear(weights.down, weights.down_bias),
+        )
+
+
+@dataclass(slots=True)
+class _Pass:
+    hidden: torch.Tensor  # [tokens, hidden_size], updated in place
+    cos: torch.Tensor  # [tokens, 1, head_dim], and sin
+    sin: torch.Tensor
+    slots: torch.Tensor
+
+
+class TorchKernels:
+    """Reference implementation of `Kernels`."""
+
+    name = "torch"
+
+    def __init__(self, config: ModelConfig, weights: Weights, pool: KvPool) -> None:
+        self._embedding = weights.embedding
+        self._final_norm = weights.norm
+        self._lm_head = make_linear(weights.lm_head, None)
+        self._layers = [_Layer.make(layer) for layer in weights.layers]
+        self._pool = pool
+        self._rope = RopeTable(config.rope, config.head_dim, weights.embedding.dtype)
+        self._epsilon = config.rms_norm_eps
+        self._head_dim = config.head_dim
+        self._q_heads = config.num_heads
+        self._rotated_heads = config.num_heads + config.num_kv_heads
+        self._all_heads = config.num_heads + 2 * config.num_kv_heads
+
+    def begin(self, step: Step) -> _Pass:
+        cos, sin = self._rope.rows(step.positions, step.longest)
+        return _Pass(F.embedding(step.token_ids, self._embedding), cos, sin, step.slots)
+
+    def project(self, layer: int, work: _Pass) -> Heads:
+        own = self._layers[layer]
+        normed = self._norm(work.hidden, own.input_norm)
+        heads = own.qkv(normed).view(-1, self._all_heads, self._head_dim)
+        rotated = heads[:, : self._rotated_heads]
+        if own.qk_norm is not None:
+            rotated = self._norm(rotated, own.qk_norm)
+        rotated = apply_rope(rotated, work.cos, work.sin)
+        keys, values = rotated[:, self._q_heads :], heads[:, self._rotated_heads :]
+        self._pool.write(layer, work.slots, keys, values)
+        return rotated[:, : self._q_heads], keys, values
+
+    def finish(self, layer: int, work: _Pass, seen: torch.Tensor) -> None:
+        own = self._layers[layer]
+        work.hidden += own.o(seen)
+        gate, up = own.gate_up(self._norm(work.hidden, own.post_norm)).chunk(2, dim=-1)
+        work.hidden += own.down(F.silu(gate).mul_(up))
+
+    def logits(self, work: _Pass, rows: torch.Tensor | None) -> torch.Tensor:
+        hidden = work.hidden if rows is None else work.hidden.index_select(0, rows)
+        return self._lm_head(self._norm(hidden, self._final_norm)).float()
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm in float32, rounded to the compute dtype before the weight is applied (as transformers does)."""
+        shape = (hidden.shape[-1],)
+        return F.rms_norm(hidden, shape, None, self._epsilon) * weight

@@ -1,0 +1,22 @@
+"""One step's tokens as tensors: what the engine gives to the forward pass. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.base import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """All sequences of a step lie back to back; only attention knows where one ends."""
+
+    token_ids: torch.Tensor  # [tokens] int64
+    positions: torch.Tensor  # [tokens] int64
+    longest: int  # one more than the largest position
+    slots: torch.Tensor  # [tokens] int64: where their KV goes
+    spans: Sequence[Span]
+    rows: torch.Tensor | None  # int64, tokens whose logits are wanted; None = all of them
