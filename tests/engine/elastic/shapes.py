@@ -1,0 +1,46 @@
+"""Small layouts and pools for these tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.elastic.actions import Action, Map
+from engine.elastic.paging import Paging
+from engine.elastic.state import ElasticState
+from protocol.layout import KvLayout
+
+PAGE = 4096  # the kernel's
+
+# 2 layers, pieces of 2 KiB: a page of 4 KiB frames is 4 frames and holds 2 blocks.
+LAYOUT = KvLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
+
+
+def paging(num_pages: int, blocks_per_page: int = 2, frames_per_page: int = 4) -> Paging:
+    """Pages of that many blocks and frames; what a frame is does not matter."""
+    return Paging(
+        num_pages=num_pages,
+        num_slabs=frames_per_page,
+        blocks_per_page=blocks_per_page,
+        span_bytes=PAGE,
+        frame_bytes=PAGE,
+    )
+
+
+def run(state: ElasticState, actions: Sequence[Action]) -> list[Action]:
+    """Runs actions and what follows from them; all that were run, in order."""
+    pending, done = list(actions), []
+    while pending:
+        action = pending.pop(0)
+        done.append(action)
+        report = state.mapped if isinstance(action, Map) else state.unmapped
+        pending += report(action)  # type: ignore[arg-type]
+        state.validate()
+    return done
+
+
+def settle(state: ElasticState, now: float) -> list[Action]:
+    """Does everything that is to be done in the background at this time."""
+    done: list[Action] = []
+    while (action := state.next_action(now)) is not None:
+        done += run(state, [action])
+    return done
