@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from engine.attention import Attention, Geometry, Span, make_attention
 from engine.batch import Sampled, Slice
 from engine.config import ModelConfig
-from engine.kernels import TorchKernels
+from engine.kernels import make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.model import Model
 from engine.sampler import sample
@@ -40,6 +41,7 @@ class Engine:
         fingerprint: str,
     ) -> None:
         self.config = config
+        self.kernels_name = model.kernels_name
         self.attention_name = attention.name
         self.layout = pool.layout
         self.num_blocks = pool.num_blocks
@@ -62,6 +64,7 @@ class Engine:
         memory: memoryview | None = None,
         num_threads: int = 1,
         load_format: str = "auto",
+        kernels: str = "auto",
         attention: str = "auto",
         cache_folder: Path | None = None,
         progress: Progress | None = None,
@@ -69,8 +72,8 @@ class Engine:
         """Loads the weights and lays the KV pool out over `memory` (its own when None). The compute dtype is the
         layout's. Raises ConfigError. `num_threads` is set for the whole process.
 
-        `attention`: auto, native or torch. The native kernel is compiled once into `cache_folder`
-        (`protocol.machine.cache_folder`); without a folder, or without a C compiler, auto means torch."""
+        `kernels` and `attention`: auto, native or torch. What is native is compiled once into `cache_folder`
+        (`protocol.machine.cache_folder`); without a folder, or without a compiler, auto means torch."""
         set_threads(num_threads)
         weights = load_weights(
             model_path,
@@ -80,9 +83,20 @@ class Engine:
             progress=progress,
         )
         pool = KvPool(layout, num_blocks, memory)
+        layers = make_kernels(
+            kernels,
+            config,
+            weights,
+            pool,
+            num_threads=num_threads,
+            cache_folder=cache_folder,
+            compiling=partial(_tell_compiling, progress),
+        )
+        if attention == "auto" and layers.name == "torch":
+            attention = "torch" if kernels == "auto" else attention  # why not was told already
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
         backend = make_attention(attention, geometry, pool, cache_folder)
-        model = Model(config, TorchKernels(config, weights, pool), backend)
+        model = Model(config, layers, backend)
         return cls(config, model, backend, pool, make_fingerprint(weights.digest, layout))
 
     def execute(
@@ -174,6 +188,11 @@ def _rows(slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
     ends = np.cumsum([piece.end - piece.start for piece in slices])
     rows = [int(end) - 1 for end, piece in zip(ends, slices, strict=True) if piece.samples]
     return None if len(rows) == num_tokens else torch.tensor(rows, dtype=torch.int64)
+
+
+def _tell_compiling(progress: Progress | None) -> None:
+    if progress is not None:
+        progress("compiling kernels", 0.0)
 
 
 def set_threads(num_threads: int) -> None:

@@ -19,6 +19,7 @@ class Model:
     """A decoder: its kernels, which have the weights and the KV pool, and its attention."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels, attention: Attention) -> None:
+        self.kernels_name = kernels.name
         self._windows = config.sliding_windows
         self._kernels = kernels
         self._attention = attention

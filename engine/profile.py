@@ -228,6 +228,7 @@ def _identity(engine: Engine, chunk_tokens: int) -> str:
         _METHOD,
         chunk_tokens,
         engine.fingerprint,
+        engine.kernels_name,
         engine.attention_name,
         processor(),
         torch.get_num_threads(),

@@ -26,9 +26,14 @@ class RopeTable:
 
     def rows(self, positions: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, signed sin) of `positions` [tokens], all below `end`; each [tokens, 1, head_dim]."""
+        cos, sin = self.tables(end)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def tables(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, signed sin) of all positions below `end`, and more; each [positions, 1, head_dim], contiguous."""
         if end > self._size:
             self._grow(max(end, 2 * self._size))
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        return self._cos, self._sin
 
     def _grow(self, size: int) -> None:
         positions = torch.arange(size)

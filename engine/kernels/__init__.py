@@ -2,7 +2,52 @@
 
 from __future__ import annotations
 
-from engine.kernels.base import Kernels
-from engine.kernels.torch_kernels import TorchKernels
+import logging
+from collections.abc import Callable
+from pathlib import Path
 
-__all__ = ["Kernels", "TorchKernels"]
+from engine.config import ModelConfig
+from engine.kernels.base import Kernels
+from engine.kernels.mixed import MixedKernels
+from engine.kernels.native_kernels import NativeKernels
+from engine.kernels.torch_kernels import TorchKernels
+from engine.kv_pool import KvPool
+from engine.weights import Weights
+from protocol.errors import ConfigError
+from protocol.native import CompilerError
+
+__all__ = ["NAMES", "Kernels", "MixedKernels", "NativeKernels", "TorchKernels", "make_kernels"]
+
+NAMES = ("auto", "native", "torch")
+
+log = logging.getLogger(__name__)
+
+
+def make_kernels(
+    name: str,
+    config: ModelConfig,
+    weights: Weights,
+    pool: KvPool,
+    *,
+    num_threads: int,
+    cache_folder: Path | None,
+    compiling: Callable[[], None] | None = None,
+) -> Kernels:
+    """The implementation called `name`; auto takes native where it can be had, and torch for prompts where that is
+    faster at them. Native kernels work in `num_threads` threads of their own, torch's in the process's. `compiling` is
+    called before something is compiled, which takes seconds. Raises ConfigError for an unknown name and for native
+    where it cannot be had."""
+    if name not in NAMES:
+        raise ConfigError(f"kernels {name!r} are not one of {', '.join(NAMES)}")
+    if name == "torch" or (name == "auto" and cache_folder is None):
+        return TorchKernels(config, weights, pool)
+    try:
+        native = NativeKernels(config, weights, pool, num_threads, cache_folder, compiling)
+    except CompilerError as error:
+        if name == "native":
+            raise ConfigError(f"the native kernels are not available: {error}") from error
+        log.warning("native kernels not available, using torch: %s", error)
+        return TorchKernels(config, weights, pool)
+    if name == "native" or native.suits_many_rows:
+        return native
+    return MixedKernels(native, TorchKernels(config, weights, pool))

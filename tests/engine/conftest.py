@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.config import load_model_config
 from engine.engine import Engine
+from protocol.machine import cache_folder
 from tests.random_models import make_model
 
 LLAMA3_ROPE = {
@@ -60,11 +62,24 @@ class Pair:
     reference: PreTrainedModel
 
     def engine(
-        self, *, dtype: str = "float32", block_size: int = 16, num_blocks: int = 160
+        self,
+        *,
+        dtype: str = "float32",
+        block_size: int = 16,
+        num_blocks: int = 160,
+        kernels: str = "torch",
     ) -> Engine:
+        """`kernels` compute the layers; attention is torch's."""
         config = load_model_config(self.path)
-        layout = config.kv_layout(block_size, dtype)
-        return Engine.load(self.path, config=config, layout=layout, num_blocks=num_blocks)
+        return Engine.load(
+            self.path,
+            config=config,
+            layout=config.kv_layout(block_size, dtype),
+            num_blocks=num_blocks,
+            kernels=kernels,
+            attention="torch",
+            cache_folder=cache_folder(os.environ, Path.home()),
+        )
 
     def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
         """The reference's greedy continuation."""

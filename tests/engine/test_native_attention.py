@@ -75,6 +75,7 @@ def test_tokens_with_the_native_kernel_equal_those_of_transformers(
         config=config,
         layout=config.kv_layout(16, "float32"),
         num_blocks=160,
+        kernels="torch",
         attention="native",
         cache_folder=kernels,
     )

@@ -1,4 +1,4 @@
-"""The engine's tokens and log-probabilities are those of transformers on the same weights."""
+"""The engine's tokens and log-probabilities are those of transformers on the same weights, whatever computes layers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from tests.engine.steps import GREEDY, make_slice, random_prompt
 TEN = SamplingParams(max_tokens=10, temperature=0.0, num_logprobs=5)
 
 
+@pytest.fixture(scope="module", params=["torch", "native"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def engines(pairs: dict[str, Pair]) -> dict[str, Engine]:
-    return {name: pair.engine() for name, pair in pairs.items()}
+def engines(pairs: dict[str, Pair], kernels: str) -> dict[str, Engine]:
+    return {name: pair.engine(kernels=kernels) for name, pair in pairs.items()}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -38,9 +44,11 @@ def test_greedy_tokens_and_logprobs_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize("chunk_size", [1, 16, 33, 64, 1000])
-def test_the_chunk_size_does_not_change_tokens(chunk_size: int, llama: Pair) -> None:
+def test_the_chunk_size_does_not_change_tokens(
+    chunk_size: int, llama: Pair, engines: dict[str, Engine]
+) -> None:
     prompt = random_prompt(130 if chunk_size > 1 else 40, seed=5)
-    [result] = generate(llama.engine(), [prompt], TEN, chunk_size=chunk_size)
+    [result] = generate(engines["llama"], [prompt], TEN, chunk_size=chunk_size)
     assert result.token_ids == llama.generate(prompt, 10)
 
 
@@ -59,9 +67,9 @@ def test_a_reused_prefix_gives_the_tokens_of_a_computed_one(
     ]
 
 
-def test_a_sequence_ignores_what_else_is_in_its_batch(llama: Pair) -> None:
+def test_a_sequence_ignores_what_else_is_in_its_batch(llama: Pair, kernels: str) -> None:
     """A decode step beside a prompt chunk and other decodes samples what it samples alone."""
-    engine = llama.engine()
+    engine = llama.engine(kernels=kernels)
     tokens = random_prompt(60, seed=7)
     other = random_prompt(90, seed=8)
     logprobs = SamplingParams(max_tokens=8, temperature=0.0, num_logprobs=3)
@@ -89,9 +97,9 @@ def test_a_sequence_ignores_what_else_is_in_its_batch(llama: Pair) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3-biases"])
-def test_bfloat16_stays_close_to_float32(name: str, pairs: dict[str, Pair]) -> None:
+def test_bfloat16_stays_close_to_float32(name: str, pairs: dict[str, Pair], kernels: str) -> None:
     prompt = random_prompt(70, seed=3)
-    engine = pairs[name].engine(dtype="bfloat16")
+    engine = pairs[name].engine(dtype="bfloat16", kernels=kernels)
     [result] = generate(engine, [prompt], TEN, chunk_size=32)
     reference = pairs[name].logprobs(prompt + result.token_ids)[len(prompt) - 1 : -1]
     found = torch.tensor([one.sampled for one in result.logprobs if one is not None])
@@ -101,7 +109,7 @@ def test_bfloat16_stays_close_to_float32(name: str, pairs: dict[str, Pair]) -> N
 
 
 def test_dynamic_rope_equals_transformers_while_a_short_prompt_outgrows_the_trained_length(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory: pytest.TempPathFactory, kernels: str
 ) -> None:
     from tests.random_models import make_model
 
@@ -110,13 +118,15 @@ def test_dynamic_rope_equals_transformers_while_a_short_prompt_outgrows_the_trai
     model = make_model("llama", path, max_position_embeddings=64, rope_parameters=rope)
     pair = Pair(path, model)
     prompt = random_prompt(60, seed=9)
-    [result] = generate(pair.engine(), [prompt], SamplingParams(max_tokens=20, temperature=0.0))
+    [result] = generate(
+        pair.engine(kernels=kernels), [prompt], SamplingParams(max_tokens=20, temperature=0.0)
+    )
     assert result.token_ids == pair.generate(prompt, 20)
 
 
-def test_stale_bytes_behind_a_sequence_do_not_reach_it(llama: Pair) -> None:
+def test_stale_bytes_behind_a_sequence_do_not_reach_it(llama: Pair, kernels: str) -> None:
     """A block's unwritten end may hold anything, NaN included, when a decode step first meets it."""
-    engine = llama.engine(num_blocks=8)
+    engine = llama.engine(num_blocks=8, kernels=kernels)
     prompt = random_prompt(20, seed=4)
     expected = llama.generate(prompt, 6)
     engine.memory[:] = b"\xff" * engine.memory.nbytes  # NaN in every element

@@ -1,0 +1,129 @@
+"""`engine/native/layers.cpp` as Python calls: its structures, its functions, its threads.
+
+Field by field what the C++ says; knows no tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.kernels.packing import CMatrix
+from protocol.native import CompilerError, load_library
+
+_SOURCE = Path(__file__).parent.parent / "native" / "layers.cpp"
+# Multiplications and additions may be fused, no more: a result does not depend on how a loop was cut.
+_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-pthread",
+)
+
+Call = Callable[..., None]
+"""A function of the library; the interpreter lock is released meanwhile."""
+
+
+class CLayer(ctypes.Structure):
+    """`Layer` of layers.cpp."""
+
+    _fields_ = (
+        ("qkv", CMatrix),
+        ("o", CMatrix),
+        ("gate_up", CMatrix),
+        ("down", CMatrix),
+        ("input_norm", ctypes.c_void_p),
+        ("qk_norm", ctypes.c_void_p),
+        ("post_norm", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+    )
+
+
+class CModel(ctypes.Structure):
+    """`Model` of layers.cpp."""
+
+    _fields_ = (
+        ("hidden_size", ctypes.c_int64),
+        ("inner_size", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+        ("layers", ctypes.POINTER(CLayer)),
+        ("lm_head", CMatrix),
+        ("final_norm", ctypes.c_void_p),
+        ("embedding", ctypes.c_void_p),
+        ("crew", ctypes.c_void_p),
+        ("normed", ctypes.c_void_p),
+        ("inner", ctypes.c_void_p),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+class CStep(ctypes.Structure):
+    """`Step` of layers.cpp."""
+
+    _fields_ = (
+        ("tokens", ctypes.c_int64),
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
+        ("heads", ctypes.c_void_p),
+    )
+
+
+class Library:
+    """The compiled functions for one dtype, "float32" or "bfloat16". Raises CompilerError."""
+
+    def __init__(
+        self, dtype: str, folder: Path | None, compiling: Callable[[], None] | None = None
+    ) -> None:
+        kernels = folder / "kernels" if folder is not None else None
+        self._library = load_library(_SOURCE, _FLAGS, kernels, compiling)
+        self._dtype = dtype
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        self.embed = self.function("embed", pointer, pointer, pointer)
+        self.project = self.function("project", pointer, pointer, count)
+        self.finish = self.function("finish", pointer, pointer, count, pointer)
+        self.logits = self.function("logits", pointer, pointer, pointer, count, pointer)
+
+    @property
+    def suits_many_rows(self) -> bool:
+        """Whether nothing else on this machine multiplies more than a few rows faster."""
+        return bool(self._library.suits_many_rows(self._dtype == "bfloat16"))
+
+    def function(self, name: str, *arguments: type[Any]) -> Call:
+        """`name` for the dtype; it returns nothing."""
+        found = self._library[f"{name}_{self._dtype}"]
+        found.argtypes = arguments
+        found.restype = None
+        return found
+
+    def make_crew(self, members: int) -> Crew:
+        """`members` threads, the caller's one of them. Raises CompilerError where the system has no more threads."""
+        return Crew(self._library, members)
+
+
+class Crew:
+    """Threads that share out the work of each call (`engine/native/crew.h`); they end with this object."""
+
+    def __init__(self, library: ctypes.CDLL, members: int) -> None:
+        library.crew_begin.restype = ctypes.c_void_p
+        library.crew_end.argtypes = [ctypes.c_void_p]
+        address = library.crew_begin(members)
+        if address is None:
+            raise CompilerError(f"the system refused {members - 1} more threads")
+        self.address: int = address
+        # Not at the interpreter's end: the process ends with the threads asleep.
+        weakref.finalize(self, library.crew_end, address).atexit = False

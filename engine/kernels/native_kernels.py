@@ -1,0 +1,182 @@
+"""A decoder's layers in C++ (`engine/native/layers.cpp`): two calls per layer, whatever the number of rows.
+
+Weights lie once, in the layout of the products. Owns the memory that the calls read and write; what it computes is
+what `torch_kernels` computes, but for the order of sums.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config import ModelConfig
+from engine.kernels.base import Heads
+from engine.kernels.library import CLayer, CModel, CStep, Library
+from engine.kernels.packing import LANES, Arena, Matrix, pack, pack_gates, packed_bytes
+from engine.kv_pool import KvPool
+from engine.rope import RopeTable
+from engine.step import Step
+from engine.weights import LayerWeights, Weights
+from protocol.native import CompilerError
+
+_GROUP_ROWS = 256  # GROUP of layers.cpp
+_WORD_BYTES = 4
+
+
+@dataclass(slots=True)
+class _Pass:
+    step: Step
+    structure: CStep
+    address: int  # of the structure
+    hidden: torch.Tensor  # [tokens, hidden_size]
+    heads: Heads  # views of one buffer, which every layer fills anew
+    tables: tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What a layer's structure points to."""
+
+    matrices: tuple[Matrix, Matrix, Matrix, Matrix]  # qkv, o, gate_up, down
+    norms: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]  # input, qk, post; float32
+
+    @classmethod
+    def make(cls, weights: LayerWeights, arena: Arena) -> _Layer:
+        qk_norm = None if weights.qk_norm is None else _floats(weights.qk_norm)
+        return cls(
+            (
+                pack(weights.qkv, weights.qkv_bias, arena),
+                pack(weights.o, weights.o_bias, arena),
+                pack_gates(weights.gate_up, weights.gate_up_bias, arena),
+                pack(weights.down, weights.down_bias, arena),
+            ),
+            (_floats(weights.input_norm), qk_norm, _floats(weights.post_norm)),
+        )
+
+    def structure(self, keys: torch.Tensor, values: torch.Tensor) -> CLayer:
+        matrices = [matrix.structure() for matrix in self.matrices]
+        norms = [None if norm is None else norm.data_ptr() for norm in self.norms]
+        return CLayer(*matrices, *norms, keys.data_ptr(), values.data_ptr())
+
+
+class NativeKernels:
+    """`Kernels` for CPUs. Raises CompilerError when it cannot be had for this model or on this machine."""
+
+    name = "native"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        pool: KvPool,
+        num_threads: int,
+        cache_folder: Path | None,
+        compiling: Callable[[], None] | None = None,
+    ) -> None:
+        _check_limits(config, weights)
+        self._library = Library(pool.layout.dtype, cache_folder, compiling)
+        self._config = config
+        self._dtype = weights.embedding.dtype
+        self._pool = pool
+        self._rope = RopeTable(config.rope, config.head_dim, self._dtype)
+        self._crew = self._library.make_crew(num_threads)
+        self._embedding = weights.embedding.contiguous()
+        self._final_norm = _floats(weights.norm)
+        arena = Arena(packed_bytes(_matrices(weights)))
+        self._layers = [_Layer.make(layer, arena) for layer in weights.layers]
+        self._lm_head = pack(weights.lm_head, None, arena)
+        inner_size = self._layers[0].matrices[2].panels.shape[0] * LANES
+        self._normed = torch.empty(_GROUP_ROWS, config.hidden_size, dtype=self._dtype)
+        self._inner = torch.empty(_GROUP_ROWS, inner_size, dtype=self._dtype)
+        self._structure = self._make_structure(inner_size)
+        self._address = ctypes.addressof(self._structure)
+
+    @property
+    def suits_many_rows(self) -> bool:
+        """Whether it is the fastest way for prompts too, and not only for single tokens."""
+        return self._library.suits_many_rows
+
+    def _make_structure(self, inner_size: int) -> CModel:
+        config, pool = self._config, self._pool
+        layers = (CLayer * len(self._layers))(
+            *map(_Layer.structure, self._layers, pool.keys, pool.values)
+        )
+        return CModel(
+            config.hidden_size,
+            inner_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.vocab_size,
+            layers,
+            self._lm_head.structure(),
+            self._final_norm.data_ptr(),
+            self._embedding.data_ptr(),
+            self._crew.address,
+            self._normed.data_ptr(),
+            self._inner.data_ptr(),
+            config.rms_norm_eps,
+        )
+
+    def begin(self, step: Step) -> _Pass:
+        config = self._config
+        queries, keys = config.num_heads, config.num_kv_heads
+        tokens = len(step.token_ids)
+        hidden = torch.empty(tokens, config.hidden_size, dtype=self._dtype)
+        heads = torch.empty(tokens, queries + 2 * keys, config.head_dim, dtype=self._dtype)
+        tables = self._rope.tables(step.longest)
+        structure = CStep(
+            tokens,
+            step.positions.data_ptr(),
+            step.slots.data_ptr(),
+            tables[0].data_ptr(),
+            tables[1].data_ptr(),
+            hidden.data_ptr(),
+            heads.data_ptr(),
+        )
+        address = ctypes.addressof(structure)
+        self._library.embed(self._address, address, step.token_ids.data_ptr())
+        parts = torch.split(heads, [queries, keys, keys], dim=1)
+        return _Pass(step, structure, address, hidden, (parts[0], parts[1], parts[2]), tables)
+
+    def project(self, layer: int, work: _Pass) -> Heads:
+        self._library.project(self._address, work.address, layer)
+        return work.heads
+
+    def finish(self, layer: int, work: _Pass, seen: torch.Tensor) -> None:
+        seen = seen.contiguous()
+        self._library.finish(self._address, work.address, layer, seen.data_ptr())
+
+    def logits(self, work: _Pass, rows: torch.Tensor | None) -> torch.Tensor:
+        count = len(work.hidden) if rows is None else len(rows)
+        logits = torch.empty(count, self._config.vocab_size)
+        address = None if rows is None else rows.data_ptr()
+        self._library.logits(self._address, work.address, address, count, logits.data_ptr())
+        return logits
+
+
+def _floats(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float().contiguous()
+
+
+def _matrices(weights: Weights) -> list[torch.Tensor]:
+    layers = [(one.qkv, one.o, one.gate_up, one.down) for one in weights.layers]
+    return [*(matrix for layer in layers for matrix in layer), weights.lm_head]
+
+
+def _check_limits(config: ModelConfig, weights: Weights) -> None:
+    """A row of input must be whole words."""
+    if weights.embedding.device.type != "cpu":
+        raise CompilerError("native kernels are for CPUs")
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "heads · head_dim": config.num_heads * config.head_dim,
+    }
+    for what, size in sizes.items():
+        if size * weights.embedding.element_size() % _WORD_BYTES:
+            raise CompilerError(f"{what} {size} is odd")

@@ -1,0 +1,125 @@
+/* Products of a few or many rows with constant weights, which were laid out for it once.
+ *
+ * Weights [out, in] lie in panels of 32 outputs: for each word of the input (one float32 or two bfloat16) the words of
+ * those outputs, so that a product reads them from front to back. Each output is one running sum over the input in its
+ * order, whatever the number of rows and threads: a row's result does not depend on what it is computed with.
+ */
+#pragma once
+
+#include "simd.h"
+
+constexpr int64_t PANEL = 2 * LANES;
+constexpr int64_t AHEAD = 64; /* words of the input: weights are fetched that far before they are needed */
+#if defined(__AVX512F__)
+constexpr int64_t MOST_ROWS = 8; /* at once: their sums fill half of the registers, as many as hide an addition's time */
+#else
+constexpr int64_t MOST_ROWS = 2;
+#endif
+
+struct Matrix {
+    const uint32_t *panels; /* [panels, words, 32] */
+    const float *bias;      /* [panels · 32], or null */
+    int64_t words;          /* of one row of the input */
+    int64_t num_panels;
+};
+
+template <typename T, int ROWS>
+INLINE void multiply(const uint32_t *panel, int64_t words, const T *input, int64_t stride, Floats (&sums)[ROWS][2]) {
+    const char *rows[ROWS];
+    for (int row = 0; row < ROWS; row++) rows[row] = (const char *)(input + row * stride);
+    for (int row = 0; row < ROWS; row++) sums[row][0] = sums[row][1] = Floats{};
+    for (int64_t k = 0; k < words; k++, panel += PANEL) {
+        const Words left = *(const LooseWords *)panel, right = *(const LooseWords *)(panel + LANES);
+        __builtin_prefetch(panel + AHEAD * PANEL);
+        __builtin_prefetch(panel + AHEAD * PANEL + LANES);
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; row++) {
+            uint32_t word;
+            memcpy(&word, rows[row] + k * sizeof word, sizeof word);
+            sums[row][0] = accumulate((const T *)nullptr, sums[row][0], left, word);
+            sums[row][1] = accumulate((const T *)nullptr, sums[row][1], right, word);
+        }
+    }
+}
+
+template <typename T, int ROWS, typename Finish>
+INLINE void multiply_rows(const Matrix &matrix, int64_t panel, const T *input, int64_t stride, int64_t first,
+                          const Finish &finish) {
+    Floats sums[ROWS][2];
+    multiply<T, ROWS>(matrix.panels + panel * matrix.words * PANEL, matrix.words, input + first * stride, stride, sums);
+    for (int row = 0; row < ROWS; row++) {
+        if (matrix.bias != nullptr) {
+            sums[row][0] += load(matrix.bias + panel * PANEL);
+            sums[row][1] += load(matrix.bias + panel * PANEL + LANES);
+        }
+        finish(first + row, panel, sums[row][0], sums[row][1]);
+    }
+}
+
+/* Calls finish(row, panel, left 16 sums, right 16 sums) for each row of `input` and panels [from, to). */
+template <typename T, typename Finish>
+static void product(const Matrix &matrix, const T *input, int64_t stride, int64_t rows, int64_t from, int64_t to,
+                    const Finish &finish) {
+    for (int64_t panel = from; panel < to; panel++) {
+        int64_t row = 0;
+        for (; row + MOST_ROWS <= rows; row += MOST_ROWS)
+            multiply_rows<T, MOST_ROWS>(matrix, panel, input, stride, row, finish);
+#define REST(COUNT) \
+    case COUNT: multiply_rows<T, COUNT>(matrix, panel, input, stride, row, finish); break;
+        switch (rows - row) {
+            REST(1)
+#if defined(__AVX512F__)
+            REST(2) REST(3) REST(4) REST(5) REST(6) REST(7)
+#endif
+        }
+#undef REST
+    }
+}
+
+/* -- what becomes of the sums; T is what a projection is rounded to, as every operation of the model is */
+
+template <typename T> struct Store {
+    T *out;
+    int64_t stride, outputs;
+    INLINE void put(T *to, Floats value, int64_t room) { if (room > 0) store_some(to, value, room); }
+    void operator()(int64_t row, int64_t panel, Floats left, Floats right) const {
+        const int64_t first = panel * PANEL;
+        T *to = out + row * stride + first;
+        put(to, left, outputs - first);
+        put(to + LANES, right, outputs - first - LANES);
+    }
+};
+
+/* Logits: rounded as the other projections, but kept in float32. */
+template <typename T> struct Widen {
+    float *out;
+    int64_t stride, outputs;
+    void operator()(int64_t row, int64_t panel, Floats left, Floats right) const {
+        const Store<float> wide = {out, stride, outputs};
+        wide(row, panel, rounded((const T *)nullptr, left), rounded((const T *)nullptr, right));
+    }
+};
+
+template <typename T> struct Add {
+    T *out;
+    int64_t stride, outputs;
+    INLINE void put(T *to, Floats value, int64_t room) {
+        if (room > 0) store_some(to, load_some(to, room) + rounded(to, value), room);
+    }
+    void operator()(int64_t row, int64_t panel, Floats left, Floats right) const {
+        const int64_t first = panel * PANEL;
+        T *to = out + row * stride + first;
+        put(to, left, outputs - first);
+        put(to + LANES, right, outputs - first - LANES);
+    }
+};
+
+/* Panels of 16 gates and the 16 ups that they belong to: silu(gate) · up. */
+template <typename T> struct Gate {
+    T *out;
+    int64_t stride;
+    void operator()(int64_t row, int64_t panel, Floats gate, Floats up) const {
+        T *to = out + row * stride + panel * LANES;
+        store(to, rounded(to, silu(rounded(to, gate))) * rounded(to, up));
+    }
+};

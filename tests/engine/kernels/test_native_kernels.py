@@ -1,0 +1,286 @@
+"""A layer in C++ is a layer in torch, in any number of threads, and without a compiler torch takes over."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import ModelConfig, load_model_config
+from engine.engine import Engine
+from engine.kernels import Kernels, MixedKernels, NativeKernels, TorchKernels, make_kernels
+from engine.kernels.mixed import FEW_TOKENS
+from engine.kv_pool import TORCH_DTYPES, KvPool
+from engine.step import Step
+from engine.weights import Weights, load_weights
+from protocol import native
+from protocol.errors import ConfigError
+from tests.engine.conftest import VARIANTS, Pair
+from tests.engine.kernels.calls import kernels_folder, random_tensor
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 600
+
+
+def replica(pair: Pair, dtype: str) -> tuple[ModelConfig, Weights, KvPool]:
+    config = load_model_config(pair.path)
+    weights = load_weights(pair.path, config, TORCH_DTYPES[dtype])
+    return config, weights, KvPool(config.kv_layout(BLOCK_SIZE, dtype), NUM_BLOCKS)
+
+
+def torch_kernels(pair: Pair, dtype: str) -> tuple[TorchKernels, KvPool]:
+    config, weights, pool = replica(pair, dtype)
+    return TorchKernels(config, weights, pool), pool
+
+
+def native_kernels(pair: Pair, dtype: str, threads: int = 1) -> tuple[NativeKernels, KvPool]:
+    config, weights, pool = replica(pair, dtype)
+    return NativeKernels(config, weights, pool, threads, kernels_folder()), pool
+
+
+def make_step(positions: Sequence[int], rows: Sequence[int] | None = None, seed: int = 0) -> Step:
+    """One token at each position, of whatever sequence; attention is not asked here."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(BLOCK_SIZE * NUM_BLOCKS, generator=generator)[: len(positions)]
+    return Step(
+        token_ids=torch.randint(0, 256, (len(positions),), generator=generator),
+        positions=torch.tensor(positions),
+        longest=max(positions) + 1,
+        slots=slots,
+        spans=(),
+        rows=None if rows is None else torch.tensor(rows),
+    )
+
+
+def run(kernels: Kernels, step: Step, num_layers: int) -> list[torch.Tensor]:
+    """What each layer gives to attention, which answers with something that is the same for everyone; then logits."""
+    results: list[torch.Tensor] = []
+    with torch.inference_mode():
+        work = kernels.begin(step)
+        for layer in range(num_layers):
+            heads = kernels.project(layer, work)
+            results += [each.clone() for each in heads]
+            shape = (len(step.token_ids), heads[0].shape[1] * heads[0].shape[2])
+            seen = random_tensor(layer, *shape, dtype=heads[0].dtype)
+            kernels.finish(layer, work, seen)
+        results.append(kernels.logits(work, step.rows))
+    return results
+
+
+def assert_alike(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """In bfloat16 a rounding here or there, each of which later layers carry on; on average it is nearly nothing."""
+    for own, reference in zip(found, expected, strict=True):
+        assert own.dtype == reference.dtype
+        difference = (own.float() - reference.float()).abs()
+        scale = float(reference.float().abs().max())
+        exact = reference.dtype == torch.float32 and own is not found[-1]
+        assert difference.max() <= scale * (2e-5 if exact else 0.05)
+        assert difference.mean() <= scale * (2e-6 if exact else 0.005)
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_layers_are_those_of_torch(name: str, dtype: str, pairs: dict[str, Pair]) -> None:
+    """Norms, biases, norms of queries and keys, tied embeddings, each rotation; one row and more than a group."""
+    reference, pool = torch_kernels(pairs[name], dtype)
+    kernels, own_pool = native_kernels(pairs[name], dtype)
+    layers = pool.layout.num_layers
+    for positions in ([0], [700], range(3, 11), [0, 1023, 5, 5], range(20, 20 + 64), range(530)):
+        step = make_step(list(positions))
+        assert_alike(run(kernels, step, layers), run(reference, step, layers))
+        for piece in range(layers):
+            assert_alike(
+                [own_pool.keys[piece], own_pool.values[piece]],
+                [pool.keys[piece], pool.values[piece]],
+            )
+
+
+def test_float32_logits_are_not_rounded(llama: Pair) -> None:
+    step = make_step([1, 2, 3])
+    [*_, expected] = run(torch_kernels(llama, "float32")[0], step, 2)
+    [*_, found] = run(native_kernels(llama, "float32")[0], step, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    [*_, rounded] = run(native_kernels(llama, "bfloat16")[0], step, 2)
+    assert torch.equal(rounded, rounded.bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_only_the_slots_of_a_step_are_written(dtype: str, llama: Pair) -> None:
+    kernels, pool = native_kernels(llama, dtype)
+    for piece in (*pool.keys, *pool.values):
+        piece.fill_(7)
+    step = make_step(list(range(40)))
+    run(kernels, step, pool.layout.num_layers)
+    for piece in (*pool.keys, *pool.values):
+        untouched = (piece.flatten(0, 1) == 7).flatten(1).all(1)
+        assert set(torch.nonzero(~untouched).flatten().tolist()) == set(step.slots.tolist())
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_rows_of_logits_are_those_asked_for(dtype: str, llama: Pair) -> None:
+    kernels, _ = native_kernels(llama, dtype)
+    positions = list(range(30))
+    [*_, every] = run(kernels, make_step(positions), 2)
+    [*_, some] = run(kernels, make_step(positions, rows=[29, 0, 7]), 2)
+    assert torch.equal(some, every[[29, 0, 7]])
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("name", ["llama-biases-llama3", "qwen3-yarn"])
+def test_threads_do_not_change_a_bit(name: str, dtype: str, pairs: dict[str, Pair]) -> None:
+    alone, pool = native_kernels(pairs[name], dtype)
+    crews = [native_kernels(pairs[name], dtype, threads)[0] for threads in (2, 3)]
+    layers = pool.layout.num_layers
+    for count in (1, 5, 64, 300):
+        step = make_step(list(range(count)))
+        expected = run(alone, step, layers)
+        for crew in crews:
+            assert all(map(torch.equal, run(crew, step, layers), expected))
+
+
+def test_a_token_is_the_same_bits_in_every_company(llama: Pair) -> None:
+    kernels, _ = native_kernels(llama, "bfloat16")
+    positions = list(range(20))
+    step = make_step(positions)
+    with torch.inference_mode():
+        together = kernels.project(1, kernels.begin(step))
+        alone = Step(
+            token_ids=step.token_ids[13:14],
+            positions=step.positions[13:14],
+            longest=20,
+            slots=step.slots[13:14],
+            spans=(),
+            rows=None,
+        )
+        for single, many in zip(kernels.project(1, kernels.begin(alone)), together, strict=True):
+            assert torch.equal(single[0], many[13])
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_crew_ends_with_its_kernels(llama: Pair) -> None:
+    _alone, pool = native_kernels(llama, "float32")
+    before = num_threads()
+    crew, _ = native_kernels(llama, "float32", threads=4)
+    run(crew, make_step([0, 1]), pool.layout.num_layers)
+    assert num_threads() == before + 3
+    del crew
+    gc.collect()
+    assert num_threads() == before
+
+
+def test_two_crews_work_at_the_same_time(llama: Pair) -> None:
+    """Two replicas in one process, each called from a thread of its own, with more members than there are cores."""
+    step = make_step(list(range(9)))
+    expected = run(native_kernels(llama, "bfloat16")[0], step, 2)
+    same: list[bool] = []
+
+    def work() -> None:
+        kernels, _ = native_kernels(llama, "bfloat16", threads=2)
+        same.extend(all(map(torch.equal, run(kernels, step, 2), expected)) for _ in range(50))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same == [True] * 100
+
+
+def test_mixed_kernels_give_each_step_to_the_one_that_is_fast_at_it(llama: Pair) -> None:
+    config, weights, pool = replica(llama, "bfloat16")
+    few = NativeKernels(config, weights, pool, 1, kernels_folder())
+    many = TorchKernels(config, weights, pool)
+    mixed = MixedKernels(few, many)
+    assert mixed.name == "native+torch"
+    for count, chosen in ((1, few), (FEW_TOKENS, few), (FEW_TOKENS + 1, many), (100, many)):
+        step = make_step(list(range(count)), rows=[count - 1])
+        assert all(map(torch.equal, run(mixed, step, 2), run(chosen, step, 2)))
+
+
+# -- choosing
+
+
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert native.shutil.which("g++") is None
+
+
+def load(pair: Pair, cache: Path | None, **options: str) -> Engine:
+    config = load_model_config(pair.path)
+    layout = config.kv_layout(16, "float32")
+    return Engine.load(
+        pair.path, config=config, layout=layout, num_blocks=8, cache_folder=cache, **options
+    )
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_without_a_compiler_torch_runs_with_one_warning(
+    llama: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = load(llama, tmp_path)
+    assert (engine.kernels_name, engine.attention_name) == ("torch", "torch")
+    [record] = caplog.records
+    assert "no C++ compiler" in record.getMessage()
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_native_kernels_that_were_asked_for_are_not_replaced(llama: Pair, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no C\+\+ compiler"):
+        load(llama, tmp_path, kernels="native")
+
+
+def test_without_a_cache_folder_nothing_is_compiled(
+    llama: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = load(llama, None)
+    assert (engine.kernels_name, engine.attention_name) == ("torch", "torch")
+    assert not caplog.records
+
+
+def test_an_unknown_name_is_refused(llama: Pair) -> None:
+    with pytest.raises(ConfigError, match="cublas"):
+        load(llama, None, kernels="cublas")
+
+
+def test_compiling_is_told_once(llama: Pair, tmp_path: Path) -> None:
+    told: list[str] = []
+    for _ in range(2):
+        config, weights, pool = replica(llama, "float32")
+        make_kernels(
+            "native",
+            config,
+            weights,
+            pool,
+            num_threads=1,
+            cache_folder=tmp_path,
+            compiling=lambda: told.append("compiling"),
+        )
+    assert told == ["compiling"]
+
+
+def test_a_model_whose_rows_are_no_whole_words_is_torchs(
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tests.random_models import make_model
+
+    path = tmp_path_factory.mktemp("odd")
+    pair = Pair(path, make_model("llama", path, intermediate_size=95))
+    config, weights, pool = replica(pair, "bfloat16")
+    with caplog.at_level(logging.WARNING):
+        kernels = make_kernels(
+            "auto", config, weights, pool, num_threads=1, cache_folder=kernels_folder()
+        )
+    assert kernels.name == "torch"
+    assert "intermediate_size 95 is odd" in caplog.text
+    float_kernels, _ = native_kernels(pair, "float32")
+    step = make_step(list(range(5)))
+    assert_alike(run(float_kernels, step, 2), run(torch_kernels(pair, "float32")[0], step, 2))

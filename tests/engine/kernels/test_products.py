@@ -1,0 +1,137 @@
+"""Products with packed weights are torch's, and a row's result does not depend on what it is computed with."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.kernels.packing import LANES, Arena, Matrix, pack, pack_gates, packed_bytes
+from engine.kv_pool import TORCH_DTYPES
+from tests.engine.kernels.calls import DTYPES, library, random_tensor
+from tests.thoroughness import examples
+
+
+def product(matrix: Matrix, x: torch.Tensor, outputs: int) -> torch.Tensor:
+    """x [rows, in], its rows perhaps apart."""
+    out = torch.full((len(x) + 1, outputs), 7.0, dtype=x.dtype)
+    structure = matrix.structure()
+    library(x.dtype).product(
+        ctypes.addressof(structure), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), outputs
+    )
+    assert (out[-1] == 7).all()  # nothing is written behind the end
+    return out[:-1]
+
+
+def gate(matrix: Matrix, x: torch.Tensor, inner: int) -> torch.Tensor:
+    width = -(-inner // LANES) * LANES
+    out = torch.empty(len(x), width, dtype=x.dtype)
+    structure = matrix.structure()
+    library(x.dtype).gate(
+        ctypes.addressof(structure), x.data_ptr(), x.stride(0), len(x), out.data_ptr()
+    )
+    return out[:, :inner]
+
+
+def packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+    return pack(weight, bias, Arena(packed_bytes([weight])))
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = F.linear(x.double(), weight.double())
+    return product if bias is None else product + bias.double()
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, inputs: int) -> None:
+    """As near to the exact product as sums in float32, rounded once to the dtype, can be told to be."""
+    summed = 2.0**-24 * inputs * 4
+    once = 0.0 if found.dtype == torch.float32 else 2.0**-8
+    torch.testing.assert_close(found.double(), expected, rtol=once, atol=summed)
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(
+    dtype=DTYPES,
+    rows=st.integers(1, 64),
+    outputs=st.integers(1, 200),
+    pairs=st.integers(1, 150),
+    gap=st.integers(0, 3),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_product_is_the_exact_one_rounded(
+    dtype: torch.dtype,
+    rows: int,
+    outputs: int,
+    pairs: int,
+    gap: int,
+    with_bias: bool,
+    seed: int,
+) -> None:
+    """Any number of rows and outputs, input rows that lie apart and at any alignment."""
+    inputs = 2 * pairs
+    wide = random_tensor(seed, rows, inputs + gap, dtype=dtype)
+    weight = random_tensor(seed + 1, outputs, inputs, dtype=dtype) / inputs**0.5
+    bias = random_tensor(seed + 2, outputs, dtype=dtype) if with_bias else None
+    x = wide[:, gap:]
+    assert_near(product(packed(weight, bias), x, outputs), exact(x, weight, bias), inputs)
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 64, 8192), (16, 4096, 64), (9, 33, 8192)]
+)
+def test_long_products_too(name: str, rows: int, outputs: int, inputs: int) -> None:
+    dtype = TORCH_DTYPES[name]
+    x = random_tensor(0, rows, inputs, dtype=dtype)
+    weight = random_tensor(1, outputs, inputs, dtype=dtype) / inputs**0.5
+    assert_near(product(packed(weight, None), x, outputs), exact(x, weight, None), inputs)
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_a_row_is_the_same_bits_in_every_company(name: str) -> None:
+    dtype = TORCH_DTYPES[name]
+    x = random_tensor(0, 64, 98, dtype=dtype)
+    matrix = packed(random_tensor(1, 70, 98, dtype=dtype), None)
+    together = product(matrix, x, 70)
+    for count in (1, 2, 3, 7, 8, 9, 15, 33):
+        first = 64 - count
+        assert torch.equal(product(matrix, x[first:], 70), together[first:])
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    dtype=DTYPES,
+    rows=st.integers(1, 20),
+    inner=st.integers(1, 100),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_gates_and_ups_become_swiglu(
+    dtype: torch.dtype, rows: int, inner: int, with_bias: bool, seed: int
+) -> None:
+    x = random_tensor(seed, rows, 64, dtype=dtype)
+    weight = random_tensor(seed + 1, 2 * inner, 64, dtype=dtype) / 4
+    bias = random_tensor(seed + 2, 2 * inner, dtype=dtype) if with_bias else None
+    matrix = pack_gates(weight, bias, Arena(packed_bytes([weight])))
+    gates, ups = exact(x, weight, bias).to(dtype).chunk(2, dim=-1)
+    # The same sums in another order may round to the neighbour before silu.
+    tolerance = 4e-6 if dtype == torch.float32 else 2.0**-6
+    torch.testing.assert_close(
+        gate(matrix, x, inner), F.silu(gates) * ups, rtol=tolerance, atol=tolerance
+    )
+
+
+def test_silu_of_any_size_is_finite_and_right() -> None:
+    """The gates themselves, through a product with the identity."""
+    values = torch.tensor([-1e30, -200.0, -88.0, -20.0, -1e-3, 0.0, 1e-3, 20.0, 88.0, 200.0, 1e30])
+    x = torch.zeros(len(values), 32)
+    x[:, 0], x[:, 16] = values, 1.0
+    weight = torch.zeros(32, 32)
+    weight[0, 0] = weight[16, 16] = 1.0
+    matrix = pack_gates(weight, None, Arena(packed_bytes([weight])))
+    torch.testing.assert_close(gate(matrix, x, 16)[:, 0], F.silu(values), rtol=1e-6, atol=1e-35)
