@@ -59,7 +59,7 @@ def test_long_runs_are_found_behind_short_gaps(make_core: MakeCore) -> None:
     """A request of many words lies in one piece although the lowest free blocks are scattered."""
     core = make_core(PoolConfig(num_blocks=4096))
     for request in range(2048):
-        take(core, request, 1)
+        core.allocate_plain(request, 1, 0, False)
     for request in range(0, 2048, 2):
         core.free(request)
     take(core, A << 20, 1000)
