@@ -17,10 +17,17 @@ from engine.rope_config import RopeConfig
 class RopeTable:
     """Rows of cosines and of sines with rotate-half's sign folded in, grown as longer sequences come."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: RopeConfig,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         self._config = config
         self._head_dim = head_dim
         self._dtype = dtype
+        self._device = device
         self._size = 0
         self._grow(min(config.max_position_embeddings, 4096))
 
@@ -40,9 +47,12 @@ class RopeTable:
         angles = positions[:, None].float() * frequencies(self._config, self._head_dim, positions)
         cos, sin = angles.cos(), angles.sin()
         scaling = self._config.attention_factor
-        self._cos = (torch.cat((cos, cos), -1) * scaling).to(self._dtype).unsqueeze(1)
-        self._sin = (torch.cat((-sin, sin), -1) * scaling).to(self._dtype).unsqueeze(1)
+        self._cos = self._place(torch.cat((cos, cos), -1) * scaling)
+        self._sin = self._place(torch.cat((-sin, sin), -1) * scaling)
         self._size = size
+
+    def _place(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.to(self._device, self._dtype).unsqueeze(1)
 
 
 def apply_rope(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:

@@ -24,13 +24,22 @@ Row = npt.NDArray[np.float32]
 
 
 def sample(logits: torch.Tensor, slices: Sequence[Slice]) -> list[Sampled]:
-    """The next token of each slice. `logits`: [slices, vocab] float32, left unchanged."""
+    """The next token of each slice. `logits`: [slices, vocab] float32 on any device, left unchanged."""
+    if logits.is_cuda and not all(_is_plain(piece) for piece in slices):
+        logits = logits.cpu()
     token_ids = _choose(logits, slices)
     logprobs = _logprobs(logits, slices, token_ids)
     return [
         Sampled(request_id=piece.request_id, token_id=token_id, logprobs=found)
         for piece, token_id, found in zip(slices, token_ids, logprobs, strict=True)
     ]
+
+
+def _is_plain(piece: Slice) -> bool:
+    """Whether the largest logit is all that is wanted."""
+    sampling = piece.sampling
+    is_greedy = sampling.temperature <= GREEDY_TEMPERATURE
+    return is_greedy and sampling.num_logprobs is None and not _is_adjusted(piece)
 
 
 def _choose(logits: torch.Tensor, slices: Sequence[Slice]) -> list[int]:

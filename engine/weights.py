@@ -68,11 +68,14 @@ def load_weights(
     *,
     load_format: str = "auto",
     progress: Progress | None = None,
+    device: torch.device | None = None,
 ) -> Weights:
-    """The model's weights in `dtype`. Raises ConfigError listing what is missing, unexpected or misshapen."""
+    """The model's weights in `dtype` on `device`, the CPU when None. Raises ConfigError listing what is missing,
+    unexpected or misshapen."""
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-    places, build = _allocate(config, dtype)
+    with device or torch.device("cpu"):
+        places, build = _allocate(config, dtype)
     if load_format == "dummy":
         return build(_fill_randomly(config, places))
     return build(_fill_from_files(path, config, places, progress or (lambda _stage, _done: None)))

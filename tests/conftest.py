@@ -18,6 +18,11 @@ _started_with = os.nice(0)
 # Otherwise it tells between the dots of connections that ended as tests wanted.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
+# Without a GPU, Triton's kernels are interpreted (tests/engine/cuda). It must be told before triton is imported, and
+# transformers imports it, by way of torch.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # A shell's background job starts with Ctrl-C ignored, and so would the commands that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,7 +14,7 @@ from protocol.native import CompilerError
 
 __all__ = ["NAMES", "Attention", "Geometry", "Plan", "Span", "make_attention"]
 
-NAMES = ("auto", "native", "torch")
+NAMES = ("auto", "native", "torch", "triton")
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,10 @@ def make_attention(
     and for native where it cannot."""
     if name not in NAMES:
         raise ConfigError(f"attention backend {name!r} is not one of {', '.join(NAMES)}")
+    if name == "triton" or (name == "auto" and pool.device.type == "cuda"):
+        from engine.cuda.attention import TritonAttention  # it imports this package
+
+        return TritonAttention(geometry, pool)
     if name == "torch" or (name == "auto" and cache_folder is None):
         return TorchPagedAttention(geometry, pool)
     try:

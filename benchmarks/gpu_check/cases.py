@@ -1,0 +1,135 @@
+"""Attention over a paged pool: random cases, and what is right for them, in float64.
+
+Whatever no sequence may read is NaN. The same cases run small in Triton's interpreter (tests/engine/cuda) and large on
+a GPU. Knows no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from engine.attention.base import Geometry, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pool of one layer."""
+
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCase:
+    """A step: the tokens [start, end) of each sequence, whose earlier tokens are cached."""
+
+    spans: tuple[tuple[int, int], ...]
+    dtype: torch.dtype = torch.float32
+    head_dim: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    block_size: int = 16
+    window: int | None = None
+    shared_blocks: int = (
+        0  # leading blocks that all sequences have in common, where they are that long
+    )
+    seed: int = 0
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.heads, self.kv_heads, self.head_dim)
+
+    def with_dtype(self, dtype: torch.dtype) -> AttentionCase:
+        return replace(self, dtype=dtype)
+
+    def build(self, device: torch.device) -> AttentionInputs:
+        """Its tensors on `device`."""
+        generator = torch.Generator().manual_seed(self.seed)
+        spans = self._spans()
+        num_blocks = 1 + max(int(span.blocks.max()) for span in spans)
+        shape = (num_blocks, self.block_size, self.kv_heads, self.head_dim)
+        keys, values = (torch.full(shape, float("nan"), dtype=self.dtype) for _ in range(2))
+        for piece in (keys, values):
+            slots = piece.flatten(0, 1)
+            for span in spans:
+                own = torch.from_numpy(self.slots(span))
+                slots[own] = torch.randn((span.end, *shape[2:]), generator=generator).to(self.dtype)
+        num_tokens = sum(end - start for start, end in self.spans)
+        # As in the model: queries are a part of a wider tensor. Large, so that the softmax is far from flat.
+        wide = 2 * torch.randn(num_tokens, self.heads + 1, self.head_dim, generator=generator)
+        queries = wide.to(self.dtype).to(device)[:, : self.heads]
+        return AttentionInputs(self, spans, queries, Pool([keys.to(device)], [values.to(device)]))
+
+    def _spans(self) -> list[Span]:
+        """Scattered blocks; block 0 belongs to nobody."""
+        counts = [-(-end // self.block_size) for _, end in self.spans]
+        rng = np.random.default_rng(self.seed)
+        free = 1 + rng.permutation(self.shared_blocks + sum(counts))
+        shared, free = free[: self.shared_blocks], free[self.shared_blocks :]
+        spans: list[Span] = []
+        for (start, end), count in zip(self.spans, counts, strict=True):
+            # Only blocks that are cached and full can be shared.
+            num_shared = min(self.shared_blocks, start // self.block_size)
+            own, free = free[: count - num_shared], free[count - num_shared :]
+            spans.append(Span(start, end, np.concatenate((shared[:num_shared], own))))
+        return spans
+
+    def slots(self, span: Span) -> np.ndarray:
+        """Where the sequence's tokens lie."""
+        tokens = np.arange(span.end)
+        slots: np.ndarray = (
+            span.blocks[tokens // self.block_size] * self.block_size + tokens % self.block_size
+        )
+        return slots
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """A case's tensors; singles lie where the case has them."""
+
+    case: AttentionCase
+    spans: Sequence[Span]
+    queries: torch.Tensor  # [tokens, heads, head_dim], rows further apart than heads · head_dim
+    pool: Pool
+
+    def expected(self) -> torch.Tensor:
+        """[tokens, heads · head_dim], float64 on the CPU, by the definition."""
+        case = self.case
+        group = case.heads // case.kv_heads
+        keys, values = (
+            piece[0].cpu().double().flatten(0, 1) for piece in (self.pool.keys, self.pool.values)
+        )
+        lengths = [span.end - span.start for span in self.spans]
+        queries = torch.split(self.queries.cpu().double(), lengths)
+        rows: list[torch.Tensor] = []
+        for span, own in zip(self.spans, queries, strict=True):
+            slots = torch.from_numpy(case.slots(span))
+            own_keys = keys[slots].repeat_interleave(group, 1)
+            own_values = values[slots].repeat_interleave(group, 1)
+            scores = torch.einsum("qhd,thd->hqt", own, own_keys) * case.head_dim**-0.5
+            weights = scores.masked_fill(self._hidden(span), float("-inf")).softmax(-1)
+            rows.append(torch.einsum("hqt,thd->qhd", weights, own_values).flatten(1))
+        return torch.cat(rows)
+
+    def _hidden(self, span: Span) -> torch.Tensor:
+        """[queries, tokens]: what each token does not see."""
+        positions = torch.arange(span.start, span.end)[:, None]
+        tokens = torch.arange(span.end)[None, :]
+        hidden = tokens > positions
+        if self.case.window is not None:
+            hidden |= tokens <= positions - self.case.window
+        return hidden
+
+
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Of ‖found - expected‖ / ‖expected‖: rounding of inputs' products and of the result, by dtype."""
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖found - expected‖ / ‖expected‖ in float64; NaN where anything is."""
+    difference = found.detach().cpu().double() - expected.detach().cpu().double()
+    return float(difference.norm() / expected.detach().cpu().double().norm())

@@ -1,0 +1,131 @@
+"""`Attention` in Triton: decode split over the context, prompt chunks tile by tile, all from the pool.
+
+Single tokens come first in a step and are one launch, chunks another. Reads K and V from the pool alone, and nothing
+behind a sequence's end. Plans are made on the host; nothing of a step waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.attention.base import Geometry, Span
+from engine.cuda.placing import to_device
+from engine.cuda.requirements import require_triton
+from protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.cuda.kernels.decode import DecodeBatch
+    from engine.cuda.kernels.prefill import ChunkBatch
+
+MAX_HEAD_DIM = 256
+_TABLE_STEP = 16  # Triton compiles a kernel again for strides that are not multiples of 16
+
+
+class Pool(Protocol):
+    """A K and a V [num_blocks, block_size, kv_heads, head_dim] per layer, as in `engine.kv_pool`."""
+
+    @property
+    def keys(self) -> Sequence[torch.Tensor]: ...
+
+    @property
+    def values(self) -> Sequence[torch.Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step: its first rows are single tokens, the others chunks."""
+
+    singles: DecodeBatch | None  # None = there are none
+    chunks: ChunkBatch | None  # None = there are none
+    window: int | None
+
+
+class TritonAttention:
+    """`Attention` for CUDA devices, and in Triton's interpreter for any. Raises ConfigError where it cannot run."""
+
+    name = "triton"
+
+    def __init__(self, geometry: Geometry, pool: Pool) -> None:
+        self._pool = pool
+        self._device = pool.keys[0].device
+        require_triton(self._device)
+        if geometry.head_dim > MAX_HEAD_DIM:
+            raise ConfigError(
+                f"Triton attention takes heads of up to {MAX_HEAD_DIM}, not {geometry.head_dim}"
+            )
+        from engine.cuda.kernels import decode, prefill  # here, since importing them imports triton
+
+        self._decode = decode
+        self._prefill = prefill
+        group = geometry.num_heads // geometry.num_kv_heads
+        tiling = prefill.tiling_for(geometry.head_dim, pool.keys[0].element_size(), group)
+        self._tokens_per_tile = tiling.tokens_per_tile(group)
+
+    def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
+        """Single tokens, then chunks."""
+        return sorted(range(len(lengths)), key=lambda i: lengths[i][1] - lengths[i][0] > 1)
+
+    def plan(self, spans: Sequence[Span], window: int | None) -> Plan:
+        singles = list(takewhile(lambda span: span.end - span.start == 1, spans))
+        chunks = spans[len(singles) :]  # a single token among them is a short chunk
+        return Plan(
+            self._plan_singles(singles, window) if singles else None,
+            self._plan_chunks(chunks, len(singles)) if chunks else None,
+            window,
+        )
+
+    def _plan_singles(self, spans: Sequence[Span], window: int | None) -> DecodeBatch:
+        ends = np.array([span.end for span in spans], dtype=np.int32)
+        num_parts = self._decode.parts_for(int(ends.max()), window)
+        return self._decode.DecodeBatch(
+            self._to_device(_tables(spans)), self._to_device(ends), num_parts
+        )
+
+    def _plan_chunks(self, spans: Sequence[Span], first_row: int) -> ChunkBatch:
+        lengths = [span.end - span.start for span in spans]
+        rows = first_row + np.cumsum([0, *lengths[:-1]])
+        chunks = [(int(row), one.start, one.end) for row, one in zip(rows, spans, strict=True)]
+        tiles = self._prefill.plan_tiles(chunks, self._tokens_per_tile)
+        return self._prefill.ChunkBatch(self._to_device(_tables(spans)), self._to_device(tiles))
+
+    def _to_device(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+        return to_device(torch.from_numpy(array), self._device)
+
+    def attend(
+        self,
+        layer: int,
+        plan: Plan,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `Attention.attend`; `keys` and `values` are not looked at, they are in the pool."""
+        if queries.stride()[1:] != (queries.shape[2], 1):
+            queries = queries.contiguous()
+        pool_keys, pool_values = self._pool.keys[layer], self._pool.values[layer]
+        output = queries.new_empty((queries.shape[0], queries.shape[1] * queries.shape[2]))
+        if plan.singles is not None:
+            self._decode.decode_attention(
+                queries, pool_keys, pool_values, plan.singles, plan.window, output
+            )
+        if plan.chunks is not None:
+            self._prefill.prefill_attention(
+                queries, pool_keys, pool_values, plan.chunks, plan.window, output
+            )
+        return output
+
+
+def _tables(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
+    """Block tables as one array, padded with block 0, which nobody reads."""
+    longest = max(len(span.blocks) for span in spans)
+    tables = np.zeros((len(spans), -(-longest // _TABLE_STEP) * _TABLE_STEP), dtype=np.int32)
+    for row, span in zip(tables, spans, strict=True):
+        row[: len(span.blocks)] = span.blocks
+    return tables

@@ -1,0 +1,45 @@
+"""Whether this process can run Triton kernels, said before anything is tried.
+
+The extra `gpu` brings what is needed; without it, whoever asks is told what to install. On a machine without a GPU the
+kernels run in Triton's interpreter where TRITON_INTERPRET=1 was set before Triton was imported: slow, for tests.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from protocol.errors import ConfigError
+
+INSTALL = "pip install 'moonserve[gpu]'"
+
+
+def require_triton(device: torch.device) -> None:
+    """Raises ConfigError, naming what to do, where Triton kernels cannot run on tensors of `device`."""
+    if find_spec("triton") is None:
+        raise ConfigError(f"Triton is not installed: {INSTALL}")
+    if device.type == "cuda" or is_interpreted():
+        return
+    raise ConfigError(
+        f"Triton kernels run on a CUDA device, not on {device.type!r} "
+        "(TRITON_INTERPRET=1 interprets them there, for tests)"
+    )
+
+
+def find_device(name: str) -> torch.device:
+    """The device called `name`. Raises ConfigError where it is not here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{name!r} is not a device: cpu, cuda or cuda:1") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("no CUDA device: there is none here, or torch was built without CUDA")
+    return device
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on any device."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)

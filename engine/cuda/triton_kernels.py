@@ -1,0 +1,105 @@
+"""`Kernels` for CUDA devices: matrix products are the vendor's, everything between them is fused in Triton.
+
+The second half of a layer leaves its sum with the residual stream to the norm that comes next, which has to read both
+anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from engine.config import ModelConfig
+from engine.cuda.placing import to_device
+from engine.cuda.requirements import require_triton
+from engine.kernels.base import Heads
+from engine.kv_pool import KvPool
+from engine.rope import RopeTable
+from engine.step import Step
+from engine.weights import LayerWeights, Weights
+
+if TYPE_CHECKING:
+    from engine.cuda.kernels.rope import Positions
+
+
+@dataclass(slots=True)
+class _Pass:
+    hidden: torch.Tensor  # [tokens, hidden_size], updated in place
+    pending: torch.Tensor | None  # not yet added to `hidden`
+    rotation: Positions
+
+
+class TritonKernels:
+    """Implementation of `Kernels` for CUDA devices, and in Triton's interpreter for any. Raises ConfigError where it
+    cannot run."""
+
+    name = "triton"
+
+    def __init__(self, config: ModelConfig, weights: Weights, pool: KvPool) -> None:
+        device = weights.embedding.device
+        require_triton(device)
+        from engine.cuda.kernels import norm, rope, swiglu  # importing them imports triton
+
+        self._norm = norm.add_norm
+        self._rope = rope
+        self._swiglu = swiglu.swiglu
+        self._config = config
+        self._weights = weights
+        self._pool = pool
+        self._angles = RopeTable(config.rope, config.head_dim, weights.embedding.dtype, device)
+
+    def begin(self, step: Step) -> _Pass:
+        device = self._weights.embedding.device
+        tokens, positions, slots = (
+            to_device(one, device) for one in (step.token_ids, step.positions, step.slots)
+        )
+        cos, signed_sin = self._angles.rows(positions, step.longest)
+        rotation = self._rope.Positions(cos, signed_sin, slots)
+        return _Pass(F.embedding(tokens, self._weights.embedding), None, rotation)
+
+    def project(self, layer: int, work: _Pass) -> Heads:
+        own = self._weights.layers[layer]
+        normed = self._add_norm(work, own.input_norm)
+        config = self._config
+        heads = F.linear(normed, own.qkv, own.qkv_bias).view(normed.shape[0], -1, config.head_dim)
+        self._rope.rotate_and_store(
+            heads,
+            config.num_heads,
+            own.qk_norm,
+            config.rms_norm_eps,
+            work.rotation,
+            self._pool.keys[layer],
+            self._pool.values[layer],
+        )
+        rotated = config.num_heads + config.num_kv_heads
+        return (
+            heads[:, : config.num_heads],
+            heads[:, config.num_heads : rotated],
+            heads[:, rotated:],
+        )
+
+    def finish(self, layer: int, work: _Pass, seen: torch.Tensor) -> None:
+        own = self._weights.layers[layer]
+        work.pending = F.linear(seen, own.o, own.o_bias)
+        work.pending = self._mlp(self._add_norm(work, own.post_norm), own)
+
+    def _mlp(self, normed: torch.Tensor, own: LayerWeights) -> torch.Tensor:
+        inner = self._swiglu(F.linear(normed, own.gate_up, own.gate_up_bias))
+        return F.linear(inner, own.down, own.down_bias)
+
+    def logits(self, work: _Pass, rows: torch.Tensor | None) -> torch.Tensor:
+        if rows is not None:
+            rows = to_device(rows, work.hidden.device)
+            work.hidden = work.hidden.index_select(0, rows)
+            if work.pending is not None:
+                work.pending = work.pending.index_select(0, rows)
+        normed = self._add_norm(work, self._weights.norm)
+        return F.linear(normed, self._weights.lm_head).float()
+
+    def _add_norm(self, work: _Pass, weight: torch.Tensor) -> torch.Tensor:
+        normed = self._norm(work.hidden, work.pending, weight, self._config.rms_norm_eps)
+        work.pending = None
+        return normed

@@ -1,0 +1,110 @@
+"""Compiles what the launchers would launch, for a GPU that need not be there, of the compute capability given.
+
+Prints one JSON line per kernel: `python -m tests.engine.cuda.compiling 90`. In a process of its own, since
+Triton decides at its import whether it interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from engine.cuda.kernels.decode import DecodeBatch, decode_attention
+from engine.cuda.kernels.norm import add_norm
+from engine.cuda.kernels.prefill import ChunkBatch, prefill_attention
+from engine.cuda.kernels.rope import Positions, rotate_and_store
+from engine.cuda.kernels.swiglu import swiglu
+
+ATTENTION = (
+    (torch.bfloat16, 64, None),
+    (torch.bfloat16, 80, 4096),
+    (torch.bfloat16, 128, None),
+    (torch.bfloat16, 256, None),
+    (torch.float16, 128, None),
+    (torch.float32, 128, None),
+    (torch.float32, 256, None),
+)
+"""(dtype, head_dim, window)"""
+
+
+class Absent:
+    """Triton's driver for a GPU that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def compile_all(capability: int) -> Iterator[dict[str, Any]]:
+    """What became of each kernel."""
+    compiled: list[Any] = []
+    run: Callable[..., Any] = JITFunction.run
+
+    def only_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["warmup"] = True
+        compiled.append((self.fn.__name__, run(self, *args, **kwargs)))
+
+    JITFunction.run = only_compile
+    driver.set_active(Absent(capability))
+    for dtype, head_dim, window in ATTENTION:
+        launch_attention(dtype, head_dim, window)
+        yield from described(compiled, str(dtype), head_dim)
+    for dtype in (torch.bfloat16, torch.float32):
+        launch_others(dtype)
+        yield from described(compiled, str(dtype), 128)
+
+
+def described(compiled: list[Any], dtype: str, head_dim: int) -> Iterator[dict[str, Any]]:
+    for name, kernel in compiled:
+        ptx = kernel.asm["ptx"]
+        yield {
+            "kernel": name,
+            "dtype": dtype,
+            "head_dim": head_dim,
+            "shared_bytes": kernel.metadata.shared,
+            "tensor_cores": "mma.sync" in ptx or "wgmma" in ptx,
+        }
+    compiled.clear()
+
+
+def launch_attention(dtype: torch.dtype, head_dim: int, window: int | None) -> None:
+    queries = torch.zeros(4, 32, head_dim, dtype=dtype)
+    pool = torch.zeros(2, 32, 8, head_dim, dtype=dtype)
+    tables = torch.zeros(4, 16, dtype=torch.int32)
+    output = torch.zeros(4, 32 * head_dim, dtype=dtype)
+    singles = DecodeBatch(tables, torch.zeros(4, dtype=torch.int32), 32)
+    decode_attention(queries, pool, pool, singles, window, output)
+    chunks = ChunkBatch(tables, torch.zeros(1, 4, dtype=torch.int32))
+    prefill_attention(queries, pool, pool, chunks, window, output)
+
+
+def launch_others(dtype: torch.dtype) -> None:
+    hidden, weight = torch.zeros(4, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+    add_norm(hidden, None, weight, 1e-5)
+    add_norm(hidden, hidden, weight, 1e-5)
+    swiglu(torch.zeros(4, 2 * 14336, dtype=dtype))
+    heads, pool = torch.zeros(4, 48, 128, dtype=dtype), torch.zeros(2, 32, 8, 128, dtype=dtype)
+    angles, slots = torch.zeros(4, 1, 128, dtype=dtype), torch.zeros(4, dtype=torch.int64)
+    positions = Positions(angles, angles, slots)
+    for qk_norm in (None, torch.zeros(40, 128, dtype=dtype)):
+        rotate_and_store(heads, 32, qk_norm, 1e-5, positions, pool, pool)
+
+
+if __name__ == "__main__":
+    for row in compile_all(int(sys.argv[1])):
+        sys.stdout.write(json.dumps(row) + "\n")

@@ -1,0 +1,129 @@
+"""The Triton attention kernels give what the definition of attention gives, in any shape and whatever lies around."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from benchmarks.gpu_check.cases import TOLERANCES, AttentionCase, AttentionInputs, relative_error
+from engine.attention.base import Geometry
+from engine.cuda.attention import TritonAttention
+from protocol.errors import ConfigError
+from tests.thoroughness import examples
+
+MIXED = ((0, 1), (15, 16), (16, 17), (299, 300), (10, 35), (0, 20), (40, 42))
+
+
+def attend(inputs: AttentionInputs) -> torch.Tensor:
+    backend = TritonAttention(inputs.case.geometry, inputs.pool)
+    plan = backend.plan(inputs.spans, inputs.case.window)
+    unused = inputs.queries.new_empty(0)  # this step's K and V are in the pool
+    return backend.attend(0, plan, inputs.queries, unused, unused)
+
+
+def check(case: AttentionCase, device: torch.device) -> None:
+    inputs = case.build(device)
+    assert relative_error(attend(inputs), inputs.expected()) < TOLERANCES[case.dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 20])
+def test_single_tokens_beside_chunks(
+    dtype: torch.dtype, window: int | None, device: torch.device
+) -> None:
+    check(AttentionCase(spans=MIXED, dtype=dtype, window=window), device)
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 80, 128, 256])
+def test_head_sizes_that_are_and_are_not_powers_of_two(head_dim: int, device: torch.device) -> None:
+    check(AttentionCase(spans=((40, 41), (5, 30)), head_dim=head_dim), device)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (7, 1), (8, 8), (28, 4), (40, 1)])
+def test_groups_of_query_heads(heads: int, kv_heads: int, device: torch.device) -> None:
+    check(
+        AttentionCase(spans=((40, 41), (5, 30)), heads=heads, kv_heads=kv_heads, head_dim=16),
+        device,
+    )
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 512])
+def test_block_sizes(block_size: int, device: torch.device) -> None:
+    check(AttentionCase(spans=((520, 521), (490, 530)), block_size=block_size), device)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_contexts_of_several_parts(window: int | None, device: torch.device) -> None:
+    """The context is cut at 256 and 512 tokens, or longer parts are made of more than 32 · 256."""
+    spans = ((255, 256), (256, 257), (1000, 1001), (8999, 9000))
+    check(AttentionCase(spans=spans, head_dim=16, heads=2, kv_heads=1, window=window), device)
+
+
+def test_sequences_share_their_first_blocks(device: torch.device) -> None:
+    check(AttentionCase(spans=((70, 71), (50, 80), (33, 34)), shared_blocks=3), device)
+
+
+@hypothesis_settings(max_examples=examples(8))
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 60))),
+        min_size=1,
+        max_size=4,
+    ),
+    head_dim=st.sampled_from([8, 32, 40]),
+    heads=st.sampled_from([(2, 1), (3, 3), (6, 2)]),
+    block_size=st.sampled_from([16, 17, 64]),
+    window=st.one_of(st.none(), st.integers(1, 100)),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    seed=st.integers(0, 1000),
+)
+def test_any_step(
+    spans: list[tuple[int, int]],
+    head_dim: int,
+    heads: tuple[int, int],
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    singles_first = sorted(spans, key=lambda span: span[1] > 1)
+    case = AttentionCase(
+        spans=tuple((start, start + length) for start, length in singles_first),
+        head_dim=head_dim,
+        heads=heads[0],
+        kv_heads=heads[1],
+        block_size=block_size,
+        window=window,
+        dtype=dtype,
+        seed=seed,
+    )
+    check(case, device)
+
+
+def test_a_sequence_gets_the_same_bits_in_any_batch(device: torch.device) -> None:
+    """How the context is split depends on the sequence alone."""
+    case = AttentionCase(spans=((600, 601), (30, 31), (2000, 2001), (7, 29)), head_dim=16)
+    inputs = case.build(device)
+    together = attend(inputs)
+    row = 0
+    for span in inputs.spans:
+        rows = slice(row, row + span.end - span.start)
+        alone = AttentionInputs(case, [span], inputs.queries[rows], inputs.pool)
+        assert torch.equal(attend(alone), together[rows])
+        row = rows.stop
+
+
+def test_single_tokens_go_before_chunks(device: torch.device) -> None:
+    case = AttentionCase(spans=((0, 1),))
+    backend = TritonAttention(case.geometry, case.build(device).pool)
+    assert backend.order([(0, 5), (7, 8), (2, 9), (0, 1)]) == [1, 3, 0, 2]
+
+
+def test_heads_that_are_too_large_are_refused(device: torch.device) -> None:
+    pool = AttentionCase(spans=((0, 1),)).build(device).pool
+    with pytest.raises(ConfigError, match="256"):
+        TritonAttention(Geometry(4, 2, 512), pool)

@@ -1,0 +1,42 @@
+"""The kernels compile for GPUs that are not here; the interpreter, which runs them here, accepts more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED_BYTES = 99 * 1024
+"""Of a program on the GPUs that have least of it (compute capability 8.6 and 8.9)."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_and_fit_any_gpu_since_ampere(capability: int, tmp_path: Path) -> None:
+    """Attention multiplies on tensor cores but in float32, which is exact."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.cuda.compiling", str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["kernel"] for row in rows} == {
+        "_attend_part",
+        "_join_parts",
+        "_attend_tile",
+        "_add_norm",
+        "_swiglu",
+        "_rotate_and_store",
+    }
+    for row in rows:
+        assert row["shared_bytes"] <= SHARED_BYTES, row
+        if row["kernel"] in ("_attend_part", "_attend_tile"):
+            assert row["tensor_cores"] == (row["dtype"] != "torch.float32"), row

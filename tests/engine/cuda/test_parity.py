@@ -1,0 +1,47 @@
+"""A whole engine on Triton kernels gives the tokens of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.config import load_model_config
+from engine.engine import Engine
+from engine.generate import generate
+from protocol.errors import ConfigError
+from protocol.request import SamplingParams
+from tests.engine.conftest import Pair
+from tests.engine.steps import random_prompt
+
+
+def triton_engine(pair: Pair, device: torch.device) -> Engine:
+    config = load_model_config(pair.path)
+    return Engine.load(
+        pair.path,
+        config=config,
+        layout=config.kv_layout(16, "float32"),
+        num_blocks=40,
+        device=str(device),
+        kernels="triton",
+        attention="triton",
+    )
+
+
+@pytest.mark.parametrize("name", ["llama-biases-llama3", "mistral-window", "qwen3-biases"])
+def test_tokens_equal_those_of_transformers(
+    name: str, pairs: dict[str, Pair], device: torch.device
+) -> None:
+    engine = triton_engine(pairs[name], device)
+    assert (engine.kernels_name, engine.attention_name) == ("triton", "triton")
+    prompts = [random_prompt(length, seed=length) for length in (1, 16, 100)]
+    sampling = SamplingParams(max_tokens=4, temperature=0.0)
+    results = generate(engine, prompts, sampling, chunk_size=60)
+    assert [one.token_ids for one in results] == [
+        pairs[name].generate(prompt, 4) for prompt in prompts
+    ]
+
+
+def test_a_device_that_is_not_here_is_refused(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        triton_engine(llama, torch.device("cuda"))
