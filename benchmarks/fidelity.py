@@ -30,7 +30,7 @@ from benchmarks.fidelity_page import (
 from benchmarks.fidelity_rounds import combined
 from benchmarks.fidelity_terms import Row, lost_hits, means, prediction_errors, rows_of, write_csv
 from benchmarks.measure import write_json
-from deploy.config import ServeConfig
+from conductor.policies import POLICY_NAMES, PUBLISHED_POLICY
 from deploy.profile import ProfileConfig
 from deploy.profile import run as profile
 from deploy.serving_profile import ClusterShape
@@ -65,6 +65,7 @@ class Load:
     trace: Path
     limit: int
     speedup: float
+    policy: str
 
     def records(self) -> list[TraceRecord]:
         return [
@@ -75,7 +76,12 @@ class Load:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    load = Load(trace=arguments.trace, limit=arguments.limit, speedup=arguments.speedup)
+    load = Load(
+        trace=arguments.trace,
+        limit=arguments.limit,
+        speedup=arguments.speedup,
+        policy=arguments.placement_policy,
+    )
     shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]
     compared = [
         judged(
@@ -88,7 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for num_prefill, num_decode in shapes
     ]
-    replayed = {"trace": load.trace.name, "requests": load.limit, "speedup": load.speedup}
+    replayed = {
+        "trace": load.trace.name,
+        "requests": load.limit,
+        "speedup": load.speedup,
+        "policy": load.policy,
+    }
     result = {"machine": _machine(), "load": replayed, "shapes": compared}
     page = as_page(result)
     print(page)
@@ -105,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, default=300, help="first requests of the trace")
     parser.add_argument("--speedup", type=float, default=1.0, help="factor on the trace's clock")
     parser.add_argument("--rounds", type=int, default=3, help="of each shape")
+    parser.add_argument("--placement-policy", default=PUBLISHED_POLICY, choices=POLICY_NAMES)
     parser.add_argument("--shapes", default="1x1,2x1", help="prefill x decode workers, commas")
     parser.add_argument("--budget-s", type=float, default=120.0, help="of each profile")
     parser.add_argument("--output", type=Path, default=Path("out/fidelity.json"))
@@ -135,7 +147,10 @@ def compare(
         num_prefill=num_prefill,
         num_decode=num_decode,
         num_threads=1,
-        flags=("--block-size", str(BLOCK_SIZE), "--dram", str(DRAM), "--tbt-slo", str(TBT_SLO_S)),
+        flags=(
+            *("--block-size", str(BLOCK_SIZE), "--dram", str(DRAM), "--tbt-slo", str(TBT_SLO_S)),
+            *("--placement-policy", load.policy),
+        ),
     )
     model = profile(
         ProfileConfig(
@@ -149,7 +164,7 @@ def compare(
         )
     )
     replayed, decisions = replay_live(shape, load)
-    spec = spec_of(model, num_prefill, num_decode)
+    spec = spec_of(model, num_prefill, num_decode, load.policy)
     journeys = journeys_after(spec, load.records())
     rows = rows_of(replayed.sent, decisions, journeys)
     write_csv(rows, folder / f"{num_prefill}x{num_decode}.csv")
@@ -227,13 +242,15 @@ async def _warm_up(url: str, num_prefill: int) -> None:
 # -- simulated
 
 
-def spec_of(model: ModelProfile, num_prefill: int, num_decode: int) -> ClusterSpec:
-    """As `moonserve serve` runs it, with its defaults."""
+def spec_of(
+    model: ModelProfile, num_prefill: int, num_decode: int, policy: str = PUBLISHED_POLICY
+) -> ClusterSpec:
+    """As `moonserve serve` runs it, with its defaults but for the policy."""
     return ClusterSpec(
         model=model,
         num_prefill=num_prefill,
         num_decode=num_decode,
-        policy=ServeConfig().placement_policy,
+        policy=policy,
         ttft_slo_s=TTFT_SLO_S,
         tbt_slo_s=TBT_SLO_S,
         block_size=BLOCK_SIZE,

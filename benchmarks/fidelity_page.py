@@ -41,8 +41,8 @@ def as_page(result: dict[str, Any]) -> str:
         (
             _INTRODUCTION,
             f"The first {load['requests']} requests of {load['trace']}, {load['speedup']:g} times as fast, prompts at "
-            f"1/{1 / LENGTHS:g} and answers at 1/{1 / OUTPUTS:g} of their lengths; the demo model, one thread per "
-            f"worker, {machine['cores']} cores, load {machine['load']:g} at the end.",
+            f"1/{1 / LENGTHS:g} and answers at 1/{1 / OUTPUTS:g} of their lengths; policy {load['policy']}; "
+            f"the demo model, one thread per worker, {machine['cores']} cores, load {machine['load']:g} at the end.",
             *_remark(machine),
             "",
             *(_section(shape) for shape in result["shapes"]),
@@ -137,7 +137,7 @@ _READING = """## What the simulation has, and what it leaves out
 |---|---|
 | prefill, decode | computing as prefill workers report it (the mean of several), steps as clients see them, alone |
 | request | TTFT less what the prefill worker reports: HTTP, keys, placement, submission, the way back |
-| the gateway's part | by how much the last of eight prompts of one moment is placed later than the first, by seven |
+| the gateway's part | by how much prompts of one moment are placed later than one alone, as if served one by one |
 | turnover | by how much longer prompts compute that follow one another: handing one off delays the next |
 | landing | from asking the decode worker for blocks to having them, while it is idle |
 | handoff | the second token's gap less a step: last writes, commit, verification |

@@ -30,6 +30,7 @@ _BESIDE_STREAMS = (1, CROWDED_BATCH)  # of the batches that prompts are computed
 _BESIDE_CONTEXT = 256
 _BURST = 8  # prompts at one moment
 _BURST_PROMPT = 512
+_REPORTED_WITHIN_S = 2.0
 _ENOUGH_SHAPES = 4  # for three coefficients; measured however long they take
 _TERMS = ("queue_s", "transfer_s", "prefill_s")  # of a prefill worker's report, as explained
 
@@ -83,7 +84,7 @@ class Observations:
     steps: Sequence[StepRun]
     beside_prompts: Sequence[PromptRun]
     beside_steps: Sequence[StepRun]
-    # Of prompts sent at one moment: by how much each is placed later than the one before it, and those that were
+    # Of prompts sent at one moment: what each takes of the time until the next one is placed, and those that were
     # computed right after another.
     bursts_s: Sequence[float] = ()
     in_a_row: Sequence[PromptRun] = ()
@@ -175,18 +176,24 @@ class Probe:
         )
 
     async def _burst(self, num_prefill: int) -> tuple[float, list[PromptRun]]:
-        """Prompts that are handed off and hardly decoded: how far apart they are placed, and those that had another one
-        before them."""
+        """Prompts that are handed off and hardly decoded: what each takes of the time until the next one is placed, and
+        those that had another one before them.
+
+        Those who come at once are worked at by turns rather than one after the other, so that all of them are placed
+        late: what counts is their mean against one alone, which is half of the time of all but one."""
         length = min(_BURST_PROMPT, self._longest - 2)
+        alone_s = await self._placed_s(await self._complete(self._fresh(length), 2))
         prompts = [self._fresh(length) for _ in range(_BURST * num_prefill)]
         outcomes = await asyncio.gather(*(self._complete(prompt, 2) for prompt in prompts))
-        placed_s = [
-            _timeline(each).ttft_s - float((await self._outcome_of(each))["ttft_s"])
-            for each in outcomes
-        ]
-        apart_s = max(max(placed_s) - min(placed_s), 0.0) / (len(placed_s) - 1)
+        placed_s = [await self._placed_s(each) for each in outcomes]
+        late_s = float(np.mean(placed_s)) - alone_s
+        apart_s = 2.0 * max(late_s, 0.0) / (len(placed_s) - 1)
         runs = [await self._prompt_run(each, length, num_prefill - 1) for each in outcomes]
         return apart_s, [run for run in runs if run.queue_s > run.compute_s / 2]
+
+    async def _placed_s(self, outcome: Outcome) -> float:
+        """From the client's sending to the placement."""
+        return _timeline(outcome).ttft_s - float((await self._outcome_of(outcome))["ttft_s"])
 
     async def _explained(self, outcome: Outcome) -> tuple[str, float, float, float]:
         """Its machine, and seconds of queue, load and computing."""
@@ -195,12 +202,21 @@ class Probe:
         return str(found["prefill"]), queue_s, load_s, compute_s
 
     async def _outcome_of(self, outcome: Outcome) -> Mapping[str, Any]:
-        """What the conductor knows of it, its machine too. Raises ConfigError where nobody explains."""
-        record = await self._client.explain(outcome.request_id) or {}
-        found = record.get("outcome") or {}
-        if any(found.get(name) is None for name in ("ttft_s", *_TERMS)):
-            raise ConfigError("the endpoint does not explain what its prompts took")
-        return {**found, "prefill": record["prefill"]}
+        """What the conductor knows of it, its machine too. Reports reach it beside the tokens, so that they may come
+        after the last one. Raises ConfigError where nobody explains."""
+        ends_at = time.monotonic() + _REPORTED_WITHIN_S
+        while True:
+            record = await self._client.explain(outcome.request_id) or {}
+            found = record.get("outcome") or {}
+            missing = [name for name in ("ttft_s", *_TERMS) if found.get(name) is None]
+            if not missing:
+                return {**found, "prefill": record["prefill"]}
+            if time.monotonic() > ends_at:
+                raise ConfigError(
+                    f"the endpoint does not explain what its prompts took: {', '.join(missing)} of "
+                    f"{outcome.request_id} is not known"
+                )
+            await asyncio.sleep(0.05)
 
     # -- batches
 

@@ -105,7 +105,7 @@ def test_the_page_says_what_is_within_and_what_is_not() -> None:
         "predictions_met": True,
     }
     shape = {**combined([shape]), "met": False}
-    load = {"trace": "t.jsonl", "requests": 10, "speedup": 2.0}
+    load = {"trace": "t.jsonl", "requests": 10, "speedup": 2.0, "policy": "random"}
     machine = {"processor": "p", "cores": 2, "load": 0.5}
     page = as_page({"machine": machine, "load": load, "shapes": [shape]})
     assert "| TTFT p90, ms | 100 | 120 | +20.0% | +20% … +20% | NO |" in page
