@@ -130,10 +130,22 @@ async def _paced(
         yield index, ahead.popleft()
 
 
+def _whose(record: TraceRecord) -> dict[str, str | int]:
+    """What a record says of who asks, as a request says it."""
+    said: dict[str, str | int] = {}
+    if record.tenant:
+        said["user"] = record.tenant
+    if record.priority:
+        said["priority"] = record.priority
+    return said
+
+
 async def _send(client: StreamClient, model: str, sending: _Sending) -> Sent:
     record = sending.record
     lateness_s = max(0.0, time.monotonic() - sending.began_at - record.arrived_s)
-    outcome = await client.complete(model, sending.prompt, max_tokens=record.output_length)
+    outcome = await client.complete(
+        model, sending.prompt, max_tokens=record.output_length, extra=_whose(record)
+    )
     return Sent(
         lateness_s=lateness_s,
         ideal_cached_tokens=sending.ideal_cached,

@@ -101,6 +101,20 @@ async def test_a_replay_sends_every_request_with_exact_lengths(serve: Serve, tra
     assert report["ideal_hit_ratio"] > report["hit_ratio"] > 0
 
 
+async def test_a_record_that_says_whose_it_is_is_sent_as_theirs(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """Tenant and priority of a record are the request's; where it names none, the request does not either."""
+    path = tmp_path / "trace.jsonl"
+    plain = {"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [0]}
+    records = [plain, {**plain, "tenant": "alice", "priority": -2}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    bodies: list[dict[str, Any]] = []
+    await replay(ReplayConfig(trace=str(path), url=await serve(endpoint(bodies))))
+    said = [(body.get("user"), body.get("priority")) for body in bodies]
+    assert sorted(said, key=str) == [("alice", -2), (None, None)]
+
+
 async def test_requests_of_one_instant_are_sent_in_the_order_of_the_trace() -> None:
     """Who is first in a burst decides whom a long prompt delays. None is sent before it is due."""
     builder = PromptBuilder(300)
