@@ -17,6 +17,7 @@ import torch
 from engine.attention import Attention, Geometry, Span, make_attention
 from engine.batch import Sampled, Slice
 from engine.config import ModelConfig
+from engine.cuda.requirements import find_device
 from engine.kernels import make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.model import Model
@@ -62,6 +63,7 @@ class Engine:
         layout: KvLayout,
         num_blocks: int,
         memory: memoryview | None = None,
+        device: str = "cpu",
         num_threads: int = 1,
         load_format: str = "auto",
         kernels: str = "auto",
@@ -73,16 +75,19 @@ class Engine:
         layout's. Raises ConfigError. `num_threads` is set for the whole process.
 
         `kernels` and `attention`: auto, native or torch. What is native is compiled once into `cache_folder`
-        (`protocol.machine.cache_folder`); without a folder, or without a compiler, auto means torch."""
+        (`protocol.machine.cache_folder`); without a folder, or without a compiler, auto means torch. `device`: cpu or
+        cuda, where auto means triton, and `memory` does not hold the KV: nobody may hand it over from there."""
         set_threads(num_threads)
+        place = find_device(device)
         weights = load_weights(
             model_path,
             config,
             TORCH_DTYPES[layout.dtype],
             load_format=load_format,
             progress=progress,
+            device=place,
         )
-        pool = KvPool(layout, num_blocks, memory)
+        pool = KvPool(layout, num_blocks, memory, place)
         layers = make_kernels(
             kernels,
             config,

@@ -18,7 +18,7 @@ from protocol.native import CompilerError
 
 __all__ = ["NAMES", "Kernels", "MixedKernels", "NativeKernels", "TorchKernels", "make_kernels"]
 
-NAMES = ("auto", "native", "torch")
+NAMES = ("auto", "native", "torch", "triton")
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ def make_kernels(
     where it cannot be had."""
     if name not in NAMES:
         raise ConfigError(f"kernels {name!r} are not one of {', '.join(NAMES)}")
+    if name == "triton" or pool.device.type == "cuda":
+        return _triton_kernels(name, config, weights, pool)
     if name == "torch" or (name == "auto" and cache_folder is None):
         return TorchKernels(config, weights, pool)
     try:
@@ -51,3 +53,11 @@ def make_kernels(
     if name == "native" or native.suits_many_rows:
         return native
     return MixedKernels(native, TorchKernels(config, weights, pool))
+
+
+def _triton_kernels(name: str, config: ModelConfig, weights: Weights, pool: KvPool) -> Kernels:
+    from engine.cuda.triton_kernels import TritonKernels  # it imports this package
+
+    if name not in ("auto", "triton"):
+        raise ConfigError(f"the {name} kernels are for CPUs: --kernels triton, or auto")
+    return TritonKernels(config, weights, pool)
