@@ -1,8 +1,9 @@
-/* Threads that work on one job together: the caller and `members - 1` others, which sleep between jobs.
+/* Threads that share out the chunks of one job after another: the caller, and helpers that sleep between jobs.
  *
- * Whoever waits spins for some microseconds, since the next job or the others' part is mostly that near, and then
- * sleeps: a worker that has nothing to do leaves its core to others. All in this header, without a library of its own,
- * so that several libraries can share one crew by its address.
+ * Chunks are taken, not given: a helper that sleeps still, or that the system has taken the core from, costs nothing,
+ * since the caller goes on alone; it waits only for chunks that somebody is at. So a crew on a busy machine is hardly
+ * slower than a single thread. Who waits spins for some microseconds, then sleeps and leaves the core to others. All in
+ * this header without a library of its own: several libraries can share one crew by its address.
  */
 #pragma once
 
@@ -12,21 +13,20 @@
 #include <atomic>
 
 constexpr int32_t SPINS = 1500; /* about 20 µs where a pause takes 65 cycles */
+constexpr int64_t CHUNKS_PER_MEMBER = 4;
 
-typedef void (*Job)(void *argument, int32_t member, int32_t members);
+typedef void (*Job)(const void *argument, int64_t chunk);
 
 struct Crew {
     int32_t members;
-    std::atomic<uint32_t> started, arrived, passed; /* jobs; members at the barrier; barriers passed */
-    Job job;
-    void *argument;
+    std::atomic<uint32_t> jobs;   /* begun so far */
+    std::atomic<uint64_t> ticket; /* number of the job, and in the lower half its chunks that nobody has taken */
+    std::atomic<uint32_t> undone; /* chunks of the job */
+    Job job;                      /* these three are read by whoever has taken a chunk, and by then they stay */
+    const void *argument;
+    uint32_t chunks;
     bool leaving;
     pthread_t threads[1]; /* members - 1 */
-};
-
-struct Recruit {
-    Crew *crew;
-    int32_t member;
 };
 
 static inline void pause_briefly() {
@@ -35,7 +35,7 @@ static inline void pause_briefly() {
 #endif
 }
 
-static inline void wait_for_change(const std::atomic<uint32_t> &value, uint32_t old) {
+static inline void wait_while(const std::atomic<uint32_t> &value, uint32_t old) {
     for (int32_t spin = 0; spin < SPINS; spin++) {
         if (value.load(std::memory_order_acquire) != old) return;
         pause_briefly();
@@ -43,27 +43,43 @@ static inline void wait_for_change(const std::atomic<uint32_t> &value, uint32_t 
     value.wait(old, std::memory_order_acquire);
 }
 
-/* Every member of a job calls it equally often; what they wrote before is seen by all behind it. */
-static inline void meet(Crew *crew) {
-    if (crew->members == 1) return;
-    const uint32_t passed = crew->passed.load(std::memory_order_relaxed);
-    if (crew->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == (uint32_t)crew->members) {
-        crew->arrived.store(0, std::memory_order_relaxed);
-        crew->passed.store(passed + 1, std::memory_order_release);
-        crew->passed.notify_all();
-    } else {
-        wait_for_change(crew->passed, passed);
-    }
+/* Does one chunk; false when none is left to take. */
+static inline bool take_chunk(Crew *crew) {
+    uint64_t ticket = crew->ticket.load(std::memory_order_relaxed);
+    do {
+        if ((uint32_t)ticket == 0) return false;
+    } while (!crew->ticket.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel));
+    crew->job(crew->argument, crew->chunks - (uint32_t)ticket);
+    if (crew->undone.fetch_sub(1, std::memory_order_acq_rel) == 1) crew->undone.notify_all();
+    return true;
 }
 
-/* Runs `job` in all members and returns when all are done. One caller at a time. */
-static inline void work_together(Crew *crew, Job job, void *argument) {
-    if (crew->members > 1) {
-        crew->job = job;
-        crew->argument = argument;
-        crew->started.fetch_add(1, std::memory_order_release);
-        crew->started.notify_all();
+static inline void share_out(Crew *crew, uint32_t chunks, Job job, const void *argument) {
+    crew->job = job;
+    crew->argument = argument;
+    crew->chunks = chunks;
+    crew->undone.store(chunks, std::memory_order_relaxed);
+    const uint32_t number = crew->jobs.load(std::memory_order_relaxed) + 1;
+    crew->ticket.store((uint64_t)number << 32 | chunks, std::memory_order_release);
+    crew->jobs.store(number, std::memory_order_release);
+    crew->jobs.notify_all();
+    while (take_chunk(crew)) {
     }
-    job(argument, 0, crew->members);
-    meet(crew);
+    for (uint32_t undone; (undone = crew->undone.load(std::memory_order_acquire)) != 0;) wait_while(crew->undone, undone);
+}
+
+/* work(from, to) until all of [0, count) is done, in parts of at least `grain`. One caller at a time. */
+template <typename Work>
+static inline void share(Crew *crew, int64_t count, int64_t grain, const Work &work) {
+    const int64_t most = crew->members * CHUNKS_PER_MEMBER, chunks = count / grain < most ? count / grain : most;
+    if (crew->members == 1 || chunks <= 1) return work((int64_t)0, count);
+    struct Shared {
+        const Work *work;
+        int64_t count, chunks;
+    } shared = {&work, count, chunks};
+    const Job job = [](const void *argument, int64_t chunk) {
+        const Shared *own = (const Shared *)argument;
+        (*own->work)(own->count * chunk / own->chunks, own->count * (chunk + 1) / own->chunks);
+    };
+    share_out(crew, (uint32_t)chunks, job, &shared);
 }

@@ -7,23 +7,22 @@
 
 #include "crew.h"
 
-static void *serve(void *own) {
-    const Recruit recruit = *(Recruit *)own;
-    free(own);
-    Crew *crew = recruit.crew;
-    for (uint32_t job = 0;; job++) {
-        wait_for_change(crew->started, job);
+static void *help(void *own) {
+    Crew *crew = (Crew *)own;
+    for (uint32_t seen = 0;;) {
+        wait_while(crew->jobs, seen);
+        seen = crew->jobs.load(std::memory_order_acquire);
         if (crew->leaving) return nullptr;
-        crew->job(crew->argument, recruit.member, crew->members);
-        meet(crew);
+        while (take_chunk(crew)) {
+        }
     }
 }
 
-static void dismiss(Crew *crew, int32_t threads) {
+static void dismiss(Crew *crew, int32_t helpers) {
     crew->leaving = true;
-    crew->started.fetch_add(1, std::memory_order_release);
-    crew->started.notify_all();
-    for (int32_t thread = 0; thread < threads; thread++) pthread_join(crew->threads[thread], nullptr);
+    crew->jobs.fetch_add(1, std::memory_order_release);
+    crew->jobs.notify_all();
+    for (int32_t helper = 0; helper < helpers; helper++) pthread_join(crew->threads[helper], nullptr);
     free(crew);
 }
 
@@ -35,12 +34,9 @@ extern "C" Crew *crew_begin(int32_t members) {
     if (memory == nullptr) return nullptr;
     Crew *crew = new (memory) Crew{};
     crew->members = members;
-    for (int32_t member = 1; member < members; member++) {
-        Recruit *recruit = (Recruit *)malloc(sizeof(Recruit));
-        if (recruit != nullptr) *recruit = {crew, member};
-        if (recruit == nullptr || pthread_create(&crew->threads[member - 1], nullptr, serve, recruit) != 0) {
-            free(recruit);
-            dismiss(crew, member - 1);
+    for (int32_t helper = 0; helper + 1 < members; helper++) {
+        if (pthread_create(&crew->threads[helper], nullptr, help, crew) != 0) {
+            dismiss(crew, helper);
             return nullptr;
         }
     }

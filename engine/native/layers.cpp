@@ -1,13 +1,14 @@
 /* A decoder layer as two calls, before and after attention, and what lies before the first and behind the last layer.
  *
- * Every call is one job of the crew. Rows go through it in groups that stay in the cache; within a group the members
- * share out rows or panels of weights and meet after each operation. Shapes are the caller's to check.
+ * Rows go through a call in groups that stay in the cache; within a group the crew shares out the rows or the panels of
+ * weights of one operation after another. Shapes are the caller's to check.
  */
 #include "crew_life.h"
 #include "product.h"
 #include "rows.h"
 
-constexpr int64_t GROUP = 256; /* rows */
+constexpr int64_t GROUP = 256;       /* rows */
+constexpr int64_t ROWS_AT_ONCE = 8; /* of an operation that is too short to be shared out by single rows */
 
 struct Layer {
     Matrix qkv, o, gate_up, down;
@@ -35,50 +36,27 @@ struct Step {
     void *heads;                 /* [tokens, heads + 2 kv_heads, head_dim]: queries, keys, values */
 };
 
-/* One call, as the crew's members see it. */
-struct Call {
-    const Model *model;
-    const Layer *layer;
-    const Step *step;
-    const void *input;
-    const int64_t *rows;
-    int64_t count;
-    float *output;
-};
-
-struct Part {
-    int64_t from, to;
-};
-
-INLINE Part part(int64_t count, int32_t member, int32_t members) {
-    return {count * member / members, count * (member + 1) / members};
-}
-
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 template <typename T, typename Finish>
-INLINE void shared_product(const Call *call, const Matrix &matrix, const T *input, int64_t stride, int64_t rows,
-                           int32_t member, int32_t members, const Finish &finish) {
-    const Part own = part(matrix.num_panels, member, members);
-    product(matrix, input, stride, rows, own.from, own.to, finish);
-    meet(call->model->crew);
+static void shared_product(const Model *model, const Matrix &matrix, const T *input, int64_t stride, int64_t rows,
+                           const Finish &finish) {
+    share(model->crew, matrix.num_panels, 1,
+          [&](int64_t from, int64_t to) { product(matrix, input, stride, rows, from, to, finish); });
 }
 
-template <typename T>
-INLINE void shared_norm(const Call *call, const T *hidden, const float *weight, int64_t rows, int32_t member,
-                        int32_t members) {
-    const Model *model = call->model;
+/* `token_of(row)` is which of the hidden states becomes that row of `normed`. */
+template <typename T, typename TokenOf>
+static void shared_norm(const Model *model, const T *hidden, const float *weight, int64_t rows, const TokenOf &token_of) {
     const int64_t size = model->hidden_size;
-    const Part own = part(rows, member, members);
-    for (int64_t row = own.from; row < own.to; row++)
-        normalize(hidden + row * size, weight, (T *)model->normed + row * size, size, model->epsilon);
-    meet(model->crew);
+    share(model->crew, rows, ROWS_AT_ONCE, [&](int64_t from, int64_t to) {
+        for (int64_t row = from; row < to; row++)
+            normalize(hidden + token_of(row) * size, weight, (T *)model->normed + row * size, size, model->epsilon);
+    });
 }
 
 /* Normalizes and rotates the heads of one token and stores its K and V. */
-template <typename T> static void place_token(const Call *call, int64_t token) {
-    const Model *model = call->model;
-    const Step *step = call->step;
+template <typename T> static void place_token(const Model *model, const Layer *layer, const Step *step, int64_t token) {
     const int64_t dim = model->head_dim, kv_size = model->kv_heads * dim;
     const int64_t rotated = model->heads + model->kv_heads;
     T *heads = (T *)step->heads + token * (rotated * dim + kv_size);
@@ -86,64 +64,50 @@ template <typename T> static void place_token(const Call *call, int64_t token) {
     const T *sines = (const T *)step->sines + step->positions[token] * dim;
     for (int64_t head = 0; head < rotated; head++) {
         T *own = heads + head * dim;
-        if (call->layer->qk_norm != nullptr) normalize(own, call->layer->qk_norm + head * dim, own, dim, model->epsilon);
+        if (layer->qk_norm != nullptr) normalize(own, layer->qk_norm + head * dim, own, dim, model->epsilon);
         rotate(own, cosines, sines, dim);
     }
     const int64_t place = step->slots[token] * kv_size;
-    memcpy((T *)call->layer->keys + place, heads + model->heads * dim, kv_size * sizeof(T));
-    memcpy((T *)call->layer->values + place, heads + rotated * dim, kv_size * sizeof(T));
+    memcpy((T *)layer->keys + place, heads + model->heads * dim, kv_size * sizeof(T));
+    memcpy((T *)layer->values + place, heads + rotated * dim, kv_size * sizeof(T));
 }
 
-template <typename T> static void project_job(void *argument, int32_t member, int32_t members) {
-    const Call *call = (const Call *)argument;
-    const Model *model = call->model;
-    const Step *step = call->step;
+template <typename T> static void project(const Model *model, const Step *step, const Layer *layer) {
     const int64_t size = model->hidden_size, width = (model->heads + 2 * model->kv_heads) * model->head_dim;
     for (int64_t first = 0; first < step->tokens; first += GROUP) {
         const int64_t rows = smaller(GROUP, step->tokens - first);
-        shared_norm(call, (const T *)step->hidden + first * size, call->layer->input_norm, rows, member, members);
-        shared_product(call, call->layer->qkv, (const T *)model->normed, size, rows, member, members,
+        shared_norm(model, (const T *)step->hidden + first * size, layer->input_norm, rows, [](int64_t row) { return row; });
+        shared_product(model, layer->qkv, (const T *)model->normed, size, rows,
                        Store<T>{(T *)step->heads + first * width, width, width});
-        const Part own = part(rows, member, members);
-        for (int64_t row = own.from; row < own.to; row++) place_token<T>(call, first + row);
+        share(model->crew, rows, ROWS_AT_ONCE, [&](int64_t from, int64_t to) {
+            for (int64_t row = from; row < to; row++) place_token<T>(model, layer, step, first + row);
+        });
     }
 }
 
-template <typename T> static void finish_job(void *argument, int32_t member, int32_t members) {
-    const Call *call = (const Call *)argument;
-    const Model *model = call->model;
-    const Layer *layer = call->layer;
+template <typename T> static void finish(const Model *model, const Step *step, const Layer *layer, const T *seen) {
     const int64_t size = model->hidden_size, inner_size = model->inner_size, seen_size = model->heads * model->head_dim;
-    T *inner = (T *)model->inner;
-    for (int64_t first = 0; first < call->step->tokens; first += GROUP) {
-        const int64_t rows = smaller(GROUP, call->step->tokens - first);
-        T *hidden = (T *)call->step->hidden + first * size;
+    T *normed = (T *)model->normed, *inner = (T *)model->inner;
+    for (int64_t first = 0; first < step->tokens; first += GROUP) {
+        const int64_t rows = smaller(GROUP, step->tokens - first);
+        T *hidden = (T *)step->hidden + first * size;
         const Add<T> residual = {hidden, size, size};
-        const T *seen = (const T *)call->input + first * seen_size;
-        shared_product(call, layer->o, seen, seen_size, rows, member, members, residual);
-        shared_norm(call, hidden, layer->post_norm, rows, member, members);
-        shared_product(call, layer->gate_up, (const T *)model->normed, size, rows, member, members,
-                       Gate<T>{inner, inner_size});
-        shared_product(call, layer->down, inner, inner_size, rows, member, members, residual);
+        shared_product(model, layer->o, seen + first * seen_size, seen_size, rows, residual);
+        shared_norm(model, hidden, layer->post_norm, rows, [](int64_t row) { return row; });
+        shared_product(model, layer->gate_up, normed, size, rows, Gate<T>{inner, inner_size});
+        shared_product(model, layer->down, inner, inner_size, rows, residual);
     }
 }
 
-template <typename T> static void logits_job(void *argument, int32_t member, int32_t members) {
-    const Call *call = (const Call *)argument;
-    const Model *model = call->model;
-    const int64_t size = model->hidden_size;
-    T *normed = (T *)model->normed;
-    for (int64_t first = 0; first < call->count; first += GROUP) {
-        const int64_t rows = smaller(GROUP, call->count - first);
-        const Part own = part(rows, member, members);
-        for (int64_t row = own.from; row < own.to; row++) {
-            const int64_t token = call->rows == nullptr ? first + row : call->rows[first + row];
-            normalize((const T *)call->step->hidden + token * size, model->final_norm, normed + row * size, size,
-                      model->epsilon);
-        }
-        meet(model->crew);
-        shared_product(call, model->lm_head, (const T *)normed, size, rows, member, members,
-                       Widen<T>{call->output + first * model->vocab_size, model->vocab_size, model->vocab_size});
+template <typename T>
+static void logits(const Model *model, const Step *step, const int64_t *rows, int64_t count, float *output) {
+    const int64_t size = model->hidden_size, vocab = model->vocab_size;
+    for (int64_t first = 0; first < count; first += GROUP) {
+        const int64_t group = smaller(GROUP, count - first);
+        const auto token_of = [&](int64_t row) { return rows == nullptr ? first + row : rows[first + row]; };
+        shared_norm(model, (const T *)step->hidden, model->final_norm, group, token_of);
+        shared_product(model, model->lm_head, (const T *)model->normed, size, group,
+                       Widen<T>{output + first * vocab, vocab, vocab});
     }
 }
 
@@ -160,17 +124,14 @@ template <typename T> static void embed(const Model *model, const Step *step, co
         embed<T>(model, step, token_ids);                                                                              \
     }                                                                                                                  \
     extern "C" void project_##NAME(const Model *model, const Step *step, int64_t layer) {                              \
-        Call call = {model, model->layers + layer, step, nullptr, nullptr, 0, nullptr};                                \
-        work_together(model->crew, project_job<T>, &call);                                                             \
+        project<T>(model, step, model->layers + layer);                                                                \
     }                                                                                                                  \
-    extern "C" void finish_##NAME(const Model *model, const Step *step, int64_t layer, const void *seen) {             \
-        Call call = {model, model->layers + layer, step, seen, nullptr, 0, nullptr};                                   \
-        work_together(model->crew, finish_job<T>, &call);                                                              \
+    extern "C" void finish_##NAME(const Model *model, const Step *step, int64_t layer, const T *seen) {                \
+        finish<T>(model, step, model->layers + layer, seen);                                                           \
     }                                                                                                                  \
     extern "C" void logits_##NAME(const Model *model, const Step *step, const int64_t *rows, int64_t count,            \
                                   float *output) {                                                                     \
-        Call call = {model, nullptr, step, nullptr, rows, count, output};                                              \
-        work_together(model->crew, logits_job<T>, &call);                                                              \
+        logits<T>(model, step, rows, count, output);                                                                   \
     }
 
 DEFINE(float32, float)
