@@ -165,6 +165,7 @@ class Tick:
 class CopySettled:
     """What became of a `CopyDue`: all of its blocks are there, or not."""
 
+    copy_id: int
     target: InstanceId
     keys: tuple[BlockKey, ...]
     succeeded: bool
@@ -232,6 +233,7 @@ class CopyStep:
 class CopyDue:
     """A store should read these blocks from others, step by step. What becomes of it is told by `CopySettled`."""
 
+    copy_id: int  # of one conductor, never given again
     target: Endpoint
     steps: tuple[CopyStep, ...]
     saved_s: float  # that their absence cost placements lately

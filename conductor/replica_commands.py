@@ -85,7 +85,9 @@ class ReplicaCommands:
             self._metrics.copies_failed.inc()
             log.warning("a copy to %s failed: %s", copy.target.instance_id, error)
         target = InstanceId(copy.target.instance_id)
-        settled(CopySettled(target=target, keys=copy.keys, succeeded=succeeded))
+        settled(
+            CopySettled(copy_id=copy.copy_id, target=target, keys=copy.keys, succeeded=succeeded)
+        )
 
     async def _ask_for(self, step: CopyStep, copy: CopyDue) -> None:
         """Raises MoonserveError where not all of it is there afterwards."""

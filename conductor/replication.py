@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import dropwhile, takewhile
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from conductor.members import Instance, Members
 from conductor.wanted import DemandWindow, Wanted, is_known
 from kvstore.directory import Directory
 from kvstore.directory.chains import Chains
-from kvstore.replication.ledger import Ledger
+from kvstore.replication.ledger import UNDER_WAY_S, Ledger
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId, Role
 from protocol.keys import BlockKey, pack_keys
@@ -95,6 +96,8 @@ class Replication:
         self._num_unseen = 0  # placements since the last that was looked at
         self._looks_from = -math.inf
         self._ledger = Ledger()
+        self._num_asked = 0  # copies
+        self._under_way: dict[int, float] = {}  # copies, until when they are expected
         self._busy_until: dict[InstanceId, float] = {}  # with copies, at its share
         self._leaving: dict[tuple[InstanceId, BlockKey], float] = {}  # being dropped, until when
 
@@ -119,6 +122,8 @@ class Replication:
 
     def settled(self, event: CopySettled, now: float) -> None:
         """What became of a copy; one that failed is not tried again with this store for a while."""
+        if self._under_way.pop(event.copy_id, -math.inf) <= now:
+            return  # so late that it was given up: another one may have been asked for since
         if event.succeeded:
             self._ledger.arrived(event.keys, event.target, now)
             return
@@ -155,6 +160,7 @@ class Replication:
         """Asked regularly. What becomes of copies is to be told by `settled`."""
         self._ledger.expire(now)
         self._leaving = {each: until for each, until in self._leaving.items() if until > now}
+        self._under_way = {each: until for each, until in self._under_way.items() if until > now}
         self._note_uses(now)
         drops: list[CopyDue | DropDue] = list(self._drops(now))
         return [*drops, *self._copies(now)]
@@ -191,10 +197,19 @@ class Replication:
         inner = {self._chains.parent(key) for key in worth}
         leaves = [key for key in worth if key not in inner]
         for leaf in sorted(leaves, key=lambda key: (-worth[key], key))[:CHAINS_PER_PLAN]:
-            run = [key for key in self._chains.to(leaf) if self._lacks(store, key, now)]
+            run = self._lacked(store, leaf, now)
             proposal = self._worthwhile(store, [(key, worth.get(key, 0.0)) for key in run], now)
             if proposal is not None:
                 yield proposal
+
+    def _lacked(self, store: Instance, leaf: BlockKey, now: float) -> list[BlockKey]:
+        """The first run of blocks towards `leaf` that a store neither has nor expects. What comes behind others that
+        are on their way can follow when they are there: were they not to arrive, nobody would find it."""
+
+        def lacks(key: BlockKey) -> bool:
+            return self._lacks(store, key, now)
+
+        return list(takewhile(lacks, dropwhile(lambda key: not lacks(key), self._chains.to(leaf))))
 
     def _lacks(self, store: Instance, key: BlockKey, now: float) -> bool:
         name = store.instance_id
@@ -242,8 +257,14 @@ class Replication:
         self._busy_until[name] = (
             self._busy_since(name, now) + proposal.cost_s / self._terms.busy_share
         )
+        self._num_asked += 1
+        self._under_way[self._num_asked] = now + UNDER_WAY_S
         return CopyDue(
-            target=target.endpoint, steps=steps, saved_s=proposal.saved_s, cost_s=proposal.cost_s
+            copy_id=self._num_asked,
+            target=target.endpoint,
+            steps=steps,
+            saved_s=proposal.saved_s,
+            cost_s=proposal.cost_s,
         )
 
     # ---- bounds

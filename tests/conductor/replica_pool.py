@@ -105,4 +105,6 @@ class Pool:
 
     def settle(self, due: CopyDue, *, succeeded: bool) -> None:
         target = InstanceId(due.target.instance_id)
-        self.cluster.send(CopySettled(target=target, keys=due.keys, succeeded=succeeded))
+        self.cluster.send(
+            CopySettled(copy_id=due.copy_id, target=target, keys=due.keys, succeeded=succeeded)
+        )

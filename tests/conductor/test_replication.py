@@ -13,6 +13,7 @@ from conductor.events import (
     Heartbeat,
     Load,
 )
+from kvstore.replication.ledger import UNDER_WAY_S
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId
 from protocol.keys import BlockKey
@@ -103,6 +104,43 @@ def test_a_failed_copy_is_tried_with_another_store() -> None:
     [other] = pool.look()
     assert isinstance(other, CopyDue)
     assert other.target.instance_id != due.target.instance_id
+
+
+def test_nothing_is_put_behind_blocks_that_are_still_on_their_way() -> None:
+    """A store loses the head of a chain whose middle is being copied into it: the head is copied, and not the end as
+    well, which nobody would find were the middle not to arrive."""
+    pool = Pool()
+    pool.put("s0", HOT)
+    pool.put("s1", HOT[:3])
+    pool.put("s2", HOT)
+    pool.ask_for(HOT[:6], times=40)
+    assert copies(pool.look()) == [("s1", HOT[3:6])]
+    pool.lose("s1", HOT[2::-1])
+    pool.ask_for(HOT, times=40)
+    assert copies(pool.look()) == [("s1", HOT[:3])]
+
+
+@pytest.mark.parametrize("succeeded", [False, True])
+def test_a_copy_that_settles_after_it_was_given_up_says_nothing_of_the_one_after_it(
+    succeeded: bool,
+) -> None:
+    """The first was asked for long ago, the same blocks again since: the second one is still expected."""
+    pool = Pool(replace(TERMS, least_hits=2))
+    pool.put("s0", HOT)
+    pool.put("s2", HOT)
+    pool.ask_for(HOT, times=40)
+    [first] = pool.look()
+    pool.look(later_s=UNDER_WAY_S)
+    pool.ask_for(HOT, times=40)
+    [second] = pool.look()
+    assert isinstance(first, CopyDue)
+    assert isinstance(second, CopyDue)
+    assert (first.target, first.keys) == (second.target, second.keys)
+    pool.settle(first, succeeded=succeeded)
+    pool.look(later_s=TERMS.window_s)
+    pool.ask_for(HOT, times=40)
+    assert pool.look() == []
+    assert pool.cluster.state.num_replicas == len(second.keys)
 
 
 def test_a_cold_replica_is_dropped_children_first_and_the_original_stays() -> None:
