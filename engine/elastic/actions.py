@@ -12,10 +12,10 @@ from protocol.ids import BlockId
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
     """How many empty pages an active model keeps mapped: fewer than `low` are filled up, more than `high` are given
-    back. kvcached keeps 5 to 10 of 2 MiB per layer; pages here are the same span of every layer."""
+    back. The numbers are kvcached's."""
 
-    low: int = 2
-    high: int = 4
+    low: int = 5
+    high: int = 10
     idle_s: float = 5.0
 
     def __post_init__(self) -> None:
