@@ -23,7 +23,7 @@ ALLOWED = {
         "protocol",
         # The pure parts, which the simulator drives in virtual time.
         *(f"conductor.{part}" for part in ("state", "events", "policies", "decision", "cost")),
-        *(f"conductor.{part}" for part in ("admission", "fairness", "roles")),
+        *(f"conductor.{part}" for part in ("admission", "fairness", "replication", "roles")),
         *(f"kvstore.{part}" for part in ("catalog", "disk.base", "eviction", "native", "stored")),
         "kvstore.directory",
     },

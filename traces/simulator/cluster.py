@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from protocol.errors import ConfigError
-from protocol.keys import BlockKey
+from conductor.events import Action, CopyDue, DropDue, Tick
 from traces.simulator.arrivals import arrivals
 from traces.simulator.clock import Timed
+from traces.simulator.counted import counted
 from traces.simulator.decode import DecodeOutcome, Granted
 from traces.simulator.events import (
     Arrive,
     Beat,
+    Consider,
     Event,
     FaultBegins,
     FaultEnds,
@@ -35,6 +36,7 @@ from traces.simulator.machines import DecodeNode, Node, PrefillNode, layout_of
 from traces.simulator.membership import Membership
 from traces.simulator.network import Network
 from traces.simulator.prefill import ChunkBegun, Computed, PrefillOutcome, Prepare, Prompt
+from traces.simulator.replicas import Replicas
 from traces.simulator.sampling import Samples
 from traces.simulator.sequence import Finished
 from traces.simulator.spec import ClusterSpec, Fault, Overheads
@@ -53,8 +55,7 @@ class Cluster:
         self._block_size, self._block_bytes = spec.block_size, layout_of(spec).block_bytes
         self._host = Host(spec.model.crowding, spec.model.overheads)
         self._workshop = Workshop(spec, self._host, self._cached_now, self._publish)
-        self.prefills = [self._workshop.prefill_node(i) for i in range(spec.num_prefill)]
-        self.decodes = [self._workshop.decode_node(i) for i in range(spec.num_decode)]
+        self.prefills, self.decodes = self._workshop.nodes()
         self._nodes: dict[str, Node] = {n.name: n for n in (*self.prefills, *self.decodes)}
         self.network = Network(self._workshop.links(self._nodes.values()))
         self.conductor = self._workshop.conductor()
@@ -63,11 +64,12 @@ class Cluster:
         stores = {node.store_id: node for node in self.prefills}
         self.loads = PrefixLoads(self.network, stores, self._block_bytes)
         self.handoffs = Handoffs(self.network)
-        self.samples = Samples(
-            (hash_id for j in journeys for hash_id in j.record.hash_ids), spec.num_ranks
-        )
-        self._journey_of: dict[str, Journey] = {}  # by request id, while placed
         self._wakes, self._out = Wakes(), list[Timed[Event]]()
+        self.replicas = Replicas(
+            self.network, stores, self.conductor, self._wakes, self._block_bytes
+        )
+        self.samples = Samples([journey.record for journey in journeys], spec.num_ranks)
+        self._journey_of: dict[str, Journey] = {}  # by request id, while placed
 
     def begin(self) -> Iterator[Timed[Event]]:
         """The first events. Registers all machines."""
@@ -77,10 +79,10 @@ class Cluster:
         self.gateway.num_open += len(self.journeys)
         yield from arrivals(self.journeys, self.spec.model.overheads)
         for fault in self.spec.faults:
-            if fault.instance not in self._nodes:
-                raise ConfigError(f"a fault of {fault.instance!r}; there is no such machine")
             yield Timed(fault.at_s, FaultBegins(fault))
         yield Timed(0.0, Sample())
+        if self.spec.roles is not None or self.spec.replication is not None:
+            yield Timed(0.0, Consider())
 
     # -- events
 
@@ -106,6 +108,10 @@ class Cluster:
                 self._wake(node, now)
             case Beat(node):
                 self._beat(node, now)
+            case Consider():
+                self._consider(now)
+                if self.gateway.num_open:
+                    self._later(now + self.spec.heartbeat_interval_s / 2, Consider())
             case FaultBegins(fault):
                 self._fault_begins(fault, now)
             case FaultEnds(fault):
@@ -146,12 +152,21 @@ class Cluster:
             self._loaded(loaded, now)
         if (request_id := self.handoffs.flow_ended(flow_id)) is not None:
             self._after(self._overheads_of(request_id).handoff_s, TakeOver(request_id), now)
+        self.replicas.flow_ended(flow_id, now)
 
     def _beat(self, node: Node, now: float) -> None:
         if node.beat_at != now or not node.is_alive or not self.gateway.num_open:
             return
         self.membership.beat(node, now)
         self._later(node.beat_at, Beat(node))
+
+    def _consider(self, now: float) -> None:
+        for action in self.conductor.handle(Tick(), now):
+            self._carry_out(action, now)
+
+    def _carry_out(self, action: Action, now: float) -> None:
+        if isinstance(action, CopyDue | DropDue):
+            self.replicas.begin(action, now)
 
     def _sample(self, now: float) -> None:
         self.samples.take(self.prefills, self.decodes, now)
@@ -215,19 +230,16 @@ class Cluster:
             granted = decode.machine.reserve(request_id, prompt.num_tokens, now)
             self._decode_did(decode, granted, now)
         sources = () if self.spec.pool == "local" else journey.placement.prefix_sources
-        loaded = self.loads.begin(request_id, node, self._usable(journey), sources, now)
+        keys = journey.usable(self._block_size)
+        loaded = self.loads.begin(request_id, node, keys, sources, now)
         if loaded is not None:
             self._loaded(loaded, now)
-
-    def _usable(self, journey: Journey) -> Sequence[BlockKey]:
-        """Blocks that need not be computed. The last token always is: its logits are the first token."""
-        return journey.keys[: (journey.num_tokens - 1) // self._block_size]
 
     def _cached_now(self, prompt: Prompt) -> int:
         """Tokens in the machine's memory when a prompt begins: earlier ones may have computed more of it."""
         journey = self._journey_of[prompt.request_id]
         node = self._machines_of(journey)[0]
-        return node.store.prefix(self._usable(journey)) * self._block_size
+        return node.store.prefix(journey.usable(self._block_size)) * self._block_size
 
     def _publish(self, prompt: Prompt) -> None:
         """What is computed of a prompt can be shared, also while the rest of it is not there yet."""
@@ -330,9 +342,8 @@ class Cluster:
         if isinstance(node, PrefillNode):
             for loaded in self.loads.source_died(node, now):
                 self._loaded(loaded, now)
-            node.machine = self._workshop.prefill_machine(node.name)
-        elif isinstance(node, DecodeNode):
-            node.machine = self._workshop.decode_machine(node.name)
+            self.replicas.died(node, now)
+        self._workshop.machine_again(node)
 
     def _is_hit(self, journey: Journey, node: Node) -> bool:
         prefill, decode = self._machines_of(journey)
@@ -364,39 +375,25 @@ class Cluster:
             self._start(node, now)
 
     def _start(self, node: Node, now: float) -> None:
-        """A machine that was not there, empty but for its disk."""
-        node.is_alive = True
-        node.epoch += 1
-        if isinstance(node, PrefillNode):
-            survivors = node.store.on_disk()
-            node.store = self._workshop.store()
-            node.store.restore(survivors)
+        self._workshop.restart(node)
         self.membership.register(node, now)
         self._later(node.beat_at, Beat(node))
 
     @property
     def counters(self) -> dict[str, float]:
         """For the result."""
-        return {
-            "heartbeats": self.membership.num_heartbeats,
-            "bytes_moved": self.network.bytes_carried,
-            "blocks_read_locally": self.loads.blocks_local,
-            "blocks_fetched": self.loads.blocks_fetched,
-            "evicted_blocks": sum(node.store.num_evicted for node in self.prefills),
-            "refused_blocks": sum(node.store.num_refused for node in self.prefills),
-            "preemptions": sum(node.machine.num_preemptions for node in self.decodes),
-            "device_s": sum(journey.prefill_s for journey in self.journeys),
-        }
+        return counted(self)
 
     def validate(self) -> None:
         """Raises AssertionError unless every piece is sound."""
         self.network.validate()
         self.loads.validate()
         self.handoffs.validate()
+        self.replicas.validate()
         self.conductor.validate()
         for prefill in self.prefills:
             prefill.machine.validate()
-            prefill.store.validate(self.loads.held_at(prefill))
+            prefill.store.validate(self.loads.held_at(prefill) + self.replicas.held_at(prefill))
         for decode in self.decodes:
             decode.machine.validate()
         placed = [j for j in self.journeys if j.phase in (Phase.PREFILLING, Phase.DECODING)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from conductor.admission import Admission
 from conductor.fairness import parse_weights
 from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
+from conductor.replication import ReplicationTerms
 from conductor.roles import RoleTerms
 from kvstore.eviction import DEFAULT_POLICY as DEFAULT_EVICTION
 from kvstore.eviction import POLICY_NAMES as EVICTION_NAMES
@@ -31,6 +32,9 @@ _COUPLED = {
     "chunked": {"chunked_prefill": True},
     "chunked-caching": {"prefix_caching": True, "chunked_prefill": True},
 }
+
+_WITHOUT, _WITH = ("", None), (" +replication", ReplicationTerms())
+_REPLICATION = {"off": (_WITHOUT,), "on": (_WITH,), "both": (_WITHOUT, _WITH)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,11 @@ class SimulateConfig:
         help="whether decode machines prefill prompts themselves where that is sooner; both = a run of each",
         choices=("off", "on", "both"),
     )
+    replication: str = option(
+        "off",
+        help="whether stores copy prefixes that prompts waited for from each other; both = a run of each",
+        choices=("off", "on", "both"),
+    )
     coupled: tuple[str, ...] = option(
         (), help=f"baselines beside it, on as many machines: {', '.join(_COUPLED)}"
     )
@@ -148,12 +157,10 @@ def specs_of(config: SimulateConfig) -> Iterator[tuple[str, ClusterSpec | Couple
     for policy in config.policy:
         if policy not in POLICY_NAMES:
             raise ConfigError(f"--policy is {policy!r}; it is one of {', '.join(POLICY_NAMES)}")
-        if config.role_switching != "on" and config.conditional_disaggregation != "on":
-            yield policy, replace(common, policy=policy)
-        if config.conditional_disaggregation != "off":
-            yield f"{policy} +conditional", replace(common, policy=policy, conditional=True)
-        if config.role_switching != "off":
-            yield f"{policy} +roles", replace(common, policy=policy, roles=RoleTerms())
+        for suffix, terms in _REPLICATION[config.replication]:
+            yield from _variants(
+                config, policy + suffix, replace(common, policy=policy, replication=terms)
+            )
     for kind in config.coupled:
         if kind not in _COUPLED:
             raise ConfigError(f"--coupled is {kind!r}; it is one of {', '.join(_COUPLED)}")
@@ -168,6 +175,18 @@ def specs_of(config: SimulateConfig) -> Iterator[tuple[str, ClusterSpec | Couple
                 **_COUPLED[kind],
             ),
         )
+
+
+def _variants(
+    config: SimulateConfig, name: str, spec: ClusterSpec
+) -> Iterator[tuple[str, ClusterSpec]]:
+    """Who prefills: as the cluster is divided, decode machines too, or as roles change."""
+    if config.role_switching != "on" and config.conditional_disaggregation != "on":
+        yield name, spec
+    if config.conditional_disaggregation != "off":
+        yield f"{name} +conditional", replace(spec, conditional=True)
+    if config.role_switching != "off":
+        yield f"{name} +roles", replace(spec, roles=RoleTerms())
 
 
 def _make_folder(folder: Path) -> None:

@@ -81,7 +81,8 @@ class ConditionalCluster(Cluster):
         """It has its blocks: the prefix is loaded into them."""
         assert journey.placement is not None
         sources = () if self.spec.pool == "local" else journey.placement.prefix_sources
-        loaded = self.loads.begin(journey.request_id, node, self._usable(journey), sources, now)
+        keys = journey.usable(self._block_size)
+        loaded = self.loads.begin(journey.request_id, node, keys, sources, now)
         if loaded is not None:
             self._loaded(loaded, now)
 

@@ -46,8 +46,9 @@ class Beat(NamedTuple):
     node: Node
 
 
-class ConsiderRoles(NamedTuple):
-    """The conductor looks whether a machine should change its role, and machines that do whether they can."""
+class Consider(NamedTuple):
+    """The conductor looks whether a machine should change its role and which prefixes should be copied, and machines
+    that change whether they can."""
 
 
 class FaultBegins(NamedTuple):
@@ -69,7 +70,7 @@ Event = (
     | TakeOver
     | Wake
     | Beat
-    | ConsiderRoles
+    | Consider
     | FaultBegins
     | FaultEnds
     | Sample

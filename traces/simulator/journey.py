@@ -68,6 +68,10 @@ class Journey:
     def num_remaining(self) -> int:
         return self.num_outputs - self.num_generated
 
+    def usable(self, block_size: int) -> Sequence[BlockKey]:
+        """Blocks that need not be computed. The last token always is: its logits are the first token."""
+        return self.keys[: (self.num_tokens - 1) // block_size]
+
     def take_token(self, at: float) -> None:
         """A prefill machine's token reached the gateway."""
         if self.first_token_at is None:

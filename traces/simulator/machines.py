@@ -141,7 +141,10 @@ def prefill_heartbeats(
     )
     if spec.pool == "global":
         yield Heartbeat(
-            instance_id=InstanceId(node.store_id), epoch=node.epoch, load=Load(), changes=changes
+            instance_id=InstanceId(node.store_id),
+            epoch=node.epoch,
+            load=_load_of(node.store, spec),
+            changes=changes,
         )
     yield Heartbeat(
         instance_id=InstanceId(node.name),
@@ -149,6 +152,13 @@ def prefill_heartbeats(
         load=load,
         changes=changes,
         draining=node.is_draining,
+    )
+
+
+def _load_of(store: Store, spec: ClusterSpec) -> Load:
+    block_bytes = spec.model.kv_bytes_per_token * spec.block_size
+    return Load(
+        free_bytes=store.num_free * block_bytes, capacity_bytes=store.num_blocks * block_bytes
     )
 
 

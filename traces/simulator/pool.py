@@ -97,6 +97,7 @@ class Store:
 
     def __init__(self, num_blocks: int, num_disk_blocks: int, eviction: str) -> None:
         """Raises ConfigError for an unknown eviction policy."""
+        self.num_blocks = num_blocks  # that its memory has room for
         self._changes = _Changes()
         self._num_places = 0
         self._catalog = Catalog(
@@ -115,6 +116,11 @@ class Store:
     @property
     def num_evicted(self) -> int:
         return self._catalog.counters["evictions_succeeded"]
+
+    @property
+    def num_free(self) -> int:
+        """Blocks for which there is room in memory."""
+        return self._catalog.space.free_bytes // UNIT
 
     @property
     def has_news(self) -> bool:
@@ -159,6 +165,25 @@ class Store:
             if not is_here and not self._put(key, parent):
                 self.num_refused += 1
                 return  # what follows would only be found after it
+
+    def take(self, objects: Sequence[StoredObject]) -> int:
+        """Stores blocks that another machine has, parents first; returns how many of them are here then, from the first
+        on."""
+        for number, stored in enumerate(objects):
+            if self._catalog.find(stored.key) is None and not self._put(stored.key, stored.parent):
+                self.num_refused += 1
+                return number
+        return len(objects)
+
+    def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Lets go of blocks, children first; returns those that were here. What is being read stays so long."""
+        removed = []
+        for key in keys:
+            stored = self._catalog.find(key)
+            if stored is not None:
+                self._catalog.remove(stored)
+                removed.append(key)
+        return removed
 
     def take_changes(self) -> BlockChanges | None:
         """What happened since the last call; None = nothing."""

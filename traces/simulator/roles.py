@@ -7,14 +7,13 @@ other; what has not ended by then is placed again. A machine's part of the pool 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from conductor.events import Deregister, RoleChangeDue, Tick
+from conductor.events import Action, Deregister, RoleChangeDue
 from protocol.ids import InstanceId
-from traces.simulator.clock import Timed
 from traces.simulator.cluster import Cluster
-from traces.simulator.events import Beat, ConsiderRoles, Event, Sample
+from traces.simulator.events import Beat, Sample
 from traces.simulator.journey import Journey
 from traces.simulator.machines import Node, PrefillNode
 from traces.simulator.spec import ClusterSpec
@@ -37,27 +36,17 @@ class SwitchingCluster(Cluster):
             later: Node = decode if index < spec.num_prefill else prefill
             later.is_alive = False
 
-    def begin(self) -> Iterator[Timed[Event]]:
-        yield from super().begin()
-        yield Timed(0.0, ConsiderRoles())
-
-    def handle(self, event: Event, now: float) -> list[Timed[Event]]:
-        if not isinstance(event, ConsiderRoles):
-            return super().handle(event, now)
-        self._out = []
-        self._consider(now)
-        self._schedule_wakes(now)
-        return self._out
-
     def _consider(self, now: float) -> None:
-        for action in self.conductor.handle(Tick(), now):
-            if isinstance(action, RoleChangeDue):
-                self._drain(self._nodes[action.endpoint.instance_id], now)
+        super()._consider(now)
         for name, until in list(self._leaving.items()):
             if now >= until or not self._has_work(self._nodes[name]):
                 self._change(self._nodes[name], now)
-        if self.gateway.num_open:
-            self._later(now + self.spec.heartbeat_interval_s / 2, ConsiderRoles())
+
+    def _carry_out(self, action: Action, now: float) -> None:
+        if isinstance(action, RoleChangeDue):
+            self._drain(self._nodes[action.endpoint.instance_id], now)
+        else:
+            super()._carry_out(action, now)
 
     def _drain(self, node: Node, now: float) -> None:
         node.is_draining = True

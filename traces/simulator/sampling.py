@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from protocol.keys import KEY_BYTES, BlockKey
+from traces.format import TraceRecord
 from traces.simulator.machines import DecodeNode, Node, PrefillNode
 from traces.simulator.results import InstanceSample, ReplicaSample
 
@@ -19,8 +20,9 @@ def key_of(hash_id: int) -> BlockKey:
 class Samples:
     """Of one run."""
 
-    def __init__(self, hash_ids: Iterable[int], num_ranks: int) -> None:
-        """`hash_ids`: all of the trace; `num_ranks`: so many of the most popular blocks are followed."""
+    def __init__(self, records: Iterable[TraceRecord], num_ranks: int) -> None:
+        """`records`: all of the trace; `num_ranks`: so many of the most popular blocks are followed."""
+        hash_ids = (hash_id for record in records for hash_id in record.hash_ids)
         self._row_of = {hash_id: row for row, hash_id in enumerate(dict.fromkeys(hash_ids))}
         self._hash_ids = list(self._row_of)
         self._uses = np.zeros(len(self._row_of), np.int64)

@@ -9,6 +9,7 @@ from conductor.admission import STEP_SHARE, Admission
 from conductor.policies import make_policy
 from conductor.roles import RoleController
 from conductor.state import ConductorState, Limits
+from protocol.errors import ConfigError
 from protocol.request import Placement
 from protocol.step_budget import StepBudget
 from traces.simulator.decode import DecodeMachine
@@ -41,6 +42,17 @@ class Workshop:
         self._cached_now = cached_now
         self._publish = publish
 
+    def nodes(self) -> tuple[list[PrefillNode], list[DecodeNode]]:
+        """All machines. Raises ConfigError for a fault of one that there is not."""
+        spec = self._spec
+        prefills = [self.prefill_node(i) for i in range(spec.num_prefill)]
+        decodes = [self.decode_node(i) for i in range(spec.num_decode)]
+        names = {node.name for node in (*prefills, *decodes)}
+        for fault in spec.faults:
+            if fault.instance not in names:
+                raise ConfigError(f"a fault of {fault.instance!r}; there is no such machine")
+        return prefills, decodes
+
     def conductor(self) -> ConductorState:
         """Raises ConfigError for an unknown policy."""
         spec = self._spec
@@ -58,7 +70,8 @@ class Workshop:
             chunk_share=spec.chunk_share,
         )
         policy = make_policy(spec.policy, spec.balancing_threshold, spec.seed)
-        return ConductorState(policy, limits, RoleController(spec.roles) if spec.roles else None)
+        roles = RoleController(spec.roles) if spec.roles else None
+        return ConductorState(policy, limits, roles, spec.replication)
 
     def prefill_node(self, index: int) -> PrefillNode:
         name = f"prefill-{index}"
@@ -96,6 +109,22 @@ class Workshop:
         tokens = spec.model.dram_tokens * spec.prefill_group
         disk_tokens = spec.model.disk_tokens * spec.prefill_group
         return Store(tokens // spec.block_size, disk_tokens // spec.block_size, spec.eviction)
+
+    def machine_again(self, node: Node) -> None:
+        """One that has forgotten all that it was doing."""
+        if isinstance(node, PrefillNode):
+            node.machine = self.prefill_machine(node.name)
+        elif isinstance(node, DecodeNode):
+            node.machine = self.decode_machine(node.name)
+
+    def restart(self, node: Node) -> None:
+        """A machine that was not there, empty but for its disk."""
+        node.is_alive = True
+        node.epoch += 1
+        if isinstance(node, PrefillNode):
+            survivors = node.store.on_disk()
+            node.store = self.store()
+            node.store.restore(survivors)
 
     def decode_node(self, index: int) -> DecodeNode:
         name = f"decode-{index}"
