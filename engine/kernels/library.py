@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.kernels.packing import CMatrix
 from protocol.native import CompilerError, load_library
 
-_SOURCE = Path(__file__).parent.parent / "native" / "layers.cpp"
+SOURCE = Path(__file__).parent.parent / "native" / "layers.cpp"
 # Multiplications and additions may be fused, no more: a result does not depend on how a loop was cut.
-_FLAGS = (
+FLAGS = (
     "-std=c++20",
     "-O3",
     "-march=native",
@@ -87,10 +87,15 @@ class Library:
     """The compiled functions for one dtype, "float32" or "bfloat16". Raises CompilerError."""
 
     def __init__(
-        self, dtype: str, folder: Path | None, compiling: Callable[[], None] | None = None
+        self,
+        dtype: str,
+        folder: Path | None,
+        compiling: Callable[[], None] | None = None,
+        *,
+        flags: Sequence[str] = FLAGS,
     ) -> None:
         kernels = folder / "kernels" if folder is not None else None
-        self._library = load_library(_SOURCE, _FLAGS, kernels, compiling)
+        self._library = load_library(SOURCE, flags, kernels, compiling)
         self._dtype = dtype
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self.embed = self.function("embed", pointer, pointer, pointer)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
-from engine.kernels.library import Call, Library
+from engine.kernels.library import FLAGS, Call, Library
 from engine.kv_pool import TORCH_DTYPES
 from protocol.machine import cache_folder
 
@@ -28,9 +28,11 @@ class Functions:
 
 
 @cache
-def library(dtype: torch.dtype) -> Functions:
+def library(dtype: torch.dtype, processor: str = "native") -> Functions:
+    """For this processor, or for an older kind that it can stand in for."""
     [name] = [name for name, known in TORCH_DTYPES.items() if known == dtype]
-    compiled = Library(name, kernels_folder())
+    flags = [flag.replace("-march=native", f"-march={processor}") for flag in FLAGS]
+    compiled = Library(name, kernels_folder(), flags=flags)
     pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     return Functions(
         normalize=compiled.function("normalize", pointer, pointer, pointer, count, number),

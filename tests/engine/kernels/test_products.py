@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import platform
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +18,13 @@ from tests.engine.kernels.calls import DTYPES, library, random_tensor
 from tests.thoroughness import examples
 
 
-def product(matrix: Matrix, x: torch.Tensor, outputs: int) -> torch.Tensor:
+def product(
+    matrix: Matrix, x: torch.Tensor, outputs: int, processor: str = "native"
+) -> torch.Tensor:
     """x [rows, in], its rows perhaps apart."""
     out = torch.full((len(x) + 1, outputs), 7.0, dtype=x.dtype)
     structure = matrix.structure()
-    library(x.dtype).product(
+    library(x.dtype, processor).product(
         ctypes.addressof(structure), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), outputs
     )
     assert (out[-1] == 7).all()  # nothing is written behind the end
@@ -90,6 +94,22 @@ def test_long_products_too(name: str, rows: int, outputs: int, inputs: int) -> N
     x = random_tensor(0, rows, inputs, dtype=dtype)
     weight = random_tensor(1, outputs, inputs, dtype=dtype) / inputs**0.5
     assert_near(product(packed(weight, None), x, outputs), exact(x, weight, None), inputs)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3"])
+def test_older_processors_give_the_same_products(name: str, processor: str) -> None:
+    """Without AVX-512, and without any AVX."""
+    if processor == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX2")
+    dtype = TORCH_DTYPES[name]
+    weight = random_tensor(1, 70, 130, dtype=dtype) / 130**0.5
+    bias = random_tensor(2, 70, dtype=dtype)
+    matrix = packed(weight, bias)
+    for rows in (1, 2, 3, 11):
+        x = random_tensor(rows, rows, 130, dtype=dtype)
+        assert_near(product(matrix, x, 70, processor), exact(x, weight, bias), 130)
 
 
 @pytest.mark.parametrize("name", TORCH_DTYPES)
