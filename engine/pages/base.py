@@ -152,10 +152,11 @@ class PageCore(Protocol):
         """At the end of what the request holds: beside it if possible, else side by side. None = not now; nothing has
         changed. Wakes the request. Raises LookupError when it must exist and does not."""
 
-    def allocate_plain(
-        self, request: int, count: int, priority: int, existing: bool
-    ) -> Blocks | None:
-        """`allocate` without room."""
+    def allocate_plain(self, request: int, count: int, priority: int) -> Blocks | None:
+        """`allocate` without anything further, for where microseconds count."""
+
+    def extend_plain(self, request: int, count: int) -> Blocks | None:
+        """The same of a request that must exist."""
 
     def allocate_evicting(self, wish: Wish) -> tuple[Blocks | None, list[int]]:
         """As `allocate`; when there is not enough, requests at rest go, if that is enough: which."""
@@ -163,7 +164,8 @@ class PageCore(Protocol):
     def allocate_all(
         self, requests: RequestArray, counts: BlockArray, priority: int, room: int
     ) -> tuple[BlockArray, int]:
-        """One after the other, until one cannot be had: the blocks of all, and how many requests got theirs."""
+        """One after the other, until one cannot be had: the blocks of all, and how many requests got theirs. Raises
+        ValueError when a count is 0."""
 
     def reserve(self, request: int, count: int, priority: int) -> bool:
         """So many blocks are promised to the request from now on. False = not now; nothing has changed."""
@@ -214,12 +216,32 @@ RULES = (
 """What `pages_check` of pages.c verifies; it answers with the number of the first that does not hold, from 1."""
 
 
+_UINT64, _UINT32 = np.dtype(np.uint64), np.dtype(np.uint32)
+
+
+def check_requests(requests: RequestArray) -> None:
+    """Raises ValueError unless C can read them."""
+    if requests.dtype != _UINT64 or requests.ndim != 1 or not requests.flags.c_contiguous:
+        raise ValueError("requests of a batch are a contiguous array of uint64 in one dimension")
+
+
+def one_wants_none() -> ValueError:
+    return ValueError("every request of a batch wants a block: its count is 1 at least")
+
+
 def counts_for(requests: RequestArray, counts: int | Sequence[int] | BlockArray) -> BlockArray:
-    """One count per request. Raises ValueError unless each is a number of blocks."""
-    given = np.asarray(counts, np.int64)
-    each = np.broadcast_to(given, requests.shape) if given.ndim == 0 else given
-    if each.shape != requests.shape or (
-        len(each) and not 1 <= each.min() <= each.max() <= MAX_BLOCKS
-    ):
-        raise ValueError(f"a batch wants one count from 1 to {MAX_BLOCKS} per request")
-    return each.astype(np.uint32)
+    """One count per request, for C to read. Raises ValueError unless each is a number of blocks."""
+    if isinstance(counts, np.ndarray) and counts.dtype == _UINT32:
+        each = np.ascontiguousarray(counts)
+    else:
+        given = np.asarray(counts, np.int64)
+        if given.size and not 0 <= given.min() <= given.max() <= MAX_BLOCKS:
+            raise ValueError(f"counts of blocks are from 1 to {MAX_BLOCKS}")
+        each = (
+            np.full(requests.shape, given, np.uint32)
+            if given.ndim == 0
+            else given.astype(np.uint32)
+        )
+    if each.shape != requests.shape:
+        raise ValueError("a batch wants one count for all requests, or one for each")
+    return each

@@ -24,6 +24,7 @@ from engine.pages.base import (
     RequestArray,
     Stats,
     Wish,
+    one_wants_none,
 )
 from engine.pages.latency import NUM_BUCKETS
 from engine.pages.prototypes import NUM_STATS, EvictedState, PagesLibrary, Setting, WishState
@@ -31,6 +32,7 @@ from protocol.errors import ConfigError
 
 _BUSY, _FULL, _UNKNOWN, _AGAIN = -1, -2, -3, -4
 _EXISTING, _AHEAD, _WAITS_NOT = 1, 2, 4
+_EXTENDS = _EXISTING | _WAITS_NOT
 _SCATTERED = 1 << 32
 _BLOCK = _SCATTERED - 1
 _SHORT = 4096  # blocks of a short call
@@ -58,6 +60,8 @@ class NativePages:
             )
         self._library = library
         self._at = at
+        self._most_at_once = config.block_limit
+        self._this = ctypes.c_void_p(at)
         self._plain, self._try_free, self._try_mark = (
             library.try_allocate_plain,
             library.try_free,
@@ -76,17 +80,24 @@ class NativePages:
         answer = self._library.allocate(self._at, ctypes.addressof(state), None)
         return self._blocks(answer, wish.request, wish.count)
 
-    def allocate_plain(
-        self, request: int, count: int, priority: int, existing: bool
-    ) -> Blocks | None:
+    def allocate_plain(self, request: int, count: int, priority: int) -> Blocks | None:
         if count <= _SHORT:
-            how = priority << 8 | (_WAITS_NOT | _EXISTING if existing else _WAITS_NOT)
-            first = self._plain(self._at, request, count, how)
+            how = priority << 8 | _WAITS_NOT
+            first = self._plain(self._this, request, request >> 32, count, how)
             if 0 <= first < _SCATTERED:
-                return [first] if count == 1 else list(range(first, first + count))
+                return [first] if count == 1 else [*range(first, first + count)]
             if first != _BUSY:
                 return self._blocks(first, request, count)
-        return self.allocate(Wish(request, count, priority, existing=existing))
+        return self.allocate(Wish(request, count, priority))
+
+    def extend_plain(self, request: int, count: int) -> Blocks | None:
+        if count <= _SHORT:
+            first = self._plain(self._this, request, request >> 32, count, _EXTENDS)
+            if 0 <= first < _SCATTERED:
+                return [first] if count == 1 else [*range(first, first + count)]
+            if first != _BUSY:
+                return self._blocks(first, request, count)
+        return self.allocate(Wish(request, count, existing=True))
 
     def allocate_evicting(self, wish: Wish) -> tuple[Blocks | None, list[int]]:
         state, evicted, answer = _state_of(wish), list[int](), _AGAIN
@@ -102,10 +113,15 @@ class NativePages:
     def allocate_all(
         self, requests: RequestArray, counts: BlockArray, priority: int, room: int
     ) -> tuple[BlockArray, int]:
-        blocks = np.empty(int(counts.sum(dtype=np.int64)), np.uint32)
-        arguments = _address(requests), len(requests), _address(counts), priority, room
-        done = self._library.allocate_all(self._at, *arguments, _address(blocks))
-        if done < len(requests):
+        num, counts_at = len(requests), _address(counts)
+        total = self._library.total(counts_at, num)
+        if total < 0:
+            raise one_wants_none()
+        blocks: BlockArray = np.empty(min(total, self._most_at_once), np.uint32)
+        done = self._library.allocate_all(
+            self._at, _address(requests), num, counts_at, priority, room, _address(blocks)
+        )
+        if done < num:
             blocks = blocks[: int(counts[:done].sum(dtype=np.int64))].copy()
         return blocks, done
 
@@ -114,18 +130,18 @@ class NativePages:
         return self._library.reserve(self._at, ctypes.addressof(state)) > 0
 
     def free(self, request: int) -> int:
-        count = self._try_free(self._at, request, _WAITS_NOT)
+        count = self._try_free(self._this, request, request >> 32, _WAITS_NOT)
         if count == _BUSY:
-            count = self._library.free(self._at, request, 0)
+            count = self._library.free(self._this, request, request >> 32, 0)
         return count if count > 0 else 0
 
     def free_all(self, requests: RequestArray) -> int:
         return self._library.free_all(self._at, _address(requests), len(requests))
 
     def mark(self, request: int, mark: Mark) -> bool | None:
-        answer = self._try_mark(self._at, request, mark, _WAITS_NOT)
+        answer = self._try_mark(self._this, request, request >> 32, mark, _WAITS_NOT)
         if answer == _BUSY:
-            answer = self._library.mark(self._at, request, mark, 0)
+            answer = self._library.mark(self._this, request, request >> 32, mark, 0)
         return None if answer == _UNKNOWN else bool(answer)
 
     def blocks_of(self, request: int) -> BlockArray | None:
@@ -186,4 +202,8 @@ def _state_of(wish: Wish) -> WishState:
 
 
 def _address(array: npt.NDArray[Any]) -> int:
-    return int(array.__array_interface__["data"][0])
+    try:
+        # A quarter of what follows. Arrays are buffers, which their type tells only from Python 3.12 on.
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # read-only, or empty
+        return int(array.__array_interface__["data"][0])

@@ -38,10 +38,20 @@ PUBLIC int64_t pages_allocate(Pages *pages, const Wish *wish, Evicted *evicted) 
     return answer;
 }
 
-/* As pages_allocate, with what has no Wish in memory. */
-PUBLIC int64_t pages_allocate_plain(Pages *pages, uint64_t handle, uint32_t count, uint32_t how) {
-    Wish wish = {handle, count, how >> 8, 0, how & 0xFF};
+static uint64_t joined(uint32_t low, uint32_t high) { return (uint64_t)high << 32 | low; }
+
+/* As pages_allocate, without a Wish in memory: ctypes is fastest with arguments of 32 bits, so a handle comes in two. */
+PUBLIC int64_t pages_allocate_plain(Pages *pages, uint32_t low, uint32_t high, uint32_t count, uint32_t how) {
+    Wish wish = {joined(low, high), count, how >> 8, 0, how & 0xFF};
     return pages_allocate(pages, &wish, NULL);
+}
+
+/* The sum of the counts; -1 when one is 0. */
+PUBLIC int64_t pages_total(const uint32_t *counts, int64_t num) {
+    uint64_t total = 0;
+    int missing = 0;
+    for (int64_t i = 0; i < num; i++) total += counts[i], missing |= !counts[i];
+    return missing ? -1 : (int64_t)total;
 }
 
 static void foresee(const Pages *pages, uint64_t handle) {
@@ -72,7 +82,8 @@ PUBLIC int64_t pages_allocate_all(Pages *pages, const uint64_t *handles, int64_t
 /* -- the end of requests */
 
 /* How many blocks it held. What is long is done in a long call. */
-PUBLIC int64_t pages_free(Pages *pages, uint64_t handle, uint32_t how) {
+PUBLIC int64_t pages_free(Pages *pages, uint32_t low, uint32_t high, uint32_t how) {
+    uint64_t handle = joined(low, high);
     if (!take_lock(pages, how)) return BUSY;
     Record *record = how & WAITS_NOT ? find(&pages->requests, handle) : NULL;
     int64_t count = record && record->num_blocks > LONG_CHAIN ? BUSY : end_of(pages, handle);
@@ -100,9 +111,9 @@ PUBLIC int64_t pages_free_all(Pages *pages, const uint64_t *handles, int64_t num
 enum { REST, WAKE, PIN, UNPIN };
 
 /* 1; 0 when it has too many pins or none; or UNKNOWN. */
-PUBLIC int64_t pages_mark(Pages *pages, uint64_t handle, uint32_t what, uint32_t how) {
+PUBLIC int64_t pages_mark(Pages *pages, uint32_t low, uint32_t high, uint32_t what, uint32_t how) {
     if (!take_lock(pages, how)) return BUSY;
-    Record *record = find(&pages->requests, handle);
+    Record *record = find(&pages->requests, joined(low, high));
     int64_t answer = record ? 1 : UNKNOWN;
     if (record && what == REST) rest(pages, record);
     if (record && what == WAKE) wake(pages, record);

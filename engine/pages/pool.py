@@ -23,6 +23,7 @@ from engine.pages.base import (
     RequestArray,
     Stats,
     Wish,
+    check_requests,
     counts_for,
 )
 from engine.pages.latency import Counts, percentile_s
@@ -48,7 +49,8 @@ class PagePool:
     ) -> None:
         self.config = config
         self._core = core_for(config) if core is None else core
-        self._plain = self._core.allocate_plain
+        self._allocate_plain = self._core.allocate_plain
+        self._free = self._core.free
         self._zero = zero
         self._on_evicted = on_evicted
         self._clock = clock
@@ -75,9 +77,14 @@ class PagePool:
         by side. Waits `wait_s` (None = the pool's) for its turn.
         Raises Overloaded when there is not enough and nothing to wait for, DeadlineExceeded after waiting in vain.
         """
-        if room or not _ordinary(request, count, priority):
+        if (
+            room
+            or not 0 <= request <= MAX_REQUEST
+            or not 0 < count <= MAX_BLOCKS
+            or not 0 <= priority <= MAX_PRIORITY
+        ):
             return self._allocate(_wish(request, count, priority, room), wait_s)
-        blocks = self._plain(request, count, priority, False)
+        blocks = self._allocate_plain(request, count, priority)
         if blocks is None:
             return self._short(Wish(request, count, priority), wait_s)
         if self._zero is not None:
@@ -88,10 +95,10 @@ class PagePool:
         self, request: int, count: int = 1, *, room: int = 0, wait_s: float | None = None
     ) -> Blocks:
         """As `allocate` for a request that is there. Raises ValueError when it is not: it was freed, or evicted."""
-        if room or not _ordinary(request, count, 0):
+        if room or not 0 <= request <= MAX_REQUEST or not 0 < count <= MAX_BLOCKS:
             return self._allocate(_wish(request, count, 0, room, existing=True), wait_s)
         try:
-            blocks = self._plain(request, count, 0, True)
+            blocks = self._core.extend_plain(request, count)
         except LookupError as error:
             raise _unknown(request) from error
         if blocks is None:
@@ -120,7 +127,7 @@ class PagePool:
         evicts.
         """
         _wish(0, 1, priority, room)
-        _check_handles(requests)
+        check_requests(requests)
         blocks, done = self._core.allocate_all(
             requests, counts_for(requests, counts), priority, room
         )
@@ -144,14 +151,14 @@ class PagePool:
         """All that the request holds comes back; how many blocks. 0 when it is not there: it may have been evicted."""
         if not 0 <= request <= MAX_REQUEST:
             raise ValueError(f"{request} is not a request: a number below 2**64")
-        count = self._core.free(request)
+        count = self._free(request)
         if self._num_waiting:
             self._serve()
         return count
 
     def free_all(self, requests: RequestArray) -> int:
         """Of each; how many blocks in all."""
-        _check_handles(requests)
+        check_requests(requests)
         count = self._core.free_all(requests)
         self._serve()
         return count
@@ -353,11 +360,6 @@ def core_for(config: PoolConfig) -> PageCore:
     return PythonPages(config) if library is None else NativePages(library, config)
 
 
-def _ordinary(request: int, count: int, priority: int) -> bool:
-    """Whether no number is what it cannot be."""
-    return 0 <= request <= MAX_REQUEST and 0 < count <= MAX_BLOCKS and 0 <= priority <= MAX_PRIORITY
-
-
 def _wish(request: int, count: int, priority: int, room: int, *, existing: bool = False) -> Wish:
     if not 0 <= request <= MAX_REQUEST:
         raise ValueError(f"{request} is not a request: a number below 2**64")
@@ -366,11 +368,6 @@ def _wish(request: int, count: int, priority: int, room: int, *, existing: bool 
     if not 0 <= priority <= MAX_PRIORITY:
         raise ValueError(f"a priority is from 0 to {MAX_PRIORITY}, not {priority}")
     return Wish(request, count, priority, room, existing)
-
-
-def _check_handles(requests: RequestArray) -> None:
-    if requests.dtype != "uint64" or requests.ndim != 1 or not requests.flags.c_contiguous:
-        raise ValueError("requests of a batch are a contiguous array of uint64 in one dimension")
 
 
 def _unknown(request: int) -> ValueError:

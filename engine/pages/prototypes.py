@@ -77,17 +77,17 @@ class PagesLibrary:
     def _declare_requests(self) -> None:
         wish = "allocate", _int64, _pointer, _pointer, _pointer
         self.allocate, self.try_allocate = self._declare(*wish), self._declare(*wish, short=True)
-        plain = "allocate_plain", _int64, _pointer, _uint64, _uint32, _uint32
-        self.try_allocate_plain = self._declare(*plain, short=True)
+        self.try_allocate_plain = self._declare_quick("allocate_plain", short=True)
         batch = _pointer, _pointer, _int64
         self.allocate_all = self._declare(
             "allocate_all", _int64, *batch, _pointer, _uint32, _uint32, _pointer
         )
-        free = "free", _int64, _pointer, _uint64, _uint32
-        self.free, self.try_free = self._declare(*free), self._declare(*free, short=True)
+        self.free = self._declare_quick("free")
+        self.try_free = self._declare_quick("free", short=True)
+        self.total = self._declare("total", _int64, _pointer, _int64, short=True)
         self.free_all = self._declare("free_all", _int64, *batch)
-        mark = "mark", _int64, _pointer, _uint64, _uint32, _uint32
-        self.mark, self.try_mark = self._declare(*mark), self._declare(*mark, short=True)
+        self.mark = self._declare_quick("mark")
+        self.try_mark = self._declare_quick("mark", short=True)
         self.reserve = self._declare("reserve", _int64, _pointer, _pointer)
 
     def _declare_pool(self) -> None:
@@ -105,6 +105,13 @@ class PagesLibrary:
     ) -> Function:
         function = getattr(self._short if short else self._long, f"pages_{name}")
         function.argtypes, function.restype = arguments, result
+        return function  # type: ignore[no-any-return]
+
+    def _declare_quick(self, name: str, *, short: bool = False) -> Function:
+        """Without types of arguments, since looking at these takes half of a call: the first is a `c_void_p`, and of
+        each integer the low 32 bits are passed."""
+        function = getattr(self._short if short else self._long, f"pages_{name}")
+        function.restype = _int64
         return function  # type: ignore[no-any-return]
 
 

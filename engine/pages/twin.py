@@ -22,6 +22,7 @@ from engine.pages.base import (
     RequestArray,
     Stats,
     Wish,
+    one_wants_none,
 )
 from engine.pages.latency import NUM_BUCKETS
 from engine.pages.twin_blocks import Space
@@ -51,10 +52,11 @@ class PythonPages:
         with self._timed():
             return self._fulfil(wish, None)
 
-    def allocate_plain(
-        self, request: int, count: int, priority: int, existing: bool
-    ) -> Blocks | None:
-        return self.allocate(Wish(request, count, priority, existing=existing))
+    def allocate_plain(self, request: int, count: int, priority: int) -> Blocks | None:
+        return self.allocate(Wish(request, count, priority))
+
+    def extend_plain(self, request: int, count: int) -> Blocks | None:
+        return self.allocate(Wish(request, count, existing=True))
 
     def allocate_evicting(self, wish: Wish) -> tuple[Blocks | None, list[int]]:
         evicted: list[int] = []
@@ -64,6 +66,8 @@ class PythonPages:
     def allocate_all(
         self, requests: RequestArray, counts: BlockArray, priority: int, room: int
     ) -> tuple[BlockArray, int]:
+        if not counts.all():
+            raise one_wants_none()
         blocks: list[int] = []
         for done, (request, count) in enumerate(
             zip(requests.tolist(), counts.tolist(), strict=True)

@@ -24,7 +24,7 @@ def test_what_is_allocated_is_held_until_it_is_freed(make_core: MakeCore) -> Non
     core = make_core(PoolConfig(num_blocks=10))
     blocks = take(core, A, 4) + take(core, B, 6)
     assert sorted(blocks) == list(range(10))
-    assert core.allocate_plain(C, 1, 0, False) is None
+    assert core.allocate_plain(C, 1, 0) is None
     assert core.free(A) == 4
     core.validate()
     assert core.stats().free == 4
@@ -59,7 +59,7 @@ def test_long_runs_are_found_behind_short_gaps(make_core: MakeCore) -> None:
     """A request of many words lies in one piece although the lowest free blocks are scattered."""
     core = make_core(PoolConfig(num_blocks=4096))
     for request in range(2048):
-        core.allocate_plain(request, 1, 0, False)
+        core.allocate_plain(request, 1, 0)
     for request in range(0, 2048, 2):
         core.free(request)
     take(core, A << 20, 1000)
@@ -83,7 +83,7 @@ def test_a_request_that_must_exist_is_not_made(make_core: MakeCore) -> None:
     """It may have been evicted; its owner has to know."""
     core = make_core(PoolConfig(num_blocks=10))
     with pytest.raises(LookupError):
-        core.allocate_plain(A, 1, 0, True)
+        core.extend_plain(A, 1)
     with pytest.raises(LookupError):
         core.allocate(Wish(A, 1, existing=True))
     assert core.stats().requests == 0
@@ -205,7 +205,7 @@ def test_more_evictions_than_one_call_tells_of(make_core: MakeCore) -> None:
     """Thousands go for one large request, and each is told."""
     core = make_core(PoolConfig(num_blocks=3000, eviction=Eviction.FIFO))
     for request in range(3000):
-        core.allocate_plain(request, 1, 0, False)
+        core.allocate_plain(request, 1, 0)
         core.mark(request, Mark.REST)
     blocks, evicted = core.allocate_evicting(Wish(A << 30, 2500))
     core.validate()
@@ -286,7 +286,7 @@ def test_allocations_are_timed(make_core: MakeCore) -> None:
     """Each one, alone or of a batch; percentiles do not fall."""
     core = make_core(PoolConfig(num_blocks=1000))
     for request in range(100):
-        core.allocate_plain(request, 1, 0, False)
+        core.allocate_plain(request, 1, 0)
     core.allocate_all(np.arange(200, 300, dtype=np.uint64), np.ones(100, np.uint32), 0, 0)
     counts = core.latencies()
     assert counts.sum() == 200

@@ -80,6 +80,9 @@ def test_misuse_is_told(make_core: MakeCore) -> None:
         pool.allocate_all(np.arange(3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one count"):
         pool.allocate_all(np.arange(3, dtype=np.uint64), [1, 2])
+    for counts in ([1, 0], [1, -1], np.array([0, 1], np.uint32)):
+        with pytest.raises(ValueError, match=r"from 1|1 at least"):
+            pool.allocate_all(np.arange(2, dtype=np.uint64), counts)  # type: ignore[arg-type]
     assert pool.blocks_of(B) == []
     assert not pool.rest(B)
 
