@@ -41,7 +41,14 @@ class Unmap:
     frames: tuple[Frame, ...]
 
 
-Action = Map | Unmap
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """These frames are no part of the budget any more and lie in no page: the machine may have them."""
+
+    frames: tuple[Frame, ...]
+
+
+Action = Map | Unmap | Release
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -46,5 +46,8 @@ class Backing(Protocol):
     def reserve(self, nbytes: int) -> Range:
         """A range of `nbytes`, a multiple of `frame_bytes`, of which nothing is mapped. Raises ConfigError."""
 
+    def release(self, frames: Sequence[Frame]) -> None:
+        """Frames that lie in no range and will not be used again: gives back what was kept of them."""
+
     def close(self) -> None:
         """After its ranges: gives back frames that were kept to be used again."""

@@ -61,6 +61,13 @@ class Budget:
         self.check(floor, ceiling, others=self._others(share))
         share.floor, share.ceiling = floor, ceiling
 
+    def resize(self, num_frames: int) -> None:
+        """Raises ValueError, and changes nothing, when it cannot hold all floors."""
+        floors = sum(share.floor for share in self._shares)
+        if num_frames < max(1, floors):
+            raise ValueError(f"all floors together are {floors} of {num_frames} frames")
+        self.num_frames = num_frames
+
     def check(self, floor: int, ceiling: int, *, others: Iterable[Share]) -> None:
         """Raises ValueError for figures that could never be kept."""
         if not 0 <= floor <= ceiling:
@@ -71,7 +78,7 @@ class Budget:
 
     @property
     def free(self) -> int:
-        """Held by nobody."""
+        """Held by nobody; negative while more is held than there should be (`resize`)."""
         return self.num_frames - sum(share.held for share in self._shares)
 
     @property
@@ -112,12 +119,12 @@ class Budget:
         return max(0, min(share.wanted, self.most(share) - share.held))
 
     def asked_back(self, share: Share) -> int:
-        """Frames that this model should free for those that wait. Only who holds most is asked, for no more than makes
-        both hold alike, and never for what lies under its floor."""
-        givers = [each for each in self._shares if not self.lacking(each)]
+        """Frames that this model should free for those that wait, or because there are fewer. Only who holds most is
+        asked, for no more than makes both hold alike, and never for what lies under its floor."""
+        givers = [each for each in self._shares if not self.lacking(each)] or self._shares
         if share not in givers or any(each.held > share.held for each in givers):
             return 0
-        asked = 0
+        asked = -self.free - sum(each.spare for each in self._shares)
         for other in self._others(share):
             missing = self.lacking(other) - self.room(other)
             asked = max(asked, min(missing, (share.held - other.held) // 2))
@@ -126,9 +133,9 @@ class Budget:
     def _others(self, share: Share) -> list[Share]:
         return [other for other in self._shares if other is not share]
 
-    def validate(self) -> None:
-        """Raises AssertionError unless nobody holds what is not there."""
-        assert self.free >= 0, "more frames are held than there are"
+    def validate(self, num_alive: int) -> None:
+        """Raises AssertionError unless nobody holds what is not there; `num_alive` frames exist."""
+        assert sum(share.held for share in self._shares) <= num_alive, "more is held than exists"
         for share in self._shares:
             assert 0 <= share.empty <= share.held, f"empty frames that are not held: {share}"
             assert 0 <= share.floor <= share.ceiling, f"a floor above its ceiling: {share}"

@@ -50,6 +50,9 @@ class CpuBacking:
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"{nbytes} bytes of addresses cannot be reserved: {error}") from error
 
+    def release(self, frames: Sequence[Frame]) -> None:
+        """Nothing is kept of a frame that is not mapped."""
+
     def close(self) -> None:
         """Nothing is kept."""
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
-from engine.elastic.actions import Action, Grant, Map, Reserve, Unmap
+from engine.elastic.actions import Action, Grant, Map, Release, Reserve, Unmap
 from engine.elastic.base import Backing, MappingFailed, Range
 from engine.elastic.model import ElasticModel
 from engine.elastic.paging import Paging
@@ -57,6 +57,7 @@ class PoolStats:
 
     budget_bytes: int
     free_bytes: int  # in no page
+    pending_bytes: int  # held above the budget since it was lowered
     maps: int  # pages
     unmaps: int
     maps_awaited: int  # pages that a caller mapped since none was in reserve
@@ -65,18 +66,21 @@ class PoolStats:
 
 
 class ElasticPool:
-    """`budget_bytes` of the backing's memory. Close it when no model computes any more."""
+    """`budget_bytes` of the backing's memory, at most `largest_bytes` later (`resize`). Close it when no model computes
+    any more."""
 
     def __init__(
         self,
         budget_bytes: int,
         backing: Backing,
         *,
+        largest_bytes: int = 0,
         reserve: Reserve | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises ConfigError for a budget below one frame."""
         self._frame_bytes = backing.frame_bytes
+        self._largest_bytes = max(budget_bytes, largest_bytes)
         num_frames = budget_bytes // self._frame_bytes
         if num_frames < 1:
             raise ConfigError(
@@ -117,21 +121,39 @@ class ElasticPool:
             each.close()
         self._backing.close()
 
+    def resize(self, budget_bytes: int) -> int:
+        """Another budget from now on, since a neighbour on the device needs memory or has left some. Returns how much
+        more than it is still held: given back as blocks are freed (`ElasticModel.asked_back`), and nothing is mapped
+        until then. Raises ConfigError when the floors do not fit or for more than `largest_bytes`."""
+        if budget_bytes > self._largest_bytes:
+            raise ConfigError(
+                f"{budget_bytes} bytes, where at most {self._largest_bytes} were planned"
+            )
+        with self._lock:
+            try:
+                actions = self._state.resize(budget_bytes // self._frame_bytes)
+            except ValueError as error:
+                raise ConfigError(f"a budget of {budget_bytes} bytes: {error}") from error
+            self._wake()
+            pending = max(0, -self._state.budget.free)
+        self._perform(actions)
+        return pending * self._frame_bytes
+
     # -- models
 
     def add_model(
         self, name: str, layout: KvLayout, *, ceiling: int | None = None, floor: int = 0
     ) -> ElasticModel:
-        """Addresses for a KV pool as large as the whole budget; nothing is mapped yet. `floor` bytes can always be had,
-        `ceiling` (None: the budget) is never exceeded; both count whole pages. Raises ConfigError."""
+        """Addresses for a KV pool as large as the budget can ever be; nothing is mapped yet. `floor` bytes can always
+        be had, `ceiling` (None: all) is never exceeded; both count whole pages. Raises ConfigError."""
         budget_bytes = self._state.budget.num_frames * self._frame_bytes
-        paging = Paging.make(layout, self._frame_bytes, budget_bytes)
+        paging = Paging.make(layout, self._frame_bytes, self._largest_bytes)
         if paging.page_bytes > budget_bytes:
             raise ConfigError(
                 f"a page of {name!r} takes {paging.page_bytes} bytes, the budget is {budget_bytes}: "
                 "use smaller frames, or a block size whose pieces are a power of two of bytes"
             )
-        frames = self._in_frames(floor, budget_bytes if ceiling is None else ceiling)
+        frames = self._in_frames(floor, self._largest_bytes if ceiling is None else ceiling)
         memory = self._backing.reserve(paging.range_bytes)
         with self._lock:
             try:
@@ -170,8 +192,8 @@ class ElasticPool:
     def _in_frames(self, floor: int, ceiling: int) -> tuple[int, int]:
         if not 0 <= floor <= ceiling:
             raise ConfigError(f"a floor of {floor} bytes and a ceiling of {ceiling}")
-        size, most = self._frame_bytes, self._state.budget.num_frames
-        return -(-floor // size), min(max(ceiling // size, -(-floor // size)), most)
+        lowest = -(-floor // self._frame_bytes)
+        return lowest, max(ceiling // self._frame_bytes, lowest)
 
     def stats(self) -> PoolStats:
         with self._lock:
@@ -179,6 +201,7 @@ class ElasticPool:
             return PoolStats(
                 budget_bytes=self._state.budget.num_frames * self._frame_bytes,
                 free_bytes=self._state.num_free_frames * self._frame_bytes,
+                pending_bytes=max(0, -self._state.budget.free) * self._frame_bytes,
                 maps=self._maps,
                 unmaps=self._unmaps,
                 maps_awaited=self._maps_awaited,
@@ -250,9 +273,13 @@ class ElasticPool:
     def _perform(self, actions: Sequence[Action]) -> None:
         pending = deque(actions)
         while pending:
-            action = pending.popleft()
-            follow_up = self._map(action) if isinstance(action, Map) else self._unmap(action)
-            pending.extend(follow_up)
+            match pending.popleft():
+                case Map() as mapping:
+                    pending.extend(self._map(mapping))
+                case Unmap() as unmapping:
+                    pending.extend(self._unmap(unmapping))
+                case Release(frames=frames):
+                    self._backing.release(frames)
 
     def _map(self, action: Map) -> list[Action]:
         memory, offsets, span_bytes = self._place(action)
@@ -262,25 +289,25 @@ class ElasticPool:
             log.warning("model %s: a page could not be mapped: %s", action.model, error)
             with self._lock:
                 self._map_failures += 1
-                follow_up = self._state.not_mapped(action)
-                self._changed.notify_all()
-            return follow_up
+                return self._told(self._state.not_mapped(action))
         with self._lock:
             self._maps += 1
-            follow_up = self._state.mapped(action)
-            self._changed.notify_all()
-        return follow_up
+            return self._told(self._state.mapped(action))
 
     def _unmap(self, action: Unmap) -> list[Action]:
         memory, offsets, span_bytes = self._place(action)
         memory.unmap(offsets, span_bytes, action.frames)
         with self._lock:
             self._unmaps += 1
-            follow_up = self._state.unmapped(action)
-            self._changed.notify_all()
+            return self._told(self._state.unmapped(action))
+
+    def _told(self, follow_up: list[Action]) -> list[Action]:
+        """Something is different now: for those who wait, and perhaps for the background thread."""
+        self._changed.notify_all()
+        self._wake()
         return follow_up
 
-    def _place(self, action: Action) -> tuple[Range, list[int], int]:
+    def _place(self, action: Map | Unmap) -> tuple[Range, list[int], int]:
         with self._lock:
             paging = self._state.models()[action.model][0].paging
             return self._ranges[action.model], paging.spans(action.page), paging.span_bytes

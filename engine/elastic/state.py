@@ -14,9 +14,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.elastic.actions import Action, Grant, Map, Reserve, Unmap
+from engine.elastic.actions import Action, Grant, Map, Release, Reserve, Unmap
 from engine.elastic.budget import Budget, Share
-from engine.elastic.pages import Frame, Pages, PageState
+from engine.elastic.frames import Frames
+from engine.elastic.pages import Pages, PageState
 from engine.elastic.paging import Paging
 from protocol.ids import BlockId
 
@@ -44,10 +45,16 @@ class ElasticState:
         self.budget = Budget(num_frames)
         self._reserve = reserve
         self._models: dict[str, _Model] = {}
-        # A stack, so that frames that exist already are used again before new ones are made.
-        self._free: list[Frame] = list(range(num_frames - 1, -1, -1))
+        self._frames = Frames(num_frames)
         self._promised: deque[tuple[str, int]] = deque()
         self._num_uses = 0
+
+    def resize(self, num_frames: int) -> list[Action]:
+        """Another budget from now on. If it is less, frames in use leave it as they are given back. Raises ValueError
+        when the floors do not fit."""
+        self.budget.resize(num_frames)
+        self._frames.resize(num_frames)
+        return self._serve()
 
     # -- models
 
@@ -132,7 +139,7 @@ class ElasticState:
         """Blocks that the model could ever have as the figures are: what needs more can be refused at once."""
         model = self._models[name]
         pages = self.budget.most(model.share) // model.frames_per_page
-        return pages * model.pages.paging.blocks_per_page
+        return min(pages, model.pages.paging.num_pages) * model.pages.paging.blocks_per_page
 
     def want(self, name: str, count: int) -> None:
         """The model waits for this many blocks (0: for none any more): others that hold more than it get nothing new,
@@ -199,13 +206,13 @@ class ElasticState:
         for grant in list(model.waiting.get(action.page, ())):
             self._fail(model, grant)
         model.waiting.pop(action.page, None)
-        self._free.extend(reversed(model.pages.not_mapped(action.page)))
+        self._frames.put_back(model.pages.not_mapped(action.page))
         self._count_empty(model)
         return self._serve()
 
     def unmapped(self, action: Unmap) -> list[Action]:
         model = self._models[action.model]
-        self._free.extend(reversed(model.pages.unmapped(action.page)))
+        self._frames.put_back(model.pages.unmapped(action.page))
         return self._serve()
 
     def are_leaving(self, name: str, pages: Iterable[int]) -> bool:
@@ -278,7 +285,7 @@ class ElasticState:
             return False
         if not model.pages.num_unmapped or self._anybody_lacks():
             return False
-        room = min(self.budget.room_untouched(model.share), len(self._free))
+        room = min(self.budget.room_untouched(model.share), self._frames.num_free)
         return room >= model.frames_per_page
 
     def _anybody_lacks(self) -> bool:
@@ -315,19 +322,23 @@ class ElasticState:
         return Unmap(model=name, page=page, frames=model.pages.frames(page))
 
     def _serve(self) -> list[Action]:
-        """Maps promised pages in the order in which they were promised, as far as frames are there."""
+        """Maps promised pages in the order in which they were promised, as far as frames are there; then lets go of
+        those that the budget has no more."""
         actions: list[Action] = []
         while self._promised:
             name, page = self._promised[0]
             model = self._models[name]
-            needed = model.frames_per_page
-            if len(self._free) < needed:
+            if self._frames.num_free < model.frames_per_page:
                 break
             self._promised.popleft()
-            frames = tuple(self._free.pop() for _ in range(needed))
+            frames = self._frames.take(model.frames_per_page)
             model.pages.begin_mapping(page, frames)
             actions.append(Map(model=name, page=page, frames=frames))
-        return actions
+        retired = self._frames.retire(self._num_promised_frames())
+        return [*actions, Release(frames=retired)] if retired else actions
+
+    def _num_promised_frames(self) -> int:
+        return sum(self._models[name].frames_per_page for name, _page in self._promised)
 
     def _grant(
         self, model: _Model, pages: set[int], blocks: list[BlockId], actions: list[Action]
@@ -360,7 +371,7 @@ class ElasticState:
     @property
     def num_free_frames(self) -> int:
         """In no page."""
-        return len(self._free)
+        return self._frames.num_free
 
     def models(self) -> Mapping[str, tuple[Pages, Share]]:
         """To look at, not to change."""
@@ -368,8 +379,8 @@ class ElasticState:
 
     def validate(self) -> None:
         """Raises AssertionError unless every frame, page and block is accounted for exactly once."""
-        self.budget.validate()
-        frames = list(self._free)
+        self.budget.validate(self._frames.num_alive)
+        frames = list(self._frames)
         leaving = 0
         for model in self._models.values():
             model.pages.validate()
@@ -379,8 +390,8 @@ class ElasticState:
             assert model.share.held == held, "what a share holds drifted"
             assert model.share.empty == model.pages.num_empty * model.frames_per_page
         assert len(frames) == len(set(frames)), "a frame lies in two pages"
-        assert set(frames) == set(range(self.budget.num_frames)), "a frame is lost"
+        assert len(frames) == self._frames.num_alive >= self.budget.num_frames, "a frame is lost"
         promised = [(n, p) for n, m in self._models.items() for p in m.pages.promised()]
         assert sorted(promised) == sorted(self._promised), "promises drifted"
-        owed = sum(self._models[name].frames_per_page for name, _page in self._promised)
-        assert owed <= len(self._free) + leaving, "more frames are promised than will be free"
+        will_be_free = self._frames.num_free + leaving
+        assert self._num_promised_frames() <= will_be_free, "more is promised than will be free"

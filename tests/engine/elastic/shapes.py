@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.elastic.actions import Action, Map
+from engine.elastic.actions import Action, Map, Unmap
 from engine.elastic.paging import Paging
 from engine.elastic.state import ElasticState
 from protocol.layout import KvLayout
@@ -32,8 +32,10 @@ def run(state: ElasticState, actions: Sequence[Action]) -> list[Action]:
     while pending:
         action = pending.pop(0)
         done.append(action)
-        report = state.mapped if isinstance(action, Map) else state.unmapped
-        pending += report(action)  # type: ignore[arg-type]
+        if isinstance(action, Map):
+            pending += state.mapped(action)
+        elif isinstance(action, Unmap):
+            pending += state.unmapped(action)
         state.validate()
     return done
 

@@ -49,6 +49,19 @@ def test_physical_memory_is_made_once_and_used_again() -> None:
         assert driver.calls["cuMemCreate"] == 8
 
 
+def test_what_leaves_the_budget_is_given_back_to_the_device() -> None:
+    driver = MemoryDriver(NUM_FRAMES)
+    with ElasticPool(NUM_FRAMES * GRANULARITY, CudaBacking(driver=driver), reserve=NONE) as pool:
+        model = pool.add_model("a", LAYOUT)
+        blocks = model.allocate(8) or []
+        model.free(blocks[:4])
+        assert pool.wait_for(lambda state: state.num_free_frames == NUM_FRAMES - 8, PATIENCE_S)
+        assert len(driver.handles) == 16
+        pool.resize(8 * GRANULARITY)
+        assert len(driver.handles) == 8
+        model.free(blocks[4:])
+
+
 def test_threads_keep_to_the_drivers_rules_and_everything_is_given_back() -> None:
     """No frame is in two places, whatever races; at the end nothing is mapped, reserved or allocated."""
     driver = MemoryDriver(NUM_FRAMES)

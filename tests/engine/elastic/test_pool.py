@@ -135,6 +135,31 @@ def test_limits_change_live(pool: ElasticPool) -> None:
     assert (a.available(), a.most(), b.available(), b.most()) == (16, 32, 44, 44)
 
 
+def test_a_neighbour_on_the_device_gets_what_a_smaller_budget_lets_go_of() -> None:
+    """Two pools, as of two workers, whose budgets together are never more than there is."""
+    with (
+        ElasticPool(BUDGET, CpuBacking(frame_bytes=PAGE), reserve=NONE) as one,
+        ElasticPool(
+            PAGE_BYTES, CpuBacking(frame_bytes=PAGE), largest_bytes=BUDGET, reserve=NONE
+        ) as other,
+    ):
+        a, b = one.add_model("a", LAYOUT), other.add_model("b", LAYOUT)
+        blocks = allocate(a, 64)
+        assert b.available() == 2
+        assert one.resize(BUDGET // 2) == BUDGET // 2
+        assert a.asked_back() == 32
+        a.free(blocks[:32])
+        assert one.wait_for(lambda state: state.budget.free == 0, PATIENCE_S)
+        assert one.stats().pending_bytes == 0
+        assert other.resize(BUDGET // 2) == 0
+        assert len(allocate(b, 32)) == 32
+        assert other.wait_for(lambda state: state.num_free_frames == 0, PATIENCE_S)
+        assert resident(a, b) == BUDGET
+        for refused in (BUDGET + PAGE, 0):
+            with pytest.raises(ConfigError):
+                other.resize(refused)
+
+
 def test_figures_that_cannot_be_kept_are_refused(pool: ElasticPool) -> None:
     a = pool.add_model("a", LAYOUT, floor=20 * PAGE_BYTES)
     for refused in (

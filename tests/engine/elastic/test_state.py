@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.elastic.actions import Grant, Map, Reserve, Unmap
+from engine.elastic.actions import Grant, Map, Release, Reserve, Unmap
 from engine.elastic.state import ElasticState
 from tests.engine.elastic.shapes import paging, run, settle
 
@@ -76,7 +76,7 @@ def test_an_emptied_page_is_unmapped_and_its_frames_go_to_who_needs_them() -> No
     grant = pool.allocate("b", 1)
     assert grant is not None
     (mapping,) = grant.actions
-    assert mapping.frames == unmap.frames
+    assert set(mapping.frames) == set(unmap.frames)
 
 
 def test_a_page_is_mapped_only_after_its_frames_have_left_their_old_place() -> None:
@@ -340,6 +340,54 @@ def test_a_floor_is_not_met_out_of_what_its_model_would_have_to_wait_for() -> No
     assert held_pages(pool, "a") == 0
     assert pool.num_free_frames == 8
     assert pool.budget.committed == 24
+
+
+def test_a_smaller_budget_lets_go_of_what_is_free_and_of_the_rest_as_it_is_freed() -> None:
+    pool = state()
+    blocks = allocate(pool, "a", 6).blocks
+    (first,) = pool.resize(4)
+    assert isinstance(first, Release)
+    assert len(first.frames) == 12
+    assert pool.available("a") == pool.available("b") == 0
+    assert pool.asked_back("a") == 4
+    pool.free("a", blocks[:4])
+    *_, last = settle(pool, 0.0)
+    assert isinstance(last, Release)
+    assert (pool.asked_back("a"), pool.budget.free) == (0, 0)
+    assert not set(first.frames) & set(last.frames)
+    pool.validate()
+
+
+def test_a_larger_budget_can_be_used_at_once_and_what_was_let_go_is_never_used_again() -> None:
+    """Its number may still be on its way to the machine."""
+    pool = state()
+    allocate(pool, "a", 2)
+    (released,) = pool.resize(8)
+    assert pool.resize(16) == []
+    assert isinstance(released, Release)
+    allocate(pool, "a", 6)
+    assert not set(pool.models()["a"][0].all_frames()) & set(released.frames)
+    pool.validate()
+
+
+def test_frames_that_were_promised_are_not_let_go() -> None:
+    pool = state(Reserve(low=0, high=PAGES, idle_s=99.0))
+    pool.free("a", allocate(pool, "a", 2 * PAGES).blocks)
+    grant = pool.allocate("b", 4)
+    assert grant is not None
+    assert pool.resize(4) == []
+    pool.validate()
+    run(pool, grant.actions)
+    assert not grant.outstanding
+
+
+def test_a_budget_below_the_floors_is_refused() -> None:
+    pool = state(a=2, b=1)
+    with pytest.raises(ValueError, match="floors"):
+        pool.resize(11)
+    assert pool.resize(12)
+    with pytest.raises(ValueError, match="floors"):
+        state().resize(0)
 
 
 def test_models_of_different_shapes_share_frames() -> None:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.elastic.actions import Action, Grant, Map, Reserve
+from engine.elastic.actions import Action, Grant, Map, Reserve, Unmap
 from engine.elastic.pages import PageState
 from engine.elastic.state import ElasticState
 from protocol.ids import BlockId
@@ -54,7 +54,7 @@ class ElasticMachine(RuleBasedStateMachine):
         assert count <= available
         share = self.state.models()[name][1]
         assert not share.excess or count == 0
-        assert self.state.budget.committed <= max(committed, NUM_FRAMES)
+        assert self.state.budget.committed <= max(committed, self.state.budget.num_frames)
         assert len(set(grant.blocks)) == count
         self.pending += grant.actions
         self.granted.append((name, grant))
@@ -70,8 +70,10 @@ class ElasticMachine(RuleBasedStateMachine):
     @rule(data=st.data(), fails=st.integers(0, 7))
     def run_an_action(self, data: st.DataObject, fails: int) -> None:
         action = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
-        if not isinstance(action, Map):
+        if isinstance(action, Unmap):
             self.pending += self.state.unmapped(action)
+        elif not isinstance(action, Map):
+            return  # the machine has the frames; nobody reports it
         elif fails == 0:
             self.pending += self.state.not_mapped(action)
         else:
@@ -112,8 +114,14 @@ class ElasticMachine(RuleBasedStateMachine):
     @rule(name=names, floor=st.integers(0, 20), more=st.integers(0, NUM_FRAMES))
     def limit(self, name: str, floor: int, more: int) -> None:
         others = sum(s.floor for n, (_p, s) in self.state.models().items() if n != name)
-        if floor + SHAPES[name][1] + others <= NUM_FRAMES:
+        if floor + SHAPES[name][1] + others <= self.state.budget.num_frames:
             self.state.limit(name, floor, floor + more)
+
+    @rule(num_frames=st.integers(1, NUM_FRAMES + 8))
+    def resize(self, num_frames: int) -> None:
+        floors = sum(share.floor for _pages, share in self.state.models().values())
+        if num_frames >= floors:
+            self.pending += self.state.resize(num_frames)
 
     @rule(name=names, count=st.integers(0, 12))
     def want(self, name: str, count: int) -> None:
@@ -129,7 +137,7 @@ class ElasticMachine(RuleBasedStateMachine):
         if action is None:
             return
         self.pending.append(action)
-        assert self.state.budget.committed <= max(committed, NUM_FRAMES)
+        assert self.state.budget.committed <= max(committed, self.state.budget.num_frames)
         assert within <= {n for n, (_p, s) in self.state.models().items() if not s.excess}
 
     @invariant()
@@ -154,7 +162,7 @@ class ElasticMachine(RuleBasedStateMachine):
     @invariant()
     def floors_can_be_had(self) -> None:
         """Whatever the others hold, unless a floor was raised above what they had left."""
-        if self.state.budget.committed > NUM_FRAMES:
+        if self.state.budget.committed > self.state.budget.num_frames:
             return
         for name, (pages, share) in self.state.models().items():
             if share.excess:
@@ -176,6 +184,7 @@ class ElasticMachine(RuleBasedStateMachine):
             self.state.want(name, 0)
         settle(self.state, self.now)
         settle(self.state, self.now + 10.0)
+        assert self.state.budget.free >= 0
         for name, (_pages, share) in self.state.models().items():
             assert share.held <= share.floor
             assert self.state.available(name) == self.state.most(name)
