@@ -195,7 +195,7 @@ class PageCore(Protocol):
     def stats(self) -> Stats: ...
 
     def latencies(self) -> npt.NDArray[np.uint64]:
-        """Allocations by how long they took (`engine.pages.latency`)."""
+        """Attempts to allocate by how long they took (`engine.pages.latency`)."""
 
     def validate(self) -> None:
         """Raises AssertionError unless every block is accounted for exactly once."""

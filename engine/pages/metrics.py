@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -12,8 +12,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from engine.pages.base import Stats
 from engine.pages.latency import Counts, cumulative, percentile_s, sum_s
+from engine.pages.pool import PagePool
 
 _COUNTERS = (
     ("allocations", "moonserve_pages_allocations", "Allocations that got their blocks."),
@@ -29,54 +29,57 @@ QUANTILES = (50.0, 99.0, 99.9)
 
 
 class PagesCollector(Collector):
-    """What one pool counts, under its name; the functions are called in the scraping thread."""
+    """What one pool counts, under a name; asked for in the scraping thread."""
 
-    def __init__(
-        self,
-        pool: str,
-        stats: Callable[[], Stats],
-        latencies: Callable[[], Counts],
-        num_waiting: Callable[[], int],
-    ) -> None:
+    def __init__(self, name: str, pool: PagePool) -> None:
+        self._name = name
         self._pool = pool
-        self._stats = stats
-        self._latencies = latencies
-        self._num_waiting = num_waiting
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
+        stats = self._pool.stats()
         for counter, name, text in _COUNTERS:
             family = CounterMetricFamily(name, text, labels=("pool",))
-            family.add_metric((self._pool,), getattr(stats, counter))
+            family.add_metric((self._name,), getattr(stats, counter))
             yield family
+        yield self._outcomes()
         blocks = GaugeMetricFamily(
             "moonserve_pages_blocks", "Blocks by what they are.", labels=("pool", "state")
         )
         for state in _STATES:
-            blocks.add_metric((self._pool, state), getattr(stats, state))
+            blocks.add_metric((self._name, state), getattr(stats, state))
         yield blocks
         yield self._gauge("moonserve_pages_requests", "That hold blocks.", stats.requests)
         evictable = stats.evictable + stats.evictable_high
         yield self._gauge("moonserve_pages_evictable_requests", "At rest.", evictable)
         yield self._gauge("moonserve_pages_runs", "Blocks side by side.", stats.runs)
-        yield self._gauge("moonserve_pages_waiting", "Who waits.", self._num_waiting())
+        yield self._gauge("moonserve_pages_waiting", "Who waits.", self._pool.num_waiting)
         yield self._gauge("moonserve_pages_metadata_bytes", "Of tables.", stats.metadata_bytes)
-        yield from self._durations(self._latencies())
+        yield from self._durations(self._pool.latencies())
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=("pool",))
-        family.add_metric((self._pool,), value)
+        family.add_metric((self._name,), value)
+        return family
+
+    def _outcomes(self) -> Metric:
+        family = CounterMetricFamily(
+            "moonserve_pages_short",
+            "Allocations for which there was not enough, also after eviction, by what became of them.",
+            labels=("pool", "outcome"),
+        )
+        for outcome, count in self._pool.outcomes().items():
+            family.add_metric((self._name, outcome), count)
         return family
 
     def _durations(self, counts: Counts) -> Iterator[Metric]:
         histogram = HistogramMetricFamily(
             "moonserve_pages_allocation_seconds",
-            "How long an allocation took, without waiting for blocks.",
+            "How long an attempt to allocate took, without waiting for blocks.",
             labels=("pool",),
         )
         buckets = [(f"{bound:g}", count) for bound, count in cumulative(counts)]
         buckets.append(("+Inf", int(counts.sum())))
-        histogram.add_metric((self._pool,), buckets, sum_s(counts))
+        histogram.add_metric((self._name,), buckets, sum_s(counts))
         yield histogram
         quantiles = GaugeMetricFamily(
             "moonserve_pages_allocation_quantile_seconds",
@@ -84,6 +87,6 @@ class PagesCollector(Collector):
             labels=("pool", "quantile"),
         )
         for percent in QUANTILES:
-            labels = self._pool, f"{percent / 100:g}"
+            labels = self._name, f"{percent / 100:g}"
             quantiles.add_metric(labels, percentile_s(counts, percent))
         yield quantiles

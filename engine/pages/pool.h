@@ -1,6 +1,6 @@
 /* Who holds what, who may take how much, and what goes when there is not enough. Under the lock throughout. */
-enum { BUSY = -1, FULL = -2, UNKNOWN = -3, AGAIN = -4 };     /* answers below 0 */
-enum { EXISTING = 1, AHEAD = 2, WAITS_NOT = 4, EVICTS = 8 }; /* how to allocate */
+enum { BUSY = -1, FULL = -2, UNKNOWN = -3, AGAIN = -4 }; /* answers below 0 */
+enum { EXISTING = 1, AHEAD = 2, WAITS_NOT = 4 };         /* how to allocate */
 enum { LRU, LFU, FIFO };
 #define SCATTERED (1ll << 32)  /* with the first block: the others are not all behind it */
 #define MILLION 1000000ull

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from engine.pages.base import (
@@ -59,6 +59,8 @@ class PagePool:
         self._line_lock = threading.Lock()
         self._num_waiting = 0  # of the line; read without the lock by who gives back
         self._turnover = Turnover(clock())
+        self._count_lock = threading.Lock()
+        self._outcomes = {"refused": 0, "waited": 0, "timed_out": 0}
 
     # -- allocation
 
@@ -73,8 +75,8 @@ class PagePool:
     ) -> Blocks:
         """`count` more blocks for a request, new or not, behind its last one if possible. Wakes it.
 
-        `priority` counts when it is new. `room`: how many blocks it will want in all, so that they may come to lie side
-        by side. Waits `wait_s` (None = the pool's) for its turn.
+        `priority` counts when it is new. `room`: how many blocks it will want from now on, so that they may come to lie
+        side by side. Waits `wait_s` (None = the pool's) for its turn.
         Raises Overloaded when there is not enough and nothing to wait for, DeadlineExceeded after waiting in vain.
         """
         if (
@@ -225,6 +227,11 @@ class PagePool:
     def num_waiting(self) -> int:
         return self._num_waiting
 
+    def outcomes(self) -> Mapping[str, int]:
+        """Of allocations for which there was not enough: refused, waited, and of these timed out."""
+        with self._count_lock:
+            return dict(self._outcomes)
+
     def stats(self) -> Stats:
         return self._core.stats()
 
@@ -292,8 +299,9 @@ class PagePool:
             if self._line.is_full:
                 raise self._overloaded(wish, f"and {len(self._line)} allocations wait already, ")
             self._line.join(waiter)
-            self._serve_in_turn()
         try:
+            self._count("waited")
+            self._serve(certain=True)
             waiter.done.wait(wait_s)
         finally:
             self._stop_waiting(waiter)
@@ -301,6 +309,7 @@ class PagePool:
         if waiter.error is not None:
             raise _unknown(wish.request) from waiter.error
         if waiter.blocks is None:
+            self._count("timed_out")
             raise DeadlineExceeded(
                 f"no {wish.count} blocks came back within {wait_s} s: wait longer (wait_s), ask for"
                 " less, or grow the pool",
@@ -314,9 +323,9 @@ class PagePool:
                 self._line.leave(waiter)
                 self._serve_in_turn()
 
-    def _serve(self) -> None:
-        """Something came back: whose turn it is may have enough now."""
-        if self._num_waiting:
+    def _serve(self, *, certain: bool = False) -> None:
+        """Something came back, or somebody came: whose turn it is may have enough now."""
+        if certain or self._num_waiting:
             with self._line_lock:
                 self._serve_in_turn()
 
@@ -340,7 +349,12 @@ class PagePool:
         waiter.done.set()
         return True
 
+    def _count(self, outcome: str) -> None:
+        with self._count_lock:
+            self._outcomes[outcome] += 1
+
     def _overloaded(self, wish: Wish, further: str) -> Overloaded:
+        self._count("refused")
         stats = self._core.stats()
         promised = stats.promised + stats.promised_high
         retry_after_s = self._turnover.retry_after_s(self._clock(), stats.freed, wish.count)
