@@ -1,0 +1,91 @@
+"""`Lookahead`: admission by what requests will need, and blocks ahead of need in one run where there is room.
+
+Requirements, and how each is met:
+1. *The pool is full of tokens, not of promises.* A request is admitted when what all holders are expected to hold at
+   once, now and at any later step, keeps to the pool with it (`outlook`). Blocks ahead are given back when needed.
+2. *Preemption is the exception.* The expectation has a margin of some standard deviations. Each preemption widens it,
+   each admission narrows it again a little: predictions that are off cost a few preemptions, not one after another.
+3. *What gives way costs least.* Of those whose blocks suffice the one with the fewest tokens to compute again, never
+   the best-ranked one, and no one twice while there are others.
+4. *Few calls, few runs.* A table grows by what its request will probably need, as far as its share of what is free
+   goes.
+
+Never knows what a request will generate: only what others did. Pure.
+"""
+
+from __future__ import annotations
+
+from engine.lookahead.base import Books, Growing, Holder, num_generated
+from engine.lookahead.outlook import Outlook, outlook
+from engine.lookahead.predictor import Predictor
+
+# Of `margin`, in standard deviations: tuned on synthetic traces (benchmarks.engine.lookahead).
+LEAST_MARGIN = 2.5
+MOST_MARGIN = 4.0
+WIDENED = 0.5  # by a preemption
+NARROWED = 0.01  # by an admission
+
+_FREE_SHARE = 0.5  # of the free blocks, what all holders' blocks ahead may take together
+_MOST_AHEAD = (
+    8  # blocks: what nobody took back needs no more, and more of them would stand in prompts' way
+)
+_LIKELY = 0.5  # blocks ahead are for the tokens that a request will need with this probability
+
+
+class Lookahead:
+    takes_back = True
+
+    def __init__(
+        self, *, least_margin: float = LEAST_MARGIN, predictor: Predictor | None = None
+    ) -> None:
+        self.margin = self._least_margin = least_margin
+        self.predictor = Predictor() if predictor is None else predictor
+
+    def outlook(self, books: Books, *others: Growing) -> Outlook:
+        """What the holders, and these, will need, steps ahead."""
+        holders = [holder.request for holder in books.holders.values()]
+        return outlook([*holders, *others], self.predictor, books.block_size)
+
+    def first(self, request: Growing, books: Books) -> int | None:
+        needed = books.blocks_for(request.num_tokens)
+        peak = self.outlook(books, request).peak(self.margin)
+        return needed + self.ahead(request, books) if peak <= books.num_blocks else None
+
+    def ahead(self, request: Growing, books: Books) -> int:
+        share = int(_FREE_SHARE * books.num_free) // (len(books.holders) + 1)
+        most = min(share, _MOST_AHEAD)
+        if most <= 0:
+            return 0
+        tokens = request.num_tokens
+        likely = tokens + self.predictor.remaining(request, 1.0 - _LIKELY)
+        return min(books.blocks_for(likely) - books.blocks_for(tokens), most)
+
+    def victim(self, needy: Growing, books: Books) -> Holder:
+        holders = list(books.holders.values())
+        best = min(holders, key=lambda holder: holder.request.rank)
+        others = [holder for holder in holders if holder is not best] or holders
+        # Each holder will want a block soon: who gives way should suffice for all of them.
+        return min(others, key=lambda each: _cost(each, len(holders)))
+
+    def admitted(self, request: Growing) -> None:
+        self.margin = max(self.margin - NARROWED, self._least_margin)
+
+    def preempted(self, request: Growing) -> None:
+        self.margin = min(self.margin + WIDENED, MOST_MARGIN)
+
+    def ended(self, request: Growing, *, stopped: bool | None) -> None:
+        if stopped is not None:
+            self.predictor.ended(request, stopped=stopped)
+
+
+def _cost(holder: Holder, missing: int) -> tuple[int, bool, bool, int, int, int]:
+    """Least first: the least urgent, who frees enough, for the first time, with the fewest tokens to compute again."""
+    request, suffices = holder.request, len(holder.blocks) >= missing
+    return (
+        -request.rank[0],
+        not suffices,
+        holder.times_preempted > 0,
+        request.num_tokens if suffices else -len(holder.blocks),
+        num_generated(request),
+        -request.rank[1],
+    )

@@ -1,0 +1,204 @@
+"""Predictor and Outlook: quantiles that hold while lengths drift, bounds that always hold, sums like those of draws."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.lookahead.outlook import HORIZONS, outlook
+from engine.lookahead.predictor import LEAST, MOST_MODELS, Predictor
+from protocol.length_curve import EDGES
+from tests.engine.lookahead.asking import Asking
+from tests.thoroughness import examples
+
+FAR = 100_000
+
+Drift = Callable[[float], float]
+DRIFTS: dict[str, Drift] = {
+    "none": lambda done: 200.0,
+    "slow": lambda done: 100.0 * 4.0**done,
+    "to and fro": lambda done: 200.0 * 2.0 ** np.sin(6.0 * done),
+}
+
+
+def learned(lengths: list[int], **of: object) -> Predictor:
+    predictor = Predictor()
+    for number, length in enumerate(lengths):
+        request = Asking(number, max_tokens=FAR, generated=length, **of)  # type: ignore[arg-type]
+        predictor.ended(request, stopped=False)
+    return predictor
+
+
+@pytest.mark.parametrize("drift", DRIFTS.values(), ids=DRIFTS.keys())
+@pytest.mark.parametrize("q", [0.5, 0.9])
+def test_quantiles_cover_their_share_of_drifting_lengths(drift: Drift, q: float) -> None:
+    """Each request is foretold before it is learned from; 20,000 of them, the first 1,000 not counted. What is known
+    is on average 1,443 requests old, in which slow drift makes answers a tenth longer: 0.05 at the median."""
+    draw = random.Random(1)
+    predictor = Predictor()
+    covered = counted = 0
+    for number in range(20_000):
+        length = max(round(drift(number / 20_000) * draw.lognormvariate(0.0, 0.7)), 1)
+        request = Asking(number, max_tokens=FAR, generated=0)
+        if number >= 1000:
+            counted += 1
+            covered += length <= predictor.remaining(request, q)
+        request.generated = length
+        predictor.ended(request, stopped=False)
+    assert covered / counted == pytest.approx(q, abs=0.06)
+
+
+def test_after_a_jump_quantiles_cover_again() -> None:
+    """Four times as long from one request to the next: 3,000 requests later it is as if it had always been so."""
+    draw = random.Random(2)
+    predictor = learned([max(round(100 * draw.lognormvariate(0, 0.7)), 1) for _ in range(3000)])
+    after = [max(round(400 * draw.lognormvariate(0, 0.7)), 1) for _ in range(6000)]
+    for number, length in enumerate(after[:3000]):
+        predictor.ended(Asking(number, max_tokens=FAR, generated=length), stopped=False)
+    foretold = predictor.remaining(Asking(0, max_tokens=FAR, generated=0), 0.9)
+    share = sum(length <= foretold for length in after[3000:]) / 3000
+    assert share == pytest.approx(0.9, abs=0.05)
+
+
+def test_what_remains_of_a_running_request_is_that_of_those_who_came_so_far() -> None:
+    """Half of all end after 10 tokens, the others after 1,000: whoever passed 10 has 1,000 before it."""
+    predictor = learned([10, 1000] * 100)
+    assert predictor.remaining(Asking(0, max_tokens=FAR, generated=0), 0.4) <= 10
+    assert predictor.remaining(Asking(0, max_tokens=FAR, generated=20), 0.4) > 850
+
+
+def test_tenants_with_prompts_alike_are_told_apart() -> None:
+    predictor = Predictor()
+    for number in range(200):
+        for tenant, length in (("short", 8), ("long", 2000)):
+            request = Asking(number, max_tokens=FAR, generated=length, tenant=tenant)
+            predictor.ended(request, stopped=False)
+    ask = {name: Asking(0, max_tokens=FAR, tenant=name) for name in ("short", "long")}
+    assert predictor.remaining(ask["short"], 0.9) < 10
+    assert predictor.remaining(ask["long"], 0.1) > 1500
+
+
+def test_models_are_told_apart_and_an_unknown_one_is_expected_to_use_up_its_limit() -> None:
+    predictor = learned([50] * 200, model="known")
+    assert predictor.remaining(Asking(0, max_tokens=1000, model="known"), 0.9) < 60
+    assert predictor.remaining(Asking(0, max_tokens=1000, model="new"), 0.1) == 999
+
+
+def test_prompts_of_other_lengths_have_other_answers() -> None:
+    predictor = Predictor()
+    for number in range(200):
+        for prompt, length in ((20, 500), (20_000, 30)):
+            predictor.ended(Asking(number, prompt, FAR, length), stopped=False)
+    assert predictor.remaining(Asking(0, 30, FAR), 0.5) > 400
+    assert predictor.remaining(Asking(0, 30_000, FAR), 0.5) < 40
+
+
+def test_too_few_ends_say_nothing() -> None:
+    assert learned([5] * (LEAST - 1)).remaining(Asking(0, max_tokens=300), 0.5) == 299
+    assert learned([5] * LEAST).remaining(Asking(0, max_tokens=300), 0.5) < 10
+
+
+def test_memory_is_bounded_in_models() -> None:
+    predictor = Predictor()
+    for number in range(2 * MOST_MODELS):
+        predictor.ended(Asking(number, model=f"m{number}"), stopped=False)
+    predictor.validate()
+
+
+def test_the_first_to_end_do_not_make_all_seem_short() -> None:
+    """100 begin at once, of lengths 1 … 1,000. When 20 have ended, a curve of these alone would have nobody live
+    beyond 200; the 80 that run are counted as well."""
+    predictor = learned(list(range(10, 201, 10)))
+    running = [Asking(number, max_tokens=1000, generated=200) for number in range(80)]
+    fresh = Asking(99, max_tokens=1000, generated=1)
+    alone = predictor.alive([fresh], np.array([400]))[0, 0]
+    beside = predictor.alive([*running, fresh], np.array([400]))[-1, 0]
+    assert alone < 0.05
+    assert 0.4 < beside < 0.8  # 0.6 in truth
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.lists(st.integers(1, 3000), max_size=60),
+    st.lists(
+        st.builds(
+            Asking, st.integers(0, 9), st.integers(1, 9000), st.integers(1, 4000), st.integers(1, 4000),
+            tenant=st.sampled_from(["", "a"]),
+        ),
+        min_size=1, max_size=8,
+    ),
+)  # fmt: skip
+def test_probabilities_fall_with_time_and_end_at_the_limit(
+    lengths: list[int], requests: list[Asking]
+) -> None:
+    alive = learned(lengths).alive(requests, HORIZONS)
+    assert ((alive >= 0.0) & (alive <= 1.0 + 1e-9)).all()
+    assert (np.diff(alive, axis=1) <= 1e-9).all()
+    for row, request in zip(alive, requests, strict=True):
+        assert not row[request.generated + HORIZONS >= request.max_tokens].any()
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    st.lists(st.integers(1, 3000), max_size=60),
+    st.lists(
+        st.builds(Asking, st.integers(0, 9), st.integers(1, 9000), st.integers(1, 4000)),
+        min_size=1, max_size=8,
+    ),
+    st.floats(0.0, 4.0),
+)  # fmt: skip
+def test_a_peak_is_between_what_is_there_and_what_may_ever_be(
+    lengths: list[int], requests: list[Asking], deviations: float
+) -> None:
+    found = outlook(requests, learned(lengths), 16)
+    now = sum(-(-each.num_tokens // 16) for each in requests)
+    ever = sum(-(-(each.num_prompt_tokens + max(each.max_tokens, 1)) // 16) for each in requests)
+    assert now <= found.peak(deviations) <= ever
+    assert found.peak(deviations) <= found.peak(deviations + 1.0)
+    assert (found.mean <= found.most + 1e-6)[1:].all()
+
+
+def test_mean_and_spread_are_those_of_draws() -> None:
+    """64 requests at different points of lognormal answers, beside 4,000 draws of what they come to."""
+    draw = np.random.default_rng(3)
+    lengths = np.maximum(np.round(draw.lognormal(5.5, 0.8, 5000)), 1).astype(int)
+    predictor = learned(lengths.tolist())
+    requests = [Asking(n, 50 + 20 * n, FAR, generated=1 + 12 * (n % 16)) for n in range(64)]
+    found = outlook(requests, predictor, 16)
+    for index in (8, 12, 16):  # 16, 64, 256 steps ahead
+        steps = int(HORIZONS[index])
+        totals = np.zeros(4000)
+        for request in requests:
+            longer = lengths[lengths > request.generated]
+            ends = draw.choice(longer, 4000)
+            held = -(-(request.num_tokens + steps) // 16)
+            totals += np.where(ends > request.generated + steps, held, 0)
+        assert found.mean[index] == pytest.approx(totals.mean(), rel=0.06)
+        assert found.variance[index] ** 0.5 == pytest.approx(totals.std(), rel=0.15)
+
+
+def test_nobody_holds_nothing() -> None:
+    assert outlook([], Predictor(), 16).peak(3.0) == 0.0
+
+
+def test_two_sets_together_are_their_sum() -> None:
+    predictor = (
+        Predictor()
+    )  # it counts those who run, so that sets are independent only without knowledge
+    one, two = [Asking(0, 100, 200)], [Asking(1, 900, 50)]
+    both = outlook([*one, *two], predictor, 16)
+    added = outlook(one, predictor, 16) + outlook(two, predictor, 16)
+    assert (both.mean == added.mean).all()
+    assert both.peak(2.0) == added.peak(2.0)
+
+
+def test_horizons_reach_from_the_next_step_beyond_every_limit() -> None:
+    assert HORIZONS[:3].tolist() == [0, 1, 2]
+    assert (np.diff(HORIZONS) > 0).all()
+    assert HORIZONS[-1] >= 1 << 17
+    assert EDGES[-1] >= HORIZONS[-1]
