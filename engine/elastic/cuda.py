@@ -4,10 +4,11 @@ A frame is one physical allocation (`cuMemCreate`, 2 MiB on today's devices). Ma
 A100, against 1.5 µs to map, 36 µs to set access and 26 µs to unmap: kvcached), so that a frame, once made, is kept and
 used again for whichever model gets it next, until the budget shrinks or the backing is closed.
 
-Never run on a GPU so far: the tests drive it against a driver in memory that refuses what CUDA's documentation forbids
-(a frame mapped twice, access before mapping, release while mapped). Open there: how torch takes the range, which is
-what `__cuda_array_interface__` is for, while parts of it are not mapped. A recycled frame still holds what its last
-model wrote, as any device allocation does.
+Never run on a GPU so far. Names, enumerations and signatures were compared with cuda-bindings 13.5; the tests drive it
+against a driver in memory that refuses what CUDA's documentation forbids (a frame mapped twice, access before mapping,
+an address range freed while mapped). Open on a real device: how torch takes the range, which is what
+`__cuda_array_interface__` is for, while parts of it are not mapped. A recycled frame still holds what its last model
+wrote, as any device allocation does.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ class CudaBacking:
                     minimum.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
                 )
             )
-        except CudaError as error:
+        except (
+            CudaError,
+            RuntimeError,
+        ) as error:  # RuntimeError: bindings without a driver's library
             raise ConfigError(f"CUDA device {device} cannot be used: {error}") from error
 
     def _make_properties(self) -> Any:

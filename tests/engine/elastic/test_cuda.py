@@ -115,6 +115,17 @@ def test_a_device_that_is_not_there_is_told() -> None:
         CudaBacking(7, driver=MemoryDriver(NUM_FRAMES))
 
 
+def test_bindings_without_a_driver_are_told() -> None:
+    """As cuda-bindings does on a machine without one."""
+
+    class Missing(MemoryDriver):
+        def cuInit(self, flags: int) -> tuple[str]:
+            raise RuntimeError("libcuda.so.1 cannot be found")
+
+    with pytest.raises(ConfigError, match=r"libcuda\.so\.1"):
+        CudaBacking(driver=Missing(NUM_FRAMES))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("cuda") is not None, reason="cuda-bindings are there")
 def test_without_bindings_the_install_line_is_told() -> None:
     with pytest.raises(ConfigError, match="pip install cuda-bindings"):
