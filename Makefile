@@ -1,6 +1,6 @@
 # moonserve: everything is one of these.
 #   make serve [MODEL=folder-or-hub-name] [ARGS="--prefill-workers 2"]
-#   make test | test-thorough | test-rdma | check | bench | bench-transfer | bench-store | reproduce | docs | proto | clean
+#   make test | test-thorough | test-rdma | check | bench | bench-transfer | bench-store | bench-engine | reproduce | docs | proto | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +12,7 @@ ARGS ?=
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: serve test test-thorough test-rdma check format bench bench-transfer bench-store reproduce docs proto proto-check clean
+.PHONY: serve test test-thorough test-rdma check format bench bench-transfer bench-store bench-engine reproduce docs proto proto-check clean
 
 serve: $(RUNTIME)
 	$(BIN)/moonserve serve $(MODEL) $(ARGS)
@@ -70,6 +70,9 @@ bench-store: $(DEV) $(PEERS)/.installed $(PEERS)/.installed-stores
 
 $(PEERS)/.installed-stores: benchmarks/store/requirements.txt | $(PEERS)/.installed
 	-@$(install-peers)
+
+bench-engine: $(DEV)
+	$(BIN)/python -m benchmarks.engine $(ARGS)
 
 # Mooncake's published figures from its public trace, as out/reproduce/index.html (docs/reproduction.md).
 TRACE ?= $(or $(MOONSERVE_TRACE),../shared/traces/conversation_trace.jsonl)

@@ -1,0 +1,35 @@
+"""How fast one core reads memory: the floor under every decode step."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from protocol.native import load_library, shared_cache
+
+_BYTES = 512 << 20  # many times any cache
+_LINE = 64
+_ROUNDS = 5
+
+
+def read_bytes_per_s() -> float:
+    """The best of several rounds. Raises CompilerError."""
+    library = load_library(
+        Path(__file__).with_name("read.c"), ("-O3", "-march=native"), shared_cache()
+    )
+    library.read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    memory = mmap.mmap(-1, _BYTES, flags=mmap.MAP_PRIVATE)
+    with suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    view = (ctypes.c_char * _BYTES).from_buffer(memory)
+    ctypes.memset(view, 1, _BYTES)
+    begins = time.perf_counter
+    times = []
+    for _ in range(_ROUNDS):
+        begin = begins()
+        library.read_all(ctypes.addressof(view), _BYTES // _LINE)
+        times.append(begins() - begin)
+    return _BYTES / min(times)
