@@ -5,9 +5,10 @@
 So many requests hold one or two blocks each, 1.6 on average, all at once; then some of them, drawn at random, go and as
 many come. Everything is called as others call it, through `PagePool`. *Single*: one call per request; its rate is of
 calls to `allocate` in a row, its percentiles of calls that are timed one by one, with what the timing itself costs.
-*Batch*: one call for 32 requests. *Churn*: `free` and `allocate` in turns, by one thread and by two. Each rate is the
-median of the rounds, a percentile is of all rounds. Resident memory is what the process grew by from before the pool
-was made until all requests held their blocks; what the benchmark itself needs was there before.
+*Batch*: one call for 32 requests. *Churn*: `free` and `allocate` in turns, by one thread and by two: single calls keep
+the interpreter's lock, batches do without it and wait for each other's. Each rate is the median of the rounds, a
+percentile is of all rounds. Resident memory is what the process grew by from before the pool was made until all
+requests held their blocks; what the benchmark itself needs was there before.
 """
 
 from __future__ import annotations
@@ -88,14 +89,17 @@ TABLES = {
         "batch_p50_us",
         "batch_p99_us",
     ),
-    "Churn by one thread and by two": (
+    "Churn by one thread and by two: single calls": (
         "requests",
-        "churn_1_per_s",
-        "churn_1_p99_us",
-        "churn_1_p999_us",
-        "churn_2_per_s",
-        "churn_2_p99_us",
-        "churn_2_p999_us",
+        *(f"churn_{n}_{figure}" for n in (1, 2) for figure in ("per_s", "p99_us", "p999_us")),
+    ),
+    "Churn by one thread and by two: batches": (
+        "requests",
+        *(
+            f"batches_{n}_{figure}"
+            for n in (1, 2)
+            for figure in ("blocks_per_s", "p50_us", "p99_us", "p999_us")
+        ),
     ),
 }
 
@@ -117,6 +121,9 @@ def bars(row: Row) -> list[str]:
 
 # -- who holds what
 
+Exchange = tuple[Handles, Handles, npt.NDArray[np.uint32]]
+"""Who goes; who comes instead; how many blocks each wants."""
+
 
 @dataclass(slots=True, eq=False)
 class Crowd:
@@ -133,9 +140,10 @@ class Crowd:
         counts = (rng.random(number) < BLOCKS_PER_REQUEST - 1).astype(np.uint32) + 1
         return cls(_handles(0, number), counts.astype(np.uint32), number, rng)
 
-    def replace(self, number: int) -> tuple[Handles, Handles, npt.NDArray[np.uint32]]:
-        """Some at random, who go; who come instead; how many blocks each wants."""
-        places = self.rng.choice(len(self.handles), number, replace=False)
+    def replace(self, number: int, part: int = 0, parts: int = 1) -> Exchange:
+        """Some at random, all of one of several parts."""
+        own = len(self.handles) // parts
+        places = self.rng.choice(own, number, replace=False) * parts + part
         leaving, coming = self.handles[places], _handles(self.came, number)
         self.handles[places] = coming
         self.came += number
@@ -144,7 +152,7 @@ class Crowd:
     def succession(
         self, number: int, part: int, parts: int
     ) -> tuple[list[int], list[int], list[int]]:
-        """As `replace`, one after the other and so perhaps one of those who came, among one of several parts."""
+        """As `replace`, but one after the other, and so perhaps one of those who came."""
         own = len(self.handles) // parts
         places = (self.rng.integers(0, own, number) * parts + part).tolist()
         coming = _handles(self.came, number)
@@ -187,7 +195,9 @@ def measure(number: int, rounds: int) -> Row:
     row |= _singles(pool, crowd, rounds) | _batches(pool, crowd, rounds)
     for threads in (1, 2):
         row |= _churn(pool, crowd, rounds, threads)
+        row |= _batch_churn(pool, crowd, rounds, threads)
     pool.validate()
+    assert pool.stats().requests == number, "somebody did not get its blocks"
     return row
 
 
@@ -291,6 +301,34 @@ def _churning(
             pool.allocate(new, count)
             mine.append((now() - begun) / 1000)
         durations.extend(mine)
+
+    return churn
+
+
+def _batch_churn(pool: PagePool, crowd: Crowd, rounds: int, threads: int) -> Row:
+    """Blocks per second over all threads, with what giving them back takes; microseconds of each `allocate_all`."""
+    rates, durations = list[float](), list[float]()
+    most = min(CALLS, len(crowd.handles)) // threads // BATCH * BATCH
+    for _ in range(rounds):
+        turns = range(CALLS // most // threads)
+        parts = [[crowd.replace(most, p, threads) for _ in turns] for p in range(threads)]
+        tasks = [_batch_churning(pool, part, durations) for part in parts]
+        blocks = sum(int(counts.sum()) for part in parts for _, _, counts in part)
+        rates.append(blocks / _seconds(_together, tasks))
+    found = _percentiles(f"batches_{threads}", durations)
+    return {f"batches_{threads}_blocks_per_s": median(rates), **found}
+
+
+def _batch_churning(
+    pool: PagePool, turns: list[Exchange], durations: list[float]
+) -> Callable[[], None]:
+    def churn() -> None:
+        for leaving, coming, counts in turns:
+            for start in range(0, len(coming), BATCH):
+                batch = slice(start, start + BATCH)
+                pool.free_all(leaving[batch])
+                seconds = _seconds(pool.allocate_all, coming[batch], counts[batch])
+                durations.append(seconds * 1e6)
 
     return churn
 
