@@ -8,7 +8,8 @@ calls to `allocate` in a row, its percentiles of calls that are timed one by one
 *Batch*: one call for 32 requests. *Churn*: `free` and `allocate` in turns, by one thread and by two: single calls keep
 the interpreter's lock, batches do without it and wait for each other's. Each rate is the median of the rounds, a
 percentile is of all rounds. Resident memory is what the process grew by from before the pool was made until all
-requests held their blocks; what the benchmark itself needs was there before.
+requests held their blocks; what the benchmark itself needs was there before. Exit status 1 when the last size misses a
+bar.
 """
 
 from __future__ import annotations
@@ -53,9 +54,8 @@ def main() -> int:
         print(table(columns, [[row[column] for column in columns] for row in rows]))
     verdicts = bars(rows[-1])
     print("\n" + "\n".join(verdicts))
-    if arguments.json:
-        write_json(arguments.json, {"benchmark": "engine_pages", "rows": rows, "bars": verdicts})
-    return 0
+    write_json(arguments.json, {"benchmark": "engine_pages", "rows": rows, "bars": verdicts})
+    return int(any(verdict.startswith("MISSED") for verdict in verdicts))
 
 
 def _arguments() -> argparse.Namespace:
@@ -64,7 +64,7 @@ def _arguments() -> argparse.Namespace:
         "--requests", type=int, nargs="+", default=[10**power for power in range(3, 8)]
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, default=Path("out/engine/pages.json"))
     return parser.parse_args()
 
 

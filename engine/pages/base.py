@@ -178,6 +178,10 @@ class PageCore(Protocol):
     def mark(self, request: int, mark: Mark) -> bool | None:
         """False: too many pins, or none. None: not there."""
 
+    def hand_over(self, request: int, to: int, count: int) -> bool:
+        """The first `count` blocks are those of `to` from now on, a new and busy request of the same priority. False =
+        no more requests can come. Raises LookupError unless the one has so many blocks and the other is not there."""
+
     def blocks_of(self, request: int) -> BlockArray | None: ...
 
     def grow(self, count: int) -> int:
@@ -245,3 +249,14 @@ def counts_for(requests: RequestArray, counts: int | Sequence[int] | BlockArray)
     if each.shape != requests.shape:
         raise ValueError("a batch wants one count for all requests, or one for each")
     return each
+
+
+def wish_of(request: int, count: int, priority: int, room: int, *, existing: bool = False) -> Wish:
+    """Raises ValueError for a number that is none of what it stands for: C would take it for another."""
+    if not 0 <= request <= MAX_REQUEST:
+        raise ValueError(f"{request} is not a request: a number below 2**64")
+    if not 1 <= count <= MAX_BLOCKS or not 0 <= room <= MAX_BLOCKS:
+        raise ValueError(f"{count} (room {room}) is not a number of blocks from 1 to {MAX_BLOCKS}")
+    if not 0 <= priority <= MAX_PRIORITY:
+        raise ValueError(f"a priority is from 0 to {MAX_PRIORITY}, not {priority}")
+    return Wish(request, count, priority, room, existing)

@@ -30,7 +30,7 @@ from engine.pages.latency import NUM_BUCKETS
 from engine.pages.prototypes import NUM_STATS, EvictedState, PagesLibrary, Setting, WishState
 from protocol.errors import ConfigError
 
-_BUSY, _FULL, _UNKNOWN, _AGAIN = -1, -2, -3, -4
+_BUSY, _FULL, _UNKNOWN, _AGAIN, _WRONG = -1, -2, -3, -4, -5
 _EXISTING, _AHEAD, _WAITS_NOT = 1, 2, 4
 _EXTENDS = _EXISTING | _WAITS_NOT
 _SCATTERED = 1 << 32
@@ -143,6 +143,12 @@ class NativePages:
         if answer == _BUSY:
             answer = self._library.mark(self._this, request, request >> 32, mark, 0)
         return None if answer == _UNKNOWN else bool(answer)
+
+    def hand_over(self, request: int, to: int, count: int) -> bool:
+        answer = self._library.hand_over(self._at, request, to, count)
+        if answer in (_UNKNOWN, _WRONG):
+            raise LookupError(request)
+        return answer > 0
 
     def blocks_of(self, request: int) -> BlockArray | None:
         blocks: BlockArray = np.empty(16, np.uint32)

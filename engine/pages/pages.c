@@ -134,6 +134,14 @@ PUBLIC int64_t pages_reserve(Pages *pages, const Wish *wish) {
     return answer;
 }
 
+/* The first `count` blocks of a request are `to`'s, which is new: 1, FULL when no request can come, UNKNOWN or WRONG. */
+PUBLIC int64_t pages_hand_over(Pages *pages, uint64_t handle, uint64_t to, uint32_t count) {
+    pthread_mutex_lock(&pages->lock);
+    int64_t answer = hand_over(pages, handle, to, count);
+    pthread_mutex_unlock(&pages->lock);
+    return answer;
+}
+
 /* -- size */
 
 /* Takes retired blocks into service again, then new ones at the end: how many. */

@@ -1,6 +1,6 @@
 /* Who holds what, who may take how much, and what goes when there is not enough. Under the lock throughout. */
-enum { BUSY = -1, FULL = -2, UNKNOWN = -3, AGAIN = -4 }; /* answers below 0 */
-enum { EXISTING = 1, AHEAD = 2, WAITS_NOT = 4 };         /* how to allocate */
+enum { BUSY = -1, FULL = -2, UNKNOWN = -3, AGAIN = -4, WRONG = -5 }; /* answers below 0 */
+enum { EXISTING = 1, AHEAD = 2, WAITS_NOT = 4 };                     /* how to allocate */
 enum { LRU, LFU, FIFO };
 #define SCATTERED (1ll << 32)  /* with the first block: the others are not all behind it */
 #define MILLION 1000000ull
@@ -266,5 +266,37 @@ static int64_t set_promise(Pages *pages, const Wish *wish) {
     promise(pages, record, wish->count);
     step_in(pages, record, was_idle);
     if (!record->promised && !record->num_blocks) leave(pages, record);
+    return 1;
+}
+
+/* Cuts the first `count` blocks off the chain of `from`, which has so many, for `heir`, which has none. */
+static void split(Pages *pages, Record *from, Record *heir, uint32_t count) {
+    uint32_t at = from->first, runs = 1;
+    for (uint32_t i = 1; i < count; i++) {
+        uint32_t before = at;
+        at = pages->next[at];
+        runs += at != before + 1;
+    }
+    heir->first = from->first;
+    heir->last = at;
+    heir->num_blocks = count;
+    heir->num_runs = runs;
+    from->num_blocks -= count;
+    from->num_runs -= runs;
+    if (!from->num_blocks) return;
+    from->first = pages->next[at];
+    if (from->first == at + 1) from->num_runs++, pages->stats.runs++; /* one run is two now */
+}
+
+static int64_t hand_over(Pages *pages, uint64_t handle, uint64_t to, uint32_t count) {
+    Record *from = find(&pages->requests, handle);
+    if (!from) return UNKNOWN;
+    if (!count || count > from->num_blocks || find(&pages->requests, to)) return WRONG;
+    if (pages->requests.count == pages->requests.max_requests) return refuse(pages);
+    Record *heir = enter(pages, to, from->priority);
+    int was_idle = step_out(pages, from);
+    split(pages, from, heir, count);
+    step_in(pages, from, was_idle);
+    if (!from->num_blocks && !from->promised) leave(pages, from);
     return 1;
 }

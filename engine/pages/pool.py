@@ -25,6 +25,7 @@ from engine.pages.base import (
     Wish,
     check_requests,
     counts_for,
+    wish_of,
 )
 from engine.pages.latency import Counts, percentile_s
 from engine.pages.native import NativePages
@@ -85,7 +86,7 @@ class PagePool:
             or not 0 < count <= MAX_BLOCKS
             or not 0 <= priority <= MAX_PRIORITY
         ):
-            return self._allocate(_wish(request, count, priority, room), wait_s)
+            return self._allocate(wish_of(request, count, priority, room), wait_s)
         blocks = self._allocate_plain(request, count, priority)
         if blocks is None:
             return self._short(Wish(request, count, priority), wait_s)
@@ -98,7 +99,7 @@ class PagePool:
     ) -> Blocks:
         """As `allocate` for a request that is there. Raises ValueError when it is not: it was freed, or evicted."""
         if room or not 0 <= request <= MAX_REQUEST or not 0 < count <= MAX_BLOCKS:
-            return self._allocate(_wish(request, count, 0, room, existing=True), wait_s)
+            return self._allocate(wish_of(request, count, 0, room, existing=True), wait_s)
         try:
             blocks = self._core.extend_plain(request, count)
         except LookupError as error:
@@ -113,7 +114,7 @@ class PagePool:
         self, request: int, count: int = 1, *, priority: int = 0, room: int = 0
     ) -> Blocks | None:
         """As `allocate`, never waiting; None when there is not enough now."""
-        return self._attempt(_wish(request, count, priority, room))
+        return self._attempt(wish_of(request, count, priority, room))
 
     def allocate_all(
         self,
@@ -128,7 +129,7 @@ class PagePool:
         Gives the blocks of all, one request's behind another's, and how many requests got theirs. Neither waits nor
         evicts.
         """
-        _wish(0, 1, priority, room)
+        wish_of(0, 1, priority, room)
         check_requests(requests)
         blocks, done = self._core.allocate_all(
             requests, counts_for(requests, counts), priority, room
@@ -140,17 +141,32 @@ class PagePool:
     def reserve(self, request: int, count: int, *, priority: int = 0) -> bool:
         """`count` blocks are promised to the request from now on (0 = none): it will get them without waiting, as the
         last to be used up of what is free. False, and no change, when that cannot be promised now."""
-        _wish(request, max(count, 1), priority, 0)
+        wish_of(request, max(count, 1), priority, 0)
         if count < 0:
             raise ValueError(f"{count} blocks cannot be promised")
         kept = self._core.reserve(request, count, priority)
         self._serve()
         return kept
 
+    def hand_over(self, request: int, to: int, count: int = 1) -> bool:
+        """The first `count` blocks of a request are those of `to` from now on, which is new, busy and of its priority:
+        a prefix that others may use outlives who computed it. O(count). False when no more requests can come.
+
+        Raises ValueError unless `request` has so many blocks and `to` is not there.
+        """
+        wish_of(to, 1, 0, 0), wish_of(request, count, 0, 0)
+        try:
+            return self._core.hand_over(request, to, count)
+        except LookupError as error:
+            raise ValueError(
+                f"{count} blocks of request {request} cannot become {to}'s: it has fewer, or {to} is there already"
+            ) from error
+
     # -- the end, and rest
 
     def free(self, request: int) -> int:
-        """All that the request holds comes back; how many blocks. 0 when it is not there: it may have been evicted."""
+        """All that the request holds comes back, pins and promises go; how many blocks. 0 when it is not there: it may
+        have been evicted."""
         if not 0 <= request <= MAX_REQUEST:
             raise ValueError(f"{request} is not a request: a number below 2**64")
         count = self._free(request)
@@ -219,7 +235,7 @@ class PagePool:
 
     def blocks_of(self, request: int) -> Blocks:
         """In the order in which they were allocated; empty when it is not there."""
-        _wish(request, 1, 0, 0)
+        wish_of(request, 1, 0, 0)
         blocks = self._core.blocks_of(request)
         return [] if blocks is None else list(map(int, blocks))
 
@@ -372,16 +388,6 @@ def core_for(config: PoolConfig) -> PageCore:
     """Compiled where there is a compiler, else in Python, after one warning."""
     library = compiled()
     return PythonPages(config) if library is None else NativePages(library, config)
-
-
-def _wish(request: int, count: int, priority: int, room: int, *, existing: bool = False) -> Wish:
-    if not 0 <= request <= MAX_REQUEST:
-        raise ValueError(f"{request} is not a request: a number below 2**64")
-    if not 1 <= count <= MAX_BLOCKS or not 0 <= room <= MAX_BLOCKS:
-        raise ValueError(f"{count} (room {room}) is not a number of blocks from 1 to {MAX_BLOCKS}")
-    if not 0 <= priority <= MAX_PRIORITY:
-        raise ValueError(f"a priority is from 0 to {MAX_PRIORITY}, not {priority}")
-    return Wish(request, count, priority, room, existing)
 
 
 def _unknown(request: int) -> ValueError:

@@ -90,6 +90,8 @@ class PagesLibrary:
         self.try_mark = self._declare_quick("mark", short=True)
         self.reserve = self._declare("reserve", _int64, _pointer, _pointer)
 
+        self.hand_over = self._declare("hand_over", _int64, _pointer, _uint64, _uint64, _uint32)
+
     def _declare_pool(self) -> None:
         self.grow = self._declare("grow", _int64, _pointer, _uint64)
         self.shrink = self._declare("shrink", _int64, _pointer, _uint64, _pointer)

@@ -118,6 +118,20 @@ class PythonPages:
                 self._line_up(record)
             return True
 
+    def hand_over(self, request: int, to: int, count: int) -> bool:
+        with self._lock:
+            record = self._records.get(request)
+            if record is None or not 0 < count <= len(record.blocks) or to in self._records:
+                raise LookupError(request)
+            if self._is_full:
+                self._counters["refusals"] += 1
+                return False
+            heir = self._enter(Wish(to, count, record.priority))
+            heir.blocks, record.blocks = record.blocks[:count], record.blocks[count:]
+            if not record.size:
+                self._leave(record)
+            return True
+
     def blocks_of(self, request: int) -> BlockArray | None:
         with self._lock:
             record = self._records.get(request)

@@ -98,6 +98,25 @@ def test_more_requests_than_were_planned_for_are_refused(make_core: MakeCore) ->
     assert core.allocate_evicting(Wish(C, 1)) == ([1], [B])
 
 
+def test_a_prefix_outlives_its_request(make_core: MakeCore) -> None:
+    """Its blocks are another's, with the same priority; the rest stays, and goes by itself."""
+    core = make_core(PoolConfig(num_blocks=8, max_requests=2))
+    blocks = take(core, A, 5, priority=1)
+    assert core.hand_over(A, B, 2)
+    core.validate()
+    assert core.blocks_of(B).tolist() == blocks[:2]  # type: ignore[union-attr]
+    assert core.blocks_of(A).tolist() == blocks[2:]  # type: ignore[union-attr]
+    assert (core.stats().runs, core.stats().held_high) == (2, 5)
+    assert not core.hand_over(A, C, 1)  # no third request can come
+    assert core.free(A) == 3
+    assert core.hand_over(B, C, 2)
+    core.validate()
+    assert core.blocks_of(B) is None
+    for request, to, count in ((C, D, 3), (C, C, 1), (B, D, 1), (C, D, 0)):
+        with pytest.raises(LookupError):
+            core.hand_over(request, to, count)
+
+
 # -- shares and promises
 
 

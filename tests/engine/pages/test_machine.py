@@ -125,6 +125,22 @@ class Twins(RuleBasedStateMachine):
         kept = self.native.reserve(request, count, priority)
         assert kept == self.twin.reserve(request, count, priority)
 
+    @rule(request=requests, to=requests, count=st.integers(1, 5))
+    def hand_over(self, request: int, to: int, count: int) -> None:
+        mine = self.held.get(request, [])
+        there = self.twin.blocks_of(to) is not None
+        if there or count > len(mine):
+            for core in (self.native, self.twin):
+                with pytest.raises(LookupError):
+                    core.hand_over(request, to, count)
+            return
+        done = self.native.hand_over(request, to, count)
+        assert done == self.twin.hand_over(request, to, count)
+        if done:
+            self.held[to], self.held[request] = mine[:count], mine[count:]
+            if not self.held[request]:
+                del self.held[request]
+
     @rule(request=requests)
     def free(self, request: int) -> None:
         blocks = self.held.pop(request, [])

@@ -85,6 +85,9 @@ def test_misuse_is_told(make_core: MakeCore) -> None:
             pool.allocate_all(np.arange(2, dtype=np.uint64), counts)  # type: ignore[arg-type]
     assert pool.blocks_of(B) == []
     assert not pool.rest(B)
+    with pytest.raises(ValueError, match="it has fewer, or 2 is there already"):
+        pool.hand_over(A, B, 2)
+    assert pool.hand_over(A, B)
 
 
 @pytest.mark.parametrize(
