@@ -112,6 +112,22 @@ class Policy(Protocol):
         """It generated its last token, or was `stopped` by its limit; None: by somebody's will, which says nothing."""
 
 
-def youngest(books: Books) -> Holder:
-    """The worst-ranked holder."""
-    return max(books.holders.values(), key=lambda holder: holder.request.rank)
+class Plain:
+    """What policies have in common that learn nothing and take nothing ahead: whoever came last gives way."""
+
+    takes_back = False  # there is nothing, or it is promised
+
+    def ahead(self, request: Growing, books: Books) -> int:
+        return 0
+
+    def victim(self, needy: Growing, books: Books) -> Holder:
+        return max(books.holders.values(), key=lambda holder: holder.request.rank)
+
+    def admitted(self, request: Growing) -> None:
+        pass
+
+    def preempted(self, request: Growing) -> None:
+        pass
+
+    def ended(self, request: Growing, *, stopped: bool | None) -> None:
+        pass

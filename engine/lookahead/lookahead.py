@@ -3,8 +3,9 @@
 Requirements, and how each is met:
 1. *The pool is full of tokens, not of promises.* A request is admitted when what all holders are expected to hold at
    once, now and at any later step, keeps to the pool with it (`outlook`). Blocks ahead are given back when needed.
-2. *Preemption is the exception.* The expectation has a margin of some standard deviations. Each preemption widens it,
-   each admission narrows it again a little: predictions that are off cost a few preemptions, not one after another.
+2. *Preemption is the exception.* The expectation has a margin of some standard deviations; fewer where a preemption
+   costs less than an empty place (`Costs`). Each preemption widens it, each admission narrows it again a little:
+   predictions that are off cost a few preemptions, not one after another.
 3. *What gives way costs least.* Of those whose blocks suffice the one with the fewest tokens to compute again, never
    the best-ranked one, and no one twice while there are others.
 4. *Few calls, few runs.* A table grows by what its request will probably need, as far as its share of what is free
@@ -15,20 +16,22 @@ Never knows what a request will generate: only what others did. Pure.
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 from engine.lookahead.base import Books, Growing, Holder, num_generated
+from engine.lookahead.costs import Costs
 from engine.lookahead.outlook import Outlook, outlook
 from engine.lookahead.predictor import Predictor
 
-# Of `margin`, in standard deviations: tuned on synthetic traces (benchmarks.engine.lookahead).
-LEAST_MARGIN = 2.5
-MOST_MARGIN = 4.0
-WIDENED = 0.5  # by a preemption
-NARROWED = 0.01  # by an admission
+# In standard deviations: tuned on synthetic traces (benchmarks.engine.lookahead).
+MARGIN = 2.5
+_MOST_MARGIN = 4.0
+_WIDENED = 0.5  # by a preemption
+_NARROWED = 0.01  # by an admission, at least
 
+_NORMAL = NormalDist()
 _FREE_SHARE = 0.5  # of the free blocks, what all holders' blocks ahead may take together
-_MOST_AHEAD = (
-    8  # blocks: what nobody took back needs no more, and more of them would stand in prompts' way
-)
+_MOST_AHEAD = 8  # blocks; more of them would stand in prompts' way
 _LIKELY = 0.5  # blocks ahead are for the tokens that a request will need with this probability
 
 
@@ -36,10 +39,26 @@ class Lookahead:
     takes_back = True
 
     def __init__(
-        self, *, least_margin: float = LEAST_MARGIN, predictor: Predictor | None = None
+        self,
+        *,
+        margin: float = MARGIN,
+        costs: Costs | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
-        self.margin = self._least_margin = least_margin
+        """`margin`: standard deviations; with `costs` at most so many."""
         self.predictor = Predictor() if predictor is None else predictor
+        self._margin = margin
+        self._costs = costs
+        self._widened = 0.0
+        self._tolerable = 0.0  # preemptions per admission, at the latest look
+
+    @property
+    def margin(self) -> float:
+        """Standard deviations that admissions keep, as of the latest look."""
+        margin = self._margin
+        if self._tolerable > 0.0:
+            margin = min(margin, -_NORMAL.inv_cdf(min(self._tolerable, 0.5)))
+        return min(margin + self._widened, _MOST_MARGIN)
 
     def outlook(self, books: Books, *others: Growing) -> Outlook:
         """What the holders, and these, will need, steps ahead."""
@@ -48,8 +67,15 @@ class Lookahead:
 
     def first(self, request: Growing, books: Books) -> int | None:
         needed = books.blocks_for(request.num_tokens)
-        peak = self.outlook(books, request).peak(self.margin)
-        return needed + self.ahead(request, books) if peak <= books.num_blocks else None
+        found = self.outlook(books, request)
+        self._weigh(found, books)
+        fits = found.peak(self.margin) <= books.num_blocks
+        return needed + self.ahead(request, books) if fits else None
+
+    def _weigh(self, found: Outlook, books: Books) -> None:
+        if self._costs is not None and books.holders:
+            num, tokens = len(books.holders), float(found.mean[0]) * books.block_size
+            self._tolerable = self._costs.tolerable(num, tokens / (num + 1), found.steps_to_end)
 
     def ahead(self, request: Growing, books: Books) -> int:
         share = int(_FREE_SHARE * books.num_free) // (len(books.holders) + 1)
@@ -68,10 +94,12 @@ class Lookahead:
         return min(others, key=lambda each: _cost(each, len(holders)))
 
     def admitted(self, request: Growing) -> None:
-        self.margin = max(self.margin - NARROWED, self._least_margin)
+        # Such that the preemptions that are tolerable keep the margin where it is.
+        narrowed = max(_WIDENED * min(self._tolerable, 1.0), _NARROWED)
+        self._widened = max(self._widened - narrowed, 0.0)
 
     def preempted(self, request: Growing) -> None:
-        self.margin = min(self.margin + WIDENED, MOST_MARGIN)
+        self._widened = min(self._widened + _WIDENED, _MOST_MARGIN)
 
     def ended(self, request: Growing, *, stopped: bool | None) -> None:
         if stopped is not None:

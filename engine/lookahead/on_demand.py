@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 
-from engine.lookahead.base import Books, Growing, Holder, youngest
+from engine.lookahead.base import Books, Growing, Plain
 
 
-class OnDemand:
-    takes_back = False  # there is nothing
-
+class OnDemand(Plain):
     def __init__(self, kept_free: float = 0.0, per_holder: int = 1) -> None:
         """What admissions leave: a share of the pool, or blocks for each holder."""
         self._kept_free = kept_free
@@ -24,18 +22,3 @@ class OnDemand:
         share = math.ceil(self._kept_free * books.num_blocks)
         headroom = max(self._per_holder * len(books.holders), share)
         return wanted if wanted + headroom <= books.num_free else None
-
-    def ahead(self, request: Growing, books: Books) -> int:
-        return 0
-
-    def victim(self, needy: Growing, books: Books) -> Holder:
-        return youngest(books)
-
-    def admitted(self, request: Growing) -> None:
-        pass
-
-    def preempted(self, request: Growing) -> None:
-        pass
-
-    def ended(self, request: Growing, *, stopped: bool | None) -> None:
-        pass

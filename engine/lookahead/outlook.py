@@ -34,23 +34,26 @@ class Outlook:
     mean: Floats
     variance: Floats
     most: Floats  # if nobody ends before its limit
-
-    def __add__(self, other: Outlook) -> Outlook:
-        """Of both sets together."""
-        return Outlook(
-            self.mean + other.mean, self.variance + other.variance, self.most + other.most
-        )
+    ends: Floats  # expected by then
 
     def peak(self, deviations: float) -> float:
         """Blocks that are not exceeded at any time, as far as so many standard deviations tell."""
         return float(np.minimum(self.mean + deviations * np.sqrt(self.variance), self.most).max())
+
+    @property
+    def steps_to_end(self) -> float:
+        """Until one of them has ended, as is to be expected."""
+        at = int(np.searchsorted(self.ends, 1.0))
+        if at >= len(self.ends):
+            return float(HORIZONS[-1])
+        return float(HORIZONS[at] / self.ends[at])
 
 
 def outlook(requests: Sequence[Growing], predictor: Predictor, block_size: int) -> Outlook:
     """Of these requests, if no others come."""
     if not requests:
         nothing = np.zeros(len(HORIZONS))
-        return Outlook(nothing, nothing, nothing)
+        return Outlook(nothing, nothing, nothing, nothing)
     tokens = np.array([each.num_tokens for each in requests], np.int64)
     left = np.array([max(_left(each), 0) for each in requests], np.int64)
     blocks = -(-(tokens[:, None] + HORIZONS) // block_size)
@@ -60,6 +63,7 @@ def outlook(requests: Sequence[Growing], predictor: Predictor, block_size: int) 
     return Outlook(
         mean=expected.sum(axis=0),
         variance=(expected * (1.0 - alive) * blocks).sum(axis=0),
+        ends=(1.0 - alive).sum(axis=0),
         most=(blocks * (left[:, None] >= HORIZONS)).sum(axis=0, dtype=np.float64),
     )
 

@@ -5,28 +5,11 @@ What a client allows is mostly far more than what it gets: most of such a table 
 
 from __future__ import annotations
 
-from engine.lookahead.base import Books, Growing, Holder, youngest
+from engine.lookahead.base import Books, Growing, Plain
 
 
-class WorstCase:
-    takes_back = False  # what is promised stays
-
+class WorstCase(Plain):
     def first(self, request: Growing, books: Books) -> int | None:
         most = books.blocks_for(request.num_prompt_tokens + request.max_tokens)
         wanted = min(most, books.num_blocks)  # one that may outgrow the pool runs alone
         return wanted if wanted <= books.num_free else None
-
-    def ahead(self, request: Growing, books: Books) -> int:
-        return 0
-
-    def victim(self, needy: Growing, books: Books) -> Holder:
-        return youngest(books)
-
-    def admitted(self, request: Growing) -> None:
-        pass
-
-    def preempted(self, request: Growing) -> None:
-        pass
-
-    def ended(self, request: Growing, *, stopped: bool | None) -> None:
-        pass

@@ -186,15 +186,12 @@ def test_nobody_holds_nothing() -> None:
     assert outlook([], Predictor(), 16).peak(3.0) == 0.0
 
 
-def test_two_sets_together_are_their_sum() -> None:
-    predictor = (
-        Predictor()
-    )  # it counts those who run, so that sets are independent only without knowledge
-    one, two = [Asking(0, 100, 200)], [Asking(1, 900, 50)]
-    both = outlook([*one, *two], predictor, 16)
-    added = outlook(one, predictor, 16) + outlook(two, predictor, 16)
-    assert (both.mean == added.mean).all()
-    assert both.peak(2.0) == added.peak(2.0)
+def test_the_next_end_is_as_far_as_answers_are_long_among_as_many() -> None:
+    """Of those who end after 1,000 tokens, and are evenly spread over that, every 50th step ends one of 20."""
+    predictor = learned([1000] * 200)
+    requests = [Asking(n, 100, FAR, generated=25 + 50 * n) for n in range(20)]
+    assert outlook(requests, predictor, 16).steps_to_end == pytest.approx(50, rel=0.5)
+    assert outlook(requests[:1], predictor, 16).steps_to_end == pytest.approx(975, rel=0.5)
 
 
 def test_horizons_reach_from_the_next_step_beyond_every_limit() -> None:
