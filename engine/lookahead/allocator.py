@@ -216,6 +216,7 @@ class Allocator:
         assert sum(runs) == self._num_runs, "the sum of runs drifted"
         assert all(tables), "a holder without blocks"
         assert not self._preempted.keys() & self.holders.keys(), "it holds and waits"
+        self.policy.validate()
 
 
 def _count_runs(blocks: list[BlockId]) -> int:

@@ -111,6 +111,9 @@ class Policy(Protocol):
     def ended(self, request: Growing, *, stopped: bool | None) -> None:
         """It generated its last token, or was `stopped` by its limit; None: by somebody's will, which says nothing."""
 
+    def validate(self) -> None:
+        """Raises AssertionError unless what it keeps is sound."""
+
 
 class Plain:
     """What policies have in common that learn nothing and take nothing ahead: whoever came last gives way."""
@@ -130,4 +133,7 @@ class Plain:
         pass
 
     def ended(self, request: Growing, *, stopped: bool | None) -> None:
+        pass
+
+    def validate(self) -> None:
         pass

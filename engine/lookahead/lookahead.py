@@ -105,6 +105,11 @@ class Lookahead:
         if stopped is not None:
             self.predictor.ended(request, stopped=stopped)
 
+    def validate(self) -> None:
+        assert 0.0 <= self._widened <= _MOST_MARGIN
+        assert self._tolerable >= 0.0
+        self.predictor.validate()
+
 
 def _cost(holder: Holder, missing: int) -> tuple[int, bool, bool, int, int, int]:
     """Least first: the least urgent, who frees enough, for the first time, with the fewest tokens to compute again."""

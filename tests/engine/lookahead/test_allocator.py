@@ -11,18 +11,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.lookahead.allocator import Allocator
 from engine.lookahead.base import Policy
+from engine.lookahead.costs import Costs
 from engine.lookahead.lookahead import Lookahead
 from engine.lookahead.on_demand import OnDemand
 from engine.lookahead.worst_case import WorstCase
 from protocol.errors import InvalidRequest
+from protocol.profile import DEFAULT_DECODE, DEFAULT_PREFILL
 from tests.engine.lookahead.asking import Asking
 from tests.thoroughness import examples
 
+COSTS = Costs(decode=DEFAULT_DECODE, prefill=DEFAULT_PREFILL)
 POLICIES: dict[str, Callable[[], Policy]] = {
     "on-demand": OnDemand,
     "vLLM's": lambda: OnDemand(per_holder=0),
     "worst case": WorstCase,
     "lookahead": Lookahead,
+    "lookahead by cost": lambda: Lookahead(costs=COSTS),
 }
 each_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES.keys())
 
@@ -336,9 +340,6 @@ class Serving(RuleBasedStateMachine):
         self.allocator.validate()
         assert self.allocator.num_held + self.allocator.num_free == self.allocator.num_blocks
         assert self.allocator.holders.keys() == {each.request_id for each in self.running}
-        predictor = getattr(self.allocator.policy, "predictor", None)
-        if predictor is not None:
-            predictor.validate()
 
     def teardown(self) -> None:
         """Whoever waits is admitted and ends, however little room there is."""
