@@ -5,14 +5,25 @@ Only the order of things: what computes a layer is `engine.kernels`, what looks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 
-from engine.attention.base import Attention
+from engine.attention.base import Attention, Plan
 from engine.config import ModelConfig
 from engine.kernels.base import Kernels
 from engine.step import Step
+
+
+class ForwardPass(Protocol):
+    """What an engine runs: `Model`, or one that replays it."""
+
+    kernels_name: str
+
+    def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Logits `[rows, vocab]`, float32, until the next call. `on_layer(l)` runs right after layer l's K and V are in
+        the pool."""
 
 
 class Model:
@@ -20,14 +31,24 @@ class Model:
 
     def __init__(self, config: ModelConfig, kernels: Kernels, attention: Attention) -> None:
         self.kernels_name = kernels.name
+        self.windows = frozenset(config.sliding_windows)  # that any layer has
         self._windows = config.sliding_windows
         self._kernels = kernels
         self._attention = attention
 
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Logits `[rows, vocab]`, float32. `on_layer(l)` runs right after layer l's K and V are in the pool."""
+        plans = {window: self._attention.plan(step.spans, window) for window in self.windows}
+        return self.run(step, plans, on_layer)
+
+    def run(
+        self,
+        step: Step,
+        plans: Mapping[int | None, Plan],
+        on_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """As `forward`, with a plan for each window that was made before; `step.spans` is not looked at."""
         work = self._kernels.begin(step)
-        plans = {window: self._attention.plan(step.spans, window) for window in set(self._windows)}
         for layer, window in enumerate(self._windows):
             queries, keys, values = self._kernels.project(layer, work)
             if on_layer is not None:

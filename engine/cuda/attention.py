@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from engine.cuda.kernels.prefill import ChunkBatch
 
 MAX_HEAD_DIM = 256
-_TABLE_STEP = 16  # Triton compiles a kernel again for strides that are not multiples of 16
 
 
 class Pool(Protocol):
@@ -51,6 +50,7 @@ class TritonAttention:
     """`Attention` for CUDA devices, and in Triton's interpreter for any. Raises ConfigError where it cannot run."""
 
     name = "triton"
+    reads_whole_blocks = False
 
     def __init__(self, geometry: Geometry, pool: Pool) -> None:
         self._pool = pool
@@ -122,10 +122,15 @@ class TritonAttention:
         return output
 
 
+def table_columns(num_blocks: int) -> int:
+    """Of a table for up to `num_blocks` blocks: Triton compiles a kernel again for rows that are not aligned."""
+    return -(-num_blocks // 16) * 16
+
+
 def _tables(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
     """Block tables as one array, padded with block 0, which nobody reads."""
-    longest = max(len(span.blocks) for span in spans)
-    tables = np.zeros((len(spans), -(-longest // _TABLE_STEP) * _TABLE_STEP), dtype=np.int32)
+    columns = table_columns(max(len(span.blocks) for span in spans))
+    tables = np.zeros((len(spans), columns), dtype=np.int32)
     for row, span in zip(tables, spans, strict=True):
         row[: len(span.blocks)] = span.blocks
     return tables

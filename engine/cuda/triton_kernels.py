@@ -32,6 +32,11 @@ class _Pass:
     rotation: Positions
 
 
+def longest_sequence(config: ModelConfig, pool: KvPool) -> int:
+    """Tokens of the longest sequence that the model was made for and the pool holds."""
+    return min(config.max_position_embeddings, pool.num_blocks * pool.layout.block_size)
+
+
 class TritonKernels:
     """Implementation of `Kernels` for CUDA devices, and in Triton's interpreter for any. Raises ConfigError where it
     cannot run."""
@@ -50,6 +55,8 @@ class TritonKernels:
         self._weights = weights
         self._pool = pool
         self._angles = RopeTable(config.rope, config.head_dim, weights.embedding.dtype, device)
+        # Captured graphs read this table; one grown later, for longer sequences, is another.
+        self._captured_angles = self._angles.tables(longest_sequence(config, pool))
 
     def begin(self, step: Step) -> _Pass:
         device = self._weights.embedding.device

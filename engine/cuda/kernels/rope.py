@@ -18,7 +18,9 @@ class Positions:
 
     cos: torch.Tensor  # [tokens, head_dim], of each token's position
     signed_sin: torch.Tensor  # the same of sines, the first half negated
-    slots: torch.Tensor  # [tokens] int64: block · block_size + place in the block
+    slots: (
+        torch.Tensor
+    )  # [tokens] int64: block · block_size + place; behind the pool's end: nowhere
 
 
 def rotate_and_store(
@@ -36,7 +38,7 @@ def rotate_and_store(
     tokens, all_heads, head_dim = heads.shape
     _rotate_and_store[(tokens, triton.cdiv(all_heads, _HEADS))](
         heads, qk_norm, positions.cos, positions.signed_sin, positions.slots,
-        pool_keys, pool_values, epsilon,
+        pool_keys, pool_values, pool_keys.shape[0] * pool_keys.shape[1], epsilon,
         QUERY_HEADS=num_heads, KV_HEADS=pool_keys.shape[2], HEAD_DIM=head_dim,
         HALF_COLUMNS=triton.next_power_of_2(head_dim // 2), HEADS=_HEADS, num_warps=4,
     )  # fmt: skip
@@ -45,7 +47,7 @@ def rotate_and_store(
 @triton.jit
 def _rotate_and_store(
     heads: tl.tensor, qk_norm: tl.tensor, cos: tl.tensor, signed_sin: tl.tensor, slots: tl.tensor,
-    pool_keys: tl.tensor, pool_values: tl.tensor, epsilon: tl.tensor,
+    pool_keys: tl.tensor, pool_values: tl.tensor, num_slots: tl.tensor, epsilon: tl.tensor,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     HALF_COLUMNS: tl.constexpr, HEADS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -81,12 +83,14 @@ def _rotate_and_store(
     new_right = ((right * right_cos).to(dtype).to(tl.float32) + left * right_sin).to(dtype)
     tl.store(heads + places, new_left, mask=is_rotated)
     tl.store(heads + places + HALF, new_right, mask=is_rotated)
-    slot = tl.load(slots + token) * KV_HEADS
-    is_key = (head >= QUERY_HEADS)[:, None] & is_rotated
+    slot = tl.load(slots + token)
+    is_stored = inside & (slot < num_slots)
+    slot = slot * KV_HEADS
+    is_key = (head >= QUERY_HEADS)[:, None] & is_rotated & is_stored
     key_places = (slot + head[:, None] - QUERY_HEADS) * HEAD_DIM + columns[None, :]
     tl.store(pool_keys + key_places, new_left, mask=is_key)
     tl.store(pool_keys + key_places + HALF, new_right, mask=is_key)
-    is_value = (head >= ROTATED)[:, None] & inside
+    is_value = (head >= ROTATED)[:, None] & is_stored
     value_places = (slot + head[:, None] - ROTATED) * HEAD_DIM + columns[None, :]
     tl.store(pool_values + value_places, left_raw, mask=is_value)
     tl.store(pool_values + value_places + HALF, right_raw, mask=is_value)

@@ -59,25 +59,26 @@ def test_swiglu(rows: int, inner: int, dtype: torch.dtype) -> None:
 def test_rotation_and_what_is_stored(
     heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype
 ) -> None:
-    """Nothing but the tokens' own slots is written."""
+    """Nothing but the tokens' own slots is written, and nothing for a slot behind the pool's end."""
     tokens, block_size, rotated = 5, 16, heads + kv_heads
     projected = random(tokens, rotated + kv_heads, head_dim, dtype=dtype)
     weight = random(rotated, head_dim, dtype=dtype, seed=1) if normed else None
     cos, sin = (random(tokens, 1, head_dim, dtype=dtype, seed=seed) for seed in (2, 3))
-    slots = torch.tensor([3, 40, 17, 0, 63], device=projected.device)
+    slots = torch.tensor([3, 40, 17, 0, 64], device=projected.device)
     keys, values = (random(4, block_size, kv_heads, head_dim, dtype=dtype, seed=4) for _ in "kv")
     expected_keys, expected_values = keys.clone(), values.clone()
     expected = projected[:, :rotated]
     if weight is not None:
         expected = rms_norm(expected, weight)
     expected = apply_rope(expected, cos, sin)
-    expected_keys.flatten(0, 1)[slots] = expected[:, heads:]
-    expected_values.flatten(0, 1)[slots] = projected[:, rotated:]
+    stored = slots[:-1]
+    expected_keys.flatten(0, 1)[stored] = expected[:-1, heads:]
+    expected_values.flatten(0, 1)[stored] = projected[:-1, rotated:]
 
     rotate_and_store(projected, heads, weight, EPSILON, Positions(cos, sin, slots), keys, values)
     check(projected[:, :rotated], expected)
     check(keys, expected_keys)
     assert torch.equal(values, expected_values)
     others = torch.ones(4 * block_size, dtype=torch.bool, device=keys.device)
-    others[slots] = False
+    others[stored] = False
     assert torch.equal(keys.flatten(0, 1)[others], expected_keys.flatten(0, 1)[others])

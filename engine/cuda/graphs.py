@@ -1,0 +1,167 @@
+"""CUDA graphs for decode steps: one per batch size of a short list, captured when it is first needed.
+
+A decode step is hundreds of launches, each of which costs the host more than it costs a GPU to run; a graph is one. Its
+inputs are tensors that stay where they are and are filled before each replay; a smaller batch is padded with rows that
+see nothing, store nothing and are cut off. Steps with prompts, and those whose layers are waited for, run as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import ModelConfig
+from engine.cuda.attention import Plan, table_columns
+from engine.cuda.streams import Event, make_stream, record_event
+from engine.cuda.triton_kernels import longest_sequence
+from engine.kv_pool import KvPool
+from engine.model import ForwardPass, Model
+from engine.step import Step
+
+Replay = Callable[[], torch.Tensor]
+"""Computes again from what is in its inputs now. The result is overwritten by the next replay."""
+
+Capture = Callable[[Callable[[], torch.Tensor]], Replay]
+"""Makes a replay of work whose inputs and outputs stay where they are."""
+
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+"""Rows of the graphs. Larger batches run without one: launches are the lesser part there."""
+
+
+def with_graphs(model: Model, config: ModelConfig, pool: KvPool) -> ForwardPass:
+    """The model, by graphs where there can be some."""
+    if pool.device.type != "cuda":
+        return model
+    return GraphedModel(model, config, pool, CudaCapture(pool.device))
+
+
+class GraphedModel:
+    """A `Model` on Triton kernels whose decode steps are replayed. The first step of each size captures, which takes
+    longer."""
+
+    def __init__(self, model: Model, config: ModelConfig, pool: KvPool, capture: Capture) -> None:
+        self.kernels_name = model.kernels_name
+        self._model = model
+        self._device = pool.device
+        self._longest = longest_sequence(config, pool)
+        self._num_slots = pool.num_blocks * pool.layout.block_size
+        self._columns = table_columns(pool.layout.blocks_for(self._longest))
+        self._capture = capture
+        self._graphs: dict[int, _Graph] = {}
+
+    def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """As `Model.forward`; the logits hold until the next call."""
+        batch = self._batch_for(step)
+        if batch is None or on_layer is not None:
+            return self._model.forward(step, on_layer)
+        graph = self._graphs.get(batch)
+        if graph is None:
+            graph = self._graphs[batch] = self._make(batch)
+        graph.inputs.fill(step)
+        return graph.replay()[: len(step.spans)]
+
+    def _batch_for(self, step: Step) -> int | None:
+        """None: not a decode step, or not of a size that graphs are for."""
+        rows = len(step.spans)
+        if len(step.token_ids) != rows or step.rows is not None or step.longest > self._longest:
+            return None
+        return next((batch for batch in BATCHES if batch >= rows), None)
+
+    def _make(self, batch: int) -> _Graph:
+        inputs = _Inputs(batch, self._columns, self._num_slots, self._device)
+        step = inputs.step(self._longest)
+        plans = {window: inputs.plan(self._longest, window) for window in self._model.windows}
+        return _Graph(inputs, self._capture(lambda: self._model.run(step, plans)))
+
+
+class _Inputs:
+    """What a captured step reads, and the memory of the host that it is filled from."""
+
+    def __init__(self, batch: int, columns: int, num_slots: int, device: torch.device) -> None:
+        tokens = torch.zeros((3, batch), dtype=torch.int64)  # tokens, positions, slots
+        tokens[2] = num_slots  # behind the pool's end: nothing is stored for rows that only pad
+        self._num_slots = num_slots
+        tables = torch.zeros((batch, columns), dtype=torch.int32)
+        ends = torch.zeros(batch, dtype=torch.int32)
+        self._on_host = tuple(_pinned(one, device) for one in (tokens, tables, ends))
+        self._on_device = tuple(one.to(device, copy=True) for one in self._on_host)
+        self._arrived: Event | None = None
+
+    def step(self, longest: int) -> Step:
+        token_ids, positions, slots = self._on_device[0]
+        return Step(
+            token_ids=token_ids,
+            positions=positions,
+            longest=longest,
+            slots=slots,
+            spans=(),
+            rows=None,
+        )
+
+    def plan(self, longest: int, window: int | None) -> Plan:
+        from engine.cuda.kernels.decode import DecodeBatch, parts_for
+
+        _, tables, ends = self._on_device
+        return Plan(DecodeBatch(tables, ends, parts_for(longest, window)), None, window)
+
+    def fill(self, step: Step) -> None:
+        """Brings the step to the device, behind the work that is under way there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()  # what was filled in last may still be on its way from here
+        rows = len(step.spans)
+        tokens, tables, ends = (one.numpy() for one in self._on_host)  # cheaper to fill one by one
+        tokens[:2, rows:] = 0
+        tokens[2, rows:] = self._num_slots
+        ends[rows:] = 0
+        for place, values in enumerate((step.token_ids, step.positions, step.slots)):
+            tokens[place, :rows] = values.numpy()
+        for row, span in enumerate(step.spans):
+            ends[row] = span.end
+            tables[row, : len(span.blocks)] = span.blocks
+        for source, target in zip(self._on_host, self._on_device, strict=True):
+            target.copy_(source, non_blocking=True)
+        if self._on_host[0].is_pinned():
+            self._arrived = record_event()
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    inputs: _Inputs
+    replay: Replay
+
+
+def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+class CudaCapture:
+    """`Capture` by CUDA graphs, which share the memory of what they compute in between: only one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> Replay:
+        self._warm_up(work)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            result = work()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    def _warm_up(self, work: Callable[[], torch.Tensor]) -> None:
+        """Compiles kernels and makes the libraries allocate, which cannot be captured; on another stream than the
+        usual one, as capturing will be."""
+        stream = make_stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                work()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.synchronize(self._device)

@@ -1,0 +1,159 @@
+"""KV between a pool on a GPU and the host's memory, layer by layer, while the GPU computes.
+
+Both have the layout of `protocol.layout`. The host's memory is what the transfer engine has registered and is not
+pinned, so copies go through a ring of pinned slots: between pool and slot the GPU's copy engines, on streams of their
+own, behind what the compute stream had to do when they were asked; between slot and memory the caller's thread. Rule:
+whoever asks holds the blocks until the copy is done. Does not know whose blocks they are. On a CPU it is done at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.cuda.placing import to_device
+from engine.cuda.streams import Event, make_stream, record_event, wait_for
+from engine.kv_pool import KvPool
+
+Stored = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    """Pinned memory: K and V of some blocks of one layer."""
+
+    pieces: torch.Tensor  # [2, blocks_per_slot, block_size, kv_heads, head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class _Storing:
+    """A slot that the GPU fills, or has filled."""
+
+    slot: _Slot
+    layer: int
+    blocks: torch.Tensor
+    filled: Event | None  # None = at once
+    stored: Stored | None  # told by the last part of what was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A slot that the GPU reads."""
+
+    slot: _Slot
+    read: Event | None
+
+
+class HostStaging:
+    """Not thread-safe: one caller, the engine's thread. `memory` is the host's, for as many blocks as the pool."""
+
+    def __init__(
+        self, pool: KvPool, memory: memoryview, *, blocks_per_slot: int = 16, num_slots: int = 8
+    ) -> None:
+        self._pool = pool
+        self._host = KvPool(pool.layout, pool.num_blocks, memory)
+        self._blocks_per_slot = blocks_per_slot
+        self._on_gpu = pool.device.type == "cuda"
+        # Of their own each: the directions have copy engines of their own.
+        self._outward: Any = make_stream(pool.device) if self._on_gpu else None
+        self._inward: Any = make_stream(pool.device) if self._on_gpu else None
+        self._free = [self._make_slot() for _ in range(num_slots)]
+        self._storing: deque[_Storing] = deque()
+        self._loading: deque[_Loading] = deque()
+
+    def _make_slot(self) -> _Slot:
+        shape = (2, self._blocks_per_slot, *self._pool.keys[0].shape[1:])
+        return _Slot(torch.empty(shape, dtype=self._pool.keys[0].dtype, pin_memory=self._on_gpu))
+
+    # -- from the GPU
+
+    def store(self, layer: int, blocks: Sequence[int], stored: Stored) -> None:
+        """Copies a layer's K and V of `blocks`, as the work that was submitted before leaves them, to the host.
+        `stored` is called by a later call, when they are there. Waits for older copies when the ring is full."""
+        parts = list(self._parts(blocks))
+        for number, part in enumerate(parts):
+            slot = self._take()
+            with self._beside(self._outward):
+                own = to_device(part, self._pool.device)
+                for place, piece in zip(slot.pieces, self._pieces(self._pool, layer), strict=True):
+                    place[: len(part)].copy_(piece.index_select(0, own), non_blocking=True)
+                filled = record_event() if self._on_gpu else None
+            is_last = number == len(parts) - 1
+            self._storing.append(_Storing(slot, layer, part, filled, stored if is_last else None))
+
+    def settle(self, *, wait: bool) -> None:
+        """Moves what has arrived in the ring to the host's memory, in the order in which it was asked for. `wait`: all
+        of it, whenever it arrives."""
+        while self._storing and (wait or _is_reached(self._storing[0].filled)):
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        oldest = self._storing.popleft()
+        if oldest.filled is not None:
+            oldest.filled.synchronize()
+        places = self._pieces(self._host, oldest.layer)
+        for place, piece in zip(oldest.slot.pieces, places, strict=True):
+            piece.index_copy_(0, oldest.blocks, place[: len(oldest.blocks)])
+        self._free.append(oldest.slot)
+        if oldest.stored is not None:
+            oldest.stored()
+
+    # -- to the GPU
+
+    def load(self, layer: int, blocks: Sequence[int]) -> Callable[[], None]:
+        """Copies a layer's K and V of `blocks` from the host to the pool. What is returned makes the work that is
+        submitted after its call wait for them. Waits for older copies when the ring is full."""
+        arrived: Event | None = None
+        for part in self._parts(blocks):
+            slot = self._take()
+            for place, piece in zip(slot.pieces, self._pieces(self._host, layer), strict=True):
+                torch.index_select(piece, 0, part, out=place[: len(part)])
+            with self._beside(self._inward):
+                own = to_device(part, self._pool.device)
+                for place, piece in zip(slot.pieces, self._pieces(self._pool, layer), strict=True):
+                    piece.index_copy_(0, own, to_device(place[: len(part)], self._pool.device))
+                arrived = record_event() if self._on_gpu else None
+            self._loading.append(_Loading(slot, arrived))
+
+        def wait() -> None:
+            if arrived is not None:
+                wait_for(arrived, self._pool.device)
+
+        return wait
+
+    # -- the ring
+
+    def _take(self) -> _Slot:
+        """A free slot; the oldest copy's when there is none."""
+        while self._loading and (not self._free or _is_reached(self._loading[0].read)):
+            oldest = self._loading.popleft()
+            if oldest.read is not None:
+                oldest.read.synchronize()
+            self._free.append(oldest.slot)
+        if not self._free:
+            self._settle_oldest()
+        return self._free.pop()
+
+    def _parts(self, blocks: Sequence[int]) -> Iterator[torch.Tensor]:
+        yield from torch.split(torch.tensor(blocks, dtype=torch.int64), self._blocks_per_slot)
+
+    def _beside(self, stream: Any) -> AbstractContextManager[Any]:
+        """On `stream`, behind what the current one has to do by now."""
+        if stream is None:
+            return nullcontext()
+        stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return context
+
+    @staticmethod
+    def _pieces(pool: KvPool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return pool.keys[layer], pool.values[layer]
+
+
+def _is_reached(event: Event | None) -> bool:
+    return event is None or event.query()

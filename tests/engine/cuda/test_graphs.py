@@ -1,0 +1,96 @@
+"""Decode steps by graph give what they give without one: padded, filled again and again, and only where they may be.
+
+Without a GPU a replay is the same work run again on the same tensors: what is captured and how it is filled is tested
+here, CUDA's capturing by `benchmarks/gpu_check.sh`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.attention.base import Geometry
+from engine.config import load_model_config
+from engine.cuda.attention import TritonAttention
+from engine.cuda.graphs import GraphedModel, Replay
+from engine.cuda.triton_kernels import TritonKernels
+from engine.engine import Engine
+from engine.generate import generate
+from engine.kv_pool import KvPool
+from engine.model import Model
+from engine.weights import load_weights
+from protocol.request import SamplingParams
+from tests.engine.conftest import Pair
+from tests.engine.steps import random_prompt
+
+
+class Captures:
+    """Runs again instead of replaying, once before that as capturing does, and counts."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+        self.replayed = 0
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> Replay:
+        self.captured += 1
+        work()
+
+        def replay() -> torch.Tensor:
+            self.replayed += 1
+            return work()
+
+        return replay
+
+
+def graphed_engine(pair: Pair, captures: Captures) -> tuple[Engine, KvPool]:
+    config = load_model_config(pair.path)
+    layout = config.kv_layout(16, "float32")
+    pool = KvPool(layout, 20)
+    weights = load_weights(pair.path, config, torch.float32)
+    geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
+    attention = TritonAttention(geometry, pool)
+    model = Model(config, TritonKernels(config, weights, pool), attention)
+    graphed = GraphedModel(model, config, pool, captures)
+    return Engine(config, graphed, attention, pool, weights.digest), pool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_tokens_equal_those_of_transformers(name: str, pairs: dict[str, Pair]) -> None:
+    captures = Captures()
+    engine, _ = graphed_engine(pairs[name], captures)
+    prompts = [random_prompt(length, seed=length) for length in (1, 16, 60)]
+    sampling = SamplingParams(max_tokens=4, temperature=0.0)
+    results = generate(engine, prompts, sampling, chunk_size=80)
+    assert [one.token_ids for one in results] == [
+        pairs[name].generate(prompt, 4) for prompt in prompts
+    ]
+    assert captures.captured == 1  # three sequences in a graph for four
+    assert captures.replayed == 3
+
+
+def test_capturing_and_rows_that_only_pad_store_nothing(llama: Pair) -> None:
+    """Three sequences of 20 + 3 tokens, the last never stored, are all that is not as it was."""
+    engine, pool = graphed_engine(llama, Captures())
+    pieces = (*pool.keys, *pool.values)
+    for piece in pieces:
+        piece.fill_(float("nan"))
+    prompts = [random_prompt(20, seed=seed) for seed in range(3)]
+    generate(engine, prompts, SamplingParams(max_tokens=3, temperature=0.0))
+    for piece in pieces:
+        assert int(piece.isfinite().all(-1).all(-1).sum()) == 3 * 22
+
+
+def test_steps_whose_layers_are_waited_for_run_without_a_graph(llama: Pair) -> None:
+    from tests.engine.steps import make_slice
+
+    captures = Captures()
+    engine, _ = graphed_engine(llama, captures)
+    prompt = random_prompt(5)
+    engine.execute([make_slice(prompt, 0, 4, [0])])
+    layers: list[int] = []
+    engine.execute([make_slice(prompt, 4, 5, [0])], layers.append)
+    assert layers == [0, 1]
+    assert captures.captured == 0

@@ -1,0 +1,107 @@
+"""What goes through the ring arrives where the layout says, in order, however small the ring is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.cuda.staging import HostStaging
+from engine.kv_pool import KvPool, allocate
+from protocol.layout import KvLayout
+
+LAYOUT = KvLayout(num_layers=2, block_size=4, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+NUM_BLOCKS = 9
+
+
+def random_pool(device: torch.device, seed: int = 0) -> KvPool:
+    pool = KvPool(LAYOUT, NUM_BLOCKS, None, device)
+    generator = torch.Generator().manual_seed(seed)
+    for piece in (*pool.keys, *pool.values):
+        piece.copy_(torch.randn(piece.shape, generator=generator))
+    return pool
+
+
+def block_bytes(memory: memoryview, layer: int, block: int) -> list[bytes]:
+    offsets = [LAYOUT.pool_offset(NUM_BLOCKS, 2 * layer + place, block) for place in (0, 1)]
+    return [bytes(memory[offset : offset + LAYOUT.piece_bytes]) for offset in offsets]
+
+
+def raw(piece: torch.Tensor) -> bytes:
+    return piece.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(("per_slot", "num_slots"), [(1, 1), (2, 2), (16, 3)])
+def test_stored_blocks_lie_where_the_layout_says(
+    per_slot: int, num_slots: int, device: torch.device
+) -> None:
+    pool = random_pool(device)
+    memory = allocate(LAYOUT.pool_bytes(NUM_BLOCKS))
+    staging = HostStaging(pool, memory, blocks_per_slot=per_slot, num_slots=num_slots)
+    told: list[int] = []
+    blocks = [7, 0, 3, 4, 8]
+    for layer in range(LAYOUT.num_layers):
+        staging.store(layer, blocks, lambda layer=layer: told.append(layer))
+    staging.settle(wait=True)
+    assert told == [0, 1]
+    for layer in range(LAYOUT.num_layers):
+        for block in range(NUM_BLOCKS):
+            pieces = (pool.keys[layer][block], pool.values[layer][block])
+            zeros = [bytes(LAYOUT.piece_bytes)] * 2
+            expected = [raw(piece) for piece in pieces] if block in blocks else zeros
+            assert block_bytes(memory, layer, block) == expected
+
+
+def test_nothing_is_told_before_it_is_there(device: torch.device) -> None:
+    pool = random_pool(device)
+    memory = allocate(LAYOUT.pool_bytes(NUM_BLOCKS))
+    staging = HostStaging(pool, memory, blocks_per_slot=2, num_slots=4)
+    found: list[list[bytes]] = []
+    staging.store(1, [2, 5, 6], lambda: found.append(block_bytes(memory, 1, 6)))
+    assert found == []
+    staging.settle(wait=True)
+    assert found == [[raw(pool.keys[1][6]), raw(pool.values[1][6])]]
+
+
+@given(
+    moves=st.lists(
+        st.tuples(
+            st.booleans(),
+            st.integers(0, LAYOUT.num_layers - 1),
+            st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=6, unique=True),
+        ),
+        max_size=12,
+    ),
+    per_slot=st.integers(1, 4),
+    num_slots=st.integers(1, 3),
+)
+def test_any_order_of_stores_and_loads(
+    moves: list[tuple[bool, int, list[int]]], per_slot: int, num_slots: int
+) -> None:
+    """Against plain copies, each settled before the next so that both have one meaning."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pool, twin = random_pool(device), random_pool(device)
+    host, twin_host = (random_pool(torch.device("cpu"), seed=1) for _ in range(2))
+    staging = HostStaging(pool, host.memory, blocks_per_slot=per_slot, num_slots=num_slots)
+    stores = 0
+    told: list[int] = []
+    for outward, layer, blocks in moves:
+        source, target = (twin, twin_host) if outward else (twin_host, twin)
+        for piece, place in (
+            (source.keys[layer], target.keys[layer]),
+            (source.values[layer], target.values[layer]),
+        ):
+            place[blocks] = piece[blocks].to(place.device)
+        if outward:
+            staging.store(layer, blocks, lambda number=stores: told.append(number))
+            stores += 1
+            staging.settle(wait=True)
+        else:
+            staging.load(layer, blocks)()
+    assert told == list(range(stores))
+    for one, other in ((pool, twin), (host, twin_host)):
+        for piece, expected in zip(
+            (*one.keys, *one.values), (*other.keys, *other.values), strict=True
+        ):
+            assert torch.equal(piece, expected)
