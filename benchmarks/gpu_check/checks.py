@@ -1,0 +1,48 @@
+"""Which checks there are, in their order, and what becomes of one that fails, or for which no time is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.gpu_check import graphs, handoff, kernels, parity, rates, speed
+from benchmarks.gpu_check.bench import Bench
+from benchmarks.gpu_check.rows import Row, failed, skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Rows that belong together."""
+
+    name: str
+    needs_s: float  # not begun with less time left
+    rows: Callable[[Bench], Iterator[Row]]
+
+
+CHECKS = (
+    Check("attention kernels", 60, kernels.attention),
+    Check("fused kernels", 20, kernels.fused),
+    Check("token parity", 40, parity.families),
+    Check("graphs", 30, graphs.replays),
+    Check("decode attention", 20, rates.decode),
+    Check("prefill attention", 20, rates.prefill),
+    Check("handoff", 60, handoff.processes),
+    Check("models", 90, speed.models),
+)
+
+
+def run_checks(
+    bench: Bench, only: str, deadline: float, checks: Sequence[Check] = CHECKS
+) -> Iterator[Row]:
+    """All rows of the checks whose name contains `only`; `deadline` by the monotonic clock."""
+    for check in checks:
+        if only not in check.name:
+            continue
+        if deadline - time.monotonic() < check.needs_s:
+            yield skipped(check.name, f"less than {check.needs_s:.0f} s were left")
+            continue
+        try:
+            yield from check.rows(bench)
+        except Exception as error:  # it is a row; the others still run
+            yield failed(check.name, error)

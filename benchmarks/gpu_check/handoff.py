@@ -1,0 +1,163 @@
+"""A prompt is read in one process and continued in another. KV goes layer by layer through the host's memory while the
+prompt is still being read, or is copied on the GPU by way of CUDA IPC. Right when the tokens are those of one process.
+
+float32, so that tokens may be compared at all. The two processes have the same weights by the same seed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+from benchmarks.gpu_check.bench import REHEARSAL, Bench
+from benchmarks.gpu_check.models import BLOCK_SIZE, Loaded, load, one_slice
+from benchmarks.gpu_check.rows import Row, failed, skipped
+from engine.cuda.staging import HostStaging
+
+_TIMEOUT_S = 120.0
+_SEED = 7
+_NEEDED_BYTES = 16 * 2**30  # for two models of 1B in float32
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What the other process is told; it is on this machine."""
+
+    shape: str
+    device: str
+    num_blocks: int
+    used_blocks: int  # of the prompt
+    tokens: list[int]  # the prompt and the first token
+    steps: int
+
+
+def processes(bench: Bench) -> Iterator[Row]:
+    ways = ("host staging",) if bench.device.type != "cuda" else ("host staging", "CUDA IPC")
+    if bench.device.type == "cuda" and torch.cuda.mem_get_info(bench.device)[0] < _NEEDED_BYTES:
+        yield skipped("handoff between processes", f"needs {_NEEDED_BYTES >> 30} GiB of GPU memory")
+        return
+    try:
+        with TemporaryDirectory() as folder:
+            yield from _processes(bench, Path(folder) / "kv", ways)
+    except Exception as error:
+        yield failed("handoff between processes", error)
+
+
+def _processes(bench: Bench, path: Path, ways: tuple[str, ...]) -> Iterator[Row]:
+    rehearses = bench.scale is REHEARSAL
+    prompt = [(11 * n) % 251 for n in range(40 if rehearses else 2000)]
+    used = -(-len(prompt) // BLOCK_SIZE)
+    num_blocks = -(-(len(prompt) + bench.scale.generated + 1) // BLOCK_SIZE)
+    shape = "tiny" if rehearses else "1B"
+    own = _load(shape, num_blocks, bench.device)
+    first = _read(own, prompt, used, _map(path, own))
+    moved = torch.stack([piece[:used] for piece in _pieces(own)])
+    tokens = [*prompt, first]
+    expected = _continue(own, tokens, bench.scale.generated)
+    work = _Work(shape, str(bench.device), num_blocks, used, tokens, bench.scale.generated)
+    for way in ways:
+        name = f"handoff between processes, {way}"
+        try:
+            sent = str(path) if way == "host staging" else moved
+            yield _hand_over(name, work, sent, moved.nbytes, expected)
+        except Exception as error:
+            yield failed(name, error)
+
+
+def _read(own: Loaded, prompt: list[int], used: int, memory: memoryview) -> int:
+    """Reads the prompt while each layer leaves for the host's memory; the first token."""
+    staging = HostStaging(own.pool, memory)
+    stored: list[int] = []
+
+    def on_layer(layer: int) -> None:
+        staging.store(layer, range(used), lambda: stored.append(layer))
+        staging.settle(wait=False)
+
+    [sampled] = own.engine.execute([one_slice(0, prompt, 0, range(own.pool.num_blocks))], on_layer)
+    staging.settle(wait=True)
+    if sampled is None or stored != list(range(own.pool.layout.num_layers)):
+        raise RuntimeError(f"layers {stored} arrived")
+    return sampled.token_id
+
+
+def _map(path: Path, loaded: Loaded) -> memoryview:
+    """A file that both processes have in memory, for a pool of this size."""
+    size = loaded.pool.layout.pool_bytes(loaded.pool.num_blocks)
+    with path.open("a+b") as file:
+        file.truncate(size)
+        return memoryview(mmap.mmap(file.fileno(), size))
+
+
+def _hand_over(
+    name: str, work: _Work, sent: str | torch.Tensor, size: int, expected: list[int]
+) -> Row:
+    context: Any = multiprocessing.get_context("spawn")
+    arriving, answers = context.SimpleQueue(), context.Queue()
+    other = context.Process(target=_decode, args=(work, arriving, answers), daemon=True)
+    other.start()
+    try:
+        answers.get(timeout=_TIMEOUT_S)  # its model is ready
+        arriving.put(sent)
+        taken_s, tokens = answers.get(timeout=_TIMEOUT_S)
+    finally:
+        other.join(timeout=10)
+        if other.is_alive():
+            other.kill()
+    right = tokens == expected
+    return Row(
+        name=name,
+        status="pass" if right else "fail",
+        found=f"{size / 2**20:.0f} MiB fetched in {taken_s * 1e3:.1f} ms, {len(tokens)} tokens",
+        asked="tokens of one process",
+        reason="" if right else "tokens differ",
+        figures={"bytes": size, "seconds": taken_s},
+    )
+
+
+def _decode(work: _Work, arriving: Any, answers: Any) -> None:
+    """The other process."""
+    device = torch.device(work.device)
+    own = _load(work.shape, work.num_blocks, device)
+    answers.put("ready")
+    received = arriving.get()
+    began = time.perf_counter()
+    if isinstance(received, str):
+        staging = HostStaging(own.pool, _map(Path(received), own))
+        for layer in range(own.pool.layout.num_layers):
+            staging.load(layer, range(work.used_blocks))()
+    else:
+        for piece, blocks in zip(_pieces(own), received, strict=True):
+            piece[: len(blocks)].copy_(blocks)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    taken_s = time.perf_counter() - began
+    answers.put((taken_s, _continue(own, work.tokens, work.steps)))
+
+
+def _load(shape: str, num_blocks: int, device: torch.device) -> Loaded:
+    torch.manual_seed(_SEED)
+    return load(shape, "float32", num_blocks, device)
+
+
+def _pieces(loaded: Loaded) -> list[torch.Tensor]:
+    return [*loaded.pool.keys, *loaded.pool.values]
+
+
+def _continue(loaded: Loaded, tokens: list[int], steps: int) -> list[int]:
+    """So many greedy tokens behind `tokens`, of which all but the last are in the pool."""
+    everything = list(tokens)
+    blocks = range(loaded.pool.num_blocks)
+    for _ in range(steps):
+        [sampled] = loaded.engine.execute([one_slice(0, everything, len(everything) - 1, blocks)])
+        if sampled is None:
+            raise RuntimeError("a step that samples gave no token")
+        everything.append(sampled.token_id)
+    return everything[len(tokens) :]
