@@ -17,10 +17,11 @@ import torch
 from engine.attention import Attention, Geometry, Span, make_attention
 from engine.batch import Sampled, Slice
 from engine.config import ModelConfig
+from engine.cuda.graphs import with_graphs
 from engine.cuda.requirements import find_device
 from engine.kernels import make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
-from engine.model import Model
+from engine.model import ForwardPass, Model
 from engine.sampler import sample
 from engine.step import Step
 from engine.weights import Progress, load_weights
@@ -36,7 +37,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        model: Model,
+        model: ForwardPass,
         attention: Attention,
         pool: KvPool,
         fingerprint: str,
@@ -101,7 +102,7 @@ class Engine:
             attention = "torch" if kernels == "auto" else attention  # why not was told already
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
         backend = make_attention(attention, geometry, pool, cache_folder)
-        model = Model(config, layers, backend)
+        model = with_graphs(Model(config, layers, backend), config, pool)
         return cls(config, model, backend, pool, make_fingerprint(weights.digest, layout))
 
     def execute(
