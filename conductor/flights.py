@@ -115,7 +115,7 @@ class Flights:
         flight.decode.decode.start(report.request_id, now)
         if report.prefill_s is not None:
             flight.prefill.learn_prefill(
-                flight.num_prompt_tokens, report.cached_tokens, report.prefill_s
+                flight.num_prompt_tokens, report.cached_tokens, report.prefill_s, now
             )
         actual = Times(
             ttft_s=report.elapsed_s,
@@ -124,7 +124,7 @@ class Flights:
             prefill_s=report.prefill_s,
         )
         self._learned.accuracy.observe(flight.predicted, actual)
-        self._learned.overhead.observe(actual, lands_only=flight.lands_only)
+        self._learned.overhead.observe(actual, now, lands_only=flight.lands_only)
 
     def end(self, request_id: RequestId, now: float, output_tokens: int | None = None) -> None:
         """It ended somehow; None: nobody knows with how many tokens. Unknown ones are ignored."""

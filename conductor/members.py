@@ -50,6 +50,7 @@ class Instance:
     decode_cost: DecodeCost  # as registered, corrected by heartbeats
     observed: Observed = field(default_factory=Observed)
     load: Load = field(default_factory=Load)
+    taught_at: float = -math.inf  # when it was last told how long something took
 
     # Of the registration; fields of their own because they are read often.
     instance_id: InstanceId = field(init=False)
@@ -77,22 +78,41 @@ class Instance:
         """The placement with this number goes here."""
         self.seat.table.chosen_at[self.seat.row] = placement
 
-    def learn_prefill(self, num_tokens: int, num_cached: int, seconds: float) -> None:
+    def learn_prefill(self, num_tokens: int, num_cached: int, seconds: float, now: float) -> None:
         """A prompt of a prefill worker computed for so long: from now on its column says so too. Of a decode worker it
         says nothing: decoding went on beside it."""
         if self.role is Role.DECODE:
             return
-        cost = self.prefill_cost
-        cost.observe(num_tokens, num_cached, seconds)
-        table, row, current = self.seat.table, self.seat.row, cost.current
-        table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
+        self.taught_at = now
+        self.prefill_cost.observe(num_tokens, num_cached, seconds)
+        self._show_prefill()
 
     def learn_decode(self, steps: Steps) -> None:
         """Steps of a decode worker: likewise."""
-        cost, number = self.decode_cost, steps.num_steps
-        cost.observe(
+        number = steps.num_steps
+        self.taught_at = self.heard_at
+        self.decode_cost.observe(
             steps.sequences / number, steps.context_tokens / number, steps.seconds / number
         )
+        self._show_decode()
+
+    def fade(self, share: float) -> None:
+        """So much of what was learned about it is believed from now on (`conductor.fading`)."""
+        if share == 1.0 or self.role is Role.STORE:
+            return
+        if self.role is Role.DECODE:
+            self.decode_cost.correction.fade(share)
+            self._show_decode()
+        else:
+            self.prefill_cost.tracking.fade(share)
+            self._show_prefill()
+
+    def _show_prefill(self) -> None:
+        table, row, current = self.seat.table, self.seat.row, self.prefill_cost.current
+        table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
+
+    def _show_decode(self) -> None:
+        cost = self.decode_cost
         # What slows its decode steps slows its chunks of prompts, too.
         prefill, factor = self.registration.prefill_profile, cost.correction.factor
         own = (factor * prefill.c0, factor * prefill.c1, factor * prefill.c2)

@@ -45,6 +45,7 @@ from conductor.events import (
     Tick,
     TtftObserved,
 )
+from conductor.fading import Fading
 from conductor.fairness import Fairness
 from conductor.flights import Flight, Flights, outcome
 from conductor.learned import Learned
@@ -115,6 +116,7 @@ class ConductorState:
             if replication is None
             else Replication(self._members, self._directory, replication)
         )
+        self._fading = Fading(self._members, self._learned)
         self._role_loads = RoleLoads(
             self._members, ttft_slo_s=limits.ttft_slo_s, tbt_slo_s=limits.tbt_slo_s
         )
@@ -148,6 +150,7 @@ class ConductorState:
             case CopySettled():
                 return self._settle_copy(event, now)
             case Tick():
+                self._fading.look(now)
                 return [*self._change_roles(now), *self._replicate(now)]
 
     # ---- membership
@@ -272,6 +275,7 @@ class ConductorState:
             decision = self._replication.noted(decision, event.block_keys)
         self._decisions.record(decision)
         if decision.rejection is not None:
+            self._fading.refused()
             self._claim(event, decision.rejection, now)
             return [
                 Rejected(

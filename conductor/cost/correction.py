@@ -44,6 +44,11 @@ class Correction:
         self.factor = math.exp(self._log)
         self.num_reports += 1
 
+    def fade(self, share: float) -> None:
+        """So much of what the factor is off from 1 is believed from now on, 0 to 1."""
+        self._log *= share
+        self.factor = math.exp(self._log)
+
     def validate(self) -> None:
         assert self.factor * (1 + 1e-12) >= 1.0 / MOST
         assert self.factor <= MOST * (1 + 1e-12)

@@ -38,6 +38,12 @@ class Middle:
             self._log += WEIGHT * min(max(found - self._log, -CLIP), CLIP)
         self.seconds = max(math.exp(self._log) - _EPSILON_S, 0.0)
 
+    def fade(self, share: float) -> None:
+        """So much of it is believed from now on."""
+        if self._log is not None and share < 1.0:
+            self.seconds *= share
+            self._log = math.log(self.seconds + _EPSILON_S)
+
     def validate(self) -> None:
         assert math.isfinite(self.seconds)
         assert self.seconds >= 0.0
@@ -46,21 +52,28 @@ class Middle:
 class Overhead:
     """Of all requests."""
 
-    __slots__ = ("_landing", "_request")
+    __slots__ = ("_landing", "_request", "taught_at")
 
     def __init__(self) -> None:
         self._request = Middle()
         self._landing = Middle()
+        self.taught_at = -math.inf  # when something was reported last
 
-    def observe(self, actual: Times, *, lands_only: bool) -> None:
+    def observe(self, actual: Times, now: float, *, lands_only: bool) -> None:
         """A first token, as its prefill worker reported it. `lands_only`: its transfer was a landing being granted:
         there was no prefix to load and blocks were free, which are other terms."""
         if actual.queue_s is None or actual.transfer_s is None or actual.prefill_s is None:
             return
+        self.taught_at = now
         terms_s = actual.queue_s + actual.transfer_s + actual.prefill_s
         self._request.observe(actual.ttft_s - terms_s)
         if lands_only:
             self._landing.observe(actual.transfer_s)
+
+    def fade(self, share: float) -> None:
+        """So much of it is believed from now on, 0 to 1."""
+        self._request.fade(share)
+        self._landing.fade(share)
 
     @property
     def request_s(self) -> float:

@@ -51,6 +51,11 @@ class Tracking:
         noise = NOISE**2 / length
         self._update(linear_s / predicted_s, square_s / predicted_s, error, noise)
 
+    def fade(self, share: float) -> None:
+        """So much of what the factors are off from 1 is believed from now on, 0 to 1."""
+        self.linear **= share
+        self.square **= share
+
     def _update(self, x: float, y: float, error: float, noise: float) -> None:
         xx, xy, yy = self._covariance
         towards_x, towards_y = xx * x + xy * y, xy * x + yy * y

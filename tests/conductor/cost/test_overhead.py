@@ -17,7 +17,7 @@ def reported(
 ) -> None:
     ttft_s = 1.0 + 0.5 + landing_s + rest_s
     actual = Times(ttft_s=ttft_s, queue_s=1.0, transfer_s=landing_s, prefill_s=0.5)
-    overhead.observe(actual, lands_only=lands_only)
+    overhead.observe(actual, 0.0, lands_only=lands_only)
     overhead.validate()
 
 
@@ -60,7 +60,7 @@ def test_the_middle_follows_what_is_usual_and_not_what_is_wild(
 
 def test_a_report_without_terms_says_nothing() -> None:
     overhead = Overhead()
-    overhead.observe(Times(ttft_s=1.0), lands_only=True)
+    overhead.observe(Times(ttft_s=1.0), 0.0, lands_only=True)
     assert overhead.seconds(0.0) == 0.0
 
 
