@@ -141,23 +141,29 @@ class Engine:
         block_size = self.layout.block_size
         spans: list[Span] = []
         token_ids: list[int] = []
-        positions: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
+        positions: list[int] = []
+        slots: list[int] = []
         for piece in slices:
             num_blocks = self.layout.blocks_for(piece.end)
             blocks = np.asarray(piece.block_table[:num_blocks], dtype=np.int64)
             spans.append(Span(piece.start, piece.end, blocks))
-            token_ids.extend(piece.token_ids[piece.start : piece.end])
+            if piece.num_tokens == 1:  # one array would cost more than all of this
+                block = piece.block_table[piece.start // block_size]
+                token_ids.append(piece.token_ids[piece.start])
+                positions.append(piece.start)
+                slots.append(block * block_size + piece.start % block_size)
+                continue
             own = np.arange(piece.start, piece.end)
-            positions.append(own)
-            slots.append(blocks[own // block_size] * block_size + own % block_size)
+            token_ids.extend(piece.token_ids[piece.start : piece.end])
+            positions.extend(own.tolist())
+            slots.extend((blocks[own // block_size] * block_size + own % block_size).tolist())
         tokens = torch.tensor(token_ids)
         self._check_vocabulary(tokens)
         return Step(
             token_ids=tokens,
-            positions=torch.from_numpy(np.concatenate(positions)),
+            positions=torch.tensor(positions),
             longest=max(piece.end for piece in slices),
-            slots=torch.from_numpy(np.concatenate(slots)),
+            slots=torch.tensor(slots),
             spans=spans,
             rows=_rows(slices, len(token_ids)),
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.config import ModelConfig
 from engine.kernels.base import Kernels
+from engine.kernels.library import Crew
 from engine.kernels.mixed import MixedKernels
 from engine.kernels.native_kernels import NativeKernels
 from engine.kernels.torch_kernels import TorchKernels
@@ -16,7 +17,16 @@ from engine.weights import Weights
 from protocol.errors import ConfigError
 from protocol.native import CompilerError
 
-__all__ = ["NAMES", "Kernels", "MixedKernels", "NativeKernels", "TorchKernels", "make_kernels"]
+__all__ = [
+    "NAMES",
+    "Crew",
+    "Kernels",
+    "MixedKernels",
+    "NativeKernels",
+    "TorchKernels",
+    "crew_of",
+    "make_kernels",
+]
 
 NAMES = ("auto", "native", "torch", "triton")
 
@@ -61,3 +71,10 @@ def _triton_kernels(name: str, config: ModelConfig, weights: Weights, pool: KvPo
     if name not in ("auto", "triton"):
         raise ConfigError(f"the {name} kernels are for CPUs: --kernels triton, or auto")
     return TritonKernels(config, weights, pool)
+
+
+def crew_of(kernels: Kernels) -> Crew | None:
+    """The threads of native kernels, which attention shares: between two of their calls they have nothing to do."""
+    if isinstance(kernels, MixedKernels):
+        return crew_of(kernels.few)
+    return kernels.crew if isinstance(kernels, NativeKernels) else None

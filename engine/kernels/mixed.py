@@ -27,11 +27,11 @@ class MixedKernels:
 
     def __init__(self, few: Kernels, many: Kernels) -> None:
         self.name = f"{few.name}+{many.name}"
-        self._few = few
-        self._many = many
+        self.few = few
+        self.many = many
 
     def begin(self, step: Step) -> _Chosen:
-        kernels = self._few if len(step.token_ids) <= FEW_TOKENS else self._many
+        kernels = self.few if len(step.token_ids) <= FEW_TOKENS else self.many
         return _Chosen(kernels, kernels.begin(step))
 
     def project(self, layer: int, work: _Chosen) -> Heads:

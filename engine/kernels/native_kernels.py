@@ -83,7 +83,7 @@ class NativeKernels:
         self._dtype = weights.embedding.dtype
         self._pool = pool
         self._rope = RopeTable(config.rope, config.head_dim, self._dtype)
-        self._crew = self._library.make_crew(num_threads)
+        self.crew = self._library.make_crew(num_threads)  # attention may use it between two calls
         self._embedding = weights.embedding.contiguous()
         self._final_norm = _floats(weights.norm)
         arena = Arena(packed_bytes(_matrices(weights)))
@@ -116,7 +116,7 @@ class NativeKernels:
             self._lm_head.structure(),
             self._final_norm.data_ptr(),
             self._embedding.data_ptr(),
-            self._crew.address,
+            self.crew.address,
             self._normed.data_ptr(),
             self._inner.data_ptr(),
             config.rms_norm_eps,
