@@ -54,8 +54,13 @@ PUBLIC int64_t pages_total(const uint32_t *counts, int64_t num) {
     return missing ? -1 : (int64_t)total;
 }
 
-static void foresee(const Pages *pages, uint64_t handle) {
-    __builtin_prefetch(&pages->requests.slots[home_of(&pages->requests, tag_of(&pages->requests, handle))]);
+/* Has memory bring what the next ones of a batch need: first their slots, then, with these, their records. */
+static void foresee(const Pages *pages, const uint64_t *handles, int64_t done, int64_t num) {
+    const Requests *all = &pages->requests;
+    if (done + 8 < num) __builtin_prefetch(&all->slots[home_of(all, tag_of(all, handles[done + 8]))]);
+    if (done + 4 >= num) return;
+    Slot slot = all->slots[home_of(all, tag_of(all, handles[done + 4]))];
+    if (slot.record) __builtin_prefetch(&all->records[slot.record - 1], 1);
 }
 
 /* For each of the handles as many blocks as its count says, one behind the other in `out`, until one cannot have them:
@@ -67,7 +72,7 @@ PUBLIC int64_t pages_allocate_all(Pages *pages, const uint64_t *handles, int64_t
         uint64_t begun = now_ns();
         pthread_mutex_lock(&pages->lock);
         for (int64_t turn = (int64_t)least((uint64_t)(num - done), TURN); going && turn--;) {
-            if (done + 8 < num) foresee(pages, handles[done + 8]);
+            foresee(pages, handles, done, num);
             Wish wish = {handles[done], counts[done], priority, room, 0};
             if ((going = fulfil(pages, &wish, out, NULL) >= 0)) out += wish.count, done++;
             uint64_t ended = now_ns();
@@ -97,7 +102,7 @@ PUBLIC int64_t pages_free_all(Pages *pages, const uint64_t *handles, int64_t num
     for (int64_t done = 0; done < num;) {
         pthread_mutex_lock(&pages->lock);
         for (int64_t turn = (int64_t)least((uint64_t)(num - done), TURN); turn--; done++) {
-            if (done + 8 < num) foresee(pages, handles[done + 8]);
+            foresee(pages, handles, done, num);
             int64_t count = end_of(pages, handles[done]);
             total += count > 0 ? count : 0;
         }

@@ -68,6 +68,7 @@ static Record *add(Requests *all, uint64_t handle) {
         number = all->num_used++;
     else
         all->unused = all->records[number].first;
+    if (all->unused != NONE) __builtin_prefetch(&all->records[all->unused], 1); /* for whoever comes next */
     all->slots[slot_of(all, handle)] = (Slot){number + 1, tag_of(all, handle)};
     all->count++;
     Record *record = &all->records[number];
