@@ -40,7 +40,7 @@ PUBLIC int64_t pages_allocate(Pages *pages, const Wish *wish, Evicted *evicted) 
 
 static uint64_t joined(uint32_t low, uint32_t high) { return (uint64_t)high << 32 | low; }
 
-/* As pages_allocate, without a Wish in memory: ctypes is fastest with arguments of 32 bits, so a handle comes in two. */
+/* As pages_allocate, without a Wish: ctypes is fastest with arguments of 32 bits, so a handle comes in two. */
 PUBLIC int64_t pages_allocate_plain(Pages *pages, uint32_t low, uint32_t high, uint32_t count, uint32_t how) {
     Wish wish = {joined(low, high), count, how >> 8, 0, how & 0xFF};
     return pages_allocate(pages, &wish, NULL);
@@ -139,7 +139,7 @@ PUBLIC int64_t pages_reserve(Pages *pages, const Wish *wish) {
     return answer;
 }
 
-/* The first `count` blocks of a request are `to`'s, which is new: 1, FULL when no request can come, UNKNOWN or WRONG. */
+/* The first `count` blocks of a request are those of `to`, which is new: 1, or FULL, UNKNOWN or WRONG. */
 PUBLIC int64_t pages_hand_over(Pages *pages, uint64_t handle, uint64_t to, uint32_t count) {
     pthread_mutex_lock(&pages->lock);
     int64_t answer = hand_over(pages, handle, to, count);
