@@ -20,6 +20,7 @@ class Frames:
         self._next = 0
         self._free: list[Frame] = []
         self.num_alive = 0
+        self._num_retired = 0  # that the machine does not have back yet
         self.resize(count)
 
     def __iter__(self) -> Iterator[Frame]:
@@ -28,6 +29,11 @@ class Frames:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_pending(self) -> int:
+        """What is in use, or not given back to the machine yet, above the budget."""
+        return max(0, self.num_alive - self._wanted) + self._num_retired
 
     def take(self, count: int) -> tuple[Frame, ...]:
         """Of which there must be enough."""
@@ -48,11 +54,15 @@ class Frames:
         self.num_alive += missing
 
     def retire(self, num_promised: int) -> tuple[Frame, ...]:
-        """Frames that are too many and nobody was promised: no longer there."""
+        """Frames that are too many and nobody was promised: no longer there. Report them as `given_back`."""
         count = min(self.num_alive - self._wanted, len(self._free) - num_promised)
         if count <= 0:
             return ()
         retired = tuple(self._free[:count])
         del self._free[:count]
         self.num_alive -= count
+        self._num_retired += count
         return retired
+
+    def given_back(self, count: int) -> None:
+        self._num_retired -= count

@@ -57,7 +57,7 @@ class PoolStats:
 
     budget_bytes: int
     free_bytes: int  # in no page
-    pending_bytes: int  # held above the budget since it was lowered
+    pending_bytes: int  # not given back to the machine yet since the budget was lowered
     maps: int  # pages
     unmaps: int
     maps_awaited: int  # pages that a caller mapped since none was in reserve
@@ -123,8 +123,9 @@ class ElasticPool:
 
     def resize(self, budget_bytes: int) -> int:
         """Another budget from now on, since a neighbour on the device needs memory or has left some. Returns how much
-        more than it is still held: given back as blocks are freed (`ElasticModel.asked_back`), and nothing is mapped
-        until then. Raises ConfigError when the floors do not fit or for more than `largest_bytes`."""
+        more than it is still in use: given back as blocks are freed (`ElasticModel.asked_back`), and nothing is mapped
+        until then (`PoolStats.pending_bytes` says when). Raises ConfigError when the floors do not fit or for more than
+        `largest_bytes`."""
         if budget_bytes > self._largest_bytes:
             raise ConfigError(
                 f"{budget_bytes} bytes, where at most {self._largest_bytes} were planned"
@@ -135,9 +136,8 @@ class ElasticPool:
             except ValueError as error:
                 raise ConfigError(f"a budget of {budget_bytes} bytes: {error}") from error
             self._wake()
-            pending = max(0, -self._state.budget.free)
         self._perform(actions)
-        return pending * self._frame_bytes
+        return self.ask(lambda state: state.frames.num_pending) * self._frame_bytes
 
     # -- models
 
@@ -200,8 +200,8 @@ class ElasticPool:
             models = tuple(self._model_stats(name) for name in self._state.models())
             return PoolStats(
                 budget_bytes=self._state.budget.num_frames * self._frame_bytes,
-                free_bytes=self._state.num_free_frames * self._frame_bytes,
-                pending_bytes=max(0, -self._state.budget.free) * self._frame_bytes,
+                free_bytes=self._state.frames.num_free * self._frame_bytes,
+                pending_bytes=self._state.frames.num_pending * self._frame_bytes,
                 maps=self._maps,
                 unmaps=self._unmaps,
                 maps_awaited=self._maps_awaited,
@@ -278,8 +278,8 @@ class ElasticPool:
                     pending.extend(self._map(mapping))
                 case Unmap() as unmapping:
                     pending.extend(self._unmap(unmapping))
-                case Release(frames=frames):
-                    self._backing.release(frames)
+                case Release() as release:
+                    pending.extend(self._release(release))
 
     def _map(self, action: Map) -> list[Action]:
         memory, offsets, span_bytes = self._place(action)
@@ -300,6 +300,11 @@ class ElasticPool:
         with self._lock:
             self._unmaps += 1
             return self._told(self._state.unmapped(action))
+
+    def _release(self, action: Release) -> list[Action]:
+        self._backing.release(action.frames)
+        with self._lock:
+            return self._told(self._state.released(action))
 
     def _told(self, follow_up: list[Action]) -> list[Action]:
         """Something is different now: for those who wait, and perhaps for the background thread."""

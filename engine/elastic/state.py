@@ -1,8 +1,9 @@
 """What the models of one elastic pool hold, and what is to be mapped and unmapped next. Pure: calls in, actions out.
 
-Whoever calls runs the actions that come back, in their order, and reports each as `mapped`, `not_mapped` or `unmapped`,
-which may give further actions: a page that was promised others' frames is mapped when these are gone from where they
-were. So a frame lies in one page at a time. An allocation is settled when its `Grant` has no page outstanding.
+Whoever calls runs the actions that come back, in their order, and reports each as `mapped`, `not_mapped`, `unmapped` or
+`released`, which may give further actions: a page that was promised others' frames is mapped when these are gone from
+where they were. So a frame lies in one page at a time. An allocation is settled when its `Grant` has no page
+outstanding.
 
 Models give back pages that are empty: beyond a small reserve at once, the reserve when nothing was allocated or freed
 for `idle_s`, and any of them as soon as another model needs the frames; never below their floor, never a pinned page.
@@ -45,7 +46,7 @@ class ElasticState:
         self.budget = Budget(num_frames)
         self._reserve = reserve
         self._models: dict[str, _Model] = {}
-        self._frames = Frames(num_frames)
+        self.frames = Frames(num_frames)
         self._promised: deque[tuple[str, int]] = deque()
         self._num_uses = 0
 
@@ -53,7 +54,7 @@ class ElasticState:
         """Another budget from now on. If it is less, frames in use leave it as they are given back. Raises ValueError
         when the floors do not fit."""
         self.budget.resize(num_frames)
-        self._frames.resize(num_frames)
+        self.frames.resize(num_frames)
         return self._serve()
 
     # -- models
@@ -206,14 +207,18 @@ class ElasticState:
         for grant in list(model.waiting.get(action.page, ())):
             self._fail(model, grant)
         model.waiting.pop(action.page, None)
-        self._frames.put_back(model.pages.not_mapped(action.page))
+        self.frames.put_back(model.pages.not_mapped(action.page))
         self._count_empty(model)
         return self._serve()
 
     def unmapped(self, action: Unmap) -> list[Action]:
         model = self._models[action.model]
-        self._frames.put_back(model.pages.unmapped(action.page))
+        self.frames.put_back(model.pages.unmapped(action.page))
         return self._serve()
+
+    def released(self, action: Release) -> list[Action]:
+        self.frames.given_back(len(action.frames))
+        return []
 
     def are_leaving(self, name: str, pages: Iterable[int]) -> bool:
         """Whether one of these is just being unmapped: it can be had again in a moment."""
@@ -285,7 +290,7 @@ class ElasticState:
             return False
         if not model.pages.num_unmapped or self._anybody_lacks():
             return False
-        room = min(self.budget.room_untouched(model.share), self._frames.num_free)
+        room = min(self.budget.room_untouched(model.share), self.frames.num_free)
         return room >= model.frames_per_page
 
     def _anybody_lacks(self) -> bool:
@@ -328,13 +333,13 @@ class ElasticState:
         while self._promised:
             name, page = self._promised[0]
             model = self._models[name]
-            if self._frames.num_free < model.frames_per_page:
+            if self.frames.num_free < model.frames_per_page:
                 break
             self._promised.popleft()
-            frames = self._frames.take(model.frames_per_page)
+            frames = self.frames.take(model.frames_per_page)
             model.pages.begin_mapping(page, frames)
             actions.append(Map(model=name, page=page, frames=frames))
-        retired = self._frames.retire(self._num_promised_frames())
+        retired = self.frames.retire(self._num_promised_frames())
         return [*actions, Release(frames=retired)] if retired else actions
 
     def _num_promised_frames(self) -> int:
@@ -368,19 +373,14 @@ class ElasticState:
 
     # -- looking
 
-    @property
-    def num_free_frames(self) -> int:
-        """In no page."""
-        return self._frames.num_free
-
     def models(self) -> Mapping[str, tuple[Pages, Share]]:
         """To look at, not to change."""
         return {name: (model.pages, model.share) for name, model in self._models.items()}
 
     def validate(self) -> None:
         """Raises AssertionError unless every frame, page and block is accounted for exactly once."""
-        self.budget.validate(self._frames.num_alive)
-        frames = list(self._frames)
+        self.budget.validate(self.frames.num_alive)
+        frames = list(self.frames)
         leaving = 0
         for model in self._models.values():
             model.pages.validate()
@@ -390,8 +390,8 @@ class ElasticState:
             assert model.share.held == held, "what a share holds drifted"
             assert model.share.empty == model.pages.num_empty * model.frames_per_page
         assert len(frames) == len(set(frames)), "a frame lies in two pages"
-        assert len(frames) == self._frames.num_alive >= self.budget.num_frames, "a frame is lost"
+        assert len(frames) == self.frames.num_alive >= self.budget.num_frames, "a frame is lost"
         promised = [(n, p) for n, m in self._models.items() for p in m.pages.promised()]
         assert sorted(promised) == sorted(self._promised), "promises drifted"
-        will_be_free = self._frames.num_free + leaving
+        will_be_free = self.frames.num_free + leaving
         assert self._num_promised_frames() <= will_be_free, "more is promised than will be free"

@@ -36,6 +36,8 @@ def run(state: ElasticState, actions: Sequence[Action]) -> list[Action]:
             pending += state.mapped(action)
         elif isinstance(action, Unmap):
             pending += state.unmapped(action)
+        else:
+            pending += state.released(action)
         state.validate()
     return done
 

@@ -44,7 +44,7 @@ def test_physical_memory_is_made_once_and_used_again() -> None:
             blocks = models[turn % 2].allocate(4)
             assert blocks is not None
             models[turn % 2].free(blocks)
-            assert pool.wait_for(lambda state: state.num_free_frames == NUM_FRAMES, PATIENCE_S)
+            assert pool.wait_for(lambda state: state.frames.num_free == NUM_FRAMES, PATIENCE_S)
         assert driver.calls["cuMemMap"] == 10 * 8
         assert driver.calls["cuMemCreate"] == 8
 
@@ -55,7 +55,7 @@ def test_what_leaves_the_budget_is_given_back_to_the_device() -> None:
         model = pool.add_model("a", LAYOUT)
         blocks = model.allocate(8) or []
         model.free(blocks[:4])
-        assert pool.wait_for(lambda state: state.num_free_frames == NUM_FRAMES - 8, PATIENCE_S)
+        assert pool.wait_for(lambda state: state.frames.num_free == NUM_FRAMES - 8, PATIENCE_S)
         assert len(driver.handles) == 16
         pool.resize(8 * GRANULARITY)
         assert len(driver.handles) == 8
@@ -96,7 +96,7 @@ def test_what_the_device_does_not_have_is_no_allocation_and_leaves_nothing_mappe
     with ElasticPool(NUM_FRAMES * GRANULARITY, CudaBacking(driver=driver), reserve=NONE) as pool:
         model = pool.add_model("a", LAYOUT)
         assert model.allocate(6) is None
-        assert pool.wait_for(lambda state: state.num_free_frames == NUM_FRAMES, PATIENCE_S)
+        assert pool.wait_for(lambda state: state.frames.num_free == NUM_FRAMES, PATIENCE_S)
         assert not driver.mapped
         assert len(model.allocate(4) or ()) == 4
 
@@ -106,7 +106,7 @@ def test_all_device_work_is_waited_for_before_memory_is_taken_away() -> None:
     with ElasticPool(NUM_FRAMES * GRANULARITY, CudaBacking(driver=driver), reserve=NONE) as pool:
         model = pool.add_model("a", LAYOUT)
         model.free(model.allocate(2) or ())
-        assert pool.wait_for(lambda state: state.num_free_frames == NUM_FRAMES, PATIENCE_S)
+        assert pool.wait_for(lambda state: state.frames.num_free == NUM_FRAMES, PATIENCE_S)
         assert driver.calls["cuCtxSynchronize"] == 1
 
 

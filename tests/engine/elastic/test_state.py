@@ -338,7 +338,7 @@ def test_a_floor_is_not_met_out_of_what_its_model_would_have_to_wait_for() -> No
     pool.free("a", allocate(pool, "a", 2).blocks)
     allocate(pool, "b", pool.available("b"))
     assert held_pages(pool, "a") == 0
-    assert pool.num_free_frames == 8
+    assert pool.frames.num_free == 8
     assert pool.budget.committed == 24
 
 
@@ -398,5 +398,5 @@ def test_models_of_different_shapes_share_frames() -> None:
     pool.free("a", allocate(pool, "a", 6).blocks)
     assert pool.available("b") == 4
     allocate(pool, "b", 4)
-    assert pool.num_free_frames == 1
+    assert pool.frames.num_free == 1
     assert pool.available("a") == 0

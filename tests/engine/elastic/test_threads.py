@@ -84,8 +84,8 @@ def test_holders_never_lose_or_share_a_block(shared: bool, high: int) -> None:
         for model in models:
             model.want(0)
             model.limit(0, BUDGET)
+        assert pool.wait_for(lambda state: state.frames.num_free == BUDGET // PAGE, PATIENCE_S)
         assert models[0].available() == models[0].most() == BUDGET // PAGE_BYTES * 2
-        assert pool.wait_for(lambda state: state.num_free_frames == BUDGET // PAGE, PATIENCE_S)
         assert not any(resident_bytes(m.address, m.paging.range_bytes) for m in models)
 
 
