@@ -1,14 +1,16 @@
 """Who is measured: our engine with either set of kernels, and `transformers` generate. One per process (`side.py`).
 
 Each makes a model ready, then times decode steps of a batch at a context, and prompts. KV of contexts is whatever lies
-there: the time does not depend on it.
+there: the time does not depend on it. On one core the time is the processor's: whoever computes never waits there, and
+what other programs take of the core is not theirs.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +37,13 @@ class Contestant(Protocol):
         """Seconds of each of `steps` decode steps, or of one prompt."""
 
 
+Clock = Callable[[], float]
+
+
+def clock_for(threads: int) -> Clock:
+    return time.process_time if threads == 1 else time.perf_counter
+
+
 def make(name: str, folder: Path, dtype: str, threads: int) -> Contestant:
     if name == "transformers":
         return Transformers(folder, dtype, threads)
@@ -49,6 +58,7 @@ class Ours:
         self._folder = folder
         self._dtype = dtype
         self._threads = threads
+        self._clock = clock_for(threads)
         self._config = load_model_config(folder)
         self._engine = self._load(1)
 
@@ -74,19 +84,19 @@ class Ours:
     def run(self, shape: Shape, steps: int) -> list[float]:
         if shape.prompt is not None:
             chunks = range(0, shape.prompt, CHUNK)
-            begin = time.perf_counter()
+            begin = self._clock()
             for start in chunks:
                 end = min(start + CHUNK, shape.prompt)
                 self._engine.execute([self._slice(0, start, end, shape.prompt)])
-            return [time.perf_counter() - begin]
+            return [self._clock() - begin]
         context = shape.context
         slices = [self._slice(row, context - 1, context, context) for row in range(shape.batch)]
         return [self._step(slices) for _ in range(steps)]
 
     def _step(self, slices: Sequence[Slice]) -> float:
-        begin = time.perf_counter()
+        begin = self._clock()
         self._engine.execute(slices)
-        return time.perf_counter() - begin
+        return self._clock() - begin
 
     def _slice(self, row: int, start: int, end: int, length: int) -> Slice:
         blocks = self._engine.layout.blocks_for(length)
@@ -102,14 +112,15 @@ class Ours:
         )
 
 
-class _Clock(StoppingCriteria):
+class _Instants(StoppingCriteria):
     """Notes when each token was there."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self.instants: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_kwargs: Any) -> torch.Tensor:
-        self.instants.append(time.perf_counter())
+        self.instants.append(self._clock())
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
@@ -118,6 +129,7 @@ class Transformers:
 
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
         set_threads(threads)
+        self._clock = clock_for(threads)
         config = AutoConfig.from_pretrained(folder)
         make: Any = AutoModelForCausalLM.from_config  # untyped
         self._model = make(config, dtype=TORCH_DTYPES[dtype]).eval()
@@ -129,15 +141,13 @@ class Transformers:
 
     def run(self, shape: Shape, steps: int) -> list[float]:
         if shape.prompt is not None:
-            begin = time.perf_counter()
-            clock = self._generate(shape, shape.prompt, 1, DynamicCache())
-            return [clock.instants[0] - begin]
-        clock = self._generate(shape, shape.context, steps + 1, self._cache(shape))
-        pairs = zip(clock.instants, clock.instants[1:], strict=False)
-        return [later - earlier for earlier, later in pairs]
+            begin = self._clock()
+            return [self._generate(shape, shape.prompt, 1, DynamicCache())[0] - begin]
+        instants = self._generate(shape, shape.context, steps + 1, self._cache(shape))
+        return [later - earlier for earlier, later in itertools.pairwise(instants)]
 
-    def _generate(self, shape: Shape, length: int, tokens: int, cache: DynamicCache) -> _Clock:
-        clock = _Clock()
+    def _generate(self, shape: Shape, length: int, tokens: int, cache: DynamicCache) -> list[float]:
+        noted = _Instants(self._clock)
         prompt = torch.arange(length).remainder(self._config.vocab_size)
         prompts = prompt.expand(shape.batch, -1).contiguous()
         self._model.generate(
@@ -148,9 +158,9 @@ class Transformers:
             min_new_tokens=tokens,
             do_sample=False,
             pad_token_id=0,
-            stopping_criteria=[clock],
+            stopping_criteria=[noted],
         )
-        return clock
+        return noted.instants
 
     def _cache(self, shape: Shape) -> DynamicCache:
         config, cache = self._config, DynamicCache()

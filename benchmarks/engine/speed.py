@@ -1,7 +1,8 @@
 """Decode and prefill of our engine beside `transformers` generate, and beside what memory allows.
 
 All contestants with one model and dtype are alive at the same time and are asked in turn, one shape after another;
-figures are medians over the rounds, ratios are of figures of the same run. Pure but for the processes it starts.
+figures are medians over the rounds, ratios are of figures of the same run. On one core time is what the processor spent,
+not what the clock on the wall said. The floor is of memory: what lies in a cache may be faster.
 """
 
 from __future__ import annotations
@@ -163,7 +164,8 @@ def _table(run: Mapping[str, Any], shapes: Sequence[Shape]) -> str:
         rows.append([name, *cells])
     floor = [f"{run['floor'][shape.label] * 1e3:.2f}" for shape in decodes]
     rows.append([f"floor at {run['bytes_per_s'] / 1e9:.0f} GB/s", *floor, *("–" for _ in prefills)])
-    title = f"{run['model']}, {run['dtype']}, {run['cores']} core(s): ms per step, tokens/s"
+    clock = "one core, its time" if run["cores"] == 1 else f"{run['cores']} cores, wall clock"
+    title = f"{run['model']}, {run['dtype']}, {clock}: ms per step, tokens/s"
     return table([title, *(shape.label for shape in shapes)], rows)
 
 
