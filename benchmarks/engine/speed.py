@@ -1,8 +1,8 @@
 """Decode and prefill of our engine beside `transformers` generate, and beside what memory allows.
 
 All contestants with one model and dtype are alive at the same time and are asked in turn, one shape after another;
-figures are medians over the rounds, ratios are of figures of the same run. On one core time is what the processor spent,
-not what the clock on the wall said. The floor is of memory: what lies in a cache may be faster.
+figures are medians over the rounds, ratios are of figures of the same run. On one core time is what the processor
+spent, not what the clock on the wall said. The floor is of memory: what lies in a cache may be faster.
 """
 
 from __future__ import annotations
