@@ -19,7 +19,7 @@ from engine.batch import Sampled, Slice
 from engine.config import ModelConfig
 from engine.cuda.graphs import with_graphs
 from engine.cuda.requirements import find_device
-from engine.kernels import make_kernels
+from engine.kernels import crew_of, make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.model import ForwardPass, Model
 from engine.sampler import sample
@@ -101,7 +101,7 @@ class Engine:
         if attention == "auto" and layers.name == "torch":
             attention = "torch" if kernels == "auto" else attention  # why not was told already
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
-        backend = make_attention(attention, geometry, pool, cache_folder)
+        backend = make_attention(attention, geometry, pool, cache_folder, crew_of(layers))
         model = with_graphs(Model(config, layers, backend), config, pool)
         return cls(config, model, backend, pool, make_fingerprint(weights.digest, layout))
 
@@ -119,7 +119,8 @@ class Engine:
         ordered = [slices[index] for index in order]
         sampling = [piece for piece in ordered if piece.samples]
         with torch.inference_mode():
-            self._clean(ordered)
+            if self._attention.reads_whole_blocks:
+                self._clean(ordered)
             logits = self._model.forward(self._make_step(ordered), on_layer)
             sampled = iter(sample(logits, sampling) if sampling else ())
         results: list[Sampled | None] = [None] * len(slices)
@@ -176,8 +177,8 @@ class Engine:
             )
 
     def _clean(self, slices: Sequence[Slice]) -> None:
-        """Zeroes what lies behind single tokens in their last block. Attention reads whole blocks and masks what is
-        not there yet, but whatever an earlier holder or a corrupted transfer left must not be a NaN: 0 · NaN is NaN.
+        """Zeroes what lies behind single tokens in their last block, for attention that reads whole blocks and masks
+        what is not there yet: what an earlier holder or a corrupted transfer left must not be a NaN: 0 · NaN is NaN.
         Once clean, a tail stays so while its sequence grows into it."""
         block_size = self.layout.block_size
         clean: dict[RequestId, BlockId] = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.attention.base import Attention, Geometry, Plan, Span
 from engine.attention.native import NativePagedAttention
 from engine.attention.torch_paged import TorchPagedAttention
+from engine.kernels.library import Crew
 from engine.kv_pool import KvPool
 from protocol.errors import ConfigError
 from protocol.native import CompilerError
@@ -20,10 +21,14 @@ log = logging.getLogger(__name__)
 
 
 def make_attention(
-    name: str, geometry: Geometry, pool: KvPool, cache_folder: Path | None
+    name: str,
+    geometry: Geometry,
+    pool: KvPool,
+    cache_folder: Path | None,
+    crew: Crew | None = None,
 ) -> Attention:
-    """The implementation called `name`; auto takes native where it can be had. Raises ConfigError for an unknown name
-    and for native where it cannot."""
+    """The implementation called `name`; auto takes native where it can be had, which works in the threads of `crew`, or
+    in as many of its own as torch has. Raises ConfigError for an unknown name and for native where it cannot."""
     if name not in NAMES:
         raise ConfigError(f"attention backend {name!r} is not one of {', '.join(NAMES)}")
     if name == "triton" or (name == "auto" and pool.device.type == "cuda"):
@@ -33,7 +38,7 @@ def make_attention(
     if name == "torch" or (name == "auto" and cache_folder is None):
         return TorchPagedAttention(geometry, pool)
     try:
-        return NativePagedAttention(geometry, pool, cache_folder)
+        return NativePagedAttention(geometry, pool, cache_folder, crew)
     except CompilerError as error:
         if name == "native":
             raise ConfigError(f"the native attention kernel is not available: {error}") from error

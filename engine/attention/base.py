@@ -40,6 +40,8 @@ class Attention(Protocol):
     """Causal attention of a step's tokens over their own sequences."""
 
     name: str
+    reads_whole_blocks: bool
+    """Whether what lies behind a single token in its last block is read and then hidden: it must not be NaN."""
 
     def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
         """The order in which this backend wants the spans, given their (start, end)."""

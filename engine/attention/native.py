@@ -1,160 +1,217 @@
-"""Decode attention in C (`decode.c`): K and V are read where they lie, nothing is gathered or padded.
+"""Attention for CPUs in C++ (`paged.cpp`): K and V are read where they lie, nothing is gathered or padded.
 
-Prompt chunks are torch's, as in the reference. Only calls the library; `protocol.native` makes it.
+Makes a step's plan for the library and calls it; `protocol.native` compiles it. Single tokens are cut into pieces of
+what they see and prompts into tiles of tokens; threads share pieces, tiles and KV heads, and no result depends on how.
+The step's own K and V are read from the pool, too.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.attention.base import Geometry, Span
-from engine.attention.chunks import (
-    Chunk,
-    ChunkAttention,
-    first_block,
-    plan_chunks,
-    singles_first,
-)
+from engine.attention.chunks import singles_first
+from engine.kernels.library import Crew
 from engine.kv_pool import KvPool
 from protocol.native import CompilerError, load_library
 
-_SOURCE = Path(__file__).with_name("decode.c")
-# Sums may be reordered and there are no infinities: what vectorised code needs. Not -ffast-math, which would make every
-# thread of the process flush denormals when the library is loaded.
+_SOURCE = Path(__file__).with_name("paged.cpp")
+# Neither -ffast-math, which would make every thread of the process flush denormals when the library is loaded, nor
+# reordered sums: results are to be the same however often the code is compiled.
 _FLAGS = (
+    "-std=c++20",
     "-O3",
     "-march=native",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-fassociative-math",
-    "-fno-signed-zeros",
-    "-freciprocal-math",
-    "-ffinite-math-only",
-    "-fopenmp",
+    "-ffp-contract=fast",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-pthread",
 )
-# Limits of the kernel's stack buffers.
+# Limits of paged.h.
 _MAX_HEADS = 128
 _MAX_HEAD_DIM = 256
-_MAX_BLOCK_SIZE = 512
+# A tile's tokens times the query heads of a KV head (MAX_ROWS of prefill.h).
+_TILE_ROWS = 192
+# Decode splits what a token sees into pieces of at least so many tokens, at most so many pieces. By length alone:
+# threads and batch must not change a sum's order.
+_PIECE_TOKENS = 256
+_MAX_PIECES = 16
+_NO_WINDOW = 1 << 40
 
 
-class _Shape(ctypes.Structure):
-    """`Shape` of decode.c."""
+class _Call(ctypes.Structure):
+    """`Plan` of paged.h."""
 
     _fields_ = (
-        ("rows", ctypes.c_int64),
-        ("max_blocks", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
-        ("query_stride", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("num_threads", ctypes.c_int32),
+        ("window", ctypes.c_int64),
+        ("crew", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("pieces", ctypes.c_void_p),
+        ("num_pieces", ctypes.c_int64),
+        ("singles", ctypes.c_void_p),
+        ("num_singles", ctypes.c_int64),
+        ("tiles", ctypes.c_void_p),
+        ("num_tiles", ctypes.c_int64),
+        ("partials", ctypes.c_void_p),
+        ("scale", ctypes.c_double),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    rows: int  # single tokens come first
-    max_blocks: int
-    blocks: torch.Tensor  # [rows, max_blocks] int64
-    ranges: torch.Tensor  # [rows, 2] int64: tokens seen, numbered from the row's first block
-    chunks: list[Chunk]
+class NativePlan:
+    """`address` is that of a `Plan` of paged.h, which lives as long as this."""
+
+    address: int
+    num_rows: int
+    kept: tuple[object, ...]  # what the call points to
 
 
 class NativePagedAttention:
     """`Attention` for CPUs. Raises CompilerError when it cannot be had for this model or on this machine."""
 
     name = "native"
+    reads_whole_blocks = False
 
-    def __init__(self, geometry: Geometry, pool: KvPool, cache_folder: Path | None) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        pool: KvPool,
+        cache_folder: Path | None,
+        crew: Crew | None = None,
+    ) -> None:
+        _check_limits(geometry)
         self._geometry = geometry
-        self._pool = pool
         self._block_size = pool.layout.block_size
-        self._chunks = ChunkAttention(geometry, pool)
-        self._threads = torch.get_num_threads()
-        _check_limits(geometry, self._block_size)
+        self._tile_tokens = max(1, _TILE_ROWS * geometry.num_kv_heads // geometry.num_heads)
+        self._keys = [piece.data_ptr() for piece in pool.keys]
+        self._values = [piece.data_ptr() for piece in pool.values]
+        self._pool = pool  # keeps the memory
         kernels = cache_folder / "kernels" if cache_folder is not None else None
         library = load_library(_SOURCE, _FLAGS, kernels)
-        self._kernel = library[f"decode_{pool.layout.dtype}"]
-        self._kernel.argtypes = [ctypes.c_void_p] * 7
+        self._crew = Crew(library, torch.get_num_threads()) if crew is None else crew
+        self._kernel = library[f"attend_{pool.layout.dtype}"]
+        pointer = ctypes.c_void_p
+        self._kernel.argtypes = [pointer, ctypes.c_int64, pointer, pointer, pointer, pointer]
         self._kernel.restype = None
 
     def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
         return singles_first(lengths)
 
-    def plan(self, spans: Sequence[Span], window: int | None) -> _Plan:
-        singles = [span for span in spans if span.end - span.start == 1]
-        begins = [first_block(span, window, self._block_size) for span in singles]
-        tables = [span.blocks[begin:] for span, begin in zip(singles, begins, strict=True)]
-        max_blocks = max((len(table) for table in tables), default=0)
-        blocks = np.zeros((len(singles), max_blocks), dtype=np.int64)
-        ranges = np.empty((len(singles), 2), dtype=np.int64)
-        for row, (span, begin, table) in enumerate(zip(singles, begins, tables, strict=True)):
-            blocks[row, : len(table)] = table
-            oldest = 0 if window is None else max(0, span.end - window)
-            offset = begin * self._block_size
-            ranges[row] = (oldest - offset, span.end - offset)
-        return _Plan(
-            len(singles),
-            max_blocks,
-            torch.from_numpy(blocks),
-            torch.from_numpy(ranges),
-            plan_chunks(self._chunks, spans, window),
-        )
+    def plan(self, spans: Sequence[Span], window: int | None) -> NativePlan:
+        tables = np.concatenate([span.blocks for span in spans])
+        pieces: list[tuple[int, int, int, int]] = []  # `Piece` of paged.h
+        singles: list[tuple[int, int, int]] = []  # `Single`
+        tiles: list[npt.NDArray[np.int64]] = []  # `Tile`
+        row = table = 0
+        for span in spans:
+            if span.end - span.start == 1:
+                own = pieces_of(span.end, window)
+                singles.append((row, len(pieces), len(own)))
+                pieces += [(row, table, first, end) for first, end in own]
+            else:
+                tiles.append(self._tiles(span, row, table))
+            row += span.end - span.start
+            table += len(span.blocks)
+        return self._call(row, window, tables, pieces, singles, tiles)
 
-    def attend(
+    def _tiles(self, span: Span, row: int, table: int) -> npt.NDArray[np.int64]:
+        """The longest first, so that threads end together."""
+        num_tokens = span.end - span.start
+        firsts = np.arange(0, num_tokens, self._tile_tokens)[::-1]
+        tiles = np.empty((len(firsts), 4), dtype=np.int64)
+        tiles[:, 0] = row + firsts
+        tiles[:, 1] = np.minimum(num_tokens - firsts, self._tile_tokens)
+        tiles[:, 2] = span.start + firsts
+        tiles[:, 3] = table
+        return tiles
+
+    def _call(
         self,
-        layer: int,
-        plan: _Plan,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        parts = [self._decode(layer, plan, queries)] if plan.rows else []
-        parts += [self._chunks.attend(layer, chunk, queries, keys, values) for chunk in plan.chunks]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _decode(self, layer: int, plan: _Plan, queries: torch.Tensor) -> torch.Tensor:
+        num_rows: int,
+        window: int | None,
+        tables: npt.NDArray[np.int64],
+        pieces: list[tuple[int, int, int, int]],
+        singles: list[tuple[int, int, int]],
+        tiles: list[npt.NDArray[np.int64]],
+    ) -> NativePlan:
         geometry = self._geometry
-        if queries.stride()[1:] != (geometry.head_dim, 1):
-            queries = queries.contiguous()
-        output = queries.new_empty(plan.rows, geometry.num_heads * geometry.head_dim)
-        shape = _Shape(
-            plan.rows,
-            plan.max_blocks,
+        arrays = (
+            np.ascontiguousarray(tables, dtype=np.int64),
+            np.array(pieces, dtype=np.int64),
+            np.array(singles, dtype=np.int64),
+            np.concatenate(tiles) if tiles else np.empty(0, dtype=np.int64),
+            np.empty((len(pieces), geometry.num_heads, geometry.head_dim + 2), dtype=np.float32),
+        )
+        at = [array.ctypes.data for array in arrays]
+        call = _Call(
             self._block_size,
             geometry.num_heads,
             geometry.num_kv_heads,
             geometry.head_dim,
-            queries.stride(0),
-            geometry.head_dim**-0.5,
-            self._threads,
+            _NO_WINDOW if window is None else window,
+            self._crew.address,
+            at[0],
+            at[1],
+            len(pieces),
+            at[2],
+            len(singles),
+            at[3],
+            len(arrays[3]),
+            at[4],
+            geometry.head_dim**-0.5 * math.log2(math.e),
         )
+        return NativePlan(ctypes.addressof(call), num_rows, (call, *arrays))
+
+    def attend(
+        self,
+        layer: int,
+        plan: NativePlan,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        geometry = self._geometry
+        if queries.stride()[1:] != (geometry.head_dim, 1):
+            queries = queries.contiguous()
+        output = queries.new_empty(plan.num_rows, geometry.num_heads * geometry.head_dim)
         self._kernel(
             queries.data_ptr(),
-            self._pool.keys[layer].data_ptr(),
-            self._pool.values[layer].data_ptr(),
+            queries.stride(0),
+            self._keys[layer],
+            self._values[layer],
             output.data_ptr(),
-            plan.blocks.data_ptr(),
-            plan.ranges.data_ptr(),
-            ctypes.addressof(shape),
+            plan.address,
         )
         return output
 
 
-def _check_limits(geometry: Geometry, block_size: int) -> None:
+def pieces_of(end: int, window: int | None) -> list[tuple[int, int]]:
+    """What the token at `end` - 1 sees, cut at multiples of a length."""
+    first = 0 if window is None else max(0, end - window)
+    length = _PIECE_TOKENS * -(-(end - first) // (_PIECE_TOKENS * _MAX_PIECES))
+    cuts = [first, *range((first // length + 1) * length, end, length), end]
+    return list(pairwise(cuts))
+
+
+def _check_limits(geometry: Geometry) -> None:
     for what, value, limit in (
         ("heads", geometry.num_heads, _MAX_HEADS),
         ("head_dim", geometry.head_dim, _MAX_HEAD_DIM),
-        ("block_size", block_size, _MAX_BLOCK_SIZE),
     ):
         if value > limit:
             raise CompilerError(f"{what} {value} is above the kernel's limit of {limit}")

@@ -50,6 +50,7 @@ class TorchPagedAttention:
     """Reference implementation of `Attention`, on any device that torch knows."""
 
     name = "torch"
+    reads_whole_blocks = True
 
     def __init__(self, geometry: Geometry, pool: KvPool) -> None:
         self._heads = geometry.num_heads
