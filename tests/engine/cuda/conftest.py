@@ -1,13 +1,12 @@
-"""Triton kernels, compiled where there is a GPU, else in Triton's interpreter on tensors of the CPU."""
+"""Triton kernels, compiled where there is a GPU, else in Triton's interpreter on tensors of the CPU.
+
+Each module that needs Triton skips itself where it is not installed: a conftest that did would end the run.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip(
-    "triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'"
-)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -6,6 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+pytest.importorskip(
+    "triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'"
+)
+
 from benchmarks.gpu_check.cases import TOLERANCES, relative_error
 from engine.cuda.kernels.norm import add_norm
 from engine.cuda.kernels.rope import Positions, rotate_and_store

@@ -11,6 +11,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+pytest.importorskip(
+    "triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'"
+)
+
 from engine.attention.base import Geometry
 from engine.config import load_model_config
 from engine.cuda.attention import TritonAttention
@@ -23,7 +27,7 @@ from engine.model import Model
 from engine.weights import load_weights
 from protocol.request import SamplingParams
 from tests.engine.conftest import Pair
-from tests.engine.steps import random_prompt
+from tests.engine.steps import make_slice, random_prompt
 
 
 class Captures:
@@ -44,11 +48,11 @@ class Captures:
         return replay
 
 
-def graphed_engine(pair: Pair, captures: Captures) -> tuple[Engine, KvPool]:
+def graphed_engine(pair: Pair, captures: Captures, device: torch.device) -> tuple[Engine, KvPool]:
     config = load_model_config(pair.path)
     layout = config.kv_layout(16, "float32")
-    pool = KvPool(layout, 20)
-    weights = load_weights(pair.path, config, torch.float32)
+    pool = KvPool(layout, 20, None, device)
+    weights = load_weights(pair.path, config, torch.float32, device=device)
     geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
     attention = TritonAttention(geometry, pool)
     model = Model(config, TritonKernels(config, weights, pool), attention)
@@ -58,9 +62,11 @@ def graphed_engine(pair: Pair, captures: Captures) -> tuple[Engine, KvPool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
-def test_tokens_equal_those_of_transformers(name: str, pairs: dict[str, Pair]) -> None:
+def test_tokens_equal_those_of_transformers(
+    name: str, pairs: dict[str, Pair], device: torch.device
+) -> None:
     captures = Captures()
-    engine, _ = graphed_engine(pairs[name], captures)
+    engine, _ = graphed_engine(pairs[name], captures, device)
     prompts = [random_prompt(length, seed=length) for length in (1, 16, 60)]
     sampling = SamplingParams(max_tokens=4, temperature=0.0)
     results = generate(engine, prompts, sampling, chunk_size=80)
@@ -71,9 +77,9 @@ def test_tokens_equal_those_of_transformers(name: str, pairs: dict[str, Pair]) -
     assert captures.replayed == 3
 
 
-def test_capturing_and_rows_that_only_pad_store_nothing(llama: Pair) -> None:
+def test_capturing_and_rows_that_only_pad_store_nothing(llama: Pair, device: torch.device) -> None:
     """Three sequences of 20 + 3 tokens, the last never stored, are all that is not as it was."""
-    engine, pool = graphed_engine(llama, Captures())
+    engine, pool = graphed_engine(llama, Captures(), device)
     pieces = (*pool.keys, *pool.values)
     for piece in pieces:
         piece.fill_(float("nan"))
@@ -83,11 +89,11 @@ def test_capturing_and_rows_that_only_pad_store_nothing(llama: Pair) -> None:
         assert int(piece.isfinite().all(-1).all(-1).sum()) == 3 * 22
 
 
-def test_steps_whose_layers_are_waited_for_run_without_a_graph(llama: Pair) -> None:
-    from tests.engine.steps import make_slice
-
+def test_steps_whose_layers_are_waited_for_run_without_a_graph(
+    llama: Pair, device: torch.device
+) -> None:
     captures = Captures()
-    engine, _ = graphed_engine(llama, captures)
+    engine, _ = graphed_engine(llama, captures, device)
     prompt = random_prompt(5)
     engine.execute([make_slice(prompt, 0, 4, [0])])
     layers: list[int] = []

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip(
+    "triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'"
+)
+
 from engine.config import load_model_config
 from engine.engine import Engine
 from engine.generate import generate
