@@ -18,8 +18,9 @@ from conductor.decision import DecodeColumns, PrefillColumns, Rejection
 from conductor.landing import Newcomer, loads_at, overtaken
 from conductor.outlook import INSTANTS, Outlook
 
+TTFT_SLO = "ttft_slo"
 # Reasons that time takes care of.
-FOR_LOAD = frozenset({"landing_blocks", "ttft_slo", "tbt_slo"})
+FOR_LOAD = frozenset({"landing_blocks", TTFT_SLO, "tbt_slo"})
 # There would be room, but a tenant that has had less than its share waits for it.
 TENANT_SHARE = "tenant_share"
 # Of the TBT target, what steps may take. A request's TBT is the mean of its longest tenth of gaps (FAST'25, §5.2), and
@@ -59,7 +60,7 @@ def reject_ttft(
     # Queues drain by one second per second, so an instance meets the SLO once its excess is worked off.
     drains = (columns.ttft_s - slo_s)[columns.ttft_s - columns.queue_s <= slo_s]
     if drains.size:
-        return Rejection(reason="ttft_slo", retry_after_s=_at_least(float(drains.min())))
+        return Rejection(reason=TTFT_SLO, retry_after_s=_at_least(float(drains.min())))
     # Even an idle instance is too slow. Blocks cached until then may change that.
     return Rejection(reason="ttft_slo_unreachable", retry_after_s=_at_least(chosen_ttft_s))
 

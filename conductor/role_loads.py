@@ -1,8 +1,10 @@
 """The workers' loads as `conductor.roles` compares them, from the conductor's books and from heartbeats. Pure.
 
 Prefill: the predicted queue over the TTFT target; and since an empty queue says nothing of how much could come on top,
-the share of time with work counts as use. Decode: what sequences add to an empty step over what they may add within the
-TBT target, or the share of blocks that is taken, whichever is larger. So both are shared out when workers are.
+the share of time with work counts as use. While prompts are refused for their TTFT it counts as need, too: a policy
+that keeps queues short by refusing must not look as if nobody waited. Decode: what sequences add to an empty step over
+what they may add within the TBT target, or the share of blocks that is taken, whichever is larger. So both are shared
+out when workers are.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from protocol.ids import InstanceId, Role
 
 # Averages over about as long as the controller waits between two changes.
 BUSY_MEMORY_S = 30.0
+# A need has to last anyway before anything follows (`RoleTerms.hold_s`).
+REFUSED_MEMORY_S = 2.0
 
 
 class RoleLoads:
@@ -26,6 +30,11 @@ class RoleLoads:
         self._tbt_slo_s = tbt_slo_s
         self._busy: dict[InstanceId, float] = {}  # share of time
         self._seen_at: float | None = None
+        self._refused_at = -math.inf
+
+    def refused(self, now: float) -> None:
+        """A prompt was, for its TTFT."""
+        self._refused_at = now
 
     def at(self, now: float) -> list[WorkerLoad]:
         """Of all workers; call it regularly."""
@@ -47,7 +56,9 @@ class RoleLoads:
 
     def _prefill(self, instance: Instance, now: float) -> WorkerLoad:
         need = instance.queue.estimate_s(now) / self._ttft_slo_s
-        return _load(instance, need, max(need, self._busy[instance.instance_id]))
+        use = max(need, self._busy[instance.instance_id])
+        is_refusing = now <= self._refused_at + REFUSED_MEMORY_S
+        return _load(instance, use if is_refusing else need, use)
 
     def _decode(self, instance: Instance) -> WorkerLoad:
         load, registration = instance.load, instance.registration

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from conductor.admission import FOR_LOAD, Admission
+from conductor.admission import FOR_LOAD, TTFT_SLO, Admission
 from conductor.cost.accuracy import Term, TermAccuracy
 from conductor.decision import Decision, Rejection
 from conductor.decision_log import DecisionLog
@@ -276,6 +276,8 @@ class ConductorState:
         self._decisions.record(decision)
         if decision.rejection is not None:
             self._fading.refused()
+            if decision.rejection.reason == TTFT_SLO:
+                self._role_loads.refused(now)
             self._claim(event, decision.rejection, now)
             return [
                 Rejected(

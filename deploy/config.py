@@ -122,9 +122,7 @@ class ServeConfig(TransferConfig, PatienceConfig):
     num_threads: int | None = option(
         None, help="compute threads per worker; the cores shared out evenly when not given"
     )
-    placement_policy: str = option(
-        "global-cache-aware", help="how the conductor chooses prefill workers"
-    )
+    placement_policy: str = option("moonserve", help="how the conductor chooses prefill workers")
     ttft_slo: float = option(30.0, help="seconds to the first token that placement must meet")
     tbt_slo: float = option(1.0, help="seconds between tokens that placement must meet")
     admission: str = option(

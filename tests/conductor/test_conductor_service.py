@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from conductor.config import ConductorConfig
-from conductor.policies import DEFAULT_POLICY, make_policy
+from conductor.policies import PUBLISHED_POLICY, make_policy
 from conductor.service import ConductorService, serve
 from conductor.state import ConductorState, Limits
 from protocol.config import load
@@ -61,7 +61,7 @@ class Rig:
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
     registry = CollectorRegistry()
-    state = ConductorState(make_policy(DEFAULT_POLICY, 1.25), Limits(ttft_slo_s=5.0))
+    state = ConductorState(make_policy(PUBLISHED_POLICY, 1.25), Limits(ttft_slo_s=5.0))
     server = RpcServer(TOKEN)
     channels = Channels(TOKEN)
     service = ConductorService(state, scheduler_metrics(registry), clock=lambda: rig.now)
@@ -140,14 +140,14 @@ async def test_the_policy_is_changed_while_serving(rig: Rig) -> None:
     assert (switched.name, switched.balancing_threshold) == ("round-robin", 0.0)
     await rig.call("Place", wish("r1"))
     switched = await rig.call(
-        "SetPolicy", conductor_pb2.SetPolicyRequest(name=DEFAULT_POLICY, balancing_threshold=3.0)
+        "SetPolicy", conductor_pb2.SetPolicyRequest(name=PUBLISHED_POLICY, balancing_threshold=3.0)
     )
     assert switched.balancing_threshold == 3.0
     policies = []
     for name in ("r0", "r1"):
         explained = await rig.call("Explain", conductor_pb2.ExplainRequest(request_id=name))
         policies.append(json.loads(explained.decision_json)["policy"])
-    assert policies == [DEFAULT_POLICY, "round-robin"]
+    assert policies == [PUBLISHED_POLICY, "round-robin"]
     with pytest.raises(InvalidRequest):
         await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name="nonsense"))
 
@@ -369,7 +369,7 @@ async def test_a_taken_port_is_a_config_error(rig: Rig) -> None:
     [
         ["--heartbeat-interval-s", "5", "--lease-s", "2"],
         ["--ttft-slo", "0"],
-        ["--balancing-threshold", "0.5"],
+        ["--placement-policy", PUBLISHED_POLICY, "--balancing-threshold", "0.5"],
         ["--decision-mib", "0"],
     ],
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from conductor.events import Action, Load, RoleChangeDue, Tick
+from conductor.events import Action, Load, Phase, RoleChangeDue, Tick
 from conductor.policies import make_policy
 from conductor.role_loads import BUSY_MEMORY_S, RoleLoads
 from conductor.roles import RoleController, RoleTerms
@@ -57,6 +57,28 @@ def test_a_long_queue_turns_a_decode_worker_into_a_prefill_worker() -> None:
     assert change.role is Role.PREFILL
     assert change.endpoint.instance_id in ("d0", "d1", "d2")
     assert tick(cluster, 3) == []
+
+
+@pytest.mark.parametrize(
+    ("objectives_s", "num_changes"),
+    [((), 0), ((0.5,), 0), ((1.5,), 1)],
+    ids=["nobody is refused", "what no worker could do", "what another worker could"],
+)
+def test_prompts_that_are_refused_ask_for_help_though_queues_are_short(
+    objectives_s: tuple[float, ...], num_changes: int
+) -> None:
+    """A queue of 2 s under an objective of 30 keeps the only prefill worker busy; a prompt takes it 1 s."""
+    cluster = cluster_of()
+    changes: list[RoleChangeDue] = []
+    for second in range(60):
+        cluster.place(f"r{second}", max_tokens=1)
+        cluster.place(f"s{second}", max_tokens=1)
+        cluster.report(f"r{second - 1}", Phase.FINISHED)
+        cluster.report(f"s{second - 2}", Phase.FINISHED)
+        for objective_s in objectives_s:
+            cluster.reject(f"t{second}", ttft_slo_s=objective_s)
+        changes += tick(cluster, 1)
+    assert [change.role for change in changes] == [Role.PREFILL] * num_changes
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_a_quiet_tenants_prompt_goes_before_a_flood_that_was_there_first(cluster
                 break
             first, size = first + size + 1, 2 * size
     assert quiet["rank"] < 0.0, "before prompts that were there"
-    assert all(each["rank"] == 0.0 for each in flood), "in order of arrival among themselves"
+    assert all(each["rank"] >= 0.0 for each in flood), "none of the flood before who was there"
     longest_s = max(each["prefill_candidates"][0]["queue_s"] for each in flood)
     assert quiet["prefill_candidates"][0]["queue_s"] < longest_s
 

@@ -205,9 +205,10 @@ def test_the_command_says_what_is_wrong(
 def test_the_conductor_turns_a_decode_worker_into_a_prefill_worker_where_prompts_queue(
     model: Path, tmp_path: Path
 ) -> None:
-    """Prompts come as fast as they are answered or rejected, until it has."""
+    """Prompts come as fast as they are answered or rejected, until it has. They are as long as computing them has to be
+    for being what takes the time."""
     flags = ("--role-switching", "on", "--decode-workers", "2", "--num-threads", "1")
-    flags += ("--ttft-slo", "0.05", "--role-hold-s", "0", "--no-enable-prefix-caching")
+    flags += ("--ttft-slo", "0.2", "--role-hold-s", "0", "--no-enable-prefix-caching")
     with running_cluster(model, tmp_path, *flags) as cluster:
         stopping = threading.Event()
         clients = [threading.Thread(target=flood, args=(cluster, stopping)) for _ in range(24)]
@@ -226,7 +227,7 @@ def test_the_conductor_turns_a_decode_worker_into_a_prefill_worker_where_prompts
 def flood(cluster: Cluster, stopping: threading.Event) -> None:
     with cluster.client() as client:
         while not stopping.is_set():
-            wish = {"prompt": PROMPT * 4, "max_tokens": 1, **WISH}
+            wish = {"prompt": PROMPT * 9, "max_tokens": 1, **WISH}
             assert client.post("/v1/completions", json=wish).status_code in (200, 429)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
+from conductor.policies import DEFAULT_POLICY, POLICY_NAMES, PUBLISHED_POLICY
 from protocol.config import option
 from protocol.errors import ConfigError
 from traces.planner.answer import Answer, format_answer, to_json
@@ -41,7 +41,7 @@ class PlanConfig:
     )
     nodes: int = option(16, help="machines there are")
     policies: tuple[str, ...] = option(
-        tuple(dict.fromkeys((DEFAULT_POLICY, "moonserve", "global-cache-aware"))),
+        (PUBLISHED_POLICY, DEFAULT_POLICY),
         help=f"placements to try, commas between: {', '.join(POLICY_NAMES)}",
     )
     model_profile: str = option(

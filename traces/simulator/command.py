@@ -9,7 +9,7 @@ from pathlib import Path
 
 from conductor.admission import Admission
 from conductor.fairness import parse_weights
-from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
+from conductor.policies import POLICY_NAMES, PUBLISHED_POLICY
 from conductor.replication import ReplicationTerms
 from conductor.roles import RoleTerms
 from kvstore.eviction import DEFAULT_POLICY as DEFAULT_EVICTION
@@ -51,7 +51,7 @@ class SimulateConfig:
         help=f"{', '.join(PROFILES)}, or a file that moonserve profile --json wrote",
     )
     policy: tuple[str, ...] = option(
-        (DEFAULT_POLICY,), help=f"placement, commas between: {', '.join(POLICY_NAMES)}"
+        (PUBLISHED_POLICY,), help=f"placement, commas between: {', '.join(POLICY_NAMES)}"
     )
     balancing_threshold: float = option(
         1.25, help="fetch a prefix when the best in the cluster is this many times longer"
