@@ -42,6 +42,8 @@ COPY_S = 0.02
 """Of a copy, whatever its size: a lease, a reservation and a commit between busy processes."""
 LOOK_EVERY_S = 0.01
 """A demand takes about as long as a third of a placement; of so many a second every one counts."""
+LOOK_BURST_S = 1.0
+"""As many as come in so long may come at once: requests do, after a pause of whoever sends them."""
 BURST_S = 10.0
 """A store that was left alone may be kept busy for its share of so many seconds at once."""
 
@@ -112,7 +114,7 @@ class Replication:
         if now < self._looks_from:
             return
         weight, self._num_unseen = self._num_unseen, 0
-        self._looks_from = now + LOOK_EVERY_S
+        self._looks_from = max(self._looks_from, now - LOOK_BURST_S) + LOOK_EVERY_S
         demand = demand_of(decision, keys, self._members, self._directory, layout, weight)
         if demand is None:
             return

@@ -22,7 +22,7 @@ MOST_DEMANDS = 4_096
 
 
 class Wanted(NamedTuple):
-    """Blocks that enough demands passed through."""
+    """Blocks that enough of the demands that were looked at passed through."""
 
     slots: Slots  # [blocks]
     hits: Floats  # [blocks]
@@ -49,11 +49,11 @@ class DemandWindow:
         while self._demands and self._demands[0][0] <= now - self._window_s:
             self._demands.popleft()
         demands = [d for _, d in self._demands if d.stores is stores and is_known(d, table)]
-        if sum(d.weight for d in demands) < least_hits:
+        if len(demands) < least_hits:
             return None
         slots, block = np.unique(np.concatenate([d.slots for d in demands]), return_inverse=True)
-        weights = [d.weight for d in demands]
-        hits = np.bincount(block, np.repeat(weights, [len(d.slots) for d in demands]))
+        # Each counts once, whatever it stands for: the first placement after a burst of others is not a hot prefix.
+        hits = np.bincount(block)
         hot = np.flatnonzero(hits >= least_hits)
         if not hot.size:
             return None

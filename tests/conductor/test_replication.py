@@ -13,6 +13,7 @@ from conductor.events import (
     Heartbeat,
     Load,
 )
+from conductor.replication import LOOK_BURST_S, LOOK_EVERY_S
 from kvstore.replication.ledger import UNDER_WAY_S
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId
@@ -68,6 +69,27 @@ def test_few_requests_are_no_reason() -> None:
     pool.put("s0", HOT)
     pool.ask_for(HOT, times=3)
     assert pool.look() == []
+
+
+def test_one_request_after_a_burst_of_others_is_no_reason() -> None:
+    """Of the placements of one moment only so many are looked at, and the next one stands for the others: for their
+    seconds, and not for as many uses of its own prefix."""
+    pool = Pool()
+    others, num_looks = chain("others", BLOCKS), round(LOOK_BURST_S / LOOK_EVERY_S)
+    for keys in (HOT, others):
+        pool.put("s0", keys)
+    for number in range(num_looks + 50):
+        pool.cluster.place(f"burst-{number}", keys=others, tokens=BLOCKS * 10 + 5)
+    pool.ask_for(HOT)
+    assert not any(set(keys) & set(HOT) for _, keys in copies(pool.look()))
+
+
+def test_requests_of_one_moment_all_count() -> None:
+    pool = Pool()
+    pool.put("s0", HOT)
+    for number in range(20):
+        pool.cluster.place(f"burst-{number}", keys=HOT, tokens=BLOCKS * 10 + 5)
+    assert {keys for _, keys in copies(pool.look())} == {HOT}
 
 
 def test_what_nobody_waited_for_is_left_where_it_is() -> None:
