@@ -46,12 +46,11 @@ _SURVEY_SHARE = 0.2
 class Known:
     """What decides whether a record still counts. Pure."""
 
-    existing: frozenset[int] = frozenset()
     forgotten: dict[BlockKey, int] = field(default_factory=dict)
     """Generations up to and with it."""
     pins: Pins = field(default_factory=Pins)
-    copied: dict[int, set[tuple[BlockKey, int]]] = field(default_factory=dict)
-    """By source segment."""
+    copied: set[int] = field(default_factory=set)
+    """Of objects found in copies: hashes of key and generation, about 90 bytes each until recovery has ended."""
 
     def forget(self, packed: bytes) -> None:
         for each in unpack_tombstones(packed):
@@ -60,16 +59,20 @@ class Known:
             else:
                 self.forgotten[each.key] = max(each.generation, self.forgotten.get(each.key, 0))
 
-    def counts(self, segment: int, record: Record) -> bool:
-        """To be asked with later segments first."""
+    def counts(self, record: Record) -> bool:
+        """To be asked with later segments first.
+
+        A segment that could not be emptied keeps what was copied out of it, and the copies may have been copied on
+        since, from a segment that is gone: so a copy rules out every earlier record of its object, wherever it lies.
+        """
         about = record.object
-        identity = about.key, about.generation
         if about.generation <= self.forgotten.get(about.key, -1):
             return False
-        if identity in self.copied.get(segment, ()):
+        identity = hash((about.key, about.generation))
+        if identity in self.copied:
             return False
-        if record.source in self.existing:
-            self.copied.setdefault(record.source, set()).add(identity)
+        if record.source:
+            self.copied.add(identity)
         return True
 
 
@@ -111,7 +114,6 @@ class Recovery:
     async def _survey(self, progress: Callable[[float], None]) -> list[Survey]:
         """Latest first."""
         numbers = sorted(self._segments.files, reverse=True)
-        self._known.existing = frozenset(numbers)
         surveys = []
         step = 4 * self._segments.threads.num_threads
         for begin in range(0, len(numbers), step):
@@ -167,7 +169,7 @@ class Recovery:
             self._segments.failed(Doing.READ, survey.error)
         else:
             for record in records:
-                live = self._known.counts(survey.number, record)
+                live = self._known.counts(record)
                 segment.add(record.page, record.num_pages, live=live)
                 if live:
                     about = self._known.pins.current(record.object)
