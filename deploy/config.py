@@ -122,6 +122,9 @@ class ServeConfig(TransferConfig, PatienceConfig):
     num_threads: int | None = option(
         None, help="compute threads per worker; the cores shared out evenly when not given"
     )
+    kernels: str = option(
+        "auto", help="what computes on workers", choices=("auto", "native", "torch")
+    )
     placement_policy: str = option("moonserve", help="how the conductor chooses prefill workers")
     ttft_slo: float = option(30.0, help="seconds to the first token that placement must meet")
     tbt_slo: float = option(1.0, help="seconds between tokens that placement must meet")

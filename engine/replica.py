@@ -53,6 +53,12 @@ class ReplicaConfig(ProcessConfig):
     max_num_batched_tokens: int = option(512, help="tokens computed in one step")
     enable_prefix_caching: bool = option(True, help="share the KV of equal prefixes")
     num_threads: int = option(1, help="compute threads")
+    kernels: str = option(
+        "auto",
+        help="what computes layers and attention: auto = native, compiled at the first start, or torch where there is "
+        "no compiler",
+        choices=("auto", "native", "torch"),
+    )
     cache_dir: str | None = option(
         None,
         help="folder that keeps compiled kernels and measured speeds; ~/.cache/moonserve when not given",
@@ -209,6 +215,8 @@ def _load(
         num_blocks=plan.num_blocks,
         memory=memory,
         num_threads=config.num_threads,
+        kernels=config.kernels,
+        attention=config.kernels,
         load_format=config.load_format,
         cache_folder=_cache_folder(config),
         progress=progress,

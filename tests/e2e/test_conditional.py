@@ -24,6 +24,8 @@ FLAGS = (
     *("--dtype", "float32", "--block-size", "32", "--kv-cache-memory", "64MiB"),
     *("--max-num-batched-tokens", "64", "--ttft-slo", "10000", "--num-threads", "1"),
     *("--conditional-disaggregation", "on", "--admission", "none"),
+    # Queues have to last: in order of arrival, and computed as slowly as can be.
+    *("--placement-policy", "global-cache-aware", "--kernels", "torch"),
 )
 # No decode worker keeps to it beside a chunk, so that who asks for it is prefilled by a prefill worker.
 APART = {"x-slo-tbt-ms": "0.001"}
