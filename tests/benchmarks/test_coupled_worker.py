@@ -24,6 +24,7 @@ from traces.client import StreamClient
 
 BLOCK, BUDGET, BLOCKS = 4, 8, 12
 ROOT = root_key("coupled")
+MOST_PROMPTS = 20
 
 
 def request(name: str, token_ids: Sequence[int], max_tokens: int) -> Request:
@@ -142,18 +143,24 @@ def test_every_request_gets_its_tokens_once_and_in_order(
 
 @pytest.mark.parametrize("side", SIDES)
 def test_both_sides_of_the_comparison_serve_and_share_prefixes(side: str) -> None:
-    """Real processes. The second request may go to either coupled worker; after it both have what the third needs."""
-    first, second, third = asyncio.run(_cached_tokens(side))
-    assert (first, third) == (0, 96)
-    assert second in (0, 96)
+    """Real processes. Prompts that begin alike and go on differently: until the conductor has heard of the first one's
+    blocks, which is a heartbeat later, the next ones may go to a worker that has them or to the other one."""
+    first, *others = asyncio.run(_cached_tokens(side))
+    assert first == 0
+    assert set(others) <= {0, 96}
+    assert others[-1] == 96
 
 
 async def _cached_tokens(side: str) -> list[int]:
+    """Of prompts one after the other, up to the first that found what was there."""
+    stem = list(range(20, 120))
+    found: list[int] = []
     async with cluster_of(side) as url, StreamClient(url) as client:
         facts = await client.model(None)
-        outcomes = [
-            await client.complete(facts.name, list(range(20, 20 + length)), max_tokens=5)
-            for length in (100, 100, 150)
-        ]
-    assert all(outcome.succeeded and len(outcome.token_ids) == 5 for outcome in outcomes)
-    return [outcome.cached_tokens for outcome in outcomes]
+        while len(found) < MOST_PROMPTS and not any(found):
+            prompt = [*stem, *[200 + len(found)] * 40]
+            outcome = await client.complete(facts.name, prompt, max_tokens=5)
+            assert outcome.succeeded
+            assert len(outcome.token_ids) == 5
+            found.append(outcome.cached_tokens)
+    return found
