@@ -28,6 +28,7 @@ _STEADY_TOKENS = 64  # of each stream of a batch
 _BESIDE_PROMPT = 1024
 _BESIDE_STREAMS = (1, CROWDED_BATCH)  # of the batches that prompts are computed beside
 _BESIDE_CONTEXT = 256
+_BESIDE_S = 2.0  # that a batch lasts at least, alone: several prompts are computed beside it
 _BURST = 8  # prompts at one moment
 _BURST_PROMPT = 512
 _REPORTED_WITHIN_S = 2.0
@@ -112,7 +113,8 @@ class Probe:
         prompts = await self._prompts(_after(0.5, ends_at))
         steps = await self._steps(_after(0.5, ends_at))
         bursts = [await self._burst(num_prefill) for _ in range(self._grid.runs)]
-        beside_prompts, beside_steps = await self._beside(num_prefill, ends_at)
+        step_s = min((run.seconds for run in steps), default=0.0)
+        beside_prompts, beside_steps = await self._beside(num_prefill, step_s, ends_at)
         return Observations(
             prompts=prompts,
             steps=steps,
@@ -251,7 +253,7 @@ class Probe:
     # -- side by side
 
     async def _beside(
-        self, num_prefill: int, deadline: float
+        self, num_prefill: int, step_s: float, deadline: float
     ) -> tuple[list[PromptRun], list[StepRun]]:
         """In turn: one prompt, several at once, and both beside a batch."""
         prompts: list[PromptRun] = []
@@ -262,7 +264,7 @@ class Probe:
             for width in range(1, num_prefill + 1):
                 prompts += _apart(await self._at_once(width, width - 1), width)
             for width, streams in itertools.product(range(1, num_prefill + 1), _BESIDE_STREAMS):
-                more_prompts, more_steps = await self._beside_batch(width, streams)
+                more_prompts, more_steps = await self._beside_batch(width, streams, step_s)
                 prompts += more_prompts
                 steps += more_steps
         raise AssertionError("unreachable")
@@ -276,13 +278,14 @@ class Probe:
         return list(await asyncio.gather(*runs))
 
     async def _beside_batch(
-        self, width: int, num_streams: int
+        self, width: int, num_streams: int, step_s: float
     ) -> tuple[list[PromptRun], list[StepRun]]:
-        """`width` prompts, as often as the batch lasts; steps before them and during them."""
+        """`width` prompts, as often as the batch lasts; steps before them and during them. `step_s`: of a short one."""
         streams = [self._fresh(_BESIDE_CONTEXT) for _ in range(num_streams)]
         for prompt in streams:
             await self._complete(prompt, 1)
-        length = min(self._longest - _BESIDE_CONTEXT, 8 * _STEADY_TOKENS)
+        wanted = int(_BESIDE_S / step_s) if step_s > 0.0 else 0
+        length = min(self._longest - _BESIDE_CONTEXT, max(wanted, 8 * _STEADY_TOKENS))
         tasks = [asyncio.create_task(self._complete(p, length)) for p in streams]
         await asyncio.sleep(0.2)
         runs: list[tuple[float, list[PromptRun], float]] = []
