@@ -51,11 +51,12 @@ class Door(Protocol):
     def left(self, connection: ServedConnection) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Waiting:
     task: asyncio.Task[Any]
     timer: asyncio.TimerHandle
-    give_up_at: float
+    is_late: bool = False
+    """Its deadline passed. Noted when the timer says so: a loop's clock may be behind its timers by a millisecond."""
 
 
 class ServedConnection(asyncio.Protocol):
@@ -196,25 +197,25 @@ class ServedConnection(asyncio.Protocol):
             task.cancel()  # as if the client had given up
             raise Overloaded("too many calls of one client are waiting", retry_after_s=0.1)
         give_up_at = self._loop.time() + request.deadline_ms / 1000
-        timer = self._loop.call_at(give_up_at, task.cancel)
-        self._waiting[request.call_id] = _Waiting(task, timer, give_up_at)
+        timer = self._loop.call_at(give_up_at, self._expire, request.call_id)
+        self._waiting[request.call_id] = _Waiting(task, timer)
         task.add_done_callback(partial(self._waited, request.call_id))
+
+    def _expire(self, call_id: int) -> None:
+        call = self._waiting[call_id]  # its timer ends with it
+        call.is_late = True
+        call.task.cancel()
 
     def _waited(self, call_id: int, task: asyncio.Task[Any]) -> None:
         call = self._waiting.pop(call_id)
         call.timer.cancel()
         if task.cancelled():
-            self._fail(call_id, self._why_cancelled(call))
+            self._fail(call_id, _why_cancelled(call))
         elif (error := task.exception()) is not None:
             self._fail(call_id, error)
         else:
             self._succeed(call_id, task.result())
         self._flush_soon()
-
-    def _why_cancelled(self, call: _Waiting) -> MoonserveError:
-        if self._loop.time() >= call.give_up_at:
-            return DeadlineExceeded("the call's deadline passed in its handler")
-        return Cancelled("the call was cancelled")
 
     def _cancel(self, call_id: int) -> None:
         call = self._waiting.get(call_id)
@@ -252,3 +253,9 @@ class ServedConnection(asyncio.Protocol):
         if self._replies and not self._transport.is_closing():
             self._transport.write(b"".join(self._replies))
         self._replies.clear()
+
+
+def _why_cancelled(call: _Waiting) -> MoonserveError:
+    if call.is_late:
+        return DeadlineExceeded("the call's deadline passed in its handler")
+    return Cancelled("the call was cancelled")
