@@ -35,6 +35,7 @@ from protocol.errors import ConfigError
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.lean.methods import HandOver
 from protocol.membership import BlockLog, member, own_endpoint
+from protocol.metrics import exposed
 from protocol.pb import common_pb2, conductor_pb2, kvstore_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.registry.base import Member
@@ -45,7 +46,7 @@ from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
 from protocol.wire import endpoint_to_wire
 from transfer import Segment, TransferEngine
-from transfer.serving import serving
+from transfer.metrics import TransferCollector
 
 log = logging.getLogger(__name__)
 
@@ -251,9 +252,16 @@ def offers_express(config: StoreConfig) -> bool:
 
 async def serve(config: StoreConfig, lifecycle: Lifecycle) -> None:
     """Runs a store node until the process is told to stop. Raises ConfigError when it cannot start."""
+    registry = CollectorRegistry()
     ssd = config.ssd_folder()
     generation = await asyncio.to_thread(first_generation, ssd[0] if ssd else None)
-    with serving(config) as (transfer, registry):
+    transfer = TransferEngine(
+        cluster_token=config.cluster_token,
+        name=config.instance_id,
+        options=config.transfer_options(config.host),
+    )
+    registry.register(TransferCollector(transfer))
+    with transfer, exposed(registry, config.host, config.metrics_port):
         lifecycle.progress("allocating memory")
         segment = await asyncio.to_thread(_allocate, transfer, config.dram)
         await StoreNode(config, transfer, segment, registry, generation).run(lifecycle)
