@@ -84,7 +84,8 @@ class CatchingUp:
             noted_at = float("-inf")
             while True:
                 loop = asyncio.get_running_loop()
-                if seat.silence_s < TTL_S and loop.time() - noted_at >= PRESENCE_EVERY_S:
+                is_due = loop.time() - noted_at >= PRESENCE_EVERY_S
+                if is_due and seat.silence_s < TTL_S and self._remembering.is_saved:
                     noted_at = loop.time()
                     await self._remembering.note_presence()
                 await asyncio.sleep(PULL_EVERY_S)

@@ -1,8 +1,8 @@
 """Removals of a running node: executed, learned from others, kept in its folder.
 
-Its rule: what was stored before a removal happened is gone here once `remove` or `learn` returns, and after a restart;
-what was stored since stays. Where the folder takes nothing, memory and the other nodes have to do, and
-a counter says so. Knows no other nodes (`kvstore.catching_up`).
+Its rule: what was stored before a removal happened is gone here once `remove` or `learn` returns, and after a restart
+once `remove` returns or `is_saved` holds; what was stored since stays. Where the folder takes nothing, memory and the
+other nodes have to do, and a counter says so. Knows no other nodes (`kvstore.catching_up`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from protocol.keys import BlockKey
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Record = tuple[BlockKey, int, float]
+"""Key, removal id, age in seconds: as the file has it."""
 
 REWRITE_ABOVE = 2 * MAX_REMOVALS
 """Records in the file."""
@@ -58,7 +61,8 @@ class Remembering:
         self._num_records = 0
         self._is_torn = False  # an append failed: nothing may follow it
         self._seen: Seen | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._saving: set[asyncio.Task[None]] = set()
+        self._unsaved: dict[tuple[BlockKey, int], asyncio.Task[None]] = {}
 
     async def load(self, *, is_first_life: bool) -> None:
         """What earlier lives knew. Before anything is removed or learned."""
@@ -80,17 +84,19 @@ class Remembering:
     async def remove(self, keys: Sequence[BlockKey], removal_id: int) -> int:
         """Of all replicas; gives how many objects were here, also where another node was the first to tell of it. Done
         already for keys of which it was heard before."""
-        now = self._clock()
-        fresh = self.removals.execute(keys, removal_id, now)
+        fresh = self.removals.execute(keys, removal_id, self._clock())
         removed = self._state.remove(fresh, corrupt=False)
         self.removals.took((about.key for about in removed), removal_id)
         self._changed()
-        await self._keep([(key, removal_id, 0.0) for key in fresh])
-        await self._forget(dict.fromkeys(fresh, self._state.latest_generation))
+        if fresh:
+            generations = dict.fromkeys(fresh, self._state.latest_generation)
+            self._save(generations, [(key, removal_id, 0.0) for key in fresh])
+        await self._until_saved({(key, removal_id) for key in keys})
         return self.removals.num_taken(keys, removal_id)
 
     async def learn(self, heard: Iterable[Heard]) -> int:
-        """What another node tells; gives how many objects were here that should not have been."""
+        """What another node tells; gives how many objects were here that should not have been. Does not wait for the
+        disk, whose recovery may wait for what waits here: `is_saved` tells."""
         fresh = self.removals.learn(heard, self._clock())
         if not fresh:
             return 0
@@ -100,8 +106,10 @@ class Remembering:
         self._note_taken(fresh, removed)
         self._changed()
         now = self._clock()
-        self._forget_soon({key: bound - 1 for key, bound in bounds.items()})
-        await self._keep([(r.key, r.removal_id, now - r.at) for r in fresh])
+        self._save(
+            {key: bound - 1 for key, bound in bounds.items()},
+            [(r.key, r.removal_id, now - r.at) for r in fresh],
+        )
         return len(removed)
 
     def _note_taken(self, fresh: Iterable[Removal], removed: Iterable[DiskObject]) -> None:
@@ -117,7 +125,7 @@ class Remembering:
         removed = self._state.remove_before(bounds)
         self._state.counters["objects_outdated"] += len(removed)
         self._changed()
-        self._forget_soon({key: bound - 1 for key, bound in bounds.items()})
+        self._save({key: bound - 1 for key, bound in bounds.items()}, ())
 
     def knows(self, covered_s: float) -> None:
         """All that nodes know of whom one knows so much was heard, and all that this node knew before still counts."""
@@ -132,8 +140,13 @@ class Remembering:
         if self._seen is not None:
             self.removals.inherit(self._seen.covered_s + self.absent_s, self._clock())
 
+    @property
+    def is_saved(self) -> bool:
+        """False while something that is gone here might come back after a restart."""
+        return not self._saving
+
     async def note_presence(self) -> None:
-        """This node is in touch with its cluster now."""
+        """This node is in touch with its cluster now, and has saved what it heard: nobody will tell it again."""
         self.removals.expire(self._clock())
         if self._presence is None:
             return
@@ -146,7 +159,7 @@ class Remembering:
 
     async def close(self) -> None:
         """Once the disk's recovery has ended."""
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._saving)
         await asyncio.to_thread(self._thread.shutdown)
 
     def _bounds(self, removals: Iterable[Removal]) -> dict[BlockKey, int]:
@@ -162,13 +175,30 @@ class Remembering:
         if generations and not await self._mover.forget_up_to(generations):
             self._state.counters["removals_unsaved"] += len(generations)
 
-    def _forget_soon(self, generations: dict[BlockKey, int]) -> None:
-        """Not waited for: the disk's recovery may wait for what waits here."""
-        task = asyncio.create_task(self._forget(generations))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _save(self, generations: dict[BlockKey, int], records: Sequence[Record]) -> None:
+        """Begins to. It goes on when whoever asked for it has left."""
+        saving = asyncio.create_task(self._forget_and_keep(generations, records))
+        self._saving.add(saving)
+        saving.add_done_callback(self._saving.discard)
+        for key, removal_id, _ in records:
+            self._unsaved[key, removal_id] = saving
 
-    async def _keep(self, records: Sequence[tuple[BlockKey, int, float]]) -> None:
+    async def _forget_and_keep(
+        self, generations: dict[BlockKey, int], records: Sequence[Record]
+    ) -> None:
+        """In this order: a life that ended between the two would know of a removal whose object comes back, and take
+        the next attempt at it, or the next node that tells of it, for one that is done."""
+        await self._forget(generations)
+        for key, removal_id, _ in records:
+            del self._unsaved[key, removal_id]
+        await self._keep(records)
+
+    async def _until_saved(self, removals: Iterable[tuple[BlockKey, int]]) -> None:
+        """Also what an earlier attempt at them, or another node, began."""
+        waits = {self._unsaved[each] for each in removals if each in self._unsaved}
+        await asyncio.gather(*map(asyncio.shield, waits))
+
+    async def _keep(self, records: Sequence[Record]) -> None:
         if self._file is None:
             return
         file, rewrite = self._file, self._is_torn or self._num_records > REWRITE_ABOVE
@@ -176,7 +206,11 @@ class Remembering:
             return
         if rewrite:
             now = self._clock()
-            records = [(r.key, r.removal_id, now - r.at) for r in self.removals.all()]
+            records = [
+                (r.key, r.removal_id, now - r.at)
+                for r in self.removals.all()
+                if (r.key, r.removal_id) not in self._unsaved
+            ]
             self._num_records = 0
         write = file.rewrite if rewrite else file.append
         try:

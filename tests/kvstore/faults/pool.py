@@ -187,8 +187,13 @@ class Pool:
             found = {name for name in names if self._is_right(store, name)}
             lost = [name for name in held if not self._is_right(store, name)]
             back = [name for name in gone if store.get(name) is not None]
-        assert not lost, f"{len(lost)} of {len(held)} that must be held are lost: {lost[:3]}"
-        assert not back, f"{len(back)} of {len(gone)} that were removed are back: {back[:3]}"
+        said = self.said()
+        assert not lost, (
+            f"{len(lost)} of {len(held)} that must be held are lost: {lost[:3]}\n{said}"
+        )
+        assert not back, (
+            f"{len(back)} of {len(gone)} that were removed are back: {back[:3]}\n{said}"
+        )
         assert sum(len(self.verify(node_id)) for node_id in self.running) == corrupt
         self.add_up()
         return found
@@ -203,6 +208,11 @@ class Pool:
             assert stats.num_objects == len(objects), node_id
             assert stats.num_on_disk == sum(not o.in_memory for o in objects), node_id
             assert stats.disk_live_bytes <= stats.disk_limit_bytes, node_id
+
+    def said(self) -> str:
+        """By all lives of all nodes, for whoever has to find out why."""
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"== {log.name}\n{log.read_text()}" for log in logs)
 
     @staticmethod
     def _is_right(store: KvStore, name: bytes) -> bool:

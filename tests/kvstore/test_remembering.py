@@ -1,0 +1,156 @@
+"""A removal counts as executed once what it removed cannot come back: over a real folder and disk.
+
+A disk whose objects are still being found takes no removals down, and so holds each of them where a life may end. What
+a life leaves that is killed there is a copy of its folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvstore.disk.tier import DiskOptions, SsdTier
+from kvstore.remembering import Remembering
+from kvstore.removal_file import RemovalFile
+from kvstore.removals import Heard, Removals
+from tests.kvstore.test_mover import DISK, Node, ignore, key, node_on
+
+REMOVAL = 7
+
+
+@dataclass
+class Life:
+    """Of a node in a folder. It knows what its disk holds once it was told to `recover`."""
+
+    node: Node
+    disk: SsdTier
+    remembering: Remembering
+
+    async def recover(self) -> None:
+        await self.node.mover.recover(self.disk, ignore)
+
+    async def remove(self, number: int) -> int:
+        return await self.remembering.remove([key(number)], REMOVAL)
+
+    async def at_rest(self) -> None:
+        """What can be written without the disk has been written."""
+        await asyncio.sleep(0)
+        await self.remembering.note_presence()
+
+
+@asynccontextmanager
+async def life_in(folder: Path) -> AsyncIterator[Life]:
+    node = Node()
+    disk = await SsdTier.open(folder, DISK, DiskOptions(), node.mover.relocated, ignore)
+    node.mover.expect(disk)
+    node.state.use_disk(disk)
+    remembering = Remembering(
+        node.state, node.mover, Removals(1, 0.0), folder, lambda: 1.0, lambda: None
+    )
+    await remembering.load(is_first_life=False)
+    life = Life(node, disk, remembering)
+    yield life
+    if node.mover.recovered < 1:
+        await life.recover()
+    await remembering.close()
+    await node.mover.close()
+
+
+@pytest.fixture
+async def folder(tmp_path: Path) -> Path:
+    """Of a node that had objects 0 to 3 on its disk."""
+    async with node_on(tmp_path / "node") as node:
+        for number in range(4):
+            node.put(number)
+        await node.mover.flush(10.0)
+    return tmp_path / "node"
+
+
+def killed(folder: Path) -> Path:
+    """What is left of a life that ended now."""
+    return Path(shutil.copytree(folder, folder.with_name("killed")))
+
+
+def kept(folder: Path) -> set[int]:
+    """Removals that the next life takes for executed."""
+    return {record.removal_id for record in RemovalFile(folder).load()}
+
+
+async def present_after(folder: Path) -> list[int]:
+    async with node_on(folder) as node:
+        return node.present(range(4))
+
+
+async def test_a_life_that_ends_before_the_disk_knows_leaves_the_removal_to_the_next_attempt(
+    folder: Path,
+) -> None:
+    async with life_in(folder) as life:
+        removing = asyncio.create_task(life.remove(1))
+        await life.at_rest()
+        assert not removing.done()
+        left = killed(folder)
+        await life.recover()
+        await removing
+    assert kept(left) == set()
+    async with life_in(left) as next_life:
+        await next_life.recover()
+        assert await next_life.remove(1) == 1
+    assert await present_after(left) == [0, 2, 3]
+    assert kept(left) == {REMOVAL}
+
+
+async def test_another_attempt_waits_for_the_first_and_does_nothing_again(folder: Path) -> None:
+    async with life_in(folder) as life:
+        first, again = (asyncio.create_task(life.remove(1)) for _ in range(2))
+        await life.at_rest()
+        assert not first.done()
+        assert not again.done()
+        await life.recover()
+        assert await first == await again
+        life.node.put(1)
+        await life.remove(1)
+        assert life.node.present(range(4)) == [0, 1, 2, 3]
+
+
+async def test_a_removal_goes_on_when_its_caller_has_left(folder: Path) -> None:
+    async with life_in(folder) as life:
+        removing = asyncio.create_task(life.remove(1))
+        await life.at_rest()
+        removing.cancel()
+        await asyncio.gather(removing, return_exceptions=True)
+        assert not life.remembering.is_saved
+        await life.recover()
+    assert await present_after(folder) == [0, 2, 3]
+    assert kept(folder) == {REMOVAL}
+
+
+async def test_what_another_node_tells_is_saved_once_the_disk_knows(folder: Path) -> None:
+    async with life_in(folder) as life:
+        assert life.remembering.is_saved
+        await life.remembering.learn([Heard(key(1), REMOVAL, 0.0)])
+        await life.at_rest()
+        assert not life.remembering.is_saved
+        left = killed(folder)
+        await life.recover()
+    assert kept(left) == set()
+    assert await present_after(folder) == [0, 2, 3]
+    assert kept(folder) == {REMOVAL}
+
+
+async def test_the_file_is_written_anew_without_what_the_disk_does_not_know(folder: Path) -> None:
+    """As after a record that could not be appended."""
+    async with life_in(folder) as life:
+        life.remembering.removals.execute([key(2)], 5, 0.0)
+        removing = asyncio.create_task(life.remove(1))
+        await life.at_rest()
+        await life.remembering.load(is_first_life=False)
+        assert kept(folder) == {5}
+        await life.recover()
+        await removing
+        assert kept(folder) == {5, REMOVAL}
