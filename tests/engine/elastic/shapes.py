@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.elastic.actions import Action, Map, Unmap
+from engine.elastic.actions import Action, Grant, Map, Reserve, Unmap
 from engine.elastic.paging import Paging
 from engine.elastic.state import ElasticState
 from protocol.layout import KvLayout
@@ -13,6 +13,9 @@ PAGE = 4096  # the kernel's
 
 # 2 layers, pieces of 2 KiB: a page of 4 KiB frames is 4 frames and holds 2 blocks.
 LAYOUT = KvLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
+
+NO_RESERVE = Reserve(low=0, high=0, idle_s=0.0)
+PAGES = 6  # of each of `two_models`, 4 frames and 2 blocks a page
 
 
 def paging(num_pages: int, blocks_per_page: int = 2, frames_per_page: int = 4) -> Paging:
@@ -24,6 +27,14 @@ def paging(num_pages: int, blocks_per_page: int = 2, frames_per_page: int = 4) -
         span_bytes=PAGE,
         frame_bytes=PAGE,
     )
+
+
+def two_models(reserve: Reserve = NO_RESERVE, **floors: int) -> ElasticState:
+    """Models a and b, whose floors are given in pages, over a budget of `PAGES` pages."""
+    made = ElasticState(4 * PAGES, reserve)
+    for name in ("a", "b"):
+        made.add(name, paging(PAGES), 4 * floors.get(name, 0), 4 * PAGES)
+    return made
 
 
 def run(state: ElasticState, actions: Sequence[Action]) -> list[Action]:
@@ -48,3 +59,16 @@ def settle(state: ElasticState, now: float) -> list[Action]:
     while (action := state.next_action(now)) is not None:
         done += run(state, [action])
     return done
+
+
+def allocate(state: ElasticState, name: str, count: int) -> Grant:
+    """Blocks that can be had, with their pages mapped."""
+    grant = state.allocate(name, count)
+    assert grant is not None
+    run(state, grant.actions)
+    assert not grant.outstanding
+    return grant
+
+
+def held_pages(state: ElasticState, name: str) -> int:
+    return state.models()[name][0].num_held
