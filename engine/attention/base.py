@@ -59,3 +59,13 @@ class Attention(Protocol):
     ) -> torch.Tensor:
         """queries [tokens, heads, head_dim], this step's keys and values [tokens, kv_heads, head_dim] (also in the
         pool by now) → [tokens, heads · head_dim]."""
+
+
+def singles_first(lengths: Sequence[tuple[int, int]]) -> list[int]:
+    """An order of spans (start, end): single tokens by length, then chunks."""
+
+    def rank(index: int) -> tuple[bool, int]:
+        start, end = lengths[index]
+        return end - start > 1, end
+
+    return sorted(range(len(lengths)), key=rank)

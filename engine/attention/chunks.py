@@ -1,7 +1,7 @@
 """Attention of prompt chunks, one sequence at a time, in plain torch operations.
 
-Shared by every backend whose own kernel is for single tokens: with many queries per sequence the time is in matrix
-products, which torch does well.
+The torch backend's alone: native and Triton kernels read a chunk's K and V where they lie. With many queries per
+sequence the time is in matrix products, which torch does well.
 """
 
 from __future__ import annotations
@@ -76,16 +76,6 @@ class ChunkAttention:
             enable_gqa=self._grouped,
         )
         return output[0].transpose(0, 1).reshape(own.stop - own.start, -1)
-
-
-def singles_first(lengths: Sequence[tuple[int, int]]) -> list[int]:
-    """An order of spans (start, end): single tokens by length, then chunks."""
-
-    def rank(index: int) -> tuple[bool, int]:
-        start, end = lengths[index]
-        return end - start > 1, end
-
-    return sorted(range(len(lengths)), key=rank)
 
 
 def plan_chunks(

@@ -18,26 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention.base import Geometry, Span
-from engine.attention.chunks import singles_first
+from engine.attention.base import Geometry, Span, singles_first
+from engine.kernels.compiling import load_kernels
 from engine.kernels.library import Crew
 from engine.kv_pool import KvPool
-from protocol.native import CompilerError, load_library
+from protocol.native import CompilerError
 
 _SOURCE = Path(__file__).with_name("paged.cpp")
-# Neither -ffast-math, which would make every thread of the process flush denormals when the library is loaded, nor
-# reordered sums: results are to be the same however often the code is compiled.
-_FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-march=native",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=fast",
-    "-fno-exceptions",
-    "-fno-rtti",
-    "-pthread",
-)
 # Limits of paged.h.
 _MAX_HEADS = 128
 _MAX_HEAD_DIM = 256
@@ -101,8 +88,7 @@ class NativePagedAttention:
         self._keys = [piece.data_ptr() for piece in pool.keys]
         self._values = [piece.data_ptr() for piece in pool.values]
         self._pool = pool  # keeps the memory
-        kernels = cache_folder / "kernels" if cache_folder is not None else None
-        library = load_library(_SOURCE, _FLAGS, kernels)
+        library = load_kernels(_SOURCE, cache_folder)
         self._crew = Crew(library, torch.get_num_threads()) if crew is None else crew
         self._kernel = library[f"attend_{pool.layout.dtype}"]
         pointer = ctypes.c_void_p

@@ -14,14 +14,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention.base import Geometry, Span
-from engine.attention.chunks import (
-    Chunk,
-    ChunkAttention,
-    first_block,
-    plan_chunks,
-    singles_first,
-)
+from engine.attention.base import Geometry, Span, singles_first
+from engine.attention.chunks import Chunk, ChunkAttention, first_block, plan_chunks
 from engine.kv_pool import KvPool
 
 # Measured on one core with 1 MiB of L2: larger gathers are evicted before they are read.

@@ -11,22 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.kernels.compiling import FLAGS, load_kernels
 from engine.kernels.packing import CMatrix
-from protocol.native import CompilerError, load_library
+from protocol.native import CompilerError
 
 SOURCE = Path(__file__).parent.parent / "native" / "layers.cpp"
-# Multiplications and additions may be fused, no more: a result does not depend on how a loop was cut.
-FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-march=native",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=fast",
-    "-fno-exceptions",
-    "-fno-rtti",
-    "-pthread",
-)
 
 Call = Callable[..., None]
 """A function of the library; the interpreter lock is released meanwhile."""
@@ -94,8 +83,7 @@ class Library:
         *,
         flags: Sequence[str] = FLAGS,
     ) -> None:
-        kernels = folder / "kernels" if folder is not None else None
-        self._library = load_library(SOURCE, flags, kernels, compiling)
+        self._library = load_kernels(SOURCE, folder, compiling, flags=flags)
         self._dtype = dtype
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self.embed = self.function("embed", pointer, pointer, pointer)

@@ -5,6 +5,7 @@ Every pool is NaN wherever no token may look (`Case`), so each of these tests al
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from engine.attention import Attention, make_attention
 from engine.attention import native as native_attention
 from engine.attention.native import pieces_of
+from engine.kernels.compiling import FLAGS, load_kernels
 from tests.engine.attention_cases import Case
 from tests.thoroughness import examples
 
@@ -153,7 +155,8 @@ def test_how_a_prompt_is_cut_does_not_change_a_bit(
 def test_processors_without_avx512_compute_the_same(
     flag: str, dtype: str, kernels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_attention, "_FLAGS", (*native_attention._FLAGS, flag))
+    older = functools.partial(load_kernels, flags=(*FLAGS, flag))
+    monkeypatch.setattr(native_attention, "load_kernels", older)
     case = Case(lengths=MIXED, dtype=dtype, head_dim=40, window=100)
     case.check(case.attend(backend(case, kernels)))
 
