@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +11,12 @@ from pathlib import Path
 from protocol.native import CompilerError, load_library, shared_cache
 
 SOURCE = Path(__file__).with_name("pages.c")
-PARTS = tuple(sorted(SOURCE.parent.glob("*.h")))
 FLAGS = ("-std=gnu11", "-O2", "-fvisibility=hidden", "-pthread")
 NUM_STATS = 21
 
 _log = logging.getLogger(__name__)
-_pointer, _int64, _uint64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
-_uint32 = ctypes.c_uint32
+_pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
+_uint32, _uint64 = ctypes.c_uint32, ctypes.c_uint64
 
 
 class Setting(ctypes.Structure):
@@ -64,9 +62,7 @@ class PagesLibrary:
     """pages.c: `_long` calls wait for the lock without the GIL; `_short` ones keep the GIL and do not wait."""
 
     def __init__(self, folder: Path | None) -> None:
-        # What is included is not seen by the cache of libraries, so the flags tell of it.
-        digest = hashlib.blake2b(b"".join(part.read_bytes() for part in PARTS), digest_size=8)
-        library = load_library(SOURCE, (*FLAGS, f"-DPARTS=0x{digest.hexdigest()}ull"), folder)
+        library = load_library(SOURCE, FLAGS, folder)
         self._long = library
         self._short = ctypes.PyDLL(library._name, handle=library._handle)
         self.create = self._declare("create", _pointer, _pointer)
@@ -89,7 +85,6 @@ class PagesLibrary:
         self.mark = self._declare_quick("mark")
         self.try_mark = self._declare_quick("mark", short=True)
         self.reserve = self._declare("reserve", _int64, _pointer, _pointer)
-
         self.hand_over = self._declare("hand_over", _int64, _pointer, _uint64, _uint64, _uint32)
 
     def _declare_pool(self) -> None:
