@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -63,9 +62,7 @@ class StreamClient:
     async def __aenter__(self) -> StreamClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     async def model(self, name: str | None) -> ModelFacts:
@@ -179,15 +176,6 @@ class _Reading:
             token_ids=tuple(self._token_ids),
             request_id=self._request_id,
         )
-
-
-def _error_code(body: str) -> str:
-    """The code of an OpenAI error, which is the same for all errors of a kind, unlike its message."""
-    try:
-        error = json.loads(body)["error"]
-        return str(error["code"] or error["type"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200]
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

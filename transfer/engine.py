@@ -6,7 +6,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 
 from protocol.errors import ConfigError, InvalidRequest, MoonserveError, PeerLost
 from transfer import address, plan, registry
@@ -85,12 +84,7 @@ class TransferEngine:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:

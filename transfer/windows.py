@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import numpy as np
 
@@ -123,12 +122,7 @@ class Window:
                 raise _stale(self.window_id)
             self._num_stores += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._changed:
             self._num_stores -= 1
             if self._closed:

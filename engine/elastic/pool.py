@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TypeVar
 
 from engine.elastic.actions import Action, Grant, Map, Release, Reserve, Unmap
@@ -101,12 +100,7 @@ class ElasticPool:
     def __enter__(self) -> ElasticPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -207,12 +207,7 @@ class AsyncKvStore:
     async def __aenter__(self) -> AsyncKvStore:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _call(self, method: Callable[..., T], *args: object, **options: object) -> T:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from kvstore.client import directory
 from kvstore.client.at_node import AtNode, portions
@@ -307,12 +306,7 @@ class KvStore:
     def __enter__(self) -> KvStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from engine.pages.base import PageCore
@@ -41,12 +40,7 @@ class Waiting:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for thread in self._threads:
             thread.join(PATIENCE_S)
             assert not thread.is_alive(), "it still waits"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from types import TracebackType
 
 import pytest
 
@@ -33,12 +32,7 @@ class Guard:
         self.entered += 1
         self.inside += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.inside -= 1
 
 
