@@ -21,7 +21,7 @@ from protocol.machine import cache_folder, processor
 
 _TIMEOUT_S = 120.0
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
-_COMPILERS = {"C": ("cc", "gcc", "clang"), "C++": ("c++", "g++", "clang++")}
+COMPILERS = {"C": ("cc", "gcc", "clang"), "C++": ("c++", "g++", "clang++")}
 
 
 class CompilerError(Exception):
@@ -102,7 +102,7 @@ def compile_library(source: Path, flags: Sequence[str], library: Path) -> None:
 
 
 def _compiler(language: str) -> str:
-    names = _COMPILERS[language]
+    names = COMPILERS[language]
     for name in names:
         path = shutil.which(name)
         if path is not None:

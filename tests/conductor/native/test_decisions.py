@@ -17,6 +17,7 @@ from conductor.native.sequences import PythonSequences
 from conductor.state import Limits
 from kvstore.native.holders import PythonHolders
 from protocol.ids import RequestId
+from tests.compilers import need_compiler
 from tests.conductor.cluster import Cluster, chain
 
 LIMITS = Limits(ttft_slo_s=60.0, tbt_slo_s=2.0, lease_s=1e6)
@@ -87,8 +88,8 @@ def predicted(decision: Decision) -> list[float]:
     policy=st.sampled_from(["global-cache-aware", "moonserve", "local-cache-aware"]),
 )
 def test_with_and_without_a_compiler_the_same_is_decided(seed: int, policy: str) -> None:
-    if not isinstance(flow_kernel(), NativeFlows):
-        pytest.skip("no compiler")
+    need_compiler()
+    assert isinstance(flow_kernel(), NativeFlows)
     native, twin = (_under(context, seed, policy) for context in (nullcontext(), no_compiler()))
     assert [chosen(d) for d in native] == [chosen(d) for d in twin]
     for one, other in zip(native, twin, strict=True):

@@ -17,7 +17,8 @@ from conductor.native.flows import (
     NativeFlows,
     PythonFlows,
 )
-from protocol.native import CompilerError, shared_cache
+from protocol.native import shared_cache
+from tests.compilers import need_compiler
 
 NUM_ENDPOINTS = 6
 rates = st.floats(1e3, 1e10)
@@ -26,10 +27,8 @@ sizes = st.floats(0.0, 1e9)
 
 @pytest.fixture(scope="module")
 def native() -> NativeFlows:
-    try:
-        return NativeFlows(shared_cache())
-    except CompilerError as error:
-        pytest.skip(str(error))
+    need_compiler()
+    return NativeFlows(shared_cache())
 
 
 @st.composite

@@ -17,6 +17,7 @@ from conductor.policies import least_added_delay
 from conductor.policies.base import Looks, Offers, Prompt, Weighed
 from conductor.policies.least_added_delay import LeastAddedDelay, Terms
 from protocol.ids import RequestId
+from tests.compilers import need_compiler
 
 NOW = 100.0
 seconds = st.floats(0.0, 60.0)
@@ -90,8 +91,8 @@ def test_the_policy_weighs_alike_with_and_without_a_compiler(
     prompt: Prompt, offers: Offers, terms: Terms
 ) -> None:
     """To the bit, since a choice between equals must not depend on the machine."""
-    if prefill_library() is None:
-        pytest.skip("no compiler")
+    need_compiler()
+    assert prefill_library() is not None
     policy = LeastAddedDelay(terms)
     native = weighed(policy, prompt, offers)
     with pytest.MonkeyPatch.context() as patch:

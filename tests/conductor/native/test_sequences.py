@@ -20,7 +20,8 @@ from conductor.native.sequences import (
     SequenceLibrary,
     Sequences,
 )
-from protocol.native import CompilerError, shared_cache
+from protocol.native import shared_cache
+from tests.compilers import need_compiler
 
 INSTANTS = np.array((0.0, 0.5, 1.0, 4.0, 128.0))
 NUM_SLOTS, NUM_INSTANCES = 6, 3
@@ -29,10 +30,8 @@ seconds = st.floats(0.0, 200.0)
 
 @pytest.fixture(scope="module")
 def library() -> SequenceLibrary:
-    try:
-        return SequenceLibrary(shared_cache())
-    except CompilerError as error:
-        pytest.skip(str(error))
+    need_compiler()
+    return SequenceLibrary(shared_cache())
 
 
 def column(draw: st.DrawFn, values: st.SearchStrategy[float], size: int) -> npt.NDArray[np.float64]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,13 @@ from engine.pages import PagePool, PoolConfig, prototypes
 from engine.pages.prototypes import FLAGS, SOURCE
 from engine.pages.twin import PythonPages
 from protocol import native
-
-STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror")
+from tests.compilers import compile_strictly
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
-def test_compilers_have_nothing_to_complain_about(
-    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compilers_have_nothing_to_complain_about(compiler: str, tmp_path: Path) -> None:
     """Neither of the two, with every warning an error."""
-    found = shutil.which(compiler)
-    if found is None:
-        pytest.skip(f"no {compiler}")
-    monkeypatch.setattr(native.shutil, "which", lambda _name: found)
-    native.compile_library(SOURCE, (*FLAGS, *STRICT), tmp_path / "strict.so")
+    compile_strictly(compiler, SOURCE, FLAGS, tmp_path)
 
 
 def test_without_a_compiler_python_does_the_work(

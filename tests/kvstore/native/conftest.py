@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvstore.native.compiled_heap import NativeRankHeap
 from kvstore.native.memory import Allocate, Retire, anonymous, dropped
 from kvstore.native.prototypes import HeapLibrary, MetadataLibrary
 from kvstore.native.twin import PythonKeyIndex, PythonKeyMap, PythonRankHeap
+from tests.compilers import need_compiler
 
 Libraries = tuple[MetadataLibrary, HeapLibrary]
 
@@ -49,8 +49,7 @@ def make_kind(tmp_path_factory: pytest.TempPathFactory) -> MakeKind:
     def make(name: str) -> Kind:
         if name == "python":
             return Kind(None)
-        if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-            pytest.skip("no C compiler")
+        need_compiler()
         return Kind((MetadataLibrary(folder), HeapLibrary(folder)))
 
     return make

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.native.holders import WORD_BITS, NativeHolders, PythonHolders
-from protocol.native import CompilerError, shared_cache
+from protocol.native import shared_cache
+from tests.compilers import need_compiler
 
 NUM_ROWS = 8
 # Mostly held by all, as prefixes are, so that runs are not all 0.
@@ -17,10 +18,8 @@ words = st.sampled_from([2**64 - 1, 2**63, 1, 0, 2**64 - 2, 0xF0F0])
 
 @pytest.fixture(scope="module")
 def native() -> NativeHolders:
-    try:
-        return NativeHolders(shared_cache())
-    except CompilerError as error:
-        pytest.skip(str(error))
+    need_compiler()
+    return NativeHolders(shared_cache())
 
 
 @given(

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 import pytest
 
 from kvstore.native import library
-from kvstore.native.prototypes import FLAGS, HEAP_SOURCE, METADATA_SOURCE
+from kvstore.native.prototypes import FLAGS
 from kvstore.native.twin import PythonKeyIndex, PythonKeyMap, PythonRankHeap
 from protocol import native
+from tests.compilers import compile_strictly
 
-STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror")
+SOURCES = sorted(Path(library.__file__).parent.glob("*.c"))
 
 
-@pytest.mark.parametrize("source", [METADATA_SOURCE, HEAP_SOURCE], ids=lambda path: path.name)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_compilers_have_nothing_to_complain_about(
-    compiler: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiler: str, source: Path, tmp_path: Path
 ) -> None:
-    found = shutil.which(compiler)
-    if found is None:
-        pytest.skip(f"no {compiler}")
-    monkeypatch.setattr(native.shutil, "which", lambda _name: found)
-    native.compile_library(source, (*FLAGS, *STRICT), tmp_path / "strict.so")
+    compile_strictly(compiler, source, FLAGS, tmp_path)
 
 
 def test_without_a_compiler_python_does_the_work(

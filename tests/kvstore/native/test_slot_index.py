@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 
 import numpy as np
@@ -19,6 +18,7 @@ from kvstore.native.slot_index import (
     SlotLibrary,
 )
 from protocol.keys import KEY_BYTES
+from tests.compilers import need_compiler
 from tests.thoroughness import examples
 
 Make = Callable[[], SlotIndex]
@@ -28,8 +28,7 @@ Make = Callable[[], SlotIndex]
 def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
     if request.param == "python":
         return PythonSlotIndex
-    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        pytest.skip("no C compiler")
+    need_compiler()
     library = SlotLibrary(tmp_path_factory.mktemp("native"))
     return lambda: NativeSlotIndex(library)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.compilers import need_compiler
 from transfer.native import DataPlane
 from transfer.native.library import NativeDataPlane
 from transfer.native.twin import PythonDataPlane
@@ -21,6 +21,5 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plane(request: pytest.FixtureRequest, compiled: Path) -> DataPlane:
     if request.param == "python":
         return PythonDataPlane()
-    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        pytest.skip("no C compiler")
+    need_compiler()
     return NativeDataPlane(compiled)

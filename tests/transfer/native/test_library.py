@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 import pytest
 
 from protocol import native
+from tests.compilers import compile_strictly, need_compiler
 from transfer.native import library
-
-STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror")
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
-def test_compilers_have_nothing_to_complain_about(
-    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = shutil.which(compiler)
-    if found is None:
-        pytest.skip(f"no {compiler}")
-    monkeypatch.setattr(native.shutil, "which", lambda _name: found)
-    native.compile_library(library.SOURCE, (*library.FLAGS, *STRICT), tmp_path / "strict.so")
+def test_compilers_have_nothing_to_complain_about(compiler: str, tmp_path: Path) -> None:
+    compile_strictly(compiler, library.SOURCE, library.FLAGS, tmp_path)
 
 
 def test_without_a_compiler_the_twin_does_the_work(
@@ -38,8 +30,7 @@ def test_without_a_compiler_the_twin_does_the_work(
 def test_without_a_folder_to_keep_it_the_library_is_made_for_this_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        pytest.skip("no C compiler")
+    need_compiler()
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert library.data_plane.__wrapped__().name == "native"

@@ -1,0 +1,38 @@
+"""Compilers, for tests of what is compiled: such a test is skipped where there is none, and for no other reason.
+
+Knows no source. What does not compile although there is a compiler is a failure, not another reason to skip.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from protocol.native import COMPILERS
+from tests.patience import PATIENCE_S
+
+STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror")
+
+
+def has_compiler(language: str = "C") -> bool:
+    """Of "C" or "C++"."""
+    return any(map(shutil.which, COMPILERS[language]))
+
+
+def need_compiler(language: str = "C") -> None:
+    if not has_compiler(language):
+        pytest.skip(f"no {language} compiler")
+
+
+def compile_strictly(compiler: str, source: Path, flags: Sequence[str], folder: Path) -> None:
+    """Fails unless `compiler` ("gcc", "clang") takes the source without a warning."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    library = ["-fPIC", "-shared", "-o", str(folder / "strict.so")]
+    command = [compiler, *flags, *STRICT, str(source), *library]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
