@@ -94,12 +94,6 @@ class KeyMap(Protocol):
     def get(self, key: BlockKey) -> int:
         """NO_RECORD when absent."""
 
-    def get_all(self, packed_keys: bytes) -> npt.NDArray[np.int64]:
-        """Of 16-byte keys back to back; NO_RECORD where absent."""
-
-    def get_leading(self, packed_keys: bytes) -> npt.NDArray[np.int64]:
-        """As `get_all`, up to and without the first absent key: O(what is found), however many keys are given."""
-
     def put(self, key: BlockKey, value: int) -> None:
         """Adds or replaces."""
 

@@ -144,7 +144,6 @@ class NativeKeyMap:
 
     def __init__(self, library: MetadataLibrary) -> None:
         self._library = library
-        self._value = (ctypes.c_int64 * 1)()
         self._settle(*self._make(MIN_SLOTS, secrets.randbits(64)))
 
     @property
@@ -156,14 +155,7 @@ class NativeKeyMap:
 
     def get(self, key: BlockKey) -> int:
         check_key(key)
-        self._library.map_get(self._at, key, 1, self._value, False)
-        return self._value[0]
-
-    def get_all(self, packed_keys: bytes) -> npt.NDArray[np.int64]:
-        return self._values(packed_keys, leading=False)
-
-    def get_leading(self, packed_keys: bytes) -> npt.NDArray[np.int64]:
-        return self._values(packed_keys, leading=True)
+        return int(self._library.map_get(self._at, key))
 
     def put(self, key: BlockKey, value: int) -> None:
         check_key(key)
@@ -175,12 +167,6 @@ class NativeKeyMap:
     def pop(self, key: BlockKey) -> int:
         check_key(key)
         return int(self._library.map_pop(self._at, key))
-
-    def _values(self, packed_keys: bytes, *, leading: bool) -> npt.NDArray[np.int64]:
-        count = check_keys(packed_keys)
-        values = np.empty(count, np.int64)
-        found = self._library.map_get(self._at, packed_keys, count, address_of(values), leading)
-        return values if found == count else values[:found].copy()
 
     def _make(self, num_slots: int, seed: int) -> tuple[npt.NDArray[np.uint8], MapState]:
         slots = np.zeros(num_slots * MAP_SLOT_BYTES, np.uint8)

@@ -10,7 +10,6 @@
 #define GOLDEN 0x9E3779B97F4A7C15u
 #define KEY_BYTES 16
 #define MAP_LOADED_PERCENT 75
-#define AHEAD 8 /* keys whose memory is asked for before its turn */
 
 __extension__ typedef unsigned __int128 uint128_t;
 
@@ -47,15 +46,8 @@ static MapSlot *map_slot(const Map *map, const uint8_t *key) {
     return &map->slots[at];
 }
 
-/* How many values were written: all, or with `leading` those before the first absent key. */
-PUBLIC int64_t map_get(const Map *map, const uint8_t *keys, int64_t count, int64_t *values, int32_t leading) {
-    for (int64_t i = 0; i < count; i++) {
-        if (i + AHEAD < count) __builtin_prefetch(&map->slots[map_home(map, keys + (i + AHEAD) * KEY_BYTES)]);
-        values[i] = (int64_t)map_slot(map, keys + i * KEY_BYTES)->value - 1;
-        if (leading && values[i] < 0) return i;
-    }
-    return count;
-}
+/* -1 when absent. */
+PUBLIC int64_t map_get(const Map *map, const uint8_t *key) { return (int64_t)map_slot(map, key)->value - 1; }
 
 /* 0 when the map must grow first. */
 PUBLIC int32_t map_put(Map *map, const uint8_t *key, uint32_t value) {

@@ -116,8 +116,7 @@ class MetadataLibrary:
         )
 
     def _declare_map(self, long: ctypes.CDLL, short: ctypes.CDLL) -> None:
-        batch = _pointer, _pointer, _int64
-        self.map_get = _function(short, "map_get", _int64, *batch, _pointer, _int32)
+        self.map_get = _function(short, "map_get", _int64, _pointer, _pointer)
         self.map_put = _function(short, "map_put", _int32, _pointer, _pointer, _uint32)
         self.map_pop = _function(short, "map_pop", _int64, _pointer, _pointer)
         self.map_move = _function(long, "map_move", None, _pointer, _pointer)

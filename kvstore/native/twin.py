@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.native.base import MAX_RECORDS, NO_RECORD, Entry, Record, RecordArray
 from kvstore.native.layout import (
@@ -167,19 +166,6 @@ class PythonKeyMap:
     def get(self, key: BlockKey) -> int:
         check_key(key)
         return self._values.get(key, NO_RECORD)
-
-    def get_all(self, packed_keys: bytes) -> npt.NDArray[np.int64]:
-        count = check_keys(packed_keys)
-        return np.fromiter(map(self.get, iter_keys(packed_keys)), np.int64, count)
-
-    def get_leading(self, packed_keys: bytes) -> npt.NDArray[np.int64]:
-        check_keys(packed_keys)
-        found = []
-        for key in iter_keys(packed_keys):
-            if (value := self.get(key)) == NO_RECORD:
-                break
-            found.append(value)
-        return np.array(found, np.int64)
 
     def put(self, key: BlockKey, value: int) -> None:
         check_key(key)
