@@ -25,7 +25,6 @@ SOURCE = Path(__file__).with_name("sequences.c")
 RUNNING, CONTEXT, HELD = range(3)
 NUM_SUMS = 3
 _QUESTION = struct.Struct("13d")  # `Question` of sequences.c
-NUM_LOOKS = 3  # now, at the landing, in the middle of the answer
 
 
 class Sequences(NamedTuple):

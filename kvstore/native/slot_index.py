@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("slot_index.c")
 MAX_ROWS = 2**32 - 2
-_PLACE_BYTES = 4
 _FIRST_PLACES = 64
 _MOST_LOADED = 0.75
 _GROWTH = 1.5
