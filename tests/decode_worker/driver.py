@@ -10,6 +10,7 @@ from decode_worker.limits import Limits
 from decode_worker.state import DecodeState
 from engine.batch import Sampled
 from engine.block_pool import BlockPool
+from engine.lookahead.base import Policy
 from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.keys import BlockKey, block_keys, root_key
 from protocol.request import Request, SamplingParams, Token
@@ -67,9 +68,9 @@ def keys_of(prompt: Sequence[int]) -> tuple[BlockKey, ...]:
 class Driver:
     """Opens windows at once, as the service does; everything else waits for the test."""
 
-    def __init__(self, num_blocks: int = 16, **changes: int) -> None:
+    def __init__(self, num_blocks: int = 16, policy: Policy | None = None, **changes: int) -> None:
         self.pool = pool(num_blocks)
-        self.state = DecodeState(self.pool, limits(**changes))
+        self.state = DecodeState(self.pool, limits(**changes), policy)
         self.now = 0.0
         self.log: list[actions.Action] = []  # everything so far
         self.open_windows: dict[int, actions.OpenWindow] = {}
@@ -211,18 +212,24 @@ class Driver:
         self.now += seconds
         return self.handle(events.Tick())
 
+    def advance(self) -> bool:
+        """What was asked for next gets done, or time passes until something is due; False when nothing is left."""
+        if self.verifying:
+            self.verify()
+        elif self.closing:
+            self.close()
+        elif self.step is not None:
+            self.compute()
+        elif not self.state.is_idle and self.state.wake_at is not None:
+            self.wait(max(0.0, self.state.wake_at - self.now))
+        else:
+            return False
+        return True
+
     def drain(self, max_steps: int = 10_000) -> None:
-        """Everything that was asked for gets done, and time passes until nothing is left."""
+        """Until nothing is left, and nothing was lost."""
         for _ in range(max_steps):
-            if self.verifying:
-                self.verify()
-            elif self.closing:
-                self.close()
-            elif self.step is not None:
-                self.compute()
-            elif not self.state.is_idle and self.state.wake_at is not None:
-                self.wait(max(0.0, self.state.wake_at - self.now))
-            else:
+            if not self.advance():
                 break
         assert self.state.is_idle
         assert self.pool.num_free == self.pool.num_blocks

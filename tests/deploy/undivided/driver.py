@@ -129,20 +129,9 @@ class UndividedDriver(Driver):
             else:
                 self.put()
 
-    def drain(self, max_steps: int = 10_000) -> None:
-        for _ in range(max_steps):
-            self.settle()
-            if self.verifying:
-                self.verify()
-            elif self.closing:
-                self.close()
-            elif self.step is not None:
-                self.compute()
-            elif not self.state.is_idle and self.state.wake_at is not None:
-                self.wait(max(0.0, self.state.wake_at - self.now))
-            else:
-                break
-        super().drain()
+    def advance(self) -> bool:
+        self.settle()
+        return super().advance()
 
     @property
     def step_s(self) -> float:
