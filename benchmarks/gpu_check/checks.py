@@ -44,5 +44,5 @@ def run_checks(
             continue
         try:
             yield from check.rows(bench)
-        except Exception as error:  # it is a row; the others still run
+        except Exception as error:  # the others still run
             yield failed(check.name, error)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 from benchmarks.gpu_check.bench import REHEARSAL, Bench
 from benchmarks.gpu_check.models import BLOCK_SIZE, load
-from benchmarks.gpu_check.rows import Row, at_most, failed
+from benchmarks.gpu_check.rows import Row, at_most, guarded
 from engine.attention.base import Span
 from engine.cuda.graphs import CudaCapture, GraphedModel, Replay
 from engine.step import Step
@@ -19,13 +20,10 @@ _BOUND = 1e-3
 
 def replays(bench: Bench) -> Iterator[Row]:
     name = "decode by CUDA graph: logits of the step without one"
-    try:
-        yield _compare(bench, name)
-    except Exception as error:
-        yield failed(name, error)
+    yield guarded(name, partial(_compare, bench=bench))
 
 
-def _compare(bench: Bench, name: str) -> Row:
+def _compare(name: str, bench: Bench) -> Row:
     capture = CudaCapture(bench.device) if bench.device.type == "cuda" else _again
     rehearses = bench.scale is REHEARSAL
     shape, batches = ("tiny", (1, 3)) if rehearses else ("1B", (1, 3, 8, 20))

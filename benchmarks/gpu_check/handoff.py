@@ -10,6 +10,7 @@ import mmap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +20,7 @@ import torch.multiprocessing as multiprocessing
 
 from benchmarks.gpu_check.bench import REHEARSAL, Bench
 from benchmarks.gpu_check.models import BLOCK_SIZE, Loaded, load, one_slice
-from benchmarks.gpu_check.rows import Row, failed, skipped
+from benchmarks.gpu_check.rows import Row, guarded, skipped
 from engine.cuda.staging import HostStaging
 
 _TIMEOUT_S = 120.0
@@ -44,11 +45,8 @@ def processes(bench: Bench) -> Iterator[Row]:
     if bench.device.type == "cuda" and torch.cuda.mem_get_info(bench.device)[0] < _NEEDED_BYTES:
         yield skipped("handoff between processes", f"needs {_NEEDED_BYTES >> 30} GiB of GPU memory")
         return
-    try:
-        with TemporaryDirectory() as folder:
-            yield from _processes(bench, Path(folder) / "kv", ways)
-    except Exception as error:
-        yield failed("handoff between processes", error)
+    with TemporaryDirectory() as folder:
+        yield from _processes(bench, Path(folder) / "kv", ways)
 
 
 def _processes(bench: Bench, path: Path, ways: tuple[str, ...]) -> Iterator[Row]:
@@ -64,12 +62,11 @@ def _processes(bench: Bench, path: Path, ways: tuple[str, ...]) -> Iterator[Row]
     expected = _continue(own, tokens, bench.scale.generated)
     work = _Work(shape, str(bench.device), num_blocks, used, tokens, bench.scale.generated)
     for way in ways:
-        name = f"handoff between processes, {way}"
-        try:
-            sent = str(path) if way == "host staging" else moved
-            yield _hand_over(name, work, sent, moved.nbytes, expected)
-        except Exception as error:
-            yield failed(name, error)
+        sent = str(path) if way == "host staging" else moved
+        yield guarded(
+            f"handoff between processes, {way}",
+            partial(_hand_over, work=work, sent=sent, size=moved.nbytes, expected=expected),
+        )
 
 
 def _read(own: Loaded, prompt: list[int], used: int, memory: memoryview) -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
 from benchmarks.gpu_check.bench import REHEARSAL, Bench
 from benchmarks.gpu_check.cases import TOLERANCES, AttentionCase, relative_error
-from benchmarks.gpu_check.rows import Row, at_most, failed
+from benchmarks.gpu_check.rows import Row, at_most, guarded
 from engine.cuda.attention import TritonAttention
+
+FusedError = Callable[[torch.dtype, torch.device], float]
+"""Computes the relative error of one kernel."""
 
 _EPSILON = 1e-5
 
@@ -39,13 +43,15 @@ def attention(bench: Bench) -> Iterator[Row]:
     """Decode and prefill in one step, by dtype."""
     cases = ATTENTION_CASES if bench.scale is REHEARSAL else ATTENTION_CASES + LARGE_CASES
     for dtype, bound in TOLERANCES.items():
-        name = f"attention kernels, {_short(dtype)}"
-        try:
-            errors = [_attention_error(case.with_dtype(dtype), bench) for case in cases]
-        except Exception as error:  # a kernel that does not compile is a row, not the end
-            yield failed(name, error)
-            continue
-        yield _row(name, errors, bound)
+        own = [case.with_dtype(dtype) for case in cases]
+        yield guarded(
+            f"attention kernels, {_short(dtype)}",
+            partial(_attention_row, bench=bench, cases=own, bound=bound),
+        )
+
+
+def _attention_row(name: str, bench: Bench, cases: Sequence[AttentionCase], bound: float) -> Row:
+    return _row(name, [_attention_error(case, bench) for case in cases], bound)
 
 
 def _attention_error(case: AttentionCase, bench: Bench) -> float:
@@ -59,18 +65,23 @@ def _attention_error(case: AttentionCase, bench: Bench) -> float:
 
 def fused(bench: Bench) -> Iterator[Row]:
     """Norm, SwiGLU, rotation and stores, by dtype."""
-    checks: dict[str, Callable[[torch.dtype, torch.device], float]] = {
+    checks: dict[str, FusedError] = {
         "norm": _norm_error,
         "SwiGLU": _swiglu_error,
         "rotation and KV write": _rotation_error,
     }
     for what, check in checks.items():
         for dtype, bound in TOLERANCES.items():
-            name = f"{what} kernel, {_short(dtype)}"
-            try:
-                yield _row(name, [check(dtype, bench.device)], bound)
-            except Exception as error:
-                yield failed(name, error)
+            yield guarded(
+                f"{what} kernel, {_short(dtype)}",
+                partial(_fused_row, check=check, dtype=dtype, device=bench.device, bound=bound),
+            )
+
+
+def _fused_row(
+    name: str, check: FusedError, dtype: torch.dtype, device: torch.device, bound: float
+) -> Row:
+    return _row(name, [check(dtype, device)], bound)
 
 
 def _norm_error(dtype: torch.dtype, device: torch.device) -> float:

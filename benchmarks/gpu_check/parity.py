@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.bench import Bench
-from benchmarks.gpu_check.rows import Row, failed, skipped
+from benchmarks.gpu_check.rows import Row, guarded, skipped
 from engine.config import load_model_config
 from engine.engine import Engine
 from engine.generate import generate
@@ -47,13 +48,12 @@ def families(bench: Bench) -> Iterator[Row]:
         except ImportError:
             yield skipped(name, "transformers is not installed")
             continue
-        try:
-            yield _compare(bench, name, family, transformers)
-        except Exception as error:
-            yield failed(name, error)
+        yield guarded(
+            name, partial(_compare, bench=bench, family=family, transformers=transformers)
+        )
 
 
-def _compare(bench: Bench, name: str, family: str, transformers: Any) -> Row:
+def _compare(name: str, bench: Bench, family: str, transformers: Any) -> Row:
     torch.manual_seed(0)
     fields = {**_SMALL, **FAMILIES[family]}
     config = getattr(transformers, f"{family}Config")(**fields)

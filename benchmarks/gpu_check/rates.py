@@ -4,12 +4,13 @@ against torch's own attention, which needs its K and V in one piece. One layer o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_check.bench import Bench
-from benchmarks.gpu_check.rows import Row, at_least, failed
+from benchmarks.gpu_check.rows import Row, at_least, guarded
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 32
 DECODE_BAR = 0.5
@@ -23,23 +24,17 @@ _LARGE_TOKENS = 2048
 def decode(bench: Bench) -> Iterator[Row]:
     for rows, context in bench.scale.decode:
         name = f"decode attention, {rows} × {context:,} tokens"
-        try:
-            yield _decode_row(bench, name, rows, context)
-        except Exception as error:
-            yield failed(name, error)
+        yield guarded(name, partial(_decode_row, bench=bench, rows=rows, context=context))
 
 
 def prefill(bench: Bench) -> Iterator[Row]:
     for tokens, cached in bench.scale.prefill:
         behind = f" behind {cached:,}" if cached else ""
         name = f"prefill attention, {tokens:,} tokens{behind}"
-        try:
-            yield _prefill_row(bench, name, tokens, cached)
-        except Exception as error:
-            yield failed(name, error)
+        yield guarded(name, partial(_prefill_row, bench=bench, tokens=tokens, cached=cached))
 
 
-def _decode_row(bench: Bench, name: str, rows: int, context: int) -> Row:
+def _decode_row(name: str, bench: Bench, rows: int, context: int) -> Row:
     from engine.cuda.kernels.decode import DecodeBatch, decode_attention, parts_for
 
     keys, values, tables = _pool(bench.device, rows, context)
@@ -55,7 +50,7 @@ def _decode_row(bench: Bench, name: str, rows: int, context: int) -> Row:
     return at_least(name, share, bar, found, f"≥ {bar:.0%}" if bar else "")
 
 
-def _prefill_row(bench: Bench, name: str, tokens: int, cached: int) -> Row:
+def _prefill_row(name: str, bench: Bench, tokens: int, cached: int) -> Row:
     from engine.cuda.kernels.prefill import ChunkBatch, plan_tiles, prefill_attention, tiling_for
 
     keys, values, tables = _pool(bench.device, 1, cached + tokens)

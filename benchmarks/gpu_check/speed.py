@@ -29,7 +29,7 @@ def models(bench: Bench) -> Iterator[Row]:
             _forget()
             peer = _peer_times(bench, shape)
             _forget()
-        except Exception as error:
+        except Exception as error:  # the other models still run
             yield failed(f"{shape} model", error)
             continue
         yield from (_row(shape, what, *own[what], peer.get(what)) for what in own)
