@@ -172,16 +172,26 @@ def more_than(before: dict[str, Footprint], after: dict[str, Footprint]) -> list
 def test_a_pool_too_small_for_all_lets_them_take_turns(tmp_path: Path, model: Path) -> None:
     num_blocks = 48
     flags = (*COMMON, "--kv-cache-memory", str(num_blocks * BLOCK_BYTES), "--store-nodes", "0")
-    # Each alone fits into 15 of the 48 blocks; all together want 200.
-    asked = wishes(20, prompt=(30, 100), output=(60, 120))
+    # Each ends with 20 to 27 of the 48 blocks: three that meet cannot stay, and many of two cannot.
+    asked = wishes(12, prompt=(30, 100), output=(280, 320))
     with running_cluster(model, tmp_path, *flags) as cluster, accounts_of(cluster) as accounts:
         assert accounts.worker("decode-0").num_blocks == num_blocks
-        together = streamed(cluster, asked, len(asked))
-        assert accounts.counter("decode-0", "num_preemptions") > 0
+        together = streamed_until_preempted(cluster, accounts, asked)
         accounts.wait_until_all_is_free()
         assert together == [alone(cluster, wish) for wish in asked]
         leave_while_the_pool_is_full(cluster, accounts)
         assert not cluster.tracebacks(), cluster.logs()
+
+
+def streamed_until_preempted(
+    cluster: Cluster, accounts: Accounts, asked: Sequence[Wish]
+) -> list[list[int]]:
+    """The tokens of each, of a time when one had to give way: whether they meet in the pool is up to the machine."""
+    for _ in range(20):
+        found = streamed(cluster, asked, len(asked))
+        if accounts.counter("decode-0", "num_preemptions"):
+            return found
+    raise AssertionError("nothing was preempted")
 
 
 def leave_while_the_pool_is_full(cluster: Cluster, accounts: Accounts) -> None:
