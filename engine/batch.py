@@ -40,3 +40,12 @@ class Sampled:
     request_id: RequestId
     token_id: int
     logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenStates:
+    """Memory of hidden states between a pipeline's stages: rows [hidden_size] in the compute dtype, at least as many as
+    the step has tokens."""
+
+    given: memoryview | None = None  # by the stage before; is not changed
+    passed_on: memoryview | None = None  # to the stage behind; is filled

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ class ModelConfig:
         if wish not in DTYPE_BYTES:
             raise ConfigError(f"dtype {wish!r} is not one of auto, {', '.join(DTYPE_BYTES)}")
         return wish
+
+    def of_layers(self, layers: range) -> ModelConfig:
+        """A model of these layers only, as a pipeline's stage computes it; they count from 0 there."""
+        windows = self.sliding_windows[layers.start : layers.stop]
+        return replace(self, num_layers=len(layers), sliding_windows=windows)
 
     def kv_layout(self, block_size: int, dtype: str) -> KvLayout:
         """The shape of this model's KV cache. `dtype` as for `resolve_dtype`."""

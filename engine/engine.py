@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine.attention import Attention, Geometry, Span, make_attention
-from engine.batch import Sampled, Slice
+from engine.batch import HiddenStates, Sampled, Slice
 from engine.config import ModelConfig
 from engine.cuda.graphs import with_graphs
 from engine.cuda.requirements import find_device
@@ -23,9 +23,10 @@ from engine.kernels import crew_of, make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.model import ForwardPass, Model
 from engine.sampler import sample
+from engine.stage import Stage, split
 from engine.step import Step
 from engine.weights import Progress, load_weights
-from protocol.errors import InvalidRequest
+from protocol.errors import ConfigError, InvalidRequest
 from protocol.ids import BlockId, RequestId
 from protocol.layout import KvLayout
 from protocol.layout import fingerprint as make_fingerprint
@@ -41,6 +42,7 @@ class Engine:
         attention: Attention,
         pool: KvPool,
         fingerprint: str,
+        stage: Stage | None = None,
     ) -> None:
         self.config = config
         self.kernels_name = model.kernels_name
@@ -49,6 +51,7 @@ class Engine:
         self.num_blocks = pool.num_blocks
         self.memory = pool.memory
         self.fingerprint = fingerprint
+        self.stage = stage or split(config.num_layers, 1)[0]
         self._model = model
         self._attention = attention
         self._pool = pool
@@ -64,6 +67,7 @@ class Engine:
         layout: KvLayout,
         num_blocks: int,
         memory: memoryview | None = None,
+        stage: Stage | None = None,
         device: str = "cpu",
         num_threads: int = 1,
         load_format: str = "auto",
@@ -77,9 +81,15 @@ class Engine:
 
         `kernels` and `attention`: auto, native or torch. What is native is compiled once into `cache_folder`
         (`protocol.machine.cache_folder`); without a folder, or without a compiler, auto means torch. `device`: cpu or
-        cuda, where auto means triton, and `memory` does not hold the KV: nobody may hand it over from there."""
+        cuda, where auto means triton, and `memory` does not hold the KV: nobody may hand it over from there.
+
+        `stage`: only these layers are loaded and have KV in `memory`; `config` and `layout` are the whole model's, as
+        the fingerprint is, which is equal at all stages."""
         set_threads(num_threads)
         place = find_device(device)
+        own = stage or split(config.num_layers, 1)[0]
+        if own.size > 1 and place.type == "cuda":
+            raise ConfigError("a pipeline's stages compute on CPUs")
         weights = load_weights(
             model_path,
             config,
@@ -87,8 +97,10 @@ class Engine:
             load_format=load_format,
             progress=progress,
             device=place,
+            stage=own,
         )
-        pool = KvPool(layout, num_blocks, memory, place)
+        config = config.of_layers(own.layers)
+        pool = KvPool(layout.of_layers(config.num_layers), num_blocks, memory, place)
         layers = make_kernels(
             kernels,
             config,
@@ -102,15 +114,23 @@ class Engine:
             attention = "torch" if kernels == "auto" else attention  # why not was told already
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
         backend = make_attention(attention, geometry, pool, cache_folder, crew_of(layers))
-        model = with_graphs(Model(config, layers, backend), config, pool)
-        return cls(config, model, backend, pool, make_fingerprint(weights.digest, layout))
+        plain = Model(config, layers, backend, gives_logits=own.is_last)
+        model = with_graphs(plain, config, pool)
+        return cls(config, model, backend, pool, make_fingerprint(weights.digest, layout), own)
 
     def execute(
-        self, slices: Sequence[Slice], on_layer: Callable[[int], None] | None = None
+        self,
+        slices: Sequence[Slice],
+        on_layer: Callable[[int], None] | None = None,
+        *,
+        hidden: HiddenStates | None = None,
     ) -> list[Sampled | None]:
         """One forward pass over all slices. `on_layer(l)` is called right after layer l's K and V of this step are in
         the pool. The result has one entry per slice, None where it does not sample. Raises InvalidRequest, before
-        anything is computed, for a slice that does not fit its blocks or the vocabulary."""
+        anything is computed, for a slice that does not fit its blocks or the vocabulary.
+
+        A stage takes hidden states from the one before and leaves some for the next one in `hidden`, and only the last
+        one samples. Their rows are in the order of this engine's attention, which must be the same at all stages."""
         if not slices:
             return []
         for piece in slices:
@@ -121,8 +141,12 @@ class Engine:
         with torch.inference_mode():
             if self._attention.reads_whole_blocks:
                 self._clean(ordered)
-            logits = self._model.forward(self._make_step(ordered), on_layer)
-            sampled = iter(sample(logits, sampling) if sampling else ())
+            output = self._model.forward(self._make_step(ordered, hidden), on_layer)
+            if not self.stage.is_last:
+                if hidden is not None and hidden.passed_on is not None:
+                    self._rows_of(hidden.passed_on, len(output)).copy_(output)
+                return [None] * len(slices)
+            sampled = iter(sample(output, sampling) if sampling else ())
         results: list[Sampled | None] = [None] * len(slices)
         for index in order:
             if slices[index].samples:
@@ -138,7 +162,13 @@ class Engine:
                 request=piece.request_id,
             )
 
-    def _make_step(self, slices: Sequence[Slice]) -> Step:
+    def _rows_of(self, memory: memoryview, num_tokens: int) -> torch.Tensor:
+        """The first rows [tokens, hidden_size] of somebody's memory."""
+        count = num_tokens * self.config.hidden_size
+        flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[self.layout.dtype], count=count)
+        return flat.view(num_tokens, self.config.hidden_size)
+
+    def _make_step(self, slices: Sequence[Slice], hidden: HiddenStates | None) -> Step:
         block_size = self.layout.block_size
         spans: list[Span] = []
         token_ids: list[int] = []
@@ -167,7 +197,15 @@ class Engine:
             slots=torch.tensor(slots),
             spans=spans,
             rows=_rows(slices, len(token_ids)),
+            hidden=self._given(hidden, len(token_ids)),
         )
+
+    def _given(self, hidden: HiddenStates | None, num_tokens: int) -> torch.Tensor | None:
+        if self.stage.is_first:
+            return None
+        if hidden is None or hidden.given is None:
+            raise ValueError("a stage behind the first one computes from hidden states")
+        return self._rows_of(hidden.given, num_tokens)
 
     def _check_vocabulary(self, tokens: torch.Tensor) -> None:
         low, high = (int(bound) for bound in tokens.aminmax())

@@ -21,7 +21,7 @@ _TYPICAL_ROWS = 8
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """The fastest `Linear` for this weight [out, in]. It may keep a reordered copy instead of the weight itself."""
-    if weight.device.type == "cpu" and can_pack(weight.dtype):
+    if weight.device.type == "cpu" and len(weight) and can_pack(weight.dtype):
         return _packed(weight, bias)
 
     def plain(x: torch.Tensor) -> torch.Tensor:

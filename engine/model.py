@@ -22,22 +22,31 @@ class ForwardPass(Protocol):
     kernels_name: str
 
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Logits `[rows, vocab]`, float32, until the next call. `on_layer(l)` runs right after layer l's K and V are in
-        the pool."""
+        """Logits `[rows, vocab]`, float32, until the next call; of a stage that is not the last one hidden states
+        `[tokens, hidden_size]`. `on_layer(l)` runs right after layer l's K and V are in the pool."""
 
 
 class Model:
-    """A decoder: its kernels, which have the weights and the KV pool, and its attention."""
+    """A decoder, or a run of its layers: its kernels, which have the weights and the KV pool, and its attention."""
 
-    def __init__(self, config: ModelConfig, kernels: Kernels, attention: Attention) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        attention: Attention,
+        *,
+        gives_logits: bool = True,
+    ) -> None:
+        """`gives_logits`: whether the last layer is among them; otherwise a pass gives hidden states."""
         self.kernels_name = kernels.name
         self.windows = frozenset(config.sliding_windows)  # that any layer has
         self._windows = config.sliding_windows
         self._kernels = kernels
         self._attention = attention
+        self._gives_logits = gives_logits
 
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Logits `[rows, vocab]`, float32. `on_layer(l)` runs right after layer l's K and V are in the pool."""
+        """As `ForwardPass.forward`."""
         plans = {window: self._attention.plan(step.spans, window) for window in self.windows}
         return self.run(step, plans, on_layer)
 
@@ -55,4 +64,6 @@ class Model:
                 on_layer(layer)
             seen = self._attention.attend(layer, plans[window], queries, keys, values)
             self._kernels.finish(layer, work, seen)
+        if not self._gives_logits:
+            return self._kernels.hidden(work)
         return self._kernels.logits(work, step.rows)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
-from engine.batch import Sampled, Slice
+from engine.batch import HiddenStates, Sampled, Slice
 from engine.engine import Engine
 
 T = TypeVar("T")
@@ -25,13 +26,18 @@ class EngineThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
     async def execute(
-        self, slices: Sequence[Slice], on_layer: Callable[[int], None] | None = None
+        self,
+        slices: Sequence[Slice],
+        on_layer: Callable[[int], None] | None = None,
+        *,
+        hidden: HiddenStates | None = None,
     ) -> list[Sampled | None]:
         """`Engine.execute` in the engine's thread; `on_layer` is called there too. A step cannot be interrupted: when
         the caller is cancelled this waits for the step's end before it re-raises, so that blocks the step writes to
         are never released under it."""
         loop = asyncio.get_running_loop()
-        step = loop.run_in_executor(self._executor, self.engine.execute, slices, on_layer)
+        work = partial(self.engine.execute, slices, on_layer, hidden=hidden)
+        step = loop.run_in_executor(self._executor, work)
         try:
             return await asyncio.shield(step)
         except asyncio.CancelledError:

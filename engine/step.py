@@ -20,3 +20,6 @@ class Step:
     slots: torch.Tensor  # [tokens] int64: where their KV goes
     spans: Sequence[Span]
     rows: torch.Tensor | None  # int64, tokens whose logits are wanted; None = all of them
+    hidden: torch.Tensor | None = (
+        None  # [tokens, hidden_size] that an earlier stage computed; None = `token_ids` are embedded
+    )

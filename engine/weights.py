@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from engine.config import ModelConfig
+from engine.stage import Stage, split
 from protocol.errors import ConfigError
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -52,13 +53,13 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A whole model. With tied embeddings `lm_head` is `embedding`."""
+    """A model, or one stage of it. With tied embeddings a whole model's `lm_head` is `embedding`."""
 
-    embedding: torch.Tensor
-    layers: Sequence[LayerWeights]
+    embedding: torch.Tensor  # [vocab, hidden]; no rows where the first stage is another one
+    layers: Sequence[LayerWeights]  # the stage's
     norm: torch.Tensor
-    lm_head: torch.Tensor
-    digest: str  # of the stored tensors: names, dtypes, shapes and bytes
+    lm_head: torch.Tensor  # [vocab, hidden]; no rows where the last stage is another one
+    digest: str  # of all stored tensors, whatever the stage: names, dtypes, shapes and bytes
 
 
 def load_weights(
@@ -69,13 +70,14 @@ def load_weights(
     load_format: str = "auto",
     progress: Progress | None = None,
     device: torch.device | None = None,
+    stage: Stage | None = None,
 ) -> Weights:
-    """The model's weights in `dtype` on `device`, the CPU when None. Raises ConfigError listing what is missing,
-    unexpected or misshapen."""
+    """The model's weights, or those of one stage of it, in `dtype` on `device`, the CPU when None. Raises ConfigError
+    listing what is missing, unexpected or misshapen."""
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     with device or torch.device("cpu"):
-        places, build = _allocate(config, dtype)
+        places, build = _allocate(config, dtype, stage)
     if load_format == "dummy":
         return build(_fill_randomly(config, places))
     return build(_fill_from_files(path, config, places, progress or (lambda _stage, _done: None)))
@@ -85,26 +87,44 @@ def load_weights(
 
 
 def _allocate(
-    config: ModelConfig, dtype: torch.dtype
+    config: ModelConfig, dtype: torch.dtype, stage: Stage | None
 ) -> tuple[dict[str, list[torch.Tensor]], Callable[[str], Weights]]:
-    """Empty weights; the views of them that each stored tensor fills, by its name; and what completes them."""
+    """Empty weights; the views of them that each stored tensor fills, by its name; and what completes them. What other
+    stages have is read like the rest, for the digest, into tensors without memory."""
     places: dict[str, list[torch.Tensor]] = {}
-    embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
-    places["model.embed_tokens.weight"] = [embedding]
-    layers = [_allocate_layer(config, dtype, layer, places) for layer in range(config.num_layers)]
+    whole = stage or split(config.num_layers, 1)[0]
+
+    def vocabulary(name: str, is_own: bool) -> torch.Tensor:
+        with _elsewhere(not is_own):
+            tensor = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        places[name] = [tensor]
+        return tensor if is_own else torch.empty(0, config.hidden_size, dtype=dtype)
+
+    tied = config.tie_word_embeddings
+    embedding = vocabulary("model.embed_tokens.weight", whole.is_first or (tied and whole.is_last))
+    layers = []
+    for layer in range(config.num_layers):
+        with _elsewhere(layer not in whole.layers):
+            layers.append(_allocate_layer(config, dtype, layer, places))
     norm = torch.empty(config.hidden_size, dtype=dtype)
     places["model.norm.weight"] = [norm]
-    lm_head = embedding
-    if not config.tie_word_embeddings:
-        lm_head = torch.empty_like(embedding)
-        places["lm_head.weight"] = [lm_head]
+    lm_head = embedding if tied else vocabulary("lm_head.weight", whole.is_last)
 
     def build(digest: str) -> Weights:
         return Weights(
-            embedding=embedding, layers=layers, norm=norm, lm_head=lm_head, digest=digest
+            embedding=embedding if whole.is_first else embedding[:0],
+            layers=layers[whole.layers.start : whole.layers.stop],
+            norm=norm,
+            lm_head=lm_head if whole.is_last else lm_head[:0],
+            digest=digest,
         )
 
     return places, build
+
+
+def _elsewhere(is_so: bool) -> AbstractContextManager[object]:
+    """What is allocated within has no memory if `is_so`."""
+    return torch.device("meta") if is_so else nullcontext()
 
 
 def _allocate_layer(

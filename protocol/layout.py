@@ -11,7 +11,7 @@ the order K0 V0 K1 V1 …, which is also the order in which a block's checksum i
 from __future__ import annotations
 
 import hashlib
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -31,6 +31,10 @@ class KvLayout:
             raise ValueError(f"KV dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         if min(self.num_layers, self.block_size, self.num_kv_heads, self.head_dim) < 1:
             raise ValueError(f"every dimension of a KV layout is at least 1: {self}")
+
+    def of_layers(self, num_layers: int) -> KvLayout:
+        """The same blocks with so many of their layers: what one stage of a pipeline keeps."""
+        return replace(self, num_layers=num_layers)
 
     @property
     def token_bytes(self) -> int:

@@ -97,6 +97,9 @@ class TritonKernels:
         inner = self._swiglu(F.linear(normed, own.gate_up, own.gate_up_bias))
         return F.linear(inner, own.down, own.down_bias)
 
+    def hidden(self, work: _Pass) -> torch.Tensor:
+        return work.hidden if work.pending is None else work.hidden + work.pending
+
     def logits(self, work: _Pass, rows: torch.Tensor | None) -> torch.Tensor:
         if rows is not None:
             rows = to_device(rows, work.hidden.device)

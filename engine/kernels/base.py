@@ -27,7 +27,7 @@ class Kernels(Protocol):
     name: str
 
     def begin(self, step: Step) -> Pass:
-        """Embeds the step's tokens."""
+        """Embeds the step's tokens, unless it brings hidden states, which are copied."""
 
     def project(self, layer: int, work: Pass) -> Heads:
         """Layer's norm, projections, norms of queries and keys, and rotation. When it returns, K and V are in the pool.
@@ -35,6 +35,9 @@ class Kernels(Protocol):
 
     def finish(self, layer: int, work: Pass, seen: torch.Tensor) -> None:
         """What attention saw, [tokens, heads · head_dim], projected and added to the hidden states, then the MLP."""
+
+    def hidden(self, work: Pass) -> torch.Tensor:
+        """[tokens, hidden_size] after the layers so far, for the next stage; until the pass goes on."""
 
     def logits(self, work: Pass, rows: torch.Tensor | None) -> torch.Tensor:
         """[rows, vocab] float32 of the tokens `rows` (None = all), rounded to the compute dtype before."""

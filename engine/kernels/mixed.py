@@ -40,5 +40,8 @@ class MixedKernels:
     def finish(self, layer: int, work: _Chosen, seen: torch.Tensor) -> None:
         work.kernels.finish(layer, work.work, seen)
 
+    def hidden(self, work: _Chosen) -> torch.Tensor:
+        return work.kernels.hidden(work.work)
+
     def logits(self, work: _Chosen, rows: torch.Tensor | None) -> torch.Tensor:
         return work.kernels.logits(work.work, rows)

@@ -139,7 +139,10 @@ class NativeKernels:
             heads.data_ptr(),
         )
         address = ctypes.addressof(structure)
-        self._library.embed(self._address, address, step.token_ids.data_ptr())
+        if step.hidden is None:
+            self._library.embed(self._address, address, step.token_ids.data_ptr())
+        else:
+            hidden.copy_(step.hidden)
         parts = torch.split(heads, [queries, keys, keys], dim=1)
         return _Pass(step, structure, address, hidden, (parts[0], parts[1], parts[2]), tables)
 
@@ -150,6 +153,9 @@ class NativeKernels:
     def finish(self, layer: int, work: _Pass, seen: torch.Tensor) -> None:
         seen = seen.contiguous()
         self._library.finish(self._address, work.address, layer, seen.data_ptr())
+
+    def hidden(self, work: _Pass) -> torch.Tensor:
+        return work.hidden
 
     def logits(self, work: _Pass, rows: torch.Tensor | None) -> torch.Tensor:
         count = len(work.hidden) if rows is None else len(rows)

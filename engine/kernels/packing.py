@@ -76,7 +76,9 @@ def packed_bytes(weights: Iterable[torch.Tensor]) -> int:
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena) -> Matrix:
     """A projection [out, in]."""
-    return _pack(_pad(weight, PANEL).view(-1, PANEL, weight.shape[1]), _bias(bias), arena)
+    padded = _pad(weight, PANEL)
+    panels = padded.view(len(padded) // PANEL, PANEL, weight.shape[1])  # none of no rows
+    return _pack(panels, _bias(bias), arena)
 
 
 def pack_gates(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena) -> Matrix:

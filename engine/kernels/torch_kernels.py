@@ -72,7 +72,12 @@ class TorchKernels:
 
     def begin(self, step: Step) -> _Pass:
         cos, sin = self._rope.rows(step.positions, step.longest)
-        return _Pass(F.embedding(step.token_ids, self._embedding), cos, sin, step.slots)
+        return _Pass(self._embed(step), cos, sin, step.slots)
+
+    def _embed(self, step: Step) -> torch.Tensor:
+        if step.hidden is not None:
+            return step.hidden.clone()
+        return F.embedding(step.token_ids, self._embedding)
 
     def project(self, layer: int, work: _Pass) -> Heads:
         own = self._layers[layer]
@@ -91,6 +96,9 @@ class TorchKernels:
         work.hidden += own.o(seen)
         gate, up = own.gate_up(self._norm(work.hidden, own.post_norm)).chunk(2, dim=-1)
         work.hidden += own.down(F.silu(gate).mul_(up))
+
+    def hidden(self, work: _Pass) -> torch.Tensor:
+        return work.hidden
 
     def logits(self, work: _Pass, rows: torch.Tensor | None) -> torch.Tensor:
         hidden = work.hidden if rows is None else work.hidden.index_select(0, rows)

@@ -1,0 +1,175 @@
+"""A model cut into stages computes what it computes whole, bit by bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.batch import HiddenStates, Sampled, Slice
+from engine.config import load_model_config
+from engine.engine import Engine
+from engine.kv_pool import allocate
+from engine.stage import Stage, cut, split
+from engine.weights import load_weights
+from protocol.errors import ConfigError
+from protocol.machine import cache_folder
+from protocol.request import SamplingParams
+from tests.engine.conftest import VARIANTS
+from tests.engine.steps import make_slice, random_prompt
+from tests.random_models import make_model
+from tests.thoroughness import examples
+
+LAYERS = 4
+WITH_LOGPROBS = SamplingParams(max_tokens=8, temperature=0.0, num_logprobs=5)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2-window", "qwen3-biases"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    family, overrides = VARIANTS[request.param]
+    fields = {key: value for key, value in overrides.items() if value is not None}
+    make_model(family, path, num_hidden_layers=LAYERS, **fields)
+    return path
+
+
+def load(folder: Path, kernels: str, stage: Stage | None = None, dtype: str = "float32") -> Engine:
+    config = load_model_config(folder)
+    return Engine.load(
+        folder,
+        config=config,
+        layout=config.kv_layout(16, dtype),
+        num_blocks=24,
+        stage=stage,
+        kernels=kernels,
+        attention=kernels,
+        cache_folder=cache_folder(os.environ, Path.home()),
+    )
+
+
+class Pipeline:
+    """Stages one after another, each with its own pool."""
+
+    def __init__(self, folder: Path, kernels: str, counts: Sequence[int], dtype: str) -> None:
+        self.engines = [load(folder, kernels, stage, dtype) for stage in cut(counts)]
+        config = self.engines[0].config
+        nbytes = 256 * config.hidden_size * 4
+        self._rooms = [allocate(nbytes) for _ in counts]
+
+    def execute(self, slices: Sequence[Slice]) -> list[Sampled | None]:
+        given: memoryview | None = None
+        results: list[Sampled | None] = []
+        for engine, room in zip(self.engines, self._rooms, strict=True):
+            results = engine.execute(slices, hidden=HiddenStates(given=given, passed_on=room))
+            given = room
+        return results
+
+    def pool(self) -> bytes:
+        return b"".join(bytes(engine.memory) for engine in self.engines)
+
+
+def steps() -> list[list[Slice]]:
+    """Chunks of two prompts beside each other, a short prompt whole, and then decode steps of all three."""
+    long, other, short = (random_prompt(*seeded) for seeded in ((70, 1), (45, 2), (9, 3)))
+    tables = (range(6), range(6, 11), range(11, 14))
+
+    def piece(row: int, start: int, end: int, tokens: list[int]) -> Slice:
+        made = make_slice(tokens, start, end, tables[row], request_id=f"r{row}")
+        made.sampling = WITH_LOGPROBS
+        return made
+
+    chunks = [
+        [piece(0, 0, 32, long)],
+        [piece(0, 32, 50, long), piece(1, 0, 14, other)],
+        [piece(2, 0, 9, short), piece(0, 50, 70, long), piece(1, 14, 30, other)],
+        [piece(1, 30, 45, other)],
+    ]
+    grown = [[*tokens, 7] for tokens in (long, other, short)]
+    decode = [piece(row, len(t) - 1, len(t), t) for row, t in enumerate(grown)]
+    return [*chunks, decode]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("counts", [(2, 2), (1, 3), (3, 1), (1, 2, 1), (1, 1, 1, 1)])
+def test_any_cut_gives_the_same_bits(folder: Path, kernels: str, counts: tuple[int, ...]) -> None:
+    """Tokens, log-probabilities and every byte of KV, whatever is chunked and mixed, with either kernels."""
+    whole, pipeline = load(folder, kernels), Pipeline(folder, kernels, counts, "float32")
+    for step in steps():
+        assert pipeline.execute(step) == whole.execute(step)
+    assert pipeline.pool() == bytes(whole.memory)
+
+
+def test_hidden_states_pass_in_the_compute_dtype(folder: Path) -> None:
+    """In bfloat16 nothing is rounded between stages that is not rounded within one engine."""
+    whole, pipeline = (
+        load(folder, "native", dtype="bfloat16"),
+        Pipeline(folder, "native", (1, 3), "bfloat16"),
+    )
+    for step in steps():
+        assert pipeline.execute(step) == whole.execute(step)
+    assert pipeline.pool() == bytes(whole.memory)
+
+
+def test_a_stage_has_the_models_fingerprint_and_only_its_own_weights(folder: Path) -> None:
+    """Workers pair by the whole model; memory is for the share alone, and neither vocabulary matrix lies twice."""
+    config = load_model_config(folder)
+    whole = load_weights(folder, config, torch.float32)
+    parts = [load_weights(folder, config, torch.float32, stage=stage) for stage in split(LAYERS, 3)]
+    assert {part.digest for part in parts} == {whole.digest}
+    assert [len(part.layers) for part in parts] == [2, 1, 1]
+    assert [len(part.embedding) > 0 for part in parts] == [True, False, False]
+    assert [len(part.lm_head) > 0 for part in parts] == [False, False, True]
+    assert torch.equal(parts[1].layers[0].qkv, whole.layers[2].qkv)
+    assert torch.equal(parts[2].lm_head, whole.lm_head)
+    fingerprints = {load(folder, "torch", stage).fingerprint for stage in split(LAYERS, 2)}
+    assert fingerprints == {load(folder, "torch").fingerprint}
+
+
+def test_random_weights_are_the_same_in_stages(folder: Path) -> None:
+    """`--load-format dummy` gives a group the weights that it gives one worker."""
+    config = load_model_config(folder)
+    whole = load_weights(folder, config, torch.float32, load_format="dummy")
+    last = load_weights(
+        folder, config, torch.float32, load_format="dummy", stage=split(LAYERS, 2)[1]
+    )
+    assert last.digest == whole.digest
+    assert torch.equal(last.layers[1].down, whole.layers[3].down)
+
+
+def test_what_was_given_is_not_changed(folder: Path) -> None:
+    """Hidden states may lie where a peer wrote them."""
+    first, last = (load(folder, "native", stage) for stage in split(LAYERS, 2))
+    room = allocate(64 * first.config.hidden_size * 4)
+    step = [make_slice(random_prompt(40), 0, 40, range(3))]
+    first.execute(step, hidden=HiddenStates(passed_on=room))
+    before = np.frombuffer(room, np.uint8).copy()
+    last.execute(step, hidden=HiddenStates(given=room))
+    assert np.array_equal(before, np.frombuffer(room, np.uint8))
+
+
+def test_a_later_stage_needs_hidden_states(folder: Path) -> None:
+    """It has no embedding to begin with."""
+    last = load(folder, "torch", split(LAYERS, 2)[1])
+    with pytest.raises(ValueError, match="hidden states"):
+        last.execute([make_slice(random_prompt(4), 0, 4, range(1))])
+
+
+@given(num_layers=st.integers(1, 130), size=st.integers(1, 130))
+@settings(max_examples=examples(50), deadline=None)
+def test_a_split_shares_all_layers_evenly(num_layers: int, size: int) -> None:
+    """Contiguous, complete, and none has two more than another; more stages than layers are refused."""
+    if size > num_layers:
+        with pytest.raises(ConfigError):
+            split(num_layers, size)
+        return
+    stages = split(num_layers, size)
+    assert [layer for stage in stages for layer in stage.layers] == list(range(num_layers))
+    assert len({len(stage.layers) for stage in stages} | {num_layers // size}) <= 2
+    assert [stage.is_first for stage in stages] == [True] + [False] * (size - 1)
+    assert [stage.is_last for stage in stages] == [False] * (size - 1) + [True]
