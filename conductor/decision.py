@@ -171,9 +171,8 @@ class Decision:
     decode_columns: DecodeColumns
     prefill: str  # the best one, also when it was not good enough
     decode: str
-    rank: (
-        float  # seconds; prompts wait at the prefill instance in the order of their arrival + rank
-    )
+    # Seconds; prompts wait at the prefill instance in the order of their arrival + rank.
+    rank: float
     turn: Turn  # its tenant's, which may have made the rank lower, also below 0
     priority: int  # of the request; lower is more urgent
     sources: tuple[tuple[str, int, int], ...]  # (store, first block, number of blocks)

@@ -18,9 +18,8 @@ _DECODE_ROW_BYTES = 10 * 8 + 1
 class _Entry:
     decision: Decision
     num_bytes: int
-    outcome: Outcome | None = (
-        None  # apart, since copying a decision to add it would cost more than deciding
-    )
+    # Apart, since copying a decision to add it would cost more than deciding.
+    outcome: Outcome | None = None
 
 
 class DecisionLog:

@@ -120,9 +120,8 @@ class Place:
     priority: int = 0
     tenant: str = ""
     excluded_instances: frozenset[str] = frozenset()
-    session_id: str | None = (
-        None  # of the client; None = the chain of blocks tells the conversation
-    )
+    # Of the client; None = the chain of blocks tells the conversation.
+    session_id: str | None = None
 
 
 class Phase(StrEnum):

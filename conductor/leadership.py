@@ -148,9 +148,8 @@ class LeadershipState:
     _renew_at: float = 0.0  # LEADING
     _has_begun: bool = False  # BeginLeading was given for this claim
     _other_until: float | None = None  # another's claim, as of the last answer; None = not known
-    _follows_since: float | None = (
-        None  # when another's claim was first met, since the last own one
-    )
+    # When another's claim was first met, since the last own one.
+    _follows_since: float | None = None
     _history: deque[str] = field(default_factory=lambda: deque(maxlen=_HISTORY))  # for messages
 
     def leads(self, now: float) -> bool:

@@ -144,9 +144,8 @@ class Catalog:
         assert stored.offset is not None
         del self._reserved[stored.key]
         self.books.reserved_bytes -= stored.space
-        stored.generation = (
-            self.take_generation()
-        )  # later than what was removed while it was written
+        # Later than what was removed while it was written.
+        stored.generation = self.take_generation()
         stored.checksum = checksum
         self._admit(stored)
 

@@ -34,9 +34,8 @@ class AttentionCase:
     kv_heads: int = 2
     block_size: int = 16
     window: int | None = None
-    shared_blocks: int = (
-        0  # leading blocks that all sequences have in common, where they are that long
-    )
+    # Leading blocks that all sequences have in common, where they are that long.
+    shared_blocks: int = 0
     seed: int = 0
 
     @property

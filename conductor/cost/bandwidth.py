@@ -37,9 +37,8 @@ class Bandwidths:
         self._hosts = np.zeros(num_rows, np.int64)
         self.out_rates = np.tile((DEFAULT_BYTES_PER_S, LOCAL_BYTES_PER_S), num_rows)
         self.in_rates = self.out_rates.copy()
-        self._links: Links | None = (
-            None  # the three columns, made once: they move only when they grow
-        )
+        # The three columns, made once: they move only when they grow.
+        self._links: Links | None = None
         self._pairs: dict[int, Floats] = {}  # source → rate to each row; NaN = not measured
 
     @property

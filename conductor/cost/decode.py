@@ -23,9 +23,8 @@ Counts = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFit:
     profile: DecodeProfile
-    errors: (
-        ErrorReport  # of the points it was fitted to; `at` is (sequences, context tokens in all)
-    )
+    # Of the points it was fitted to; `at` is (sequences, context tokens in all).
+    errors: ErrorReport
 
 
 def fit_decode(num_seqs: Counts, context_tokens: Counts, seconds: Floats) -> DecodeFit:

@@ -30,9 +30,8 @@ class Prompt(NamedTuple):
     block_size: int
     best_blocks: int  # longest prefix in any store node
     request_id: str = ""
-    session: bytes = (
-        b""  # what its conversation's other requests have too; only for policies `by_session`
-    )
+    # What its conversation's other requests have too; only for policies `by_session`.
+    session: bytes = b""
     ttft_slo_s: float = math.inf
 
 
@@ -76,9 +75,8 @@ class Weighed(NamedTuple):
     prefill_s: Floats
     ttft_s: Floats
     score: Floats | Ints  # the smallest is chosen
-    rank: Floats | None = (
-        None  # seconds by which it yields; None: 0 everywhere, in order of arrival
-    )
+    # Seconds by which it yields; None: 0 everywhere, in order of arrival.
+    rank: Floats | None = None
     queue_s: Floats | None = None  # that `ttft_s` counts on; None: the offers' column
     added_s: Floats | None = None  # by which others would wait longer, together; for the record
 

@@ -47,9 +47,8 @@ _MOST_EXACT = 16
 class Terms:
     """How much each of them counts."""
 
-    patience: float = (
-        5.0  # times its own prefill time; 2 to 50: mean TTFTs within 3 % of each other
-    )
+    # Times its own prefill time; 2 to 50: mean TTFTs within 3 % of each other.
+    patience: float = 5.0
     keeps_objective: bool = True
     steepness: float | None = 4.0  # 3 to 6 differ little; None: no price
     late: float = 30.0  # objectives that a prompt too dear waits at most: 15 minutes of 30 s

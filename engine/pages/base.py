@@ -115,9 +115,8 @@ class Stats:
     allocations: int
     allocated: int  # blocks
     freed: int
-    refusals: (
-        int  # attempts for which there was not enough, also when eviction or waiting then helped
-    )
+    # Attempts for which there was not enough, also when eviction or waiting then helped.
+    refusals: int
     evictions: int
     evicted_blocks: int
     in_place: int  # allocations whose blocks lie all behind what the request held

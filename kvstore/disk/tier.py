@@ -62,9 +62,8 @@ class DiskOptions:
     """How a folder is used. Only `key_file` has to be the same over restarts."""
 
     segment_bytes: int | None = None  # None = by the capacity
-    num_threads: int = (
-        16  # 32 random reads of 64 KiB took half as long as with 8; a thread is cheap
-    )
+    # 32 random reads of 64 KiB took half as long as with 8; a thread is cheap.
+    num_threads: int = 16
     key_file: Path | None = None  # None = not encrypted
     direct: bool = True  # around the page cache
     ring: bool = True  # through io_uring, where there is one

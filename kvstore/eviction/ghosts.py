@@ -23,9 +23,8 @@ class Ghosts:
     def __init__(self) -> None:
         self._line = array("Q")
         self._head = 0  # those before it are gone
-        self._num_left_behind = (
-            0  # taken off the line for good; so a digest's number stays the same
-        )
+        # Taken off the line for good; so a digest's number stays the same.
+        self._num_left_behind = 0
         self._numbers = key_map()  # by digest, modulo what the map can hold
 
     def __len__(self) -> int:

@@ -41,9 +41,8 @@ class LocalWrites:
         Raises Overloaded, InvalidRequest.
         """
         self._admit()
-        leaving = (
-            self._state.moves.leaving_bytes
-        )  # asked first: it is 0 nearly always, and the rest takes a while
+        # Asked first: it is 0 nearly always, and the rest takes a while.
+        leaving = self._state.moves.leaving_bytes
         if leaving and self._state.short_of(self._state.bytes_to_write(wishes)):
             return None
         reservation = self._state.writers.reserve(new_id("here"), wishes, None, self._clock())

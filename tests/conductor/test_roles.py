@@ -147,9 +147,8 @@ class Fluid:
             name: Role.PREFILL if i < num_prefill else Role.DECODE for i, name in enumerate(names)
         }
         self._prompts, self._answers = prompts, answers  # workers' worth
-        self._queue = (
-            0.0  # of each prefill worker, over the target; full at 1, where requests are rejected
-        )
+        # Of each prefill worker, over the target; full at 1, where requests are rejected.
+        self._queue = 0.0
 
     def count(self, role: Role) -> int:
         return sum(each is role for each in self.roles.values())

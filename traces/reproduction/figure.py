@@ -109,9 +109,8 @@ class Figure:
     title: str
     setting: str  # how ours was made
     finding: Callable[[Subject, Results], Finding]
-    published_for: str | None = (
-        None  # the one trace that the published numbers are of; None: not bound to one
-    )
+    # The one trace that the published numbers are of; None: not bound to one.
+    published_for: str | None = None
     runs: Callable[[Subject], Mapping[str, Work]] = no_runs
 
     def missing(self, subject: Subject) -> str:

@@ -83,6 +83,5 @@ class SimulationResult:
     )  # "bytes_moved", "evicted_blocks", …
     wall_s: float = 0.0  # what simulating it took
     capacity_tokens: int | None = None  # of the prefix cache, all machines together
-    series: str = (
-        ""  # results of one series differ in one number (rate, capacity) and are one line of a plot
-    )
+    # Results of one series differ in one number (rate, capacity) and are one line of a plot.
+    series: str = ""

@@ -109,9 +109,8 @@ class ClusterSpec:
     tbt_slo_s: float = 0.1
     block_size: int = 512
     heartbeat_interval_s: float = 1.0
-    prefill_group: int = (
-        1  # machines that prefill one prompt together (CPP); num_prefill counts groups
-    )
+    # Machines that prefill one prompt together (CPP); num_prefill counts groups.
+    prefill_group: int = 1
     chunk_tokens: int = 8192
     mixes_prompts: bool = False  # short prompts share steps, as on live workers
     pool: str = "global"  # global | local: whether prefixes are read from other machines

@@ -21,9 +21,8 @@ from traces.simulator.prefill import PrefillMachine, Prompt
 from traces.simulator.spec import LATE, ClusterSpec
 
 _LEASES = 5  # heartbeat intervals until a silent instance is removed: the conductor's defaults
-_PLACEMENT_TTL_S = (
-    86_400.0  # nothing is forgotten while requests wait for hours in an overload test
-)
+# Nothing is forgotten while requests wait for hours in an overload test.
+_PLACEMENT_TTL_S = 86_400.0
 
 
 class Workshop:

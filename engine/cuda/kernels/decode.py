@@ -27,9 +27,8 @@ class DecodeBatch:
     """Single tokens, the first rows of a step."""
 
     tables: torch.Tensor  # [rows, blocks] int32: block tables from each sequence's beginning
-    ends: (
-        torch.Tensor
-    )  # [rows] int32: tokens of each sequence with this one; 0 = no sequence, its output is 0
+    # [rows] int32: tokens of each sequence with this one; 0 = no sequence, its output is 0.
+    ends: torch.Tensor
     num_parts: int  # at least what the longest sequence needs
 
 

@@ -50,9 +50,8 @@ class ChunkBatch:
     """Prompt chunks of a step."""
 
     tables: torch.Tensor  # [chunks, blocks] int32: block tables from each sequence's beginning
-    tiles: (
-        torch.Tensor
-    )  # [tiles, 4] int32: chunk, first row of the step, its position, number of query tokens
+    # [tiles, 4] int32: chunk, first row of the step, its position, number of query tokens.
+    tiles: torch.Tensor
 
 
 def plan_tiles(

@@ -18,9 +18,8 @@ class Positions:
 
     cos: torch.Tensor  # [tokens, head_dim], of each token's position
     signed_sin: torch.Tensor  # the same of sines, the first half negated
-    slots: (
-        torch.Tensor
-    )  # [tokens] int64: block · block_size + place; behind the pool's end: nowhere
+    # [tokens] int64: block · block_size + place; behind the pool's end: nowhere.
+    slots: torch.Tensor
 
 
 def rotate_and_store(
