@@ -5,15 +5,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_worker.limits import Limits
-from engine.replica import PoolPlan, ReplicaConfig
+from engine.lookahead.base import Policy
+from engine.lookahead.costs import Costs
+from engine.lookahead.lookahead import Lookahead
+from engine.lookahead.on_demand import OnDemand
+from engine.replica import PoolPlan, Profiles, ReplicaConfig
+from protocol.config import option
 from protocol.errors import ConfigError
+from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.step_budget import StepBudget
 from transfer.config import TransferConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(ReplicaConfig, TransferConfig):
-    """A decode worker needs no options of its own."""
+class AllotmentConfig:
+    """Mixed into the configuration of whatever becomes a decode worker, or starts some."""
+
+    block_allocation: str = option(
+        "lookahead",
+        help="how many sequences share a decode worker's KV: lookahead = by what they will probably need, as "
+        "learned from those that ended; on-demand = while there is a free block for each",
+        choices=("lookahead", "on-demand"),
+    )
+
+    def policy(self, profiles: Profiles) -> Policy:
+        """`profiles`: of the replica."""
+        if self.block_allocation == "on-demand":
+            return OnDemand()
+        prefill, decode = profiles
+        costs = Costs(
+            decode=DecodeProfile(c0=decode.c0, c1=decode.c1, c2=decode.c2),
+            prefill=PrefillProfile(c0=prefill.c0, c1=prefill.c1, c2=prefill.c2),
+        )
+        # A worker that knows nothing yet must not take all for as long as they might become.
+        return Lookahead(costs=costs, until_known=OnDemand())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(ReplicaConfig, TransferConfig, AllotmentConfig):
+    """Beyond these a decode worker needs no options."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

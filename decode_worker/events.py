@@ -22,6 +22,9 @@ class ReserveRequested:
     block_keys: tuple[BlockKey, ...]  # of the full blocks among them
     ttl_s: float
     deadline_at: float
+    num_prompt_tokens: int | None = None  # of num_tokens, the client's; None: all
+    max_tokens: int | None = None  # that may be generated behind these; None: as many as fit
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

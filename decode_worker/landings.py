@@ -22,6 +22,7 @@ from decode_worker.actions import (
     VerifyBlocks,
 )
 from decode_worker.alarms import AlarmKind, Alarms
+from decode_worker.allotment import Allotment, Claim, Prospect
 from decode_worker.counters import Counters
 from decode_worker.events import CommitRequested, LeaseRenewed, ReserveRequested, Verified
 from decode_worker.leases import Ending, Lease, LeasePhase
@@ -47,15 +48,22 @@ class Landings:
     """Methods append what is to be done to `out`. Due alarms are heeded before anything else happens at an instant, so
     a lease that is found open has not expired."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, alarms: Alarms, counters: Counters) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        alarms: Alarms,
+        counters: Counters,
+        allotment: Allotment,
+    ) -> None:
         self._pool = pool
+        self._allotment = allotment
         self._limits = limits
         self._alarms = alarms
         self._counters = counters
         self._queue: dict[LeaseId, ReserveRequested] = {}  # in order of arrival
         self._leases: dict[LeaseId, Lease] = {}
         self._ended: dict[LeaseId, Ending] = {}
-        self._blocked_at: tuple[int, int] | None = None  # (free, headroom) that did not suffice
         self.landed: list[Lease] = []  # committed and sealed, to be taken
 
     @property
@@ -72,6 +80,12 @@ class Landings:
         """All whose blocks are not free yet."""
         return iter(self._leases.values())
 
+    def claims(self) -> Iterator[Claim]:
+        """Blocks that are, or will be, sequences'."""
+        for lease in (*self._leases.values(), *self.landed):
+            if lease.phase is not LeasePhase.ENDING:
+                yield Claim(lease.prospect, lease.blocks)
+
     # -- reserve
 
     def reserve(self, event: ReserveRequested, out: list[Action]) -> None:
@@ -84,25 +98,23 @@ class Landings:
             self._refuse(event.lease_id, self._too_long(event), out)
         else:
             self._queue[event.lease_id] = event
-            self._blocked_at = None
             self._alarms.set(event.deadline_at, AlarmKind.RESERVE, event.lease_id)
 
-    def admit(self, headroom: int, now: float, out: list[Action]) -> None:
-        """Grants from the head of the queue while `headroom` blocks stay free."""
-        while self._queue and self._blocked_at != (self._pool.num_free, headroom):
+    def admit(self, now: float, out: list[Action]) -> None:
+        """Grants from the head of the queue, until one has to wait."""
+        while self._queue:
             event = next(iter(self._queue.values()))
-            blocks = self._take_blocks(event, headroom)
+            prospect = self._prospect(event)
+            num_blocks = self._limits.blocks_for(event.num_tokens)
+            blocks = self._allotment.take(prospect, event.block_keys, num_blocks)
             if blocks is None:
-                self._blocked_at = (self._pool.num_free, headroom)
                 return
             del self._queue[event.lease_id]
-            self._blocked_at = None
-            self._grant(event, *blocks, now, out)
+            self._grant(event, prospect, *blocks, now, out)
 
     def withdraw(self, lease_id: LeaseId) -> None:
         """Nobody waits for this reservation any more; a granted one is left to its expiry."""
-        if self._queue.pop(lease_id, None) is not None:
-            self._blocked_at = None
+        self._queue.pop(lease_id, None)
 
     def give_up_reserve(self, lease_id: LeaseId, now: float, out: list[Action]) -> None:
         """The caller's deadline may have come."""
@@ -123,23 +135,23 @@ class Landings:
         else:
             self._open(lease, out)
 
-    def _take_blocks(
-        self, event: ReserveRequested, headroom: int
-    ) -> tuple[list[BlockId], list[BlockId]] | None:
-        """Shared and fresh blocks for a prompt, or None and no change."""
-        shared = self._pool.match_prefix(event.block_keys)
-        num_fresh = self._limits.blocks_for(event.num_tokens) - len(shared)
-        self._pool.retain(shared)  # before allocate, which might evict them
-        fits = num_fresh + headroom <= self._pool.num_free
-        fresh = self._pool.allocate(num_fresh) if fits else None
-        if fresh is None:
-            self._pool.release(shared)
-            return None
-        return shared, fresh
+    def _prospect(self, event: ReserveRequested) -> Prospect:
+        """The sequence that will begin with one token more than lands."""
+        prompt = event.num_prompt_tokens
+        num_prompt = event.num_tokens if prompt is None else min(prompt, event.num_tokens)
+        most = max(self._limits.max_model_len - num_prompt, 1)
+        return Prospect(
+            request_id=event.request_id,
+            tenant=event.tenant,
+            num_prompt_tokens=num_prompt,
+            max_tokens=most if event.max_tokens is None else min(event.max_tokens, most),
+            num_tokens=event.num_tokens + 1,
+        )
 
     def _grant(
         self,
         event: ReserveRequested,
+        prospect: Prospect,
         shared: list[BlockId],
         fresh: list[BlockId],
         now: float,
@@ -147,7 +159,7 @@ class Landings:
     ) -> None:
         lease = Lease(
             lease_id=event.lease_id,
-            holder=event.request_id,
+            prospect=prospect,
             num_tokens=event.num_tokens,
             block_keys=event.block_keys,
             blocks=(*shared, *fresh),
@@ -300,7 +312,6 @@ class Landings:
             block, checksum = sent[index - lease.num_cached]
             parent = lease.block_keys[index - 1] if index else NO_PARENT
             self._pool.publish(block, key, parent, checksum)
-        self._blocked_at = None
 
     # -- ends from elsewhere
 

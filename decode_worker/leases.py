@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from decode_worker.actions import GrantLease, LandedBlock
+from decode_worker.allotment import Prospect
 from decode_worker.events import CommitRequested
 from protocol.errors import InvalidRequest
 from protocol.ids import BlockId, LeaseId, RequestId
@@ -54,7 +55,7 @@ class Lease:
     """One grant, from its reservation until its blocks are somebody else's."""
 
     lease_id: LeaseId
-    holder: RequestId
+    prospect: Prospect  # what its holder is expected to need
     num_tokens: int
     block_keys: tuple[BlockKey, ...]  # of the full blocks
     blocks: tuple[BlockId, ...]
@@ -67,6 +68,10 @@ class Lease:
     commit: CommitRequested | None = None  # VERIFYING, SEALING
     committed_at: float = 0.0  # VERIFYING, SEALING
     ending: Ending | None = None  # ENDING
+
+    @property
+    def holder(self) -> RequestId:
+        return self.prospect.request_id
 
     @property
     def landing_blocks(self) -> tuple[BlockId, ...]:

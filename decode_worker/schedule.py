@@ -2,8 +2,8 @@
 
 Requirements, and how each is met:
 1. *A running sequence never stops for want of a batch slot.* It keeps its slot until it ends or is preempted.
-2. *Blocks are allocated on demand.* When none is left the worst-ranked sequence that holds any gives all of its back
-   (preemption) and recomputes them later, in chunks beside the decoding sequences.
+2. *Blocks are allocated on demand.* When none is left a sequence that holds some gives all of its back (preemption),
+   as the `Allotment` says, and recomputes them later, in chunks beside the decoding sequences.
 3. *Something always progresses.* The best-ranked holder is never preempted; a preempted sequence is restored before any
    later one, and before new reservations are granted; one that fits into no empty pool fails.
 4. *Nothing that a step reads changes during it.* A sequence that ends while its step runs frees its blocks after it.
@@ -14,10 +14,12 @@ Does not know leases: blocks that the pool counts as held and no sequence has ar
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from decode_worker.actions import Action, Fail, SendTokens
 from decode_worker.alarms import AlarmKind, Alarms
+from decode_worker.allotment import Allotment, Claim
 from decode_worker.counters import Counters
 from decode_worker.limits import Limits
 from decode_worker.pace import Pace
@@ -26,7 +28,7 @@ from engine.batch import Sampled, Slice
 from engine.block_pool import BlockPool
 from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError
 from protocol.ids import BlockId, GatewayId, RequestId
-from protocol.request import Request, Token
+from protocol.request import FinishReason, Request, Token
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
@@ -36,8 +38,16 @@ def _rank(sequence: Sequence) -> tuple[int, int]:
 class Schedule:
     """Methods append what is to be done to `out`."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, alarms: Alarms, counters: Counters) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        alarms: Alarms,
+        counters: Counters,
+        allotment: Allotment,
+    ) -> None:
         self._pool = pool
+        self._allotment = allotment
         self._limits = limits
         self._alarms = alarms
         self._counters = counters
@@ -155,8 +165,11 @@ class Schedule:
                 tokens.setdefault(sequence.request.gateway_id, []).append(token)
                 if token.finish_reason is not None:
                     self._counters.requests_finished += 1
+                    stopped = token.finish_reason is FinishReason.LENGTH
+                    self._allotment.ended(sequence, stopped=stopped)
                     self._end(sequence)
         self._counters.steps += 1
+        self._allotment.stepped()
         for gateway_id, of_gateway in tokens.items():
             self._counters.generated_tokens += len(of_gateway)
             out.append(SendTokens(gateway_id=gateway_id, tokens=of_gateway))
@@ -194,17 +207,14 @@ class Schedule:
             sequence.phase = SequencePhase.RUNNING
 
     def _restore(self, sequence: Sequence) -> bool:
-        """Gives a preempted sequence blocks again, if that leaves each running one room for its next block."""
+        """Gives a preempted sequence blocks again, where that is allowed."""
         num_tokens = len(sequence.token_ids)
         usable = (num_tokens - 1) // self._limits.block_size  # the last token is always computed
-        shared = self._pool.match_prefix(sequence.request.block_keys[:usable])
-        num_fresh = self._limits.blocks_for(num_tokens) - len(shared)
-        self._pool.retain(shared)  # before allocate, which might evict them
-        fits = num_fresh + len(self._running) <= self._pool.num_free
-        fresh = self._pool.allocate(num_fresh) if fits else None
-        if fresh is None:
-            self._pool.release(shared)
+        keys = sequence.request.block_keys[:usable]
+        blocks = self._allotment.take(sequence, keys, self._limits.blocks_for(num_tokens))
+        if blocks is None:
             return False
+        shared, fresh = blocks
         sequence.block_table += shared
         sequence.block_table += fresh
         sequence.rewind(len(shared) * self._limits.block_size)
@@ -230,10 +240,10 @@ class Schedule:
             self._fail(sequence, self._too_long(sequence), out)
             return
         while (block := self._pool.allocate(1)) is None:
-            holders = [other for other in self._sequences.values() if other.block_table]
-            victim = max(holders, key=_rank)
-            if victim is sequence and len(holders) == 1:
+            claims = list(self.claims())
+            if len(claims) == 1:  # its own
                 return
+            victim = self._sequences[self._allotment.victim(sequence, claims)]
             self._preempt(victim)
             if victim is sequence:
                 return
@@ -242,7 +252,9 @@ class Schedule:
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks; its rank puts it before all that arrived later."""
         self._counters.num_preemptions += 1
+        sequence.times_preempted += 1
         self._free(sequence)
+        self._allotment.preempted(sequence)
         if sequence.phase is SequencePhase.RUNNING:
             self._running.remove(sequence)
             sequence.phase = SequencePhase.WAITING
@@ -308,6 +320,12 @@ class Schedule:
             f"{self._pool.num_blocks} blocks of {self._limits.block_size} tokens",
             request=sequence.request.request_id,
         )
+
+    def claims(self) -> Iterator[Claim]:
+        """Blocks of those who go on."""
+        for sequence in self._sequences.values():
+            if sequence.block_table:
+                yield Claim(sequence, sequence.block_table, sequence.times_preempted)
 
     # -- proof
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from engine.batch import Sampled, Slice
-from protocol.ids import BlockId
+from protocol.ids import BlockId, RequestId
 from protocol.request import FinishReason, Request, Token, finish_reason
 
 
@@ -32,6 +32,7 @@ class Sequence:
     token_ids: list[int]
     block_table: list[BlockId]  # empty after a preemption, and when ENDED outside a step
     phase: SequencePhase = SequencePhase.WAITING
+    times_preempted: int = 0
     slice: Slice = field(init=False)  # shares token_ids and block_table
 
     def __post_init__(self) -> None:
@@ -50,6 +51,32 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Lower runs first and is preempted last."""
         return self.request.priority, self.order
+
+    # What `engine.lookahead` predicts from.
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def model(self) -> str:
+        return ""  # a worker has one
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        return self.request.sampling.max_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     @property
     def num_missing(self) -> int:

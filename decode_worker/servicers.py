@@ -152,6 +152,9 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
             block_keys=keys,
             ttl_s=_ttl_s(request.ttl_s),
             deadline_at=self._service.now + max(0.0, wait_s - ANSWER_MARGIN_S),
+            num_prompt_tokens=request.num_prompt_tokens or None,
+            max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+            tenant=request.tenant,
         )
 
     def _require_same_fingerprint(self, request: worker_pb2.ReserveRequest) -> None:

@@ -10,18 +10,20 @@ while a peer may write them or a step uses them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from decode_worker import events
 from decode_worker.actions import Action, RefuseLease, RunStep
 from decode_worker.alarms import AlarmKind, Alarms
+from decode_worker.allotment import Allotment, Claim
 from decode_worker.counters import Counters
 from decode_worker.events import Event
 from decode_worker.landings import Landings
 from decode_worker.limits import Limits
 from decode_worker.schedule import Schedule
 from engine.block_pool import BlockPool
+from engine.lookahead.base import Policy
 from protocol.errors import Cancelled, NoWorker, PeerLost
 from protocol.ids import RequestId
 
@@ -34,12 +36,15 @@ MEMORY_S = 60.0
 class DecodeState:
     """`handle` every event; `wake_at` says when a Tick is due."""
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    def __init__(self, pool: BlockPool, limits: Limits, policy: Policy | None = None) -> None:
+        """`policy`: who is let in and who gives way; None: a block is kept for each, and the last one gives way."""
         self.counters = Counters()
         self._pool = pool
         self._alarms = Alarms()
-        self._landings = Landings(pool, limits, self._alarms, self.counters)
-        self._schedule = Schedule(pool, limits, self._alarms, self.counters)
+        self._allotment = Allotment(pool, limits.block_size, policy)
+        self._allotment.claims = self._claims
+        self._landings = Landings(pool, limits, self._alarms, self.counters, self._allotment)
+        self._schedule = Schedule(pool, limits, self._alarms, self.counters, self._allotment)
         self._tombstones: dict[RequestId, float] = {}  # cancelled before they came → when to forget
         self._seen: dict[RequestId, float] = {}  # committed here → when to forget
         self._draining = False
@@ -48,6 +53,8 @@ class DecodeState:
     def handle(self, event: Event, now: float) -> list[Action]:
         """What is to be done about `event`, in order. `now` never goes backwards."""
         out: list[Action] = []
+        if not isinstance(event, events.StepDone):  # whose ends tell by themselves
+            self._allotment.changed()
         next_at = self._alarms.next_at
         if next_at is not None and next_at <= now:
             self._ring(now, out)
@@ -200,8 +207,7 @@ class DecodeState:
                 # First: tokens travel while the engine computes, not before.
                 out.insert(0, RunStep(slices=slices))
         if self._landings.num_queued and not self._schedule.has_preempted and self._may_grant:
-            # Each running sequence will want a block soon: leave it one rather than preempt right away.
-            self._landings.admit(self._schedule.num_running, now, out)
+            self._landings.admit(now, out)
 
     @property
     def _may_grant(self) -> bool:
@@ -215,6 +221,11 @@ class DecodeState:
             self._schedule.add(request, lease.blocks, lease.committed_at + request.timeout_s)
         self._landings.landed.clear()
 
+    def _claims(self) -> Iterator[Claim]:
+        """Everybody who has blocks, or will."""
+        yield from self._landings.claims()
+        yield from self._schedule.claims()
+
     # -- proof
 
     def _other_references(self) -> Counter[int]:
@@ -226,6 +237,7 @@ class DecodeState:
         self._pool.validate()
         self._landings.validate()
         self._schedule.validate()
+        self._allotment.validate()
         references = self._other_references()
         for lease in self._landings.leases:
             references.update(lease.blocks)

@@ -68,7 +68,8 @@ class DecodeWorker:
 
     def _make_service(self, transfer: TransferEngine, segment: Segment) -> DecodeService:
         replica, plan = self._replica, self._replica.plan
-        state = DecodeState(self.pool, self._config.limits(plan))
+        policy = self._config.policy(replica.profiles)
+        state = DecodeState(self.pool, self._config.limits(plan), policy)
         return DecodeService(state, replica.thread, transfer, segment, plan.layout)
 
     def _make_servicer(self) -> worker_pb2_grpc.WorkerServicer:

@@ -10,6 +10,7 @@ from conductor.config import DEFAULT_ROLE_TERMS, DEFAULT_TERMS, ConductorConfig
 from conductor.fairness import parse_weights
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.roles import RoleTerms
+from decode_worker.config import AllotmentConfig
 from deploy.worker.config import DEFAULT_ROLE_DRAIN_S
 from gateway.config import parse_tenant_keys
 from kvstore.config import StoreConfig
@@ -25,7 +26,7 @@ DRAIN_S = 3.0  # leaves a worker time to fail what did not finish, and to say go
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(TransferConfig, PatienceConfig):
+class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
     """A whole cluster on this machine."""
 
     model: str | None = option(

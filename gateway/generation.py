@@ -208,6 +208,7 @@ class Generation:
             sampling=self._choice.sampling,
             priority=self._wish.priority,
             timeout_s=action.timeout_s,
+            tenant=self._wish.tenant,
         )
         message = submission_to_wire(request, action.placement)
         try:

@@ -25,6 +25,9 @@ class ReserveLanding:
     lease_id: LeaseId
     decode: Endpoint
     num_tokens: int
+    num_prompt_tokens: int  # of them, the client's prompt
+    max_tokens: int  # that may be generated behind it
+    tenant: str
     block_keys: tuple[BlockKey, ...]
     timeout_s: float
 

@@ -42,6 +42,9 @@ class LandingClient:
             num_tokens=action.num_tokens,
             block_keys=pack_keys(action.block_keys),
             ttl_s=self._ttl_s,
+            num_prompt_tokens=action.num_prompt_tokens,
+            max_tokens=action.max_tokens,
+            tenant=action.tenant,
         )
         timeout_s = min(action.timeout_s, RESERVE_TIMEOUT_S)
         lease = await self._channels.call(
@@ -107,6 +110,7 @@ def _commit_to_wire(action: CommitHandoff) -> worker_pb2.CommitRequest:
         sampling=sampling_to_wire(request.sampling),
         priority=request.priority,
         timeout_s=action.timeout_s,
+        tenant=request.tenant,
     )
 
 

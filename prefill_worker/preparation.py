@@ -183,6 +183,9 @@ def prefix_parts(sequence: Sequence, block_size: int) -> tuple[PrefixPart, ...]:
         PrefixPart(store=store, keys=keys[start:end], blocks=tuple(table[start:end]))
         for store, start, end in sequence.source_runs(
             sequence.num_computed // block_size, block_size
+        num_prompt_tokens=sequence.request.num_prompt_tokens,
+        max_tokens=sequence.request.sampling.max_tokens,
+        tenant=sequence.request.tenant,
         )
     )
 

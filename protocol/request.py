@@ -57,6 +57,7 @@ class Request:
     sampling: SamplingParams
     priority: int = 0  # lower runs first
     timeout_s: float = 600.0
+    tenant: str = ""  # whose it is, where that is known
 
     @property
     def first_index(self) -> int:

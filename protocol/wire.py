@@ -166,6 +166,7 @@ def submission_to_wire(request: Request, placement: Placement) -> worker_pb2.Sub
         placement=placement_to_wire(placement),
         priority=request.priority,
         timeout_s=request.timeout_s,
+        tenant=request.tenant,
     )
 
 
@@ -180,6 +181,7 @@ def request_from_wire(message: worker_pb2.SubmitRequest | worker_pb2.CommitReque
         sampling=sampling_from_wire(message.sampling),
         priority=message.priority,
         timeout_s=message.timeout_s,
+        tenant=message.tenant,
     )
 
 

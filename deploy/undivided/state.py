@@ -10,18 +10,21 @@ chunks, within the budget. What is computed is sealed and published block by blo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from decode_worker import events
 from decode_worker.actions import Fail
 from decode_worker.alarms import AlarmKind
+from decode_worker.allotment import Claim, Prospect
 from decode_worker.limits import Limits
 from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.state import MEMORY_S, DecodeState
 from deploy.undivided.events import PutEnded, Sealed, StoreFound, Submitted
 from deploy.undivided.publishing import NewBlock, Publishing
 from engine.block_pool import BlockPool
+from engine.lookahead.base import Policy
 from prefill_worker.actions import LoadPrefix, PrefixPart
 from prefill_worker.events import PrefixLoaded, PrefixLoadFailed
 from prefill_worker.load_or_compute import LoadChoice
@@ -51,6 +54,17 @@ class _Prompt:
     num_sealed: int = 0  # READING: blocks
 
     @property
+    def prospect(self) -> Prospect:
+        request = self.request
+        return Prospect(
+            request_id=request.request_id,
+            tenant=request.tenant,
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=request.sampling.max_tokens,
+            num_tokens=len(request.token_ids),
+        )
+
+    @property
     def store(self) -> Endpoint | None:
         """That its new blocks go to."""
         return self.sources[-1].store if self.sources else None
@@ -60,9 +74,13 @@ class UndividedState(DecodeState):
     """Takes `deploy.undivided.events` as well. `report` goes with a first token."""
 
     def __init__(
-        self, pool: BlockPool, limits: Limits, publishing: Publishing | None = None
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        publishing: Publishing | None = None,
+        policy: Policy | None = None,
     ) -> None:
-        super().__init__(pool, limits)
+        super().__init__(pool, limits, policy)
         self._limits = limits
         self.publishing = publishing or Publishing(pool)
         self._prompts: dict[RequestId, _Prompt] = {}  # wanted ones, in order of arrival
@@ -224,18 +242,15 @@ class UndividedState(DecodeState):
             self._admit(prompt, now, out)
 
     def _take_blocks(self, prompt: _Prompt) -> bool:
-        """Cached blocks and fresh ones for the rest, if that leaves each running sequence one for its next token."""
-        request, pool = prompt.request, self._pool
+        """Cached blocks and fresh ones for the rest, where that is allowed."""
+        request = prompt.request
         num_tokens = len(request.token_ids)
         usable = (num_tokens - 1) // self._limits.block_size  # the last token is always computed
-        found = pool.match_prefix(request.block_keys[:usable])
-        num_fresh = self._limits.blocks_for(num_tokens) - len(found)
-        pool.retain(found)  # before allocate, which might evict them
-        fits = num_fresh + self._schedule.num_running <= pool.num_free
-        fresh = pool.allocate(num_fresh) if fits else None
-        if fresh is None:
-            pool.release(found)
+        num_blocks = self._limits.blocks_for(num_tokens)
+        blocks = self._allotment.take(prompt.prospect, request.block_keys[:usable], num_blocks)
+        if blocks is None:
             return False
+        found, fresh = blocks
         prompt.blocks, prompt.num_found = found + fresh, len(found)
         return True
 
@@ -294,6 +309,12 @@ class UndividedState(DecodeState):
             ]
             prompt.num_sealed = full
             out.append(self.publishing.computed(items, prompt.store))
+
+    def _claims(self) -> Iterator[Claim]:
+        yield from super()._claims()
+        for prompt in self._loading.values():
+            if not prompt.is_over:
+                yield Claim(prompt.prospect, prompt.blocks)
 
     # -- proof
 

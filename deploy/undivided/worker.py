@@ -65,7 +65,7 @@ class UndividedWorker(DecodeWorker):
         )
         limits = config.limits(replica.plan, budget_of(replica, config.tbt_slo))
         return UndividedService(
-            UndividedState(self.pool, limits, self._publishing),
+            UndividedState(self.pool, limits, self._publishing, config.policy(replica.profiles)),
             replica.thread,
             transfer,
             segment,

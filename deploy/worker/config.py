@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from decode_worker.config import DecodeConfig
+from decode_worker.config import AllotmentConfig, DecodeConfig
 from prefill_worker.config import PrefillConfig
 from protocol.config import option
 from protocol.errors import ConfigError
@@ -15,7 +15,7 @@ DEFAULT_ROLE_DRAIN_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(PrefillConfig):
+class WorkerConfig(PrefillConfig, AllotmentConfig):
     """`moonserve worker --role-switching on`."""
 
     role: str = option(help="role at the start", choices=("prefill", "decode"))

@@ -74,6 +74,14 @@ class Allocator:
         """Blocks of its table that hold no token yet."""
         return max(len(holder.blocks) - self.blocks_for(holder.request.num_tokens), 0)
 
+    def shared(self, request: Growing) -> int:
+        """None: no block is in two tables."""
+        return 0
+
+    @property
+    def num_shared(self) -> int:
+        return 0
+
     def has_room(self, request: Growing) -> bool:
         """For its next step."""
         table = self.holders[request.request_id].blocks

@@ -84,6 +84,13 @@ class Books(Protocol):
     def spare(self, holder: Holder) -> int:
         """Blocks of its table that hold no token yet."""
 
+    def shared(self, request: Growing) -> int:
+        """Leading blocks of its table, or of the one that it would get, that others hold, too."""
+
+    @property
+    def num_shared(self) -> int:
+        """All blocks that several tables have, each once: they are free when the last of these ends."""
+
 
 class Policy(Protocol):
     """One way to share a pool. It may keep what it learned, never who holds what."""

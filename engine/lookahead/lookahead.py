@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from statistics import NormalDist
 
-from engine.lookahead.base import Books, Growing, Holder, num_generated
+from engine.lookahead.base import Books, Growing, Holder, Policy, num_generated
 from engine.lookahead.costs import Costs
 from engine.lookahead.outlook import Outlook, outlook
 from engine.lookahead.predictor import Predictor
@@ -44,11 +44,14 @@ class Lookahead:
         margin: float = MARGIN,
         costs: Costs | None = None,
         predictor: Predictor | None = None,
+        until_known: Policy | None = None,
     ) -> None:
-        """`margin`: standard deviations; with `costs` at most so many."""
+        """`margin`: standard deviations; with `costs` at most so many. `until_known`: who admits requests of which
+        nothing is known yet; None: they are taken to use up their limits."""
         self.predictor = Predictor() if predictor is None else predictor
         self._margin = margin
         self._costs = costs
+        self._until_known = until_known
         self._widened = 0.0
         self._tolerable = 0.0  # preemptions per admission, at the latest look
 
@@ -62,14 +65,18 @@ class Lookahead:
 
     def outlook(self, books: Books, *others: Growing) -> Outlook:
         """What the holders, and these, will need, steps ahead."""
-        holders = [holder.request for holder in books.holders.values()]
-        return outlook([*holders, *others], self.predictor, books.block_size)
+        requests = [*(holder.request for holder in books.holders.values()), *others]
+        # What several have stays until the last of them ends: it counts once, beside the outlook.
+        shared = [books.shared(each) for each in requests]
+        return outlook(requests, self.predictor, books.block_size, shared)
 
     def first(self, request: Growing, books: Books) -> int | None:
+        if self._until_known is not None and self.predictor.curve(request) is None:
+            return self._until_known.first(request, books)
         needed = books.blocks_for(request.num_tokens)
         found = self.outlook(books, request)
         self._weigh(found, books)
-        fits = found.peak(self.margin) <= books.num_blocks
+        fits = found.peak(self.margin) + books.num_shared <= books.num_blocks
         return needed + self.ahead(request, books) if fits else None
 
     def _weigh(self, found: Outlook, books: Books) -> None:

@@ -18,7 +18,8 @@ class OnDemand(Plain):
         self._per_holder = per_holder
 
     def first(self, request: Growing, books: Books) -> int | None:
-        wanted = books.blocks_for(request.num_tokens)
+        needed = books.blocks_for(request.num_tokens)
+        wanted = needed - books.shared(request)
         share = math.ceil(self._kept_free * books.num_blocks)
         headroom = max(self._per_holder * len(books.holders), share)
-        return wanted if wanted + headroom <= books.num_free else None
+        return needed if wanted + headroom <= books.num_free else None

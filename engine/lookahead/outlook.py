@@ -49,14 +49,22 @@ class Outlook:
         return float(HORIZONS[at] / self.ends[at])
 
 
-def outlook(requests: Sequence[Growing], predictor: Predictor, block_size: int) -> Outlook:
-    """Of these requests, if no others come."""
+def outlook(
+    requests: Sequence[Growing],
+    predictor: Predictor,
+    block_size: int,
+    shared: Sequence[int] | None = None,
+) -> Outlook:
+    """Of these requests, if no others come. `shared`: leading blocks of each that do not count, since others have them
+    as well."""
     if not requests:
         nothing = np.zeros(len(HORIZONS))
         return Outlook(nothing, nothing, nothing, nothing)
     tokens = np.array([each.num_tokens for each in requests], np.int64)
     left = np.array([max(_left(each), 0) for each in requests], np.int64)
     blocks = -(-(tokens[:, None] + HORIZONS) // block_size)
+    if shared is not None:
+        blocks -= np.array(shared, np.int64)[:, None]
     alive = predictor.alive(requests, HORIZONS)
     alive[:, 0] = 1.0
     expected = alive * blocks

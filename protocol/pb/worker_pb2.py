@@ -26,7 +26,7 @@ from protocol.pb import common_pb2 as protocol_dot_pb_dot_common__pb2
 from protocol.pb import conductor_pb2 as protocol_dot_pb_dot_conductor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protocol/pb/worker.proto\x12\tmoonserve\x1a\x18protocol/pb/common.proto\x1a\x1bprotocol/pb/conductor.proto\"T\n\x11SwitchRoleRequest\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.moonserve.Role\x12\x14\n\x07\x64rain_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_drain_s\"C\n\x0fSwitchRoleReply\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.moonserve.Role\x12\x11\n\tswitching\x18\x02 \x01(\x08\"\xf4\x01\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nblock_keys\x18\x05 \x01(\x0c\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.moonserve.SamplingParams\x12\'\n\tplacement\x18\x07 \x01(\x0b\x32\x14.moonserve.Placement\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x11\n\ttimeout_s\x18\t \x01(\x01\"\r\n\x0bSubmitReply\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\r\n\x0b\x43\x61ncelReply\"#\n\rEventsRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xaf\x01\n\nTokenEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0f\n\x07logprob\x18\x04 \x01(\x02\x12+\n\x0ctop_logprobs\x18\x05 \x03(\x0b\x32\x15.moonserve.TopLogprob\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.moonserve.FinishReason\"n\n\rPrefillReport\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x0e\n\x06load_s\x18\x04 \x01(\x01\x12\x11\n\tcompute_s\x18\x05 \x01(\x01\"H\n\rRequestFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.moonserve.Failure\"\x8b\x01\n\nEventBatch\x12%\n\x06tokens\x18\x01 \x03(\x0b\x32\x15.moonserve.TokenEvent\x12*\n\x08prefills\x18\x02 \x03(\x0b\x32\x18.moonserve.PrefillReport\x12*\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x18.moonserve.RequestFailed\"\x12\n\x10GetStatusRequest\"\xc2\x01\n\x0cWorkerStatus\x12\x1d\n\x04load\x18\x01 \x01(\x0b\x32\x0f.moonserve.Load\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x37\n\x08\x63ounters\x18\x04 \x03(\x0b\x32%.moonserve.WorkerStatus.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x82\x01\n\x0eReserveRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x12\n\nblock_keys\x18\x05 \x01(\x0c\x12\r\n\x05ttl_s\x18\x06 \x01(\x01\"\xb2\x01\n\x0cLandingLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x12\n\nsegment_id\x18\x05 \x01(\r\x12\x11\n\twindow_id\x18\x06 \x01(\x04\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\r\n\x05ttl_s\x18\x08 \x01(\x01\"/\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"\x0c\n\nRenewReply\"\xf0\x01\n\rCommitRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\ngateway_id\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x12\n\nblock_keys\x18\x06 \x01(\x0c\x12\x11\n\tchecksums\x18\x07 \x03(\x06\x12+\n\x08sampling\x18\x08 \x01(\x0b\x32\x19.moonserve.SamplingParams\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x11\n\ttimeout_s\x18\n \x01(\x01\"\x1e\n\x0b\x43ommitReply\x12\x0f\n\x07\x63orrupt\x18\x01 \x03(\r\"\"\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply2\x80\x02\n\x06Worker\x12:\n\x06Submit\x12\x18.moonserve.SubmitRequest\x1a\x16.moonserve.SubmitReply\x12:\n\x06\x43\x61ncel\x12\x18.moonserve.CancelRequest\x1a\x16.moonserve.CancelReply\x12;\n\x06\x45vents\x12\x18.moonserve.EventsRequest\x1a\x15.moonserve.EventBatch0\x01\x12\x41\n\tGetStatus\x12\x1b.moonserve.GetStatusRequest\x1a\x17.moonserve.WorkerStatus2\xfc\x01\n\x07Landing\x12=\n\x07Reserve\x12\x19.moonserve.ReserveRequest\x1a\x17.moonserve.LandingLease\x12\x37\n\x05Renew\x12\x17.moonserve.RenewRequest\x1a\x15.moonserve.RenewReply\x12:\n\x06\x43ommit\x12\x18.moonserve.CommitRequest\x1a\x16.moonserve.CommitReply\x12=\n\x07Release\x12\x19.moonserve.ReleaseRequest\x1a\x17.moonserve.ReleaseReply2T\n\nRoleSwitch\x12\x46\n\nSwitchRole\x12\x1c.moonserve.SwitchRoleRequest\x1a\x1a.moonserve.SwitchRoleReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protocol/pb/worker.proto\x12\tmoonserve\x1a\x18protocol/pb/common.proto\x1a\x1bprotocol/pb/conductor.proto\"T\n\x11SwitchRoleRequest\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.moonserve.Role\x12\x14\n\x07\x64rain_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_drain_s\"C\n\x0fSwitchRoleReply\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.moonserve.Role\x12\x11\n\tswitching\x18\x02 \x01(\x08\"\x84\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nblock_keys\x18\x05 \x01(\x0c\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.moonserve.SamplingParams\x12\'\n\tplacement\x18\x07 \x01(\x0b\x32\x14.moonserve.Placement\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x11\n\ttimeout_s\x18\t \x01(\x01\x12\x0e\n\x06tenant\x18\n \x01(\t\"\r\n\x0bSubmitReply\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\r\n\x0b\x43\x61ncelReply\"#\n\rEventsRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xaf\x01\n\nTokenEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0f\n\x07logprob\x18\x04 \x01(\x02\x12+\n\x0ctop_logprobs\x18\x05 \x03(\x0b\x32\x15.moonserve.TopLogprob\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.moonserve.FinishReason\"n\n\rPrefillReport\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x0e\n\x06load_s\x18\x04 \x01(\x01\x12\x11\n\tcompute_s\x18\x05 \x01(\x01\"H\n\rRequestFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.moonserve.Failure\"\x8b\x01\n\nEventBatch\x12%\n\x06tokens\x18\x01 \x03(\x0b\x32\x15.moonserve.TokenEvent\x12*\n\x08prefills\x18\x02 \x03(\x0b\x32\x18.moonserve.PrefillReport\x12*\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x18.moonserve.RequestFailed\"\x12\n\x10GetStatusRequest\"\xc2\x01\n\x0cWorkerStatus\x12\x1d\n\x04load\x18\x01 \x01(\x0b\x32\x0f.moonserve.Load\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x37\n\x08\x63ounters\x18\x04 \x03(\x0b\x32%.moonserve.WorkerStatus.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xd5\x01\n\x0eReserveRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x12\n\nblock_keys\x18\x05 \x01(\x0c\x12\r\n\x05ttl_s\x18\x06 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\r\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\t \x01(\tB\r\n\x0b_max_tokens\"\xb2\x01\n\x0cLandingLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x12\n\nsegment_id\x18\x05 \x01(\r\x12\x11\n\twindow_id\x18\x06 \x01(\x04\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\r\n\x05ttl_s\x18\x08 \x01(\x01\"/\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"\x0c\n\nRenewReply\"\x80\x02\n\rCommitRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\ngateway_id\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x12\n\nblock_keys\x18\x06 \x01(\x0c\x12\x11\n\tchecksums\x18\x07 \x03(\x06\x12+\n\x08sampling\x18\x08 \x01(\x0b\x32\x19.moonserve.SamplingParams\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x11\n\ttimeout_s\x18\n \x01(\x01\x12\x0e\n\x06tenant\x18\x0b \x01(\t\"\x1e\n\x0b\x43ommitReply\x12\x0f\n\x07\x63orrupt\x18\x01 \x03(\r\"\"\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply2\x80\x02\n\x06Worker\x12:\n\x06Submit\x12\x18.moonserve.SubmitRequest\x1a\x16.moonserve.SubmitReply\x12:\n\x06\x43\x61ncel\x12\x18.moonserve.CancelRequest\x1a\x16.moonserve.CancelReply\x12;\n\x06\x45vents\x12\x18.moonserve.EventsRequest\x1a\x15.moonserve.EventBatch0\x01\x12\x41\n\tGetStatus\x12\x1b.moonserve.GetStatusRequest\x1a\x17.moonserve.WorkerStatus2\xfc\x01\n\x07Landing\x12=\n\x07Reserve\x12\x19.moonserve.ReserveRequest\x1a\x17.moonserve.LandingLease\x12\x37\n\x05Renew\x12\x17.moonserve.RenewRequest\x1a\x15.moonserve.RenewReply\x12:\n\x06\x43ommit\x12\x18.moonserve.CommitRequest\x1a\x16.moonserve.CommitReply\x12=\n\x07Release\x12\x19.moonserve.ReleaseRequest\x1a\x17.moonserve.ReleaseReply2T\n\nRoleSwitch\x12\x46\n\nSwitchRole\x12\x1c.moonserve.SwitchRoleRequest\x1a\x1a.moonserve.SwitchRoleReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,51 +40,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SWITCHROLEREPLY']._serialized_start=180
   _globals['_SWITCHROLEREPLY']._serialized_end=247
   _globals['_SUBMITREQUEST']._serialized_start=250
-  _globals['_SUBMITREQUEST']._serialized_end=494
-  _globals['_SUBMITREPLY']._serialized_start=496
-  _globals['_SUBMITREPLY']._serialized_end=509
-  _globals['_CANCELREQUEST']._serialized_start=511
-  _globals['_CANCELREQUEST']._serialized_end=546
-  _globals['_CANCELREPLY']._serialized_start=548
-  _globals['_CANCELREPLY']._serialized_end=561
-  _globals['_EVENTSREQUEST']._serialized_start=563
-  _globals['_EVENTSREQUEST']._serialized_end=598
-  _globals['_TOPLOGPROB']._serialized_start=600
-  _globals['_TOPLOGPROB']._serialized_end=647
-  _globals['_TOKENEVENT']._serialized_start=650
-  _globals['_TOKENEVENT']._serialized_end=825
-  _globals['_PREFILLREPORT']._serialized_start=827
-  _globals['_PREFILLREPORT']._serialized_end=937
-  _globals['_REQUESTFAILED']._serialized_start=939
-  _globals['_REQUESTFAILED']._serialized_end=1011
-  _globals['_EVENTBATCH']._serialized_start=1014
-  _globals['_EVENTBATCH']._serialized_end=1153
-  _globals['_GETSTATUSREQUEST']._serialized_start=1155
-  _globals['_GETSTATUSREQUEST']._serialized_end=1173
-  _globals['_WORKERSTATUS']._serialized_start=1176
-  _globals['_WORKERSTATUS']._serialized_end=1370
-  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_start=1323
-  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_end=1370
-  _globals['_RESERVEREQUEST']._serialized_start=1373
-  _globals['_RESERVEREQUEST']._serialized_end=1503
-  _globals['_LANDINGLEASE']._serialized_start=1506
-  _globals['_LANDINGLEASE']._serialized_end=1684
-  _globals['_RENEWREQUEST']._serialized_start=1686
-  _globals['_RENEWREQUEST']._serialized_end=1733
-  _globals['_RENEWREPLY']._serialized_start=1735
-  _globals['_RENEWREPLY']._serialized_end=1747
-  _globals['_COMMITREQUEST']._serialized_start=1750
-  _globals['_COMMITREQUEST']._serialized_end=1990
-  _globals['_COMMITREPLY']._serialized_start=1992
-  _globals['_COMMITREPLY']._serialized_end=2022
-  _globals['_RELEASEREQUEST']._serialized_start=2024
-  _globals['_RELEASEREQUEST']._serialized_end=2058
-  _globals['_RELEASEREPLY']._serialized_start=2060
-  _globals['_RELEASEREPLY']._serialized_end=2074
-  _globals['_WORKER']._serialized_start=2077
-  _globals['_WORKER']._serialized_end=2333
-  _globals['_LANDING']._serialized_start=2336
-  _globals['_LANDING']._serialized_end=2588
-  _globals['_ROLESWITCH']._serialized_start=2590
-  _globals['_ROLESWITCH']._serialized_end=2674
+  _globals['_SUBMITREQUEST']._serialized_end=510
+  _globals['_SUBMITREPLY']._serialized_start=512
+  _globals['_SUBMITREPLY']._serialized_end=525
+  _globals['_CANCELREQUEST']._serialized_start=527
+  _globals['_CANCELREQUEST']._serialized_end=562
+  _globals['_CANCELREPLY']._serialized_start=564
+  _globals['_CANCELREPLY']._serialized_end=577
+  _globals['_EVENTSREQUEST']._serialized_start=579
+  _globals['_EVENTSREQUEST']._serialized_end=614
+  _globals['_TOPLOGPROB']._serialized_start=616
+  _globals['_TOPLOGPROB']._serialized_end=663
+  _globals['_TOKENEVENT']._serialized_start=666
+  _globals['_TOKENEVENT']._serialized_end=841
+  _globals['_PREFILLREPORT']._serialized_start=843
+  _globals['_PREFILLREPORT']._serialized_end=953
+  _globals['_REQUESTFAILED']._serialized_start=955
+  _globals['_REQUESTFAILED']._serialized_end=1027
+  _globals['_EVENTBATCH']._serialized_start=1030
+  _globals['_EVENTBATCH']._serialized_end=1169
+  _globals['_GETSTATUSREQUEST']._serialized_start=1171
+  _globals['_GETSTATUSREQUEST']._serialized_end=1189
+  _globals['_WORKERSTATUS']._serialized_start=1192
+  _globals['_WORKERSTATUS']._serialized_end=1386
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_start=1339
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_end=1386
+  _globals['_RESERVEREQUEST']._serialized_start=1389
+  _globals['_RESERVEREQUEST']._serialized_end=1602
+  _globals['_LANDINGLEASE']._serialized_start=1605
+  _globals['_LANDINGLEASE']._serialized_end=1783
+  _globals['_RENEWREQUEST']._serialized_start=1785
+  _globals['_RENEWREQUEST']._serialized_end=1832
+  _globals['_RENEWREPLY']._serialized_start=1834
+  _globals['_RENEWREPLY']._serialized_end=1846
+  _globals['_COMMITREQUEST']._serialized_start=1849
+  _globals['_COMMITREQUEST']._serialized_end=2105
+  _globals['_COMMITREPLY']._serialized_start=2107
+  _globals['_COMMITREPLY']._serialized_end=2137
+  _globals['_RELEASEREQUEST']._serialized_start=2139
+  _globals['_RELEASEREQUEST']._serialized_end=2173
+  _globals['_RELEASEREPLY']._serialized_start=2175
+  _globals['_RELEASEREPLY']._serialized_end=2189
+  _globals['_WORKER']._serialized_start=2192
+  _globals['_WORKER']._serialized_end=2448
+  _globals['_LANDING']._serialized_start=2451
+  _globals['_LANDING']._serialized_end=2703
+  _globals['_ROLESWITCH']._serialized_start=2705
+  _globals['_ROLESWITCH']._serialized_end=2789
 # @@protoc_insertion_point(module_scope)

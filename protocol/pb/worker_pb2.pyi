@@ -84,6 +84,7 @@ class SubmitRequest(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     gateway_id: _builtins.str
     token_ids: _builtins.bytes
@@ -94,6 +95,8 @@ class SubmitRequest(_message.Message):
     """of the full blocks of token_ids"""
     priority: _builtins.int
     timeout_s: _builtins.float
+    tenant: _builtins.str
+    """whose it is, where that is known"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -110,10 +113,11 @@ class SubmitRequest(_message.Message):
         placement: _common_pb2.Placement | None = ...,
         priority: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "gateway_id", b"gateway_id", "num_prompt_tokens", b"num_prompt_tokens", "placement", b"placement", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "gateway_id", b"gateway_id", "num_prompt_tokens", b"num_prompt_tokens", "placement", b"placement", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -407,6 +411,9 @@ class ReserveRequest(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.str
     fingerprint: _builtins.str
@@ -415,6 +422,13 @@ class ReserveRequest(_message.Message):
     block_keys: _builtins.bytes
     """of the full blocks among them"""
     ttl_s: _builtins.float
+    num_prompt_tokens: _builtins.int
+    """From which the decode worker predicts how much the sequence will grow:
+    of num_tokens, the client's prompt; 0 = all
+    """
+    max_tokens: _builtins.int
+    """that may be generated behind it; unset = as many as fit"""
+    tenant: _builtins.str
     def __init__(
         self,
         *,
@@ -424,12 +438,17 @@ class ReserveRequest(_message.Message):
         num_tokens: _builtins.int = ...,
         block_keys: _builtins.bytes = ...,
         ttl_s: _builtins.float = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "lease_id", b"lease_id", "num_tokens", b"num_tokens", "request_id", b"request_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "block_keys", b"block_keys", "fingerprint", b"fingerprint", "lease_id", b"lease_id", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
 
 Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
 
@@ -529,6 +548,7 @@ class CommitRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.str
     gateway_id: _builtins.str
@@ -538,6 +558,7 @@ class CommitRequest(_message.Message):
     block_keys: _builtins.bytes
     priority: _builtins.int
     timeout_s: _builtins.float
+    tenant: _builtins.str
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the blocks that were sent, in order; the last block's valid tokens only"""
@@ -557,10 +578,11 @@ class CommitRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         priority: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "checksums", b"checksums", "gateway_id", b"gateway_id", "lease_id", b"lease_id", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "checksums", b"checksums", "gateway_id", b"gateway_id", "lease_id", b"lease_id", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

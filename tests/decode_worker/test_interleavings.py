@@ -7,8 +7,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from decode_worker import actions, events
+from decode_worker.allotment import Prospect
+from engine.lookahead.base import Policy
+from engine.lookahead.lookahead import Lookahead
+from engine.lookahead.on_demand import OnDemand
+from engine.lookahead.predictor import Predictor
 from protocol.errors import PeerError
-from protocol.ids import GatewayId, LeaseId
+from protocol.ids import GatewayId, LeaseId, RequestId
 from tests.decode_worker.driver import Driver, next_token, request_of
 from tests.thoroughness import examples
 
@@ -27,11 +32,18 @@ class DecodeWorker(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.driver = Driver(
-            num_blocks=7, max_num_seqs=3, max_num_batched_tokens=5, max_model_len=26
+            num_blocks=7,
+            policy=self.policy(),
+            max_num_seqs=3,
+            max_num_batched_tokens=5,
+            max_model_len=26,
         )
         self.count = 0
         self.wishes: dict[str, list[int]] = {}  # request → prompt
         self.excused: set[str] = set()  # cancelled, or their gateway was lost
+
+    def policy(self) -> Policy:
+        return OnDemand()
 
     def some(self, data: st.DataObject) -> str:
         """One of the latest requests: older ones are mostly over."""
@@ -174,7 +186,26 @@ class DecodeWorker(RuleBasedStateMachine):
         return {accept.lease_id.removeprefix("lease-") for accept in accepts}
 
 
-DecodeWorker.TestCase.settings = settings(
-    max_examples=examples(75), stateful_step_count=40, deadline=None, derandomize=True
-)
+class ForeseeingDecodeWorker(DecodeWorker):
+    """One that has seen only short answers, and so lets in more than fits."""
+
+    def policy(self) -> Policy:
+        predictor = Predictor()
+        for number in range(20):
+            answered = Prospect(
+                request_id=RequestId(str(number)),
+                tenant="",
+                num_prompt_tokens=5,
+                max_tokens=100,
+                num_tokens=5 + 2 + number % 3,
+            )
+            predictor.ended(answered, stopped=False)
+        return Lookahead(margin=0.0, predictor=predictor)
+
+
+for machine in (DecodeWorker, ForeseeingDecodeWorker):
+    machine.TestCase.settings = settings(
+        max_examples=examples(75), stateful_step_count=40, deadline=None, derandomize=True
+    )
 TestDecodeWorker = DecodeWorker.TestCase
+TestForeseeingDecodeWorker = ForeseeingDecodeWorker.TestCase

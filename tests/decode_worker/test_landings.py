@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decode_worker import actions, events
+from decode_worker.allotment import Prospect
 from decode_worker.leases import Ending, Lease, LeasePhase
 from protocol.errors import Cancelled, InvalidRequest, NoWorker, Overloaded, StaleLease
 from protocol.ids import GatewayId, LeaseId, RequestId
@@ -40,7 +41,7 @@ def test_a_lease_id_cannot_be_used_for_another_request() -> None:
 
 def test_reservations_wait_in_order_of_arrival() -> None:
     """A small one does not overtake a large one, which would starve it."""
-    driver = Driver(num_blocks=4)
+    driver = Driver(num_blocks=5)
     driver.reserve(PROMPT, "a")
     assert driver.reserve(PROMPT, "b") == []
     assert driver.reserve([1], "c") == []
@@ -62,7 +63,7 @@ def test_a_waiting_reservation_is_refused_when_its_callers_deadline_comes() -> N
 
 
 def test_a_withdrawn_reservation_lets_the_next_one_pass() -> None:
-    driver = Driver(num_blocks=4)
+    driver = Driver(num_blocks=5)
     driver.reserve(PROMPT, "a")
     driver.reserve(PROMPT, "b")
     driver.reserve([1], "c")
@@ -318,7 +319,13 @@ def test_a_stopping_worker_fails_what_it_accepted() -> None:
 def test_an_illegal_transition_raises_with_the_leases_history() -> None:
     lease = Lease(
         lease_id=LeaseId("l"),
-        holder=RequestId("r"),
+        prospect=Prospect(
+            request_id=RequestId("r"),
+            tenant="",
+            num_prompt_tokens=10,
+            max_tokens=5,
+            num_tokens=11,
+        ),
         num_tokens=10,
         block_keys=keys_of(PROMPT),
         blocks=(0, 1, 2),

@@ -202,14 +202,14 @@ def test_a_sequence_that_outgrows_the_whole_pool_fails() -> None:
 
 
 def test_a_sequence_waits_for_landings_when_they_hold_the_rest_of_the_pool() -> None:
-    driver = Driver(num_blocks=4)
+    driver = Driver(num_blocks=5)
     driver.reserve(list(range(10)), "landing", ttl_s=5.0)
-    driver.start([1, 2, 3], "r", max_tokens=4)
-    driver.compute()
-    assert driver.step is None
+    driver.start([1, 2, 3], "r", max_tokens=8)
+    while driver.step is not None:
+        driver.compute()
     driver.wait(5.0)
     driver.close()
-    assert driver.step_of() == [("r", 4, 5)]
+    assert driver.step_of() == [("r", 8, 9)]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2])

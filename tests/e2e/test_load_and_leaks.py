@@ -172,6 +172,7 @@ def more_than(before: dict[str, Footprint], after: dict[str, Footprint]) -> list
 def test_a_pool_too_small_for_all_lets_them_take_turns(tmp_path: Path, model: Path) -> None:
     num_blocks = 48
     flags = (*COMMON, "--kv-cache-memory", str(num_blocks * BLOCK_BYTES), "--store-nodes", "0")
+    flags += ("--block-allocation", "on-demand")  # which lets more in than can stay
     # Each ends with 20 to 27 of the 48 blocks: three that meet cannot stay, and many of two cannot.
     asked = wishes(12, prompt=(30, 100), output=(280, 320))
     with running_cluster(model, tmp_path, *flags) as cluster, accounts_of(cluster) as accounts:

@@ -27,6 +27,7 @@ LONG = 300
 CRAMPED = (
     *("--max-model-len", "320", "--kv-cache-memory", str(26 * 96 * 2**10), "--block-size", "16"),
     *("--max-num-batched-tokens", "50", "--max-num-seqs", "32", "--prefill-workers", "2"),
+    *("--block-allocation", "on-demand"),  # which lets more in than can stay
 )
 PROMPT = "Once upon a time there was a"
 

@@ -1,0 +1,140 @@
+"""Who is let in to a decode worker's pool: by policy, with shared blocks counted once, and not asked for nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from decode_worker import actions
+from decode_worker.allotment import Allotment, Books, Claim, Prospect
+from engine.block_pool import BlockPool
+from engine.lookahead.base import Books as LibraryBooks
+from engine.lookahead.base import Growing, Plain
+from engine.lookahead.lookahead import Lookahead
+from engine.lookahead.on_demand import OnDemand
+from protocol.ids import RequestId
+from protocol.keys import NO_PARENT
+from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of, only, pool
+
+PROMPT = list(range(12))  # 3 blocks
+
+
+def asking(name: str, num_tokens: int = 13, *, max_tokens: int = 8) -> Prospect:
+    return Prospect(
+        request_id=RequestId(name),
+        tenant="",
+        num_prompt_tokens=num_tokens - 1,
+        max_tokens=max_tokens,
+        num_tokens=num_tokens,
+    )
+
+
+def with_prompt_of(owner: str, num_blocks: int = 16) -> tuple[BlockPool, Claim]:
+    """A pool in which somebody holds PROMPT, findable, and a block more."""
+    blocks = pool(num_blocks)
+    held = blocks.allocate(4)
+    assert held is not None
+    keys = keys_of(PROMPT)
+    for index, key in enumerate(keys):
+        blocks.publish(held[index], key, keys[index - 1] if index else NO_PARENT, 0)
+    return blocks, Claim(asking(owner), held)
+
+
+class Recording(Plain):
+    """Refuses, and remembers whom it was asked about."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def first(self, request: Growing, books: LibraryBooks) -> int | None:
+        self.asked.append(request.request_id)
+        return None
+
+
+def test_blocks_that_several_hold_count_once() -> None:
+    blocks, first = with_prompt_of("a")
+    blocks.retain(first.blocks[:3])
+    fresh = blocks.allocate(1)
+    assert fresh is not None
+    second = Claim(asking("b"), [*first.blocks[:3], *fresh])
+    books = Books(blocks, BLOCK_SIZE, [first, second])
+    assert books.num_shared == 3
+    assert [books.shared(each.request) for each in (first, second)] == [3, 3]
+    assert len(books.holders) == 2
+
+
+def test_a_newcomer_shares_what_somebody_holds_and_not_what_is_merely_cached() -> None:
+    blocks, first = with_prompt_of("a")
+    books = Books(blocks, BLOCK_SIZE, [first])
+    newcomer = asking("b")
+    blocks.retain(first.blocks[:3])
+    books.finds(newcomer, first.blocks[:3])
+    assert books.shared(newcomer) == 3
+    blocks.release(first.blocks)
+    books.finds(newcomer, first.blocks[:3])  # the only reference is its own
+    assert books.shared(newcomer) == 0
+
+
+def test_whoever_shares_a_long_prompt_is_let_in_where_two_of_them_would_not_fit() -> None:
+    for policy in (OnDemand(), Lookahead()):
+        blocks, first = with_prompt_of("a", num_blocks=8)
+        allotment = Allotment(blocks, BLOCK_SIZE, policy)
+        allotment.claims = lambda first=first: [first]  # type: ignore[misc]
+        taken = allotment.take(asking("b", max_tokens=4), keys_of(PROMPT), 4)
+        assert taken is not None
+        assert (len(taken[0]), len(taken[1])) == (3, 1)
+        blocks.validate()
+
+
+def test_who_was_refused_is_not_looked_at_again_until_something_changes() -> None:
+    policy = Recording()
+    blocks, first = with_prompt_of("a")
+    allotment = Allotment(blocks, BLOCK_SIZE, policy)
+    allotment.claims = lambda: [first]
+    for _ in range(3):
+        assert allotment.take(asking("b"), (), 1) is None
+    assert policy.asked == ["b"]
+    for _ in range(BLOCK_SIZE):
+        allotment.stepped()
+    allotment.take(asking("b"), (), 1)
+    allotment.changed()
+    allotment.take(asking("b"), (), 1)
+    assert policy.asked == ["b"] * 3
+    assert blocks.num_held == 4
+
+
+def test_without_any_holder_whoever_fits_is_let_in() -> None:
+    allotment = Allotment(pool(4), BLOCK_SIZE, Recording())
+    assert allotment.take(asking("a"), (), 4) is not None
+
+
+def test_what_others_have_too_does_not_make_a_victim() -> None:
+    """Of equally urgent ones the one goes whose own blocks suffice."""
+    blocks, first = with_prompt_of("a")
+    blocks.retain(first.blocks)
+    sharing = Claim(dataclasses.replace(asking("b", 5), rank=(0, 1)), first.blocks)
+    own = blocks.allocate(4)
+    assert own is not None
+    owning = Claim(dataclasses.replace(asking("c"), rank=(0, 2)), own)
+    best = Claim(dataclasses.replace(asking("d", 3), rank=(0, 0)), blocks.allocate(1) or [])
+    allotment = Allotment(blocks, BLOCK_SIZE, Lookahead())
+    assert allotment.victim(best.request, [best, sharing, owning]) == "c"
+
+
+def test_a_landing_that_may_grow_beyond_the_pool_waits_for_the_one_before() -> None:
+    driver = Driver(num_blocks=8, policy=Lookahead(), max_model_len=32)
+    granted = only(driver.reserve(PROMPT, "a"), actions.GrantLease)
+    assert len(granted) == 1
+    assert driver.reserve([77, 78], "b", wait_s=100.0) == []
+    done = driver.wait(10.0)  # it expires
+    assert [grant.lease_id for grant in only(done, actions.GrantLease)] == ["lease-b"]
+
+
+def test_the_ends_of_sequences_teach_how_long_the_next_ones_are() -> None:
+    policy = Lookahead(until_known=OnDemand())
+    driver = Driver(num_blocks=64, policy=policy)
+    for number in range(12):
+        driver.start([number, 1], f"r{number}", max_tokens=3 + number % 2)
+        driver.drain()
+    known = policy.predictor.curve(asking("next"))
+    assert known is not None
+    assert known.num_observed == 12
