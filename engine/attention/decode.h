@@ -106,7 +106,8 @@ INLINE void weigh(float scale, int64_t count, float *highest, Floats *totals, Fl
 }
 
 template <typename T, int64_t DIM, int HEADS>
-INLINE void add_values(const Plan &plan, const T *values, int64_t count, const float (&weights)[HEADS][DECODE_TILE], const Floats (&rescale)[HEADS], Floats *sums) {
+INLINE void add_values(const Plan &plan, const T *values, int64_t count, const float (&weights)[HEADS][DECODE_TILE],
+                       const Floats (&rescale)[HEADS], Floats *sums) {
     constexpr int PARTS = PER_WORD<T>;
     const int64_t stride = plan.kv_heads * head_dim<DIM>(plan), vectors = num_vectors<T, DIM>(plan);
     for (int64_t v = 0; v < vectors; v++) {

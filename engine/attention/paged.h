@@ -54,7 +54,6 @@ template <typename T> struct Tensors {
     T *out;                 /* [rows, heads, head_dim], contiguous */
 };
 
-constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* The element at which a token's first KV head starts. */

@@ -7,7 +7,7 @@
 #include "product.h"
 #include "rows.h"
 
-constexpr int64_t GROUP = 256;       /* rows */
+constexpr int64_t GROUP = 256;      /* rows */
 constexpr int64_t ROWS_AT_ONCE = 8; /* of an operation that is too short to be shared out by single rows */
 
 struct Layer {
@@ -35,8 +35,6 @@ struct Step {
     void *hidden;                /* [tokens, hidden_size] */
     void *heads;                 /* [tokens, heads + 2 kv_heads, head_dim]: queries, keys, values */
 };
-
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 template <typename T, typename Finish>
 static void shared_product(const Model *model, const Matrix &matrix, const T *input, int64_t stride, int64_t rows,
@@ -75,7 +73,7 @@ template <typename T> static void place_token(const Model *model, const Layer *l
 template <typename T> static void project(const Model *model, const Step *step, const Layer *layer) {
     const int64_t size = model->hidden_size, width = (model->heads + 2 * model->kv_heads) * model->head_dim;
     for (int64_t first = 0; first < step->tokens; first += GROUP) {
-        const int64_t rows = smaller(GROUP, step->tokens - first);
+        const int64_t rows = least(GROUP, step->tokens - first);
         shared_norm(model, (const T *)step->hidden + first * size, layer->input_norm, rows, [](int64_t row) { return row; });
         shared_product(model, layer->qkv, (const T *)model->normed, size, rows,
                        Store<T>{(T *)step->heads + first * width, width, width});
@@ -89,7 +87,7 @@ template <typename T> static void finish(const Model *model, const Step *step, c
     const int64_t size = model->hidden_size, inner_size = model->inner_size, seen_size = model->heads * model->head_dim;
     T *normed = (T *)model->normed, *inner = (T *)model->inner;
     for (int64_t first = 0; first < step->tokens; first += GROUP) {
-        const int64_t rows = smaller(GROUP, step->tokens - first);
+        const int64_t rows = least(GROUP, step->tokens - first);
         T *hidden = (T *)step->hidden + first * size;
         const Add<T> residual = {hidden, size, size};
         shared_product(model, layer->o, seen + first * seen_size, seen_size, rows, residual);
@@ -103,7 +101,7 @@ template <typename T>
 static void logits(const Model *model, const Step *step, const int64_t *rows, int64_t count, float *output) {
     const int64_t size = model->hidden_size, vocab = model->vocab_size;
     for (int64_t first = 0; first < count; first += GROUP) {
-        const int64_t group = smaller(GROUP, count - first);
+        const int64_t group = least(GROUP, count - first);
         const auto token_of = [&](int64_t row) { return rows == nullptr ? first + row : rows[first + row]; };
         shared_norm(model, (const T *)step->hidden, model->final_norm, group, token_of);
         shared_product(model, model->lm_head, (const T *)model->normed, size, group,

@@ -27,6 +27,8 @@ struct Bfloat16 {
     uint16_t bits;
 };
 
+constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 INLINE Floats splat(float value) { return value - Floats{}; }
 INLINE Words splat_word(uint32_t value) { return value + Words{}; }
 
