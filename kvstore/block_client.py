@@ -35,7 +35,7 @@ from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.request import Endpoint
 from protocol.rpc import Channels
 from protocol.wire import endpoint_from_wire
-from transfer import Batch, RemoteSegment, Segment, TransferEngine
+from transfer import Batch, RemoteSegment, ScatterTransfer, Segment, TransferEngine
 from transfer.patience import Patience
 
 log = logging.getLogger(__name__)
@@ -109,11 +109,22 @@ class BlockClient:
         it returns or raises, no transfer writes to `local` any more. Raises PeerLost, StaleLease (it expired before
         all was read; nothing can be trusted), InvalidRequest.
         """
-        transfer = reads(lease, local, places)
+        await self.transfer(lease, reads(lease, local, places), deadline_s=deadline_s)
+        return await self.verify(lease, local, places)
+
+    async def transfer(
+        self, lease: ReadLease, transfer: ScatterTransfer, *, deadline_s: float
+    ) -> None:
+        """Part of a `read`, for who wants leased objects' bytes in an order of its own: nothing counts before `verify`
+        says so. When it returns or raises, no byte of it moves any more. Raises as `read`."""
         left_s = lease.expires_at - now()
         if left_s <= 0:
             raise StaleLease("the read lease has expired", lease_id=lease.lease_id)
         await _settled(self._transfer.submit([transfer], deadline_s=min(deadline_s, left_s)))
+
+    async def verify(self, lease: ReadLease, local: Segment, places: Sequence[Pieces]) -> int:
+        """The other part: how many leading objects, of which all bytes have been read, match their checksum. Those
+        that do not are removed at the node. Raises StaleLease."""
         objects = lease.objects[: len(places)]
         bad = await _mismatches(local, places, [stored.checksum for stored in objects])
         if not bad:

@@ -74,7 +74,8 @@ class PrefixPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPrefix:
-    """Read prefix blocks into the own pool, parts in order → PrefixLoaded | PrefixLoadFailed."""
+    """Read prefix blocks into the own pool → PrefixLoaded | PrefixLoadFailed. Parts in order; or, where
+    `choice.layers_at_once` says so, all parts' first layers first, with a PrefixProgress for each few."""
 
     request_id: RequestId
     parts: tuple[PrefixPart, ...]
@@ -112,9 +113,13 @@ class SlicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
-    """One forward pass → StepDone | StepFailed, and then WritesDone | WritesFailed for each slice that is sent."""
+    """One forward pass → StepDone | StepGivenUp | StepFailed, and then WritesDone | WritesFailed for each slice that is
+    sent."""
 
     plans: tuple[SlicePlan, ...]
+    max_wait_s: float | None = None
+    """None: all that it needs is there. Else its only slice's prefix is arriving, and this is how long the engine may
+    wait for layers of it, in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,12 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
     fault_drop_connections: int = option(
         0, help="drop this many transfer connections, for fault tests"
     )
+    layered_loads: str = option(
+        "auto",
+        help="read a stored prefix layer by layer and compute behind it meanwhile: where that is "
+        "predicted to be faster, always, or never",
+        choices=("auto", "always", "never"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,3 +94,5 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
         # Half: a store serves several workers, and its memory is often not much larger than theirs.
         wish = self.max_prefetch_blocks
         return plan.num_blocks // 2 if wish is None else wish
+            num_layers=plan.layout.num_layers,
+            layered_loads=self.layered_loads,

@@ -92,6 +92,19 @@ class PartRead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixProgress:
+    """On the way to the answer to LoadPrefix by layer: the first `num_layers` layers of the `num_blocks` leading
+    blocks are in the pool. Nothing is verified yet."""
+
+    request_id: RequestId
+    num_blocks: int  # that the stores have, which may be fewer than were asked for; at least 1
+    num_layers: int
+    layers_at_once: int  # that arrive together
+    of_layers: int
+    seconds: float  # that reading these layers took
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLoaded:
     """Answer to LoadPrefix: this many leading blocks arrived and matched these checksums of the store."""
 
@@ -125,6 +138,13 @@ class StepDone:
     """Answer to RunStep."""
 
     slices: tuple[SliceDone, ...]
+    waited_s: float = 0.0  # of the engine, for layers of a prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGivenUp:
+    """Answer to RunStep with `max_wait_s`: layers of the prefix did not come in time, or will not. Nothing of it
+    counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +224,11 @@ Event = (
     | LandingGranted
     | LandingRefused
     | LandingLost
+    | PrefixProgress
     | PrefixLoaded
     | PrefixLoadFailed
     | StepDone
+    | StepGivenUp
     | StepFailed
     | WritesDone
     | WritesFailed

@@ -66,7 +66,6 @@ class Route:
         self._local = memory.segment
         self._remote = RemoteSegment(landing.transfer_address, landing.segment_id)
         self._window_id = landing.window_id
-        self._runs = runs
         target_stride = landing.num_blocks * memory.layout.piece_bytes
         self._strides = scatter.rows((target_stride, memory.piece_stride, 0))
         self.piece_bytes = scatter.total(runs)
@@ -113,15 +112,24 @@ class StepWriter:
     so it grows with them while the bytes are still in the processor's cache.
     """
 
-    def __init__(self, memory: KvMemory, plans: Sequence[SlicePlan], submit: Submit) -> None:
+    def __init__(
+        self,
+        memory: KvMemory,
+        plans: Sequence[SlicePlan],
+        submit: Submit,
+        before_attention: Callable[[int], None] | None = None,
+    ) -> None:
+        """`before_attention(layer)`: waits, in the engine's thread, for what a layer looks at. Raises PrefixLate."""
         self._memory = memory
         self._submit = submit
         self._sent = [_SentSlice(memory, plan) for plan in plans]
         self._sums = [_BlockSum(memory, plan, index) for plan in plans for index in plan.complete]
         self._num_sums = [len(plan.complete) for plan in plans]
+        self._before_attention = before_attention
 
     def on_layer(self, layer: int) -> None:
-        """Called in the engine's thread. Raises nothing: a write that cannot start is that slice's failure."""
+        """Called in the engine's thread, when a layer's new K and V are in the pool and before anything looks at them.
+        Raises nothing but PrefixLate: a write that cannot start is that slice's failure."""
         pieces = range(2 * layer, 2 * layer + 2)
         for sent in self._sent:
             sent.add(pieces)
@@ -135,6 +143,8 @@ class StepWriter:
 
     def checksums(self) -> list[tuple[tuple[int, int], ...]]:
         """Per plan: (index in the block table, checksum) of each completed block. After the last layer."""
+        if self._before_attention is not None:
+            self._before_attention(layer)
         sums = iter(self._sums)
         return [
             tuple((entry.index, entry.checksum.value) for entry in islice(sums, count))

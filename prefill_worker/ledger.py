@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.block_pool import BlockPool
 from prefill_worker.actions import Action, Fail, PutItem, ReleaseLanding, WithdrawReservation
 from prefill_worker.events import Submitted
-from prefill_worker.load_or_compute import PrefixLoads
+from prefill_worker.load_or_compute import Layers, PrefixLoads
 from prefill_worker.prefetch import Prefetches
 from prefill_worker.puts import WriteBehind
 from prefill_worker.queue import RequestQueue
@@ -39,6 +39,10 @@ class Limits:
     max_put_blocks: int = 64
     max_pending_puts: int = 4096
     max_prefetch_blocks: int = 64
+    num_layers: int = 1  # of which a prefix is read one after the other, where there are several
+    layered_loads: str = "auto"  # by predicted gain, "always" or "never"
+    # What a step may wait beyond the time that missing layers should take: stalls of a busy machine.
+    spare_wait_s: float = 0.1
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
 
@@ -76,7 +80,11 @@ class Ledger:
             max_pending=limits.max_pending_puts,
         )
         self.loads = PrefixLoads(
-            profile, block_bytes=limits.block_bytes, block_size=limits.block_size
+            profile,
+            Layers(limits.num_layers, limits.layered_loads),
+            block_bytes=limits.block_bytes,
+            block_size=limits.block_size,
+            chunk_tokens=limits.max_num_batched_tokens,
         )
         self.prefetches = Prefetches(
             self.pool,

@@ -17,12 +17,21 @@ each other, hence "the leading ones".
 What is read costs the engine nothing, what is computed delays everyone behind, and both predictions are rough. So
 computing must win by a clear margin, and by more than the stalls of a busy machine. This module does not know what
 other requests read at the same time, except that measured speeds have it in them.
+
+**Layer by layer.** What is read in g turns, a share of the layers in each, is computed behind while it arrives. The
+first step, C1 seconds, begins when the first turn is there and its attention to the last layers when the last one is:
+
+    total(m) = max(max(busy_s, L(m)/g) + C(m), L(m) + C(m) − C1(m)·(1 − 1/g))
+
+That is done where it gains more than what g turns cost beside one; where reading is hidden behind `busy_s`, or is over
+in a moment, all is read at once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from prefill_worker.events import PartRead
@@ -34,6 +43,10 @@ from protocol.request import Endpoint
 COMPUTE_IF_BELOW = 0.8
 # … and at least so much less. Nobody notices it in a first token, and reads of a few kilobytes vary by as much.
 COMPUTE_IF_GAINS_S = 0.05
+# To read layer by layer: a turn costs a batch and an event, a few tenths of a millisecond (docs/overlap.md).
+LAYERED_IF_GAINS_S = 0.003
+# With fewer bytes in a turn its fixed cost is more than what is gained.
+MIN_TURN_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +56,7 @@ class LoadChoice:
     num_parts: int  # leading ones that are read
     part_s: tuple[float, ...]  # predicted time to read each part that was offered
     totals_s: tuple[float, ...]  # predicted time until the prompt is computed, by parts read
+    layers_at_once: int | None = None  # that a turn reads; None = all is read at once
 
     @property
     def num_skipped(self) -> int:
@@ -50,10 +64,20 @@ class LoadChoice:
         return len(self.part_s) - self.num_parts
 
 
-def choose(part_s: Sequence[float], compute_s: Sequence[float], busy_s: float) -> LoadChoice:
-    """`compute_s[k]`: seconds to compute what is left once k parts are read."""
+def choose(
+    part_s: Sequence[float],
+    compute_s: Sequence[float],
+    busy_s: float,
+    gains_s: Sequence[float] | None = None,
+) -> LoadChoice:
+    """`compute_s[k]`: seconds to compute what is left once k parts are read; `gains_s[k]`: by which that ends sooner
+    where it begins while they are read."""
     read_s = accumulate(part_s, initial=0.0)
-    totals = [max(busy_s, read) + left for read, left in zip(read_s, compute_s, strict=True)]
+    gains = gains_s or [0.0] * len(compute_s)
+    totals = [
+        max(busy_s, read) + left - gain
+        for read, left, gain in zip(read_s, compute_s, gains, strict=True)
+    ]
     best = min(range(len(totals)), key=lambda k: (totals[k], -k))
     limit = min(COMPUTE_IF_BELOW * totals[-1], totals[-1] - COMPUTE_IF_GAINS_S)
     return LoadChoice(
@@ -75,11 +99,44 @@ class StoreFigures:
     predicted_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """How a prefix can be cut into turns."""
+
+    num_layers: int
+    mode: str = "auto"  # by predicted gain, "always" or "never"
+
+    def at_once(self, num_bytes: int) -> int:
+        """Layers per turn of a prefix of so many bytes; all of them where turns would be too small."""
+        if self.mode == "never" or num_bytes == 0:
+            return self.num_layers
+        if self.mode == "always":
+            return 1
+        layer_bytes = num_bytes / self.num_layers
+        return min(math.ceil(MIN_TURN_BYTES / layer_bytes), self.num_layers)
+
+    def gain_s(self, at_once: int, read_s: float, first_step_s: float, busy_s: float) -> float:
+        """By which a prompt is computed sooner than when it begins with all there: the smaller of what the first step
+        has computed when the last turn is there, and of what it would have waited since the first turn."""
+        share = at_once / self.num_layers
+        return min(first_step_s * (1 - share), max(read_s - max(busy_s, read_s * share), 0.0))
+
+
 class PrefixLoads:
     """Makes the choices of one worker and learns from what comes of them."""
 
-    def __init__(self, profile: PrefillProfile, *, block_bytes: int, block_size: int) -> None:
+    def __init__(
+        self,
+        profile: PrefillProfile,
+        layers: Layers,
+        *,
+        block_bytes: int,
+        block_size: int,
+        chunk_tokens: int,
+    ) -> None:
         self.profile = profile
+        self._layers = layers
+        self._chunk_tokens = chunk_tokens
         self._block_bytes = block_bytes
         self._block_size = block_size
         self._speeds = StoreSpeeds()
@@ -100,11 +157,31 @@ class PrefixLoads:
             self._speeds.of(store, reader_host, now).seconds(num_blocks * self._block_bytes)
             for store, num_blocks in offers
         ]
-        ends = accumulate((count * self._block_size for _, count in offers), initial=num_cached)
-        choice = choose(part_s, [self.profile.seconds(num_tokens, end) for end in ends], busy_s)
+        counts = accumulate((num_blocks for _, num_blocks in offers), initial=0)
+        nums_bytes = [count * self._block_bytes for count in counts]
+        ends = [
+            num_cached + nbytes // self._block_bytes * self._block_size for nbytes in nums_bytes
+        ]
+        at_once = [self._layers.at_once(nbytes) for nbytes in nums_bytes]
+        gains_s = [
+            self._gain_s(*each, num_tokens, busy_s)
+            for each in zip(at_once, accumulate(part_s, initial=0.0), ends, strict=True)
+        ]
+        compute_s = [self.profile.seconds(num_tokens, end) for end in ends]
+        choice = choose(part_s, compute_s, busy_s, gains_s)
+        if gains_s[choice.num_parts] or (self._layers.mode == "always" and choice.num_parts):
+            choice = replace(choice, layers_at_once=at_once[choice.num_parts])
         for store, _ in offers[choice.num_parts :]:
             self._of(store).skipped += 1
         return choice
+
+    def _gain_s(
+        self, at_once: int, read_s: float, end: int, num_tokens: int, busy_s: float
+    ) -> float:
+        """Of reading the prefix up to token `end` layer by layer; 0 where that is not worth it."""
+        first_step_s = self.profile.seconds(min(end + self._chunk_tokens, num_tokens), end)
+        gain_s = self._layers.gain_s(at_once, read_s, first_step_s, busy_s)
+        return gain_s if gain_s >= LAYERED_IF_GAINS_S else 0.0
 
     def ended(
         self, reads: Sequence[PartRead], choice: LoadChoice, reader_host: str, now: float

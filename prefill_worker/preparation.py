@@ -14,6 +14,7 @@ from prefill_worker.actions import (
     SendBlocks,
     SkipPrefix,
 )
+from prefill_worker.early import Arrival
 from prefill_worker.ledger import Ledger, as_retryable
 from prefill_worker.sequence import ENDED, PREPARED, Phase, Sequence
 from protocol.errors import PeerError
@@ -107,9 +108,7 @@ class Preparation:
         elif sequence.is_loading and not sequence.is_reserving:
             sequence.enter(Phase.LOADING, now)
         elif not sequence.is_reserving:
-            sequence.enter(Phase.READY, now)
-            sequence.ready_at = now
-            send_computed(self._ledger, sequence)
+            make_ready(self._ledger, sequence, now)
 
     def landing_granted(self, event: ev.LandingGranted, now: float) -> None:
         sequence = self._ledger.admitted[event.request_id]
@@ -136,6 +135,12 @@ class Preparation:
         if sequence.phase is not Phase.COMMITTING:  # there the commit's own answer decides
             self._ledger.fail(sequence, as_retryable(event.error), now)
 
+    def prefix_progress(self, event: ev.PrefixProgress, now: float) -> None:
+        """Some layers are there; `early_steps` decides whether that is enough to begin."""
+        sequence = self._ledger.admitted[event.request_id]
+        sequence.num_loading = event.num_blocks * self._ledger.limits.block_size
+        sequence.arrival = Arrival(progress=event, at=now)
+
     def prefix_loaded(self, event: ev.PrefixLoaded, now: float) -> None:
         """The leading blocks that arrived well are as good as computed; the rest is computed."""
         sequence = self._ledger.admitted[event.request_id]
@@ -150,6 +155,10 @@ class Preparation:
         sequence.num_computed += len(event.checksums) * block_size
         sequence.num_cached = sequence.num_computed
         self._ledger.counters["store_hit_blocks"] += len(event.checksums)
+        early = sequence.early
+        if early and sequence.phase is Phase.RUNNING and sequence.num_computed >= early.start:
+            indexes = range(early.num_sent // block_size, early.start // block_size)
+            _send_blocks(self._ledger, sequence, indexes)
         self._load_ended(sequence, event.reads, now)
 
     def prefix_load_failed(self, event: ev.PrefixLoadFailed, now: float) -> None:
@@ -160,8 +169,11 @@ class Preparation:
         assert sequence.load_choice is not None, "what is loaded was chosen"
         host = sequence.placement.prefill.host
         self._ledger.loads.ended(reads, sequence.load_choice, host, now)
-        sequence.is_loading, sequence.num_loading = False, 0
-        if sequence.phase is not Phase.RESERVING:
+        sequence.is_loading, sequence.num_loading, sequence.arrival = False, 0, None
+        is_with_early_steps = sequence.phase is Phase.RUNNING or (
+            sequence.phase is Phase.LOADING and sequence.was_early
+        )
+        if sequence.phase is not Phase.RESERVING and not is_with_early_steps:
             self._proceed(sequence, now)
 
 
@@ -171,6 +183,9 @@ def _reservation(sequence: Sequence, now: float) -> ReserveLanding:
         lease_id=sequence.lease_id,
         decode=sequence.placement.decode,
         num_tokens=sequence.num_tokens,
+        num_prompt_tokens=sequence.request.num_prompt_tokens,
+        max_tokens=sequence.request.sampling.max_tokens,
+        tenant=sequence.request.tenant,
         block_keys=sequence.request.block_keys,
         timeout_s=max(0.0, sequence.deadline_at - now),
     )
@@ -183,20 +198,31 @@ def prefix_parts(sequence: Sequence, block_size: int) -> tuple[PrefixPart, ...]:
         PrefixPart(store=store, keys=keys[start:end], blocks=tuple(table[start:end]))
         for store, start, end in sequence.source_runs(
             sequence.num_computed // block_size, block_size
-        num_prompt_tokens=sequence.request.num_prompt_tokens,
-        max_tokens=sequence.request.sampling.max_tokens,
-        tenant=sequence.request.tenant,
         )
     )
 
 
+def make_ready(ledger: Ledger, sequence: Sequence, now: float) -> None:
+    """All that it needs is there."""
+    sequence.enter(Phase.READY, now)
+    sequence.ready_at = now
+    send_computed(ledger, sequence)
+
+
 def send_computed(ledger: Ledger, sequence: Sequence) -> None:
     """Writes to the target those whole blocks that are there before the sequence runs."""
-    block_size, landing = ledger.limits.block_size, sequence.landing
+    block_size = ledger.limits.block_size
     indexes = range(sequence.num_sent // block_size, sequence.num_computed // block_size)
+    if _send_blocks(ledger, sequence, indexes):
+        sequence.num_sent = sequence.num_computed
+
+
+def _send_blocks(ledger: Ledger, sequence: Sequence, indexes: range) -> bool:
+    """Whether there was anything to send, and somebody to send it to."""
+    landing = sequence.landing
     if landing is None or not indexes:
-        return
-    sequence.num_sent = sequence.num_computed
+        return False
     sequence.num_sends += 1
     pairs = tuple((sequence.block_table[i], landing.block_ids[i]) for i in indexes)
     ledger.out.append(SendBlocks(request_id=sequence.request_id, landing=landing, pairs=pairs))
+    return True

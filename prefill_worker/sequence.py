@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
+from prefill_worker.early import Arrival, EarlyStep
 from prefill_worker.events import Landing
 from prefill_worker.load_or_compute import LoadChoice
 from protocol.ids import BlockId, LeaseId, RequestId
@@ -23,7 +24,7 @@ class Phase(StrEnum):
 
     QUEUED = "queued"  # holds nothing
     RESERVING = "reserving"  # holds blocks; the landing is asked for, a prefix may be loading
-    LOADING = "loading"  # a prefix is loading
+    LOADING = "loading"  # a prefix is loading, or writes of a step that began too early end
     READY = "ready"  # waits for a step
     RUNNING = "running"  # some tokens are computed or in the step under way
     SENDING = "sending"  # first token sent; writes are under way
@@ -36,9 +37,9 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
     {
         Phase.QUEUED: frozenset({Phase.RESERVING, Phase.LOADING, Phase.READY, Phase.CLOSING}),
         Phase.RESERVING: frozenset({Phase.LOADING, Phase.READY, Phase.CLOSING}),
-        Phase.LOADING: frozenset({Phase.READY, Phase.CLOSING}),
+        Phase.LOADING: frozenset({Phase.READY, Phase.RUNNING, Phase.CLOSING}),
         Phase.READY: frozenset({Phase.RUNNING, Phase.CLOSING}),
-        Phase.RUNNING: frozenset({Phase.SENDING, Phase.CLOSING}),
+        Phase.RUNNING: frozenset({Phase.SENDING, Phase.LOADING, Phase.CLOSING}),
         Phase.SENDING: frozenset({Phase.COMMITTING, Phase.CLOSING}),
         Phase.COMMITTING: frozenset({Phase.READY, Phase.CLOSING}),
         Phase.CLOSING: frozenset({Phase.CLOSED}),
@@ -83,11 +84,15 @@ class Sequence:
     first_token: Token | None = None  # from the end of RUNNING
     num_corrupt: int = 0  # handoffs that arrived corrupt
     compute_s: float = 0.0  # of steps until now; of shared ones its share
+    waited_s: float = 0.0  # of the engine, for this one's prefix
 
     # Operations under way; its blocks stay held while there are any.
     is_reserving: bool = False
     is_loading: bool = False
     num_loading: int = 0  # tokens beyond num_computed that the load will bring
+    arrival: Arrival | None = None  # of a load by layer, once the first ones are there
+    early: EarlyStep | None = None  # while nothing that it computed counts
+    was_early: bool = False  # and its step did not count: once is enough
     computing_to: int | None = None  # end of its slice in the step under way
     is_committing: bool = False
     num_sends: int = 0
@@ -174,7 +179,11 @@ class Sequence:
         assert len(self.block_table) == -(-self.num_tokens // block_size)
         assert self.num_computed <= self.num_tokens
         assert self.is_reserving == (self.phase is Phase.RESERVING)
-        assert self.is_loading <= (self.phase in (Phase.RESERVING, Phase.LOADING))
+        loads_early = self.early is not None and self.phase is Phase.RUNNING
+        assert (self.early is None) or loads_early, f"{self.request_id} began early and went on"
+        assert self.is_loading <= (self.phase in (Phase.RESERVING, Phase.LOADING) or loads_early)
+        if self.phase is Phase.LOADING:
+            assert self.is_loading or self.num_sends, f"{self.request_id} loads nothing"
         assert self.is_loading == (self.num_loading > 0)
         assert self.is_committing == (self.phase is Phase.COMMITTING)
         if self.phase in (Phase.SENDING, Phase.COMMITTING):

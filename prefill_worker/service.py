@@ -18,6 +18,8 @@ from prefill_worker import actions as act
 from prefill_worker import events as ev
 from prefill_worker.landing import KvMemory, Route, StepWriter, block_runs
 from prefill_worker.landing_client import LandingClient, lost
+from prefill_worker.layer_gate import BoundedWait, LayerGate, PrefixLate
+from prefill_worker.layered_load import LayeredLoad
 from prefill_worker.sending import Sender
 from prefill_worker.state import PrefillState
 from prefill_worker.stores import load_prefix, prefetch, put_blocks
@@ -71,6 +73,7 @@ class PrefillService:
         self._clock = clock
         self.streams = GatewayStreams(on_lost=self._gateway_lost)
         self._operations = Operations(self.post)
+        self._gates: dict[RequestId, LayerGate] = {}  # of prefixes that load layer by layer
         self._reservations: dict[RequestId, asyncio.Task[ev.Event | None]] = {}
         self._timer = Timer(lambda: self.post(ev.Tick()), clock)
         self._idle = asyncio.Event()
@@ -87,9 +90,9 @@ class PrefillService:
             act.ReleaseLanding: lambda action: start(self._release(action)),
             act.PrefetchPrefix: lambda action: start(prefetch(stores, action)),
             act.SkipPrefix: _log_skipped,
-            act.LoadPrefix: lambda action: start(load_prefix(stores, memory, action, patience)),
+            act.LoadPrefix: self._start_load,
             act.SendBlocks: lambda action: start(self._send_blocks(action)),
-            act.RunStep: lambda action: start(self._run_step(action)),
+            act.RunStep: lambda action: start(self._run_step(action, self._wait_of(action))),
             act.SendFirstToken: self._send_first_token,
             act.Fail: self._send_failure,
             act.CommitHandoff: lambda action: start(self._commit(action)),
@@ -221,17 +224,38 @@ class PrefillService:
             log.info("renewal of %s will be tried again: %s", lease_id, error)
         return None
 
+    # -- a prefix
+
+    def _start_load(self, action: act.LoadPrefix) -> None:
+        stores, memory, patience = self._stores, self._memory, self._patience
+        if action.choice.layers_at_once is None:
+            self._operations.start(load_prefix(stores, memory, action, patience))
+            return
+        gate = self._gates[action.request_id] = LayerGate()
+        load = LayeredLoad(stores, memory, action, patience, gate, self.post)
+        task = self._operations.start(load.run())
+
+        def ended(_task: object) -> None:
+            if self._gates.get(action.request_id) is gate:  # else the request has come back
+                del self._gates[action.request_id]
+
+        task.add_done_callback(ended)
+
     # -- computing and sending
 
-    async def _run_step(self, action: act.RunStep) -> ev.Event | None:
-        writer = StepWriter(self._memory, action.plans, self._sender.submit)
+    async def _run_step(self, action: act.RunStep, wait: BoundedWait | None) -> ev.Event | None:
+        on_prefix = wait.before if wait is not None else None
+        writer = StepWriter(self._memory, action.plans, self._sender.submit, on_prefix)
         try:
             sampled = await self._engine.execute(
                 [plan.slice for plan in action.plans], writer.on_layer
             )
+        except PrefixLate as late:
+            log.info("a step is given up: %s", late)
+            outcome: ev.Event = ev.StepGivenUp()
         except Exception as error:  # whatever the engine raises ends these requests, not the worker
             log.exception("a step failed")
-            outcome: ev.Event = ev.StepFailed(error=_as_failure(error))
+            outcome = ev.StepFailed(error=_as_failure(error))
         else:
             outcome = ev.StepDone(
                 slices=tuple(
@@ -241,7 +265,8 @@ class PrefillService:
                     for plan, result, checksums in zip(
                         action.plans, sampled, writer.checksums(), strict=True
                     )
-                )
+                ),
+                waited_s=wait.waited_s if wait is not None else 0.0,
             )
         # The first token leaves before the last bytes: it is what the client waits for.
         self.post(outcome)
@@ -252,6 +277,13 @@ class PrefillService:
                 sent = partial(writer.sent, position)
                 self._operations.start(_writes(plan.slice.request_id, sent))
         return None
+
+    def _wait_of(self, action: act.RunStep) -> BoundedWait | None:
+        """For a step whose only prompt's prefix is arriving; it may have ended when the step begins."""
+        if action.max_wait_s is None:
+            return None
+        [plan] = action.plans
+        return BoundedWait(self._gates[plan.slice.request_id], action.max_wait_s)
 
     async def _send_blocks(self, action: act.SendBlocks) -> ev.Event:
         layout = self._memory.layout

@@ -1,15 +1,16 @@
 """The prefill worker's automaton: `handle(event, now) -> actions`.
 
     QUEUED → RESERVING → LOADING → READY → RUNNING → SENDING → COMMITTING → CLOSING → CLOSED
-                                     ↑_______________________________|  blocks arrived corrupt: compute again
+                            |        ↑_____________________________|  blocks arrived corrupt: compute again
+                            |←---------------→ RUNNING before the prefix is there, and back if it is bad
 
 Reserving and loading overlap each other and the step of earlier sequences; one step is under way at a time. Rules:
 blocks are released only when no operation under way uses them; every sequence ends in a handoff, a last token or a
 failure that its gateway is told. No clock, no I/O, no tensors; `now` is in monotonic seconds.
 
-This file owns arrival, cancellation and deadlines; `preparation`, `steps` and `handoffs` own the phases, `puts` the
-write-behind to the store, `prefetch` what stores are asked for ahead of time, `load_or_compute` whether a stored prefix
-is worth reading, and `ledger` what all of them share.
+This file owns arrival, cancellation and deadlines; `preparation`, `steps` (with `early_steps`) and `handoffs` own the
+phases, `puts` the write-behind to the store, `prefetch` what stores are asked for ahead of time, `load_or_compute`
+whether a stored prefix is worth reading, and `ledger` what all of them share.
 """
 
 from __future__ import annotations
@@ -73,9 +74,11 @@ class PrefillState:
             ev.LandingGranted: self._preparation.landing_granted,
             ev.LandingRefused: self._preparation.landing_refused,
             ev.LandingLost: self._preparation.landing_lost,
+            ev.PrefixProgress: self._preparation.prefix_progress,
             ev.PrefixLoaded: self._preparation.prefix_loaded,
             ev.PrefixLoadFailed: self._preparation.prefix_load_failed,
             ev.StepDone: self._steps.done,
+            ev.StepGivenUp: self._steps.given_up,
             ev.StepFailed: self._steps.failed,
             ev.WritesDone: self._handoffs.writes_done,
             ev.WritesFailed: self._handoffs.writes_failed,
@@ -95,6 +98,7 @@ class PrefillState:
         ledger = self._ledger
         ledger.out = []
         self._handlers[type(event)](event, now)
+        self._steps.settle(now)
         while ledger.returned:
             self._submitted(ledger.returned.pop(), now)
         self._preparation.admit(now)

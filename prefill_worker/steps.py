@@ -13,6 +13,7 @@ from collections.abc import Callable
 from engine.batch import Slice
 from prefill_worker import events as ev
 from prefill_worker.actions import RunStep, SendFirstToken, SlicePlan
+from prefill_worker.early_steps import EarlySteps
 from prefill_worker.ledger import Ledger
 from prefill_worker.preparation import send_computed
 from prefill_worker.sequence import PREPARED, RUNNABLE, Phase, Sequence
@@ -25,6 +26,7 @@ class Steps:
     def __init__(self, ledger: Ledger, on_computed: Callable[[Sequence, float], None]) -> None:
         self._ledger = ledger
         self._on_computed = on_computed
+        self._early = EarlySteps(ledger, self._take)
         self._members: tuple[Sequence, ...] = ()  # of the step under way
         self._began_at = 0.0  # with members
 
@@ -33,8 +35,14 @@ class Steps:
         if self._members:
             return
         limits = self._ledger.limits
-        runnable = [s for s in self._ledger.admitted.values() if s.phase in RUNNABLE]
+        runnable = [
+            s for s in self._ledger.admitted.values() if s.phase in RUNNABLE and s.early is None
+        ]
         runnable.sort(key=lambda sequence: sequence.rank)
+        early = self._early.best(now)
+        if early is not None and (not runnable or early.rank < runnable[0].rank):
+            self._run_early(early, now)
+            return
         budget = limits.max_num_batched_tokens
         num_here = len(self._ledger.queue) + sum(
             s.phase in PREPARED or s.phase in RUNNABLE for s in self._ledger.admitted.values()
@@ -51,6 +59,19 @@ class Steps:
         if plans:
             self._members, self._began_at = tuple(runnable[: len(plans)]), now
             self._ledger.out.append(RunStep(plans=tuple(plans)))
+
+    def _run_early(self, sequence: Sequence, now: float) -> None:
+        """A step of its own: nobody whose blocks are there waits for others' to arrive."""
+        end, max_wait_s = self._early.begin(sequence, now)
+        assert sequence.early is not None, "it has begun"
+        num_tokens = end - sequence.early.start
+        plan = plan_slice(sequence, num_tokens, self._ledger.limits.block_size)
+        self._members, self._began_at = (sequence,), now
+        self._ledger.out.append(RunStep(plans=(plan,), max_wait_s=max_wait_s))
+
+    def settle(self, now: float) -> None:
+        """After every event: early steps whose prefix is known to be good, or bad."""
+        self._early.settle(now)
 
     def _joins(self, sequence: Sequence, budget: int, num_ending: int, num_waiting: int) -> bool:
         """Whether a sequence is computed to its end in a step with others that end there."""
@@ -83,17 +104,36 @@ class Steps:
 
     def done(self, event: ev.StepDone, now: float) -> None:
         members, self._members = self._members, ()
-        self._share(members, now - self._began_at)
+        early = members[0].early
+        if early is None:
+            self._share(members, now - self._began_at)
         for sequence, result in zip(members, event.slices, strict=True):
             assert sequence.computing_to is not None, "a member of a step has a slice in it"
-            sequence.num_computed, sequence.computing_to = sequence.computing_to, None
-            for index, checksum in result.checksums:
-                self._ledger.publish(sequence, index, checksum)
-            self._ledger.counters["computed_slices"] += 1
-            if sequence.phase is Phase.CLOSING:
+            if early is not None:
+                sequence.computing_to = None
+                early.ended(result, waited_s=event.waited_s, seconds=now - self._began_at)
                 self._ledger.close_if_quiet(sequence, now)
-            elif sequence.num_left == 0:
-                self._finish(sequence, result, now)
+                continue
+            sequence.num_computed, sequence.computing_to = sequence.computing_to, None
+            self._take(sequence, result, now)
+
+    def _take(self, sequence: Sequence, result: ev.SliceDone, now: float) -> None:
+        """What a step has computed of a sequence counts from now on."""
+        for index, checksum in result.checksums:
+            self._ledger.publish(sequence, index, checksum)
+        self._ledger.counters["computed_slices"] += 1
+        if sequence.phase is Phase.CLOSING:
+            self._ledger.close_if_quiet(sequence, now)
+        elif sequence.num_left == 0:
+            self._finish(sequence, result, now)
+
+    def given_up(self, _event: ev.StepGivenUp, now: float) -> None:
+        """The prefix did not come in time. Only a step with one member waits for one."""
+        (sequence,), self._members = self._members, ()
+        assert sequence.early is not None, "only a step that began early waits"
+        sequence.computing_to = None
+        sequence.early.is_given_up = True
+        self._ledger.close_if_quiet(sequence, now)
 
     def _share(self, members: tuple[Sequence, ...], seconds: float) -> None:
         """Each gets the part of a step that its tokens should have made of it: predictions of short prompts would learn
@@ -110,7 +150,10 @@ class Steps:
         self._ledger.counters["failed_steps"] += 1
         for sequence in members:
             sequence.computing_to = None
-            self._ledger.fail(sequence, event.error, now)
+            if sequence.early is not None and sequence.phase is Phase.RUNNING:
+                sequence.early.ended(event.error)  # which bytes that did not count may have caused
+            else:
+                self._ledger.fail(sequence, event.error, now)
 
     def _finish(self, sequence: Sequence, result: ev.SliceDone, now: float) -> None:
         """All KV is there. The first token goes out at once, unless it did before blocks arrived corrupt."""
@@ -139,6 +182,7 @@ class Steps:
 
     def validate(self) -> None:
         """Raises AssertionError when the step and its members disagree."""
+        self._early.validate()
         in_step = {s.request_id for s in self._members}
         for sequence in self._ledger.admitted.values():
             is_member = sequence.request_id in in_step
@@ -148,6 +192,8 @@ class Steps:
 def plan_slice(sequence: Sequence, num_tokens: int, block_size: int) -> SlicePlan:
     """The next `num_tokens` tokens of a sequence, noted in it as under way."""
     request, start = sequence.request, sequence.num_computed
+    if sequence.early is not None:
+        start = sequence.early.start
     sequence.computing_to = end = start + num_tokens
     landing = sequence.landing if end > sequence.num_sent else None
     send_from = max(start, sequence.num_sent)
@@ -174,9 +220,11 @@ def plan_slice(sequence: Sequence, num_tokens: int, block_size: int) -> SlicePla
 
 
 def prefill_report(sequence: Sequence, now: float) -> PrefillReport:
-    """Queueing, loading and computing add up to the time since the submission. Whoever else has the engine while a
+    """Queueing, loading and computing add up to the time since the submission; loading is what the prefix delayed, not
+    what the engine computed beside. Whoever else has the engine while a
     prompt runs, in steps of its own or in shared ones, is waited for like those before it."""
-    load_s, compute_s = sequence.ready_at - sequence.admitted_at, sequence.compute_s
+    load_s = sequence.ready_at - sequence.admitted_at + sequence.waited_s
+    compute_s = sequence.compute_s
     return PrefillReport(
         request_id=sequence.request_id,
         cached_tokens=sequence.num_cached,

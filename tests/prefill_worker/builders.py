@@ -95,6 +95,8 @@ def make_state(
     max_pending_puts: int = 4096,
     max_prefetch_blocks: int = 8,
     profile: PrefillProfile = PROFILE,
+    num_layers: int = 1,
+    layered_loads: str = "auto",
 ) -> PrefillState:
     return PrefillState(
         Limits(
@@ -109,6 +111,8 @@ def make_state(
             max_put_blocks=max_put_blocks,
             max_pending_puts=max_pending_puts,
             max_prefetch_blocks=max_prefetch_blocks,
+            num_layers=num_layers,
+            layered_loads=layered_loads,
         ),
         lease_prefix="lease",
         profile=profile,

@@ -190,6 +190,7 @@ async def cluster(
     home_store: str | None = None,
     landing_ttl_s: float = 30.0,
     profile: PrefillProfile = PROFILE,
+    layered_loads: str = "auto",
 ) -> AsyncIterator[Cluster]:
     """Everything in one process, torn down in reverse order."""
     layout = load_model_config(path).kv_layout(BLOCK_SIZE, "float32")
@@ -207,7 +208,7 @@ async def cluster(
             channels, fingerprint=thread.engine.fingerprint, ttl_s=landing_ttl_s
         )
         service = PrefillService(
-            _make_state(num_blocks, budget, home_store, layout.block_bytes, profile),
+            _make_state(num_blocks, budget, home_store, layout, profile, layered_loads),
             engine=engine,
             memory=KvMemory(segment, layout, num_blocks),
             transfer=transfer,
@@ -244,16 +245,20 @@ def _make_state(
     num_blocks: int,
     budget: int,
     home_store: str | None,
-    block_bytes: int,
+    layout: KvLayout,
     profile: PrefillProfile,
+    layered_loads: str,
 ) -> PrefillState:
     limits = Limits(
         block_size=BLOCK_SIZE,
-        block_bytes=block_bytes,
+        block_bytes=layout.block_bytes,
         num_blocks=num_blocks,
         max_model_len=1000,
         max_num_batched_tokens=budget,
         max_num_seqs=8,
+        num_layers=layout.num_layers,
+        layered_loads=layered_loads,
+        spare_wait_s=PATIENCE_S,
     )
     return PrefillState(
         limits,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -32,6 +33,15 @@ Answer = Callable[[str], ev.Event]
 """The event that answers an operation, well ("good") or in one of the bad ways."""
 
 
+@dataclass
+class Load:
+    """A prefix on its way."""
+
+    num_blocks: int
+    num_layers: int = 0  # that have arrived
+    is_good: bool = False  # known at its end
+
+
 class PrefillWorkers(RuleBasedStateMachine):
     """Plays the world around one worker: each action waits in `under_way` until some rule answers it."""
 
@@ -44,6 +54,8 @@ class PrefillWorkers(RuleBasedStateMachine):
         self.first_tokens: dict[str, Token] = {}
         self.under_way: list[tuple[str, Answer]] = []
         self.reserving: dict[str, act.ReserveLanding] = {}
+        self.loading: dict[str, Load] = {}  # layer by layer
+        self.early: dict[int, Load] = {}  # what a step was computed behind, by its token
         self.state: PrefillState = make_state()
 
     @initialize(
@@ -52,8 +64,11 @@ class PrefillWorkers(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         puts=st.integers(1, 4),
         prefetch=st.integers(0, 6),
+        layered=st.sampled_from(["always", "never"]),
     )
-    def start(self, num_blocks: int, budget: int, policy: str, puts: int, prefetch: int) -> None:
+    def start(
+        self, num_blocks: int, budget: int, policy: str, puts: int, prefetch: int, layered: str
+    ) -> None:
         self.state = make_state(
             num_blocks=num_blocks,
             budget=budget,
@@ -62,6 +77,8 @@ class PrefillWorkers(RuleBasedStateMachine):
             max_pending_puts=2 * puts,
             max_prefetch_blocks=prefetch,
             max_model_len=40,
+            num_layers=3,
+            layered_loads=layered,
         )
 
     def post(self, event: ev.Event) -> None:
@@ -88,6 +105,8 @@ class PrefillWorkers(RuleBasedStateMachine):
                 name = action.token.request_id
                 assert name in self.live, "a token after the end"
                 assert name not in self.first_tokens, "a second first token"
+                behind = self.early.get(action.token.token_id)
+                assert behind is None or behind.is_good, "computed from what was not verified"
                 self.first_tokens[name] = action.token
                 if action.token.finish_reason:
                     self.live.remove(name)
@@ -125,16 +144,22 @@ class PrefillWorkers(RuleBasedStateMachine):
 
     def answer_load(self, action: act.LoadPrefix) -> Answer:
         num_keys = sum(len(part.keys) for part in action.parts)
+        load = Load(num_blocks=num_keys)
+        if action.choice.layers_at_once is not None:
+            assert action.choice.layers_at_once == 1
+            self.loading[action.request_id] = load
 
         def reads(*, seconds: float, failed: bool = False) -> tuple[ev.PartRead, ...]:
             store = action.parts[0].store
             return (ev.PartRead(store=store, num_bytes=1000, seconds=seconds, failed=failed),)
 
         def answer(how: str) -> ev.Event:
+            self.loading.pop(action.request_id, None)
+            load.is_good = how == "good"
             if how == "bad":
                 slow = reads(seconds=5.0, failed=True)
                 return ev.PrefixLoadFailed(request_id=action.request_id, error=LOST, reads=slow)
-            num_good = num_keys if how == "good" else num_keys - 1
+            num_good = load.num_blocks if how == "good" else load.num_blocks - 1
             return ev.PrefixLoaded(
                 request_id=action.request_id,
                 checksums=tuple(range(2000, 2000 + num_good)),
@@ -151,6 +176,12 @@ class PrefillWorkers(RuleBasedStateMachine):
         )
 
     def answer_step(self, action: act.RunStep) -> Answer:
+        behind: Load | None = None
+        if action.max_wait_s is not None:
+            assert len(action.plans) == 1, "others wait for this one's prefix"
+            behind = self.loading[action.plans[0].slice.request_id]
+            assert behind.num_layers > 0
+
         def answer(how: str) -> ev.Event:
             for plan in action.plans:
                 if plan.landing is not None:
@@ -158,6 +189,12 @@ class PrefillWorkers(RuleBasedStateMachine):
                     self.wait(name, self.answer_writes(name))
             if how == "bad":
                 return ev.StepFailed(error=LOST)
+            if behind is not None:
+                if how == "odd":
+                    return ev.StepGivenUp()
+                token = 1000 + len(self.early)
+                self.early[token] = behind
+                return step_done(action, token_id=token)
             return step_done(action, token_id=42 if how == "good" else 43)
 
         return answer
@@ -243,6 +280,42 @@ class PrefillWorkers(RuleBasedStateMachine):
         position = data.draw(st.integers(0, len(self.under_way) - 1))
         _, answer = self.under_way.pop(position)
         self.post(answer(how))
+
+    @rule(own=st.integers(1, 12), stored=st.integers(1, 5), max_tokens=st.integers(1, 3))
+    def submit_stored(self, own: int, stored: int, max_tokens: int) -> None:
+        """A prompt that can begin as soon as a layer of its prefix is there."""
+        self.num_requests += 1
+        name = f"r{self.num_requests}"
+        tokens = range(1000 * self.num_requests, 1000 * self.num_requests + 4 * stored + own)
+        self.gateway_of[name] = GATEWAYS[0]
+        self.live.add(name)
+        request = make_request(name, tokens, max_tokens=max_tokens)
+        self.post(submitted(request, sources=[(HOME, 0, stored)]))
+        for position, (other, answer) in enumerate(self.under_way):
+            if other == name and name in self.reserving:
+                del self.under_way[position]
+                self.post(answer("good"))
+                break
+
+    @precondition(lambda self: any(load.num_layers < 3 for load in self.loading.values()))
+    @rule(data=st.data(), fewer=st.booleans())
+    def layers_arrive(self, data: st.DataObject, fewer: bool) -> None:
+        names = sorted(name for name, load in self.loading.items() if load.num_layers < 3)
+        name = data.draw(st.sampled_from(names))
+        load = self.loading[name]
+        if fewer and load.num_layers == 0 and load.num_blocks > 1:
+            load.num_blocks -= 1
+        load.num_layers += 1
+        self.post(
+            ev.PrefixProgress(
+                request_id=RequestId(name),
+                num_blocks=load.num_blocks,
+                num_layers=load.num_layers,
+                layers_at_once=1,
+                of_layers=3,
+                seconds=0.001 * load.num_layers,
+            )
+        )
 
     @precondition(lambda self: self.num_requests)
     @rule(data=st.data())

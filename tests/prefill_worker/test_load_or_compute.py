@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from prefill_worker import actions as act
 from prefill_worker import events as ev
-from prefill_worker.load_or_compute import PrefixLoads, choose
+from prefill_worker.load_or_compute import Layers, PrefixLoads, choose
 from prefill_worker.metrics import PrefixLoadCollector
 from prefill_worker.state import PrefillState
 from prefill_worker.store_speed import FORGET_AFTER_S
@@ -79,7 +79,7 @@ def test_reading_a_part_of_a_part_is_never_better_than_all_or_nothing(
 
 
 def loads_of(profile: PrefillProfile) -> PrefixLoads:
-    return PrefixLoads(profile, block_bytes=BLOCK_BYTES, block_size=4)
+    return PrefixLoads(profile, Layers(1), block_bytes=BLOCK_BYTES, block_size=4, chunk_tokens=1000)
 
 
 def test_what_is_not_there_and_what_fails_at_once_say_nothing_about_speed() -> None:

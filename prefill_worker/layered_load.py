@@ -1,0 +1,226 @@
+"""A prefix from store nodes into the own pool, layer by layer, so that the engine can compute behind it meanwhile.
+
+All parts are leased first, so that it is known how many blocks there are to be had; then their bytes come in *turns*, a
+few layers of all blocks in each; last, every block is verified by its writer's checksum, which covers all its layers.
+Its rules: a turn is announced when all of its bytes are in the pool, and none after a part has failed; what lies before
+a part that failed is still read to its end; when this returns, nothing writes to the blocks any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvstore.block_client import BlockClient, right_s
+from kvstore.objects import ReadLease
+from prefill_worker import events as ev
+from prefill_worker.actions import LoadPrefix, PrefixPart
+from prefill_worker.landing import KvMemory
+from prefill_worker.layer_gate import LayerGate
+from prefill_worker.stores import READ_STALL_S
+from protocol.errors import InvalidRequest, MoonserveError
+from transfer import Op, ScatterTransfer
+from transfer.base import LENGTH, LOCAL, REMOTE, Rows
+from transfer.patience import Patience
+
+log = logging.getLogger(__name__)
+
+Told = Callable[[ev.PrefixProgress], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """One store's share of the prefix, as far as it was leased."""
+
+    part: PrefixPart
+    lease: ReadLease
+    rows: Rows
+    """Where piece 0 of each leased block lies and goes."""
+    num_good: int = 0
+    seconds: float = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.rows)
+
+    def as_read(self, block_bytes: int) -> ev.PartRead:
+        return ev.PartRead(
+            store=self.part.store, num_bytes=self.num_good * block_bytes, seconds=self.seconds
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """The first part that could not be read; those behind it are of no use."""
+
+    error: MoonserveError
+    read: ev.PartRead
+
+
+class LayeredLoad:
+    """One LoadPrefix action. `told` is called in the event loop for each turn that has arrived."""
+
+    def __init__(
+        self,
+        client: BlockClient,
+        memory: KvMemory,
+        action: LoadPrefix,
+        patience: Patience,
+        gate: LayerGate,
+        told: Told,
+    ) -> None:
+        self._client = client
+        self._memory = memory
+        self._action = action
+        self._patience = replace(patience, base_s=min(patience.base_s, READ_STALL_S))
+        self._gate = gate
+        self._told = told
+        self._clock = asyncio.get_running_loop().time
+        self._parts: list[_Part] = []
+        self._leases: list[ReadLease] = []
+        self._failure: _Failure | None = None
+
+    async def run(self) -> ev.PrefixLoaded | ev.PrefixLoadFailed:
+        """The whole load, to its end."""
+        log.debug("prefix of %s, by layer: %s", self._action.request_id, self._action.choice)
+        try:
+            await self._lease_all()
+            await self._read_all()
+            checksums = await self._verified()
+        finally:
+            self._gate.close()
+            for lease in self._leases:
+                self._client.release_soon(lease)
+        return self._answer(checksums)
+
+    def _answer(self, checksums: list[int]) -> ev.PrefixLoaded | ev.PrefixLoadFailed:
+        request_id, failure = self._action.request_id, self._failure
+        reads = tuple(each.as_read(self._memory.layout.block_bytes) for each in self._parts)
+        if failure is not None:
+            reads += (failure.read,)
+            if not checksums:
+                return ev.PrefixLoadFailed(request_id=request_id, error=failure.error, reads=reads)
+        return ev.PrefixLoaded(request_id=request_id, checksums=tuple(checksums), reads=reads)
+
+    # -- which blocks there are to be had
+
+    async def _lease_all(self) -> None:
+        for part in self._action.parts:
+            began_at = self._clock()
+            try:
+                leased = await self._lease(part)
+            except MoonserveError as error:
+                self._fail(part, self._clock() - began_at, error)
+                return
+            leased.seconds = self._clock() - began_at
+            self._parts.append(leased)
+            if leased.num_blocks < len(part.keys):
+                return
+
+    async def _lease(self, part: PrefixPart) -> _Part:
+        deadline_s = self._deadline_s(len(part.keys))
+        lease = await self._client.lease(
+            part.store, part.keys, ttl_s=right_s(deadline_s), timeout_s=deadline_s
+        )
+        if lease.objects:
+            self._leases.append(lease)
+        layout = self._memory.layout
+        if any(stored.length != layout.block_bytes for stored in lease.objects):
+            raise InvalidRequest(f"{part.store.instance_id} has blocks of another size")
+        rows = np.empty((len(lease.objects), 3), np.int64)
+        rows[:, REMOTE] = [stored.offset for stored in lease.objects]
+        rows[:, LOCAL] = np.array(part.blocks[: len(rows)], np.int64) * layout.piece_bytes
+        rows[:, LENGTH] = layout.piece_bytes
+        return _Part(part, lease, rows)
+
+    # -- their bytes
+
+    async def _read_all(self) -> None:
+        at_once = self._action.choice.layers_at_once
+        assert at_once is not None, "this prefix is read layer by layer"
+        num_layers = self._memory.layout.num_layers
+        num_leased = sum(each.num_blocks for each in self._parts)
+        began_at = self._clock()
+        for first in range(0, num_layers, at_once):
+            end = min(first + at_once, num_layers)
+            for each in tuple(self._parts):
+                if not await self._read_turn(each, range(2 * first, 2 * end)):
+                    break
+            if sum(each.num_blocks for each in self._parts) < num_leased or not num_leased:
+                self._gate.close()
+            else:
+                self._arrived(num_leased, end, at_once, self._clock() - began_at)
+
+    async def _read_turn(self, each: _Part, pieces: range) -> bool:
+        """Whether it could be read; else this part and those behind it are given up."""
+        began_at = self._clock()
+        try:
+            await self._client.transfer(
+                each.lease,
+                self._transfer(each, pieces),
+                deadline_s=self._deadline_s(each.num_blocks),
+            )
+        except MoonserveError as error:
+            del self._parts[self._parts.index(each) :]
+            self._fail(each.part, each.seconds + self._clock() - began_at, error)
+            return False
+        finally:
+            each.seconds += self._clock() - began_at
+        return True
+
+    def _transfer(self, each: _Part, pieces: range) -> ScatterTransfer:
+        """Block by block: a block's pieces are neighbours at the store."""
+        strides = np.zeros(3, np.int64)
+        strides[REMOTE], strides[LOCAL] = self._memory.layout.piece_bytes, self._memory.piece_stride
+        shifts = np.array(pieces, np.int64)[None, :, None] * strides
+        rows = (each.rows[:, None, :] + shifts).reshape(-1, 3)
+        return ScatterTransfer(Op.READ, self._memory.segment, each.lease.segment, rows)
+
+    def _arrived(self, num_blocks: int, num_layers: int, at_once: int, seconds: float) -> None:
+        self._gate.arrived(num_layers)
+        self._told(
+            ev.PrefixProgress(
+                request_id=self._action.request_id,
+                num_blocks=num_blocks,
+                num_layers=num_layers,
+                layers_at_once=at_once,
+                of_layers=self._memory.layout.num_layers,
+                seconds=seconds,
+            )
+        )
+
+    # -- whether they are good
+
+    async def _verified(self) -> list[int]:
+        """Checksums of the leading blocks that are good."""
+        checksums: list[int] = []
+        for each in tuple(self._parts):
+            began_at = self._clock()
+            places = [
+                self._memory.pieces_of(block) for block in each.part.blocks[: each.num_blocks]
+            ]
+            try:
+                each.num_good = await self._client.verify(each.lease, self._memory.segment, places)
+            except MoonserveError as error:
+                del self._parts[self._parts.index(each) :]
+                self._fail(each.part, each.seconds + self._clock() - began_at, error)
+                break
+            each.seconds += self._clock() - began_at
+            checksums += [stored.checksum for stored in each.lease.objects[: each.num_good]]
+            if each.num_good < len(each.part.keys):
+                del self._parts[self._parts.index(each) + 1 :]
+                break
+        return checksums
+
+    def _fail(self, part: PrefixPart, seconds: float, error: MoonserveError) -> None:
+        log.warning("prefix not read from %s: %s", part.store.instance_id, error)
+        num_bytes = len(part.keys) * self._memory.layout.block_bytes
+        read = ev.PartRead(store=part.store, num_bytes=num_bytes, seconds=seconds, failed=True)
+        self._failure = _Failure(error, read)
+
+    def _deadline_s(self, num_blocks: int) -> float:
+        return self._patience.deadline_s(num_blocks * self._memory.layout.block_bytes)
