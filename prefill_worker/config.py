@@ -39,16 +39,16 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
         help="blocks of waiting requests that stores are asked to fetch from disk ahead of time; "
         "half of what the worker's own KV memory holds when not given, 0 = none",
     )
-    landing_ttl_s: float = option(30.0, help="life of a landing lease between renewals, seconds")
-    fault_corrupt_writes: int = option(0, help="corrupt this many KV writes, for fault tests")
-    fault_drop_connections: int = option(
-        0, help="drop this many transfer connections, for fault tests"
-    )
     layered_loads: str = option(
         "auto",
         help="read a stored prefix layer by layer and compute behind it meanwhile: where that is "
         "predicted to be faster, always, or never",
         choices=("auto", "always", "never"),
+    )
+    landing_ttl_s: float = option(30.0, help="life of a landing lease between renewals, seconds")
+    fault_corrupt_writes: int = option(0, help="corrupt this many KV writes, for fault tests")
+    fault_drop_connections: int = option(
+        0, help="drop this many transfer connections, for fault tests"
     )
 
     def __post_init__(self) -> None:
@@ -86,6 +86,8 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
             max_put_blocks=self.max_put_blocks,
             max_pending_puts=self.max_pending_puts,
             max_prefetch_blocks=self._prefetch_limit(plan),
+            num_layers=plan.layout.num_layers,
+            layered_loads=self.layered_loads,
             policy=self.scheduling_policy,
             enable_prefix_caching=self.enable_prefix_caching,
         )
@@ -94,5 +96,3 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
         # Half: a store serves several workers, and its memory is often not much larger than theirs.
         wish = self.max_prefetch_blocks
         return plan.num_blocks // 2 if wish is None else wish
-            num_layers=plan.layout.num_layers,
-            layered_loads=self.layered_loads,

@@ -122,10 +122,10 @@ class StepWriter:
         """`before_attention(layer)`: waits, in the engine's thread, for what a layer looks at. Raises PrefixLate."""
         self._memory = memory
         self._submit = submit
+        self._before_attention = before_attention
         self._sent = [_SentSlice(memory, plan) for plan in plans]
         self._sums = [_BlockSum(memory, plan, index) for plan in plans for index in plan.complete]
         self._num_sums = [len(plan.complete) for plan in plans]
-        self._before_attention = before_attention
 
     def on_layer(self, layer: int) -> None:
         """Called in the engine's thread, when a layer's new K and V are in the pool and before anything looks at them.
@@ -140,11 +140,11 @@ class StepWriter:
             for block in self._sums:
                 start = block.start + piece * stride
                 block.checksum.add(buffer[start : start + block.length])
+        if self._before_attention is not None:
+            self._before_attention(layer)
 
     def checksums(self) -> list[tuple[tuple[int, int], ...]]:
         """Per plan: (index in the block table, checksum) of each completed block. After the last layer."""
-        if self._before_attention is not None:
-            self._before_attention(layer)
         sums = iter(self._sums)
         return [
             tuple((entry.index, entry.checksum.value) for entry in islice(sums, count))
