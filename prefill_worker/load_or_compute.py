@@ -34,8 +34,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from kvstore.store_speed import Speed, StoreSpeeds
 from prefill_worker.events import PartRead
-from prefill_worker.store_speed import Speed, StoreSpeeds
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint
 

@@ -1,14 +1,12 @@
 """The worker's dealings with store nodes: prefixes in, computed blocks out.
 
-The store client verifies what it reads; what did not arrive well counts as not there. The home store's endpoint comes
-from the conductor, and is asked for again whenever a put failed, since a restarted store has another one.
+The store client verifies what it reads; what did not arrive well counts as not there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvstore.block_client import BlockClient, right_s
@@ -16,21 +14,13 @@ from kvstore.objects import PutObject
 from prefill_worker import events as ev
 from prefill_worker.actions import LoadPrefix, PrefetchPrefix, PrefixPart, PutBlocks
 from prefill_worker.landing import KvMemory
-from protocol.conductors import Conductors
 from protocol.errors import MoonserveError
-from protocol.pb import conductor_pb2
-from protocol.request import Endpoint
-from protocol.rpc import Channels
-from protocol.wire import endpoint_from_wire
 from transfer.patience import Patience
 
 log = logging.getLogger(__name__)
 
 # A store that stalls for longer is not worth waiting for: the prefix can be computed.
 READ_STALL_S = 5.0
-# Bounds how often the conductor is asked while a store is down.
-HOME_RETRY_S = 1.0
-CALL_TIMEOUT_S = 5.0
 
 
 async def load_prefix(
@@ -137,47 +127,3 @@ async def put_blocks(
         log.warning("put to %s failed: %s", action.store.instance_id, error)
         return ev.PutFailed(put_id=action.put_id, error=error)
     return ev.PutDone(put_id=action.put_id, num_refused=result.refused, corrupt=result.corrupt)
-
-
-class HomeFinder:
-    """Asks the conductor where the home store is, as often as `look` is called for."""
-
-    def __init__(
-        self, channels: Channels, conductor: str, home_store: str, found: Callable[[Endpoint], None]
-    ) -> None:
-        self._conductors = Conductors(channels, conductor)
-        self._home_store = home_store
-        self._found = found
-        self._wanted = asyncio.Event()
-        self._wanted.set()
-
-    def look(self) -> None:
-        """The endpoint is not known, or was wrong."""
-        self._wanted.set()
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            await self._wanted.wait()
-            self._wanted.clear()
-            endpoint = await self._find()
-            if endpoint is None:
-                self._wanted.set()
-            else:
-                self._found(endpoint)
-            await asyncio.sleep(HOME_RETRY_S)
-
-    async def _find(self) -> Endpoint | None:
-        try:
-            view = await self._conductors.call(
-                lambda conductor: conductor.GetCluster,
-                conductor_pb2.GetClusterRequest(),
-                timeout_s=CALL_TIMEOUT_S,
-            )
-        except MoonserveError as error:
-            log.info("home store not found: %s", error)
-            return None
-        for instance in view.instances:
-            if instance.endpoint.instance_id == self._home_store:
-                return endpoint_from_wire(instance.endpoint)
-        return None

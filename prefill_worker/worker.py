@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from engine.block_pool import BlockPool
 from engine.replica import Replica, loaded_replica
 from kvstore.block_client import BlockClient
+from kvstore.home_finder import HomeFinder
 from prefill_worker.config import PrefillConfig
 from prefill_worker.landing import KvMemory
 from prefill_worker.landing_client import LandingClient
@@ -23,7 +24,6 @@ from prefill_worker.metrics import PrefixLoadCollector
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import WorkerServicer
 from prefill_worker.state import PrefillState
-from prefill_worker.stores import HomeFinder
 from protocol.ids import new_id
 from protocol.membership import BlockLog, Seat, member, own_endpoint
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc

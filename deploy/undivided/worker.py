@@ -16,9 +16,9 @@ from deploy.undivided.service import UndividedService
 from deploy.undivided.state import UndividedState
 from engine.replica import Replica, loaded_replica
 from kvstore.block_client import BlockClient
+from kvstore.home_finder import HomeFinder
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import WorkerServicer
-from prefill_worker.stores import HomeFinder
 from protocol.keys import BlockKey
 from protocol.membership import Seat
 from protocol.pb import conductor_pb2, worker_pb2_grpc

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvstore.store_speed import FORGET_AFTER_S
 from prefill_worker import actions as act
 from prefill_worker import events as ev
 from prefill_worker.load_or_compute import Layers, PrefixLoads, choose
 from prefill_worker.metrics import PrefixLoadCollector
 from prefill_worker.state import PrefillState
-from prefill_worker.store_speed import FORGET_AFTER_S
 from protocol.errors import PeerLost
 from protocol.ids import RequestId
 from protocol.profile import PrefillProfile

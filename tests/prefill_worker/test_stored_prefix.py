@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prefill_worker.store_speed import FORGET_AFTER_S
+from kvstore.store_speed import FORGET_AFTER_S
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, PrefixSource
 from tests.patience import PATIENCE_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefill_worker.store_speed import (
+from kvstore.store_speed import (
     FORGET_AFTER_S,
     LATENCY_S,
     LOCAL_BYTES_PER_S,
