@@ -1,27 +1,23 @@
-"""What is measured: models, dtypes, batches and contexts; and how many bytes a step cannot do without.
+"""What is measured: models, dtypes, batches, contexts and prompts. Standard library only: every contestant reads it.
 
-The 110M model is the one of the published comparison: a Llama with random weights. No torch.
+The 110M model is the one of the published comparison: a Llama with random weights.
 """
 
 from __future__ import annotations
 
-import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import ModelConfig, load_model_config
-
 DEMO_FOLDER = Path(__file__).parent.parent.parent / "models" / "demo"
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+MODELS = ("demo", "110M")
+DTYPES = ("bfloat16", "float32")
 BATCHES = (1, 8, 32)
 CONTEXTS = (512, 2048)
 PROMPTS = (512, 2048)
-BLOCK_SIZE = 32
-CHUNK = 512
-"""Prompt tokens per step: what a prefill worker takes."""
 
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 32_000,
@@ -35,13 +31,16 @@ _SMALL: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
+"""The config.json of 110M."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decode step, or where `prompt` is given, the prefill of one."""
+    """A decode step, or where `prompt` is given, the prefill of one up to its first token."""
 
     batch: int = 1
     context: int = 0
@@ -59,28 +58,7 @@ PREFILLS = [Shape(prompt=prompt) for prompt in PROMPTS]
 SHAPES = [*DECODES, *PREFILLS]
 
 
-def model_folder(name: str, temporary: Path) -> Path:
-    """Of "demo", or of "110M", whose configuration is written there."""
-    if name == "demo":
-        return DEMO_FOLDER
-    folder = temporary / name
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_SMALL))
-    return folder
-
-
-def step_bytes(folder: Path, dtype: str, shape: Shape) -> int:
-    """Weights and KV that a decode step reads: everything but the embedding's other rows."""
-    config = load_model_config(folder)
-    return DTYPE_BYTES[dtype] * (_weights(config) + shape.batch * shape.context * _kv(config))
-
-
-def _weights(config: ModelConfig) -> int:
-    hidden, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
-    attention = hidden * (heads + config.num_heads) * config.head_dim
-    layer = attention + 3 * hidden * config.intermediate_size
-    return config.num_layers * layer + config.vocab_size * hidden
-
-
-def _kv(config: ModelConfig) -> int:
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim
+def prompt_tokens(seed: int, length: int, vocab_size: int) -> list[int]:
+    """The same for everybody; shorter ones are the beginnings of longer ones, and no two seeds share a beginning."""
+    numbers = random.Random(seed)
+    return [3 + int(numbers.random() * (vocab_size - 3)) for _ in range(length)]

@@ -1,32 +1,50 @@
 """One contestant with one model in a process of its own, which answers a line of JSON with a line of JSON.
 
-So that its threads, its memory and its compiled code are its own, and all contestants are asked in turn.
+So that its threads, its memory and its compiled code are its own, and all contestants are asked in turn. Runs in our
+environment or in that of the peers. What a contestant prints goes to stderr, and it dies with who asks.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
-from pathlib import Path
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.engine.contestants import Contestant, Wish, make
+from benchmarks.engine.shapes import Shape
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_WARM_STEPS = 2  # at the beginning of a turn: others have had the caches
 
 
 def main() -> None:
-    wish = json.loads(sys.argv[1])
-    os.sched_setaffinity(0, wish["cores"])
-    # Here, so that torch sees only these cores.
-    from benchmarks.engine.contestants import make
-    from benchmarks.engine.shapes import Shape
-
-    contestant = make(wish["name"], Path(wish["folder"]), wish["dtype"], len(wish["cores"]))
-    print(json.dumps("ready"), flush=True)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if sys.platform == "linux":  # stopped between turns, it would outlive who asks
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    wish = Wish(**json.loads(sys.argv[1]))
+    os.sched_setaffinity(0, wish.cores)  # before torch looks how many there are
+    contestant = make(wish)
+    answers.write(json.dumps("ready") + "\n")
+    answers.flush()
     for line in sys.stdin:
-        asked = json.loads(line)
-        shape = Shape(**asked["shape"])
-        if asked["steps"] == 0:
-            contestant.prepare(shape)
-        times = contestant.run(shape, asked["steps"]) if asked["steps"] else []
-        print(json.dumps(times), flush=True)
+        answers.write(json.dumps(_answer(contestant, json.loads(line))) + "\n")
+        answers.flush()
+
+
+def _answer(contestant: Contestant, asked: dict[str, Any]) -> Any:
+    if "greedy" in asked:
+        return contestant.greedy(asked["greedy"], asked["count"])
+    shape = Shape(**asked["shape"])
+    if asked["steps"] == 0:
+        return contestant.prepare(shape)
+    if shape.prompt is None:
+        contestant.run(shape, _WARM_STEPS)
+    return asdict(contestant.run(shape, asked["steps"]))
 
 
 if __name__ == "__main__":

@@ -1,37 +1,32 @@
-"""Decode and prefill of our engine beside `transformers` generate, and beside what memory allows.
+"""Decode and prefill of our engine beside other engines, and beside what memory allows.
 
 All contestants with one model and dtype are alive at the same time and are asked in turn, one shape after another;
-figures are medians over the rounds, ratios are of figures of the same run. On one core time is what the processor
-spent, not what the clock on the wall said. The floor is of memory: what lies in a cache may be faster.
+figures are medians over the rounds, ratios are of figures of the same run. In float32 all must give the same tokens.
+The floor is of memory: what lies in a cache may be faster.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.bandwidth import read_bytes_per_s
-from benchmarks.engine.shapes import SHAPES, Shape, model_folder, step_bytes
-from benchmarks.measure import median, table
+from benchmarks.engine.contest import Side, measure_shape
+from benchmarks.engine.contestants import CONTESTANTS, Wish
+from benchmarks.engine.floor import step_bytes
+from benchmarks.engine.peers.environment import is_installed
+from benchmarks.engine.shapes import DEMO_FOLDER, DTYPES, MODELS, SHAPES, Shape, prompt_tokens
+from benchmarks.engine.speed_report import bars, speed_table
 
-CONTESTANTS = ("moonserve native", "moonserve torch", "transformers")
-MODELS = ("demo", "110M")
-DTYPES = ("bfloat16", "float32")
-_NATIVE, _PEER = "moonserve native", "transformers"
-_PATIENCE_S = 6.0
-"""A shape that takes longer than this in one warm-up step is measured once: its figure hardly varies."""
-_SAMPLE_S = 0.2
-_MOST_STEPS = 20
-
-Bar = dict[str, Any]
+_GREEDY_PROMPT, _GREEDY_TOKENS = 64, 16
+_LEAST_VOCABULARY = 4096
+"""Of all models: the prompt suits each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,75 +37,51 @@ class Options:
     shapes: Sequence[Shape]
     cores: Sequence[int]  # how many cores, each in turn
     rounds: int
-
-
-class Side:
-    """A contestant's process."""
-
-    def __init__(self, name: str, folder: Path, dtype: str, cores: Sequence[int]) -> None:
-        wish = {"name": name, "folder": str(folder), "dtype": dtype, "cores": list(cores)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.engine.side", json.dumps(wish)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._steps: dict[str, int] = {}
-
-    def wait_until_ready(self) -> None:
-        self._answer()
-
-    def prepare(self, shape: Shape) -> float:
-        """Seconds of a warm step."""
-        self._ask(shape, 0)
-        [seconds] = self._ask(shape, 1)
-        steps = max(1, min(_MOST_STEPS, int(_SAMPLE_S / seconds)))
-        self._steps[shape.label] = 1 if shape.prompt is not None else steps
-        return seconds
-
-    def run(self, shape: Shape) -> list[float]:
-        return self._ask(shape, self._steps[shape.label])
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.communicate()
-
-    def _ask(self, shape: Shape, steps: int) -> list[float]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"shape": asdict(shape), "steps": steps}) + "\n")
-        self._process.stdin.flush()
-        times: list[float] = self._answer()
-        return times
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a contestant ended with status {self._process.wait()}")
-        return json.loads(line)
+    retakes: int  # of a turn that others disturbed
+    scratch: Path  # models as the contestants want them, kept for the next time
 
 
 def run(options: Options) -> dict[str, Any]:
     """Figures as seconds: per number of cores, model, dtype and contestant, by the shape's label."""
     runs = []
-    with tempfile.TemporaryDirectory() as temporary:
-        for count in options.cores:
-            cores = sorted(os.sched_getaffinity(0))[:count]
-            with _confined(cores):
-                bandwidth = read_bytes_per_s()
-                for model in options.models:
-                    folder = model_folder(model, Path(temporary))
-                    for dtype in options.dtypes:
-                        figures = _measure(options, folder, dtype, cores)
-                        floor = {
-                            shape.label: step_bytes(folder, dtype, shape) / bandwidth
-                            for shape in options.shapes
-                            if shape.prompt is None
-                        }
-                        one = {"cores": count, "model": model, "dtype": dtype, "floor": floor}
-                        runs.append({**one, "bytes_per_s": bandwidth, "seconds": figures})
-                        print(_table(runs[-1], options.shapes) + "\n", flush=True)
+    installed = [name for name in options.contestants if is_installed(name)]
+    for count in options.cores:
+        cores = sorted(os.sched_getaffinity(0))[:count]
+        with _confined(cores):
+            bandwidth = read_bytes_per_s(count)
+            for model in options.models:
+                folder = model_folder(model, options.scratch)
+                for dtype in options.dtypes:
+                    floor = {
+                        shape.label: step_bytes(folder, dtype, shape) / bandwidth
+                        for shape in options.shapes
+                        if shape.prompt is None
+                    }
+                    one = {"cores": count, "model": model, "dtype": dtype, "floor": floor}
+                    wishes = [
+                        Wish(
+                            name=name,
+                            folder=str(folder),
+                            scratch=str(options.scratch),
+                            dtype=dtype,
+                            cores=cores,
+                        )
+                        for name in installed
+                    ]
+                    runs.append({**one, "bytes_per_s": bandwidth, **_measure(options, wishes)})
+                    print(speed_table(runs[-1], options.contestants) + "\n", flush=True)
     return {"rounds": options.rounds, "runs": runs, "bars": bars(runs)}
+
+
+def model_folder(name: str, scratch: Path) -> Path:
+    """Of "demo", or of "110M", which is written where it is not there yet."""
+    if name == "demo":
+        return DEMO_FOLDER
+    folder = scratch.absolute() / name
+    if not (folder / "config.json").exists():
+        command = [sys.executable, "-m", "benchmarks.engine.random_llama", str(folder)]
+        subprocess.run(command, check=True)
+    return folder
 
 
 @contextmanager
@@ -123,85 +94,29 @@ def _confined(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _measure(
-    options: Options, folder: Path, dtype: str, cores: Sequence[int]
-) -> dict[str, dict[str, float]]:
+def _measure(options: Options, wishes: Sequence[Wish]) -> dict[str, Any]:
+    """figures: contestant → label → wall_s, processor_s, waited. differing: whose tokens are not the first's."""
     with ExitStack() as stack:
-        sides = {name: Side(name, folder, dtype, cores) for name in options.contestants}
-        for side in sides.values():
-            stack.callback(side.close)
+        sides: dict[str, Side] = {}
+        for wish in wishes:
+            sides[wish.name] = Side(wish)
+            stack.callback(sides[wish.name].close)
         for side in sides.values():
             side.wait_until_ready()
-        figures: dict[str, dict[str, float]] = {name: {} for name in sides}
+        differing = _differing(sides) if wishes and wishes[0].dtype == "float32" else []
+        figures: dict[str, dict[str, Any]] = {name: {} for name in sides}
         for shape in options.shapes:
-            for name, seconds in _measure_shape(sides, shape, options.rounds).items():
+            found = measure_shape(sides, shape, options.rounds, options.retakes)
+            for name, seconds in found.items():
                 figures[name][shape.label] = seconds
-    return figures
+    return {"figures": figures, "differing": differing}
 
 
-def _measure_shape(sides: Mapping[str, Side], shape: Shape, rounds: int) -> dict[str, float]:
-    warm = {name: side.prepare(shape) for name, side in sides.items()}
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds):
-        for name, side in sides.items():
-            if number == 0 or warm[name] < _PATIENCE_S:
-                times[name].append(median(side.run(shape)))
-    return {name: median(own) for name, own in times.items()}
-
-
-# -- what it says
-
-
-def _table(run: Mapping[str, Any], shapes: Sequence[Shape]) -> str:
-    decodes = [shape for shape in shapes if shape.prompt is None]
-    prefills = [shape for shape in shapes if shape.prompt is not None]
-    rows = []
-    for name, seconds in run["seconds"].items():
-        cells = [f"{seconds[shape.label] * 1e3:.2f}" for shape in decodes]
-        cells += [
-            f"{shape.prompt / seconds[shape.label]:,.0f}" for shape in prefills if shape.prompt
-        ]
-        rows.append([name, *cells])
-    floor = [f"{run['floor'][shape.label] * 1e3:.2f}" for shape in decodes]
-    rows.append([f"floor at {run['bytes_per_s'] / 1e9:.0f} GB/s", *floor, *("–" for _ in prefills)])
-    clock = "one core, its time" if run["cores"] == 1 else f"{run['cores']} cores, wall clock"
-    title = f"{run['model']}, {run['dtype']}, {clock}: ms per step, tokens/s"
-    return table([title, *(shape.label for shape in shapes)], rows)
-
-
-def bars(runs: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """What is claimed of one core and bfloat16; `met` is None where it was not measured."""
-    found = {
-        run["model"]: run["seconds"]
-        for run in runs
-        if run["cores"] == 1 and run["dtype"] == "bfloat16"
-    }
-    small = found.get("110M", {}).get(_NATIVE, {})
-    demo = found.get("demo", {})
-    prefill, label = small.get("prefill 2048"), "B1 C512"
-    own, peer = (demo.get(name, {}).get(label) for name in (_NATIVE, _PEER))
-    return [
-        _bar("110M decode, B1 C512, ms", _scaled(small.get(label)), "≤", 11.0),
-        _bar("110M decode, B8 C512, ms", _scaled(small.get("B8 C512")), "≤", 19.0),
-        _bar(
-            "110M prefill of 2,048, tokens/s",
-            None if prefill is None else 2048 / prefill,
-            "≥",
-            850.0,
-        ),
-        _bar("demo decode, times transformers", peer / own if own and peer else None, "≥", 10.0),
-    ]
-
-
-def _scaled(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
-
-
-def _bar(claim: str, measured: float | None, sign: str, limit: float) -> Bar:
-    met = None
-    if measured is not None:
-        met = measured <= limit if sign == "≤" else measured >= limit
-    return {"claim": claim, "measured": measured, "bar": f"{sign} {limit:g}", "met": met}
+def _differing(sides: Mapping[str, Side]) -> list[str]:
+    prompt = prompt_tokens(0, _GREEDY_PROMPT, _LEAST_VOCABULARY)
+    tokens = {name: side.greedy(prompt, _GREEDY_TOKENS) for name, side in sides.items()}
+    first = next(iter(tokens.values()))
+    return [name for name, own in tokens.items() if own != first]
 
 
 def default_options() -> Options:
@@ -212,4 +127,6 @@ def default_options() -> Options:
         shapes=SHAPES,
         cores=(1, 2),
         rounds=5,
+        retakes=2,
+        scratch=Path("out/engine/models"),
     )

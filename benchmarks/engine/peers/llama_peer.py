@@ -1,0 +1,162 @@
+"""llama.cpp as a contestant, through the C interface that llama-cpp-python brings.
+
+Best of several: weights of 16 bits are tried as bfloat16 and as float16, attention both ways, and each shape goes on
+with whatever was the fastest at its preparation. One sequence's KV is computed and copied for the others of a batch,
+each into memory of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import llama_cpp as api  # type: ignore[import-not-found]
+import numpy as np
+
+from benchmarks.engine.contestants import Wish, scratch_file
+from benchmarks.engine.peers import gguf_file
+from benchmarks.engine.shapes import BATCHES, CONTEXTS, Shape, prompt_tokens
+from benchmarks.engine.turn import Turn, Watch
+
+_WEIGHTS = {"bfloat16": ("bf16", "f16"), "float32": ("f32",)}
+_FLASH = (api.LLAMA_FLASH_ATTN_TYPE_ENABLED, api.LLAMA_FLASH_ATTN_TYPE_DISABLED)
+_ROOM = 256  # tokens of a sequence beyond the longest context
+_AT_ONCE = 2048  # tokens in one call
+_TRIED_STEPS = 4
+_SILENT = api.llama_log_callback(lambda _level, _text, _data: None)
+
+
+class LlamaCpp:
+    def __init__(self, wish: Wish) -> None:
+        api.llama_log_set(_SILENT, ctypes.c_void_p(0))
+        api.llama_backend_init()
+        ways = itertools.product(_WEIGHTS[wish.dtype], _FLASH)
+        models = {kind: _model(wish, kind) for kind in _WEIGHTS[wish.dtype]}
+        threads = len(wish.cores)
+        self._all = [_Way(models[kind], flash, threads) for kind, flash in ways]
+        self._best: dict[Shape, _Way] = {}
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        return self._all[0].greedy(prompt, count)
+
+    def prepare(self, shape: Shape) -> None:
+        taken = []
+        for way in self._all:
+            way.prepare(shape)
+            taken.append(min(way.run(shape, _TRIED_STEPS).wall_s))
+        self._best[shape] = self._all[taken.index(min(taken))]
+
+    def run(self, shape: Shape, steps: int) -> Turn:
+        return self._best[shape].run(shape, steps)
+
+
+class _Way:
+    """One model with one kind of attention."""
+
+    def __init__(self, model: api.llama_model_p, flash: int, threads: int) -> None:
+        params = api.llama_context_default_params()
+        params.n_seq_max = max(BATCHES)
+        params.n_ctx = params.n_seq_max * (max(CONTEXTS) + _ROOM)
+        params.n_batch = _AT_ONCE
+        params.n_threads = params.n_threads_batch = threads
+        params.flash_attn_type = flash
+        params.kv_unified = False  # a sequence looks at its own KV only
+        self._context = api.llama_init_from_model(model, params)
+        if self._context is None:
+            raise RuntimeError("llama.cpp refused the context")
+        self._memory = api.llama_get_memory(self._context)
+        self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+        self._batch = api.llama_batch_init(_AT_ONCE, 0, 1)
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        self._cut(0, 0)
+        [token] = self._decode([(0, place, token) for place, token in enumerate(prompt)])
+        tokens = [token]
+        while len(tokens) < count:
+            [token] = self._decode([(0, len(prompt) + len(tokens) - 1, tokens[-1])])
+            tokens.append(token)
+        self._cut(0, 0)
+        return tokens
+
+    def prepare(self, shape: Shape) -> None:
+        if shape.prompt is not None:
+            return
+        self._extend(shape.context)
+        for row in range(1, shape.batch):
+            self._cut(row, 0)
+            api.llama_memory_seq_cp(self._memory, 0, row, -1, -1)
+        self.run(shape, 1)
+
+    def run(self, shape: Shape, steps: int) -> Turn:
+        if shape.prompt is not None:
+            return self._prefill(shape.prompt)
+        begin = shape.context - steps // 2 - 1
+        for row in range(shape.batch):
+            self._cut(row, begin)
+        tokens = [3] * shape.batch
+        watch = Watch()
+        for place in range(begin, begin + steps):
+            tokens = self._decode([(row, place, token) for row, token in enumerate(tokens)])
+            watch.step(len(tokens))
+        return watch.done()
+
+    def _prefill(self, length: int) -> Turn:
+        """In the last row: the others keep their KV."""
+        row = max(BATCHES) - 1
+        prompt = prompt_tokens(0, length, self._vocab_size)
+        self._cut(row, 0)
+        self._fill([(row, place, token) for place, token in enumerate(prompt)])
+        watch = Watch()
+        watch.step(len(self._next([length - 1])))
+        return watch.done()
+
+    def _extend(self, length: int) -> None:
+        """Sequence 0 to so many tokens."""
+        known = int(api.llama_memory_seq_pos_max(self._memory, 0)) + 1
+        if known < length:
+            prompt = prompt_tokens(0, length, self._vocab_size)
+            self._decode([(0, place, prompt[place]) for place in range(known, length)])
+
+    def _cut(self, row: int, length: int) -> None:
+        api.llama_memory_seq_rm(self._memory, row, length, -1)
+
+    def _decode(self, wanted: Sequence[tuple[int, int, int]]) -> list[int]:
+        """The best next token of each row's last one; (row, place, token) in order of place."""
+        return self._next(self._fill(wanted))
+
+    def _fill(self, wanted: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Which of the batch's tokens are their rows' last."""
+        batch = self._batch
+        last = {row: index for index, (row, _, _) in enumerate(wanted)}
+        for index, (row, place, token) in enumerate(wanted):
+            batch.token[index] = token
+            batch.pos[index] = place
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = row
+            batch.logits[index] = last[row] == index
+        batch.n_tokens = len(wanted)
+        return list(last.values())
+
+    def _next(self, rows: Sequence[int]) -> list[int]:
+        if api.llama_decode(self._context, self._batch) != 0:
+            raise RuntimeError("llama_decode failed")
+        return [self._argmax(index) for index in rows]
+
+    def _argmax(self, index: int) -> int:
+        logits = api.llama_get_logits_ith(self._context, index)
+        return int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
+
+
+def _model(wish: Wish, kind: str) -> api.llama_model_p:
+    path = scratch_file(wish, f"-{kind}.gguf")
+    if not path.exists():
+        gguf_file.write(Path(wish.folder), path, kind)
+    model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
+    if model is None:
+        raise RuntimeError(f"llama.cpp does not read {path}")
+    return model
+
+
+make = LlamaCpp

@@ -1,0 +1,88 @@
+"""`transformers` generate as a contestant, over a cache of the context's length that holds zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, StoppingCriteria
+
+from benchmarks.engine.contestants import Wish
+from benchmarks.engine.shapes import Shape, prompt_tokens
+from benchmarks.engine.turn import Turn, Watch
+
+
+class _Steps(StoppingCriteria):
+    """Starts the watch when the first token is there, and tells it of each later one. A prompt's is the first."""
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        self.watch = watch
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_kwargs: Any) -> torch.Tensor:
+        if self.watch is None:
+            self.watch = Watch()
+        else:
+            self.watch.step(len(input_ids))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def turn(self) -> Turn:
+        assert self.watch is not None
+        return self.watch.done()
+
+
+class Transformers:
+    def __init__(self, wish: Wish) -> None:
+        torch.set_num_threads(len(wish.cores))
+        self._dtype = getattr(torch, wish.dtype)
+        untyped: Any = AutoModelForCausalLM
+        self._model = untyped.from_pretrained(wish.folder, dtype=self._dtype).eval()
+        self._config = self._model.config
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        whole = self._generate(torch.tensor([list(prompt)]), count, DynamicCache(), _Steps())
+        tokens: list[int] = whole[0, len(prompt) :].tolist()
+        return tokens
+
+    def prepare(self, shape: Shape) -> None:
+        self.run(shape, 2)
+
+    def run(self, shape: Shape, steps: int) -> Turn:
+        length = shape.prompt or shape.context
+        vocab_size = self._config.vocab_size
+        prompts = torch.tensor(
+            [prompt_tokens(row, length, vocab_size) for row in range(shape.batch)]
+        )
+        if shape.prompt is not None:
+            prefill = _Steps(Watch())
+            self._generate(prompts, 1, DynamicCache(), prefill)
+            return prefill.turn()
+        decode = _Steps()
+        self._generate(prompts, steps + 1, self._cache(shape), decode)
+        return decode.turn()
+
+    def _generate(
+        self, prompts: torch.Tensor, tokens: int, cache: DynamicCache, steps: _Steps
+    ) -> torch.Tensor:
+        whole: torch.Tensor = self._model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            past_key_values=cache,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+            stopping_criteria=[steps],
+        )
+        return whole
+
+    def _cache(self, shape: Shape) -> DynamicCache:
+        config, cache = self._config, DynamicCache()
+        size = (shape.batch, config.num_key_value_heads, shape.context - 1, config.head_dim)
+        for layer in range(config.num_hidden_layers):
+            kv = torch.zeros(2, *size, dtype=self._dtype)
+            cache.update(kv[0], kv[1], layer)
+        return cache
+
+
+make = Transformers

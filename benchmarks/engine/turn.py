@@ -1,0 +1,51 @@
+"""One contestant's turn, and the clocks that it is timed with. Standard library only."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(slots=True)
+class Turn:
+    """Seconds of each step, on the wall and of the processor in all threads together."""
+
+    wall_s: list[float] = field(default_factory=list)
+    processor_s: list[float] = field(default_factory=list)
+    tokens: int = 0  # that came out of these steps
+    waited_s: float = 0.0  # a thread was ready to run and another program had its core
+
+
+class Watch:
+    """Times the steps of one turn; nothing but steps may lie between `Watch()`, `step()`s and `done()`."""
+
+    def __init__(self) -> None:
+        self._turn = Turn()
+        self._waited = _waited_s()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._wall, self._processor = time.perf_counter(), time.process_time()
+
+    def step(self, tokens: int) -> None:
+        """A step has just ended and gave so many tokens; the next one begins."""
+        self._turn.wall_s.append(time.perf_counter() - self._wall)
+        self._turn.processor_s.append(time.process_time() - self._processor)
+        self._turn.tokens += tokens
+        self._begin()
+
+    def done(self) -> Turn:
+        self._turn.waited_s = _waited_s() - self._waited
+        return self._turn
+
+
+def _waited_s() -> float:
+    """Of all threads of this process so far (schedstat: run, waiting, turns); 0 where the system does not tell."""
+    nanoseconds = 0
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            nanoseconds += int(task.read_text().split()[1])
+        except (OSError, IndexError, ValueError):  # the thread ended, or this kernel does not count
+            continue
+    return nanoseconds / 1e9
