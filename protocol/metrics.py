@@ -28,43 +28,11 @@ _DURATION_BUCKETS = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 )  # fmt: skip
 _TOKEN_BUCKETS = (
-    1,
-    2,
-    5,
-    10,
-    20,
-    50,
-    100,
-    200,
-    500,
-    1_000,
-    2_000,
-    5_000,
-    10_000,
-    20_000,
-    50_000,
-    100_000,
-    200_000,
-)
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000,
+)  # fmt: skip
 _ERROR_BUCKETS = (
-    -30.0,
-    -10.0,
-    -3.0,
-    -1.0,
-    -0.3,
-    -0.1,
-    -0.03,
-    -0.01,
-    0.0,
-    0.01,
-    0.03,
-    0.1,
-    0.3,
-    1.0,
-    3.0,
-    10.0,
-    30.0,
-)
+    -30.0, -10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,64 +68,70 @@ class RequestMetrics:
         self.failures.labels(*self._labels, code).inc()
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Makes metrics with the labels of one model."""
+
+    registry: CollectorRegistry
+    labels: tuple[str, str]
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, _MODEL_LABELS, registry=self.registry).labels(*self.labels)
+
+    def counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, _MODEL_LABELS, registry=self.registry).labels(*self.labels)
+
+    def counter_by(self, label: str, name: str, text: str) -> Counter:
+        """With a further label, to be bound with the model's."""
+        return Counter(name, text, (*_MODEL_LABELS, label), registry=self.registry)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(name, text, _MODEL_LABELS, registry=self.registry, buckets=buckets)
+        return made.labels(*self.labels)
+
+
 def request_metrics(registry: CollectorRegistry, model_name: str, engine: str) -> RequestMetrics:
     """Registers the request metrics; once per registry."""
-    labels = (model_name, engine)
-
-    def gauge(name: str, text: str) -> Gauge:
-        return Gauge(name, text, _MODEL_LABELS, registry=registry).labels(*labels)
-
-    def counter(name: str, text: str) -> Counter:
-        return Counter(name, text, _MODEL_LABELS, registry=registry).labels(*labels)
-
-    def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, _MODEL_LABELS, registry=registry, buckets=buckets).labels(
-            *labels
-        )
-
+    of = _Model(registry, (model_name, engine))
     return RequestMetrics(
-        running=gauge("vllm:num_requests_running", "Requests that have their first token."),
-        waiting=gauge("vllm:num_requests_waiting", "Requests waiting for their first token."),
-        prompt_tokens=counter("vllm:prompt_tokens", "Prompt tokens of accepted requests."),
-        generation_tokens=counter("vllm:generation_tokens", "Tokens generated."),
-        preemptions=counter("vllm:num_preemptions", "Sequences preempted on decode workers."),
-        prefix_queries=counter("vllm:prefix_cache_queries", "Prompt tokens looked up."),
-        prefix_hits=counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was re-used."),
-        ttft_s=histogram(
+        running=of.gauge("vllm:num_requests_running", "Requests that have their first token."),
+        waiting=of.gauge("vllm:num_requests_waiting", "Requests waiting for their first token."),
+        prompt_tokens=of.counter("vllm:prompt_tokens", "Prompt tokens of accepted requests."),
+        generation_tokens=of.counter("vllm:generation_tokens", "Tokens generated."),
+        preemptions=of.counter("vllm:num_preemptions", "Sequences preempted on decode workers."),
+        prefix_queries=of.counter("vllm:prefix_cache_queries", "Prompt tokens looked up."),
+        prefix_hits=of.counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was re-used."),
+        ttft_s=of.histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS
         ),
-        inter_token_s=histogram(
+        inter_token_s=of.histogram(
             "vllm:inter_token_latency_seconds", "Gaps between tokens.", _TBT_BUCKETS
         ),
-        e2e_s=histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", _DURATION_BUCKETS),
-        queue_s=histogram(
+        e2e_s=of.histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to end.", _DURATION_BUCKETS
+        ),
+        queue_s=of.histogram(
             "vllm:request_queue_time_seconds", "Waiting on the prefill worker.", _DURATION_BUCKETS
         ),
-        prefill_s=histogram(
+        prefill_s=of.histogram(
             "vllm:request_prefill_time_seconds", "Loading and computing.", _DURATION_BUCKETS
         ),
-        decode_s=histogram(
+        decode_s=of.histogram(
             "vllm:request_decode_time_seconds", "First token to last.", _DURATION_BUCKETS
         ),
-        prompt_length=histogram("vllm:request_prompt_tokens", "Prompt lengths.", _TOKEN_BUCKETS),
-        generation_length=histogram(
+        prompt_length=of.histogram("vllm:request_prompt_tokens", "Prompt lengths.", _TOKEN_BUCKETS),
+        generation_length=of.histogram(
             "vllm:request_generation_tokens", "Output lengths.", _TOKEN_BUCKETS
         ),
-        success=Counter(
-            "vllm:request_success",
-            "Requests that ended well.",
-            (*_MODEL_LABELS, "finished_reason"),
-            registry=registry,
+        success=of.counter_by(
+            "finished_reason", "vllm:request_success", "Requests that ended well."
         ),
-        kv_usage=gauge("vllm:kv_cache_usage_perc", "Share of decode KV blocks in use, 0 to 1."),
-        failures=Counter(
-            "moonserve_request_failures",
-            "Requests that ended in an error, by its code.",
-            (*_MODEL_LABELS, "code"),
-            registry=registry,
+        kv_usage=of.gauge("vllm:kv_cache_usage_perc", "Share of decode KV blocks in use, 0 to 1."),
+        failures=of.counter_by(
+            "code", "moonserve_request_failures", "Requests that ended in an error, by its code."
         ),
-        retries=counter("moonserve_request_retries", "Requests placed again after a loss."),
-        _labels=labels,
+        retries=of.counter("moonserve_request_retries", "Requests placed again after a loss."),
+        _labels=of.labels,
     )
 
 
