@@ -45,23 +45,24 @@ def seconds_until_placed(cluster: Cluster) -> float:
     return cluster.now - began
 
 
-def slow_ways(cluster: Cluster) -> None:
-    """First tokens took 1 s of computing and more and more beside it."""
+def slow(cluster: Cluster, *, elapsed_s: float, prefill_s: float) -> None:
+    """Requests took so long to their first tokens, until one is refused."""
     for number in range(60):
         if not is_placed(cluster, f"probe-{number}"):
             return
         cluster.report(f"probe-{number}", Phase.CANCELLED)
-        serve(cluster, f"r{number}", elapsed_s=9.0, queue_s=0.0, transfer_s=0.0, prefill_s=1.0)
+        took = {"elapsed_s": elapsed_s, "queue_s": 0.0, "transfer_s": 0.0, "prefill_s": prefill_s}
+        serve(cluster, f"r{number}", **took)
     pytest.fail("nobody was refused")
+
+
+def slow_ways(cluster: Cluster) -> None:
+    """First tokens took 1 s of computing and more and more beside it."""
+    slow(cluster, elapsed_s=9.0, prefill_s=1.0)
 
 
 def slow_prefill(cluster: Cluster) -> None:
-    for number in range(60):
-        if not is_placed(cluster, f"probe-{number}"):
-            return
-        cluster.report(f"probe-{number}", Phase.CANCELLED)
-        serve(cluster, f"r{number}", elapsed_s=6.0, queue_s=0.0, transfer_s=0.0, prefill_s=6.0)
-    pytest.fail("nobody was refused")
+    slow(cluster, elapsed_s=6.0, prefill_s=6.0)
 
 
 def slow_steps(cluster: Cluster) -> None:

@@ -21,9 +21,7 @@ PREFILL = PrefillProfile(c0=0.0, c1=0.001, c2=0.0)
 DECODE = DecodeProfile(c0=0.02, c1=0.0, c2=0.0)
 
 
-def conductor(
-    *, conditional: bool = True, reads: bool = True, ttft_slo_s: float = 30.0
-) -> ConductorState:
+def conductor(*, conditional: bool = True, reads: bool = True) -> ConductorState:
     limits = Limits(tbt_slo_s=0.1, conditional=conditional)
     state = ConductorState(make_policy("global-cache-aware", 1.25), limits)
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("e", Role.DECODE)):
@@ -51,6 +49,14 @@ def place(state: ConductorState, name: str, tokens: int, now: float = 1.0) -> Pl
     return reply.placement
 
 
+def first_token(name: str, elapsed_s: float) -> Report:
+    """After 0.1 s of computing and no wait that anybody names."""
+    return Report(
+        request_id=RequestId(name), phase=Phase.FIRST_TOKEN, elapsed_s=elapsed_s, cached_tokens=0,
+        output_tokens=1, queue_s=0.0, transfer_s=0.0, prefill_s=0.1,
+    )  # fmt: skip
+
+
 def test_a_short_prompt_behind_a_long_one_is_left_to_a_decode_worker() -> None:
     """The long one computes for 2 s; 60 tokens take two steps of 50 ms after half a step."""
     state = conductor()
@@ -75,11 +81,7 @@ def test_reports_take_out_what_the_placement_added() -> None:
     state = conductor()
     place(state, "long", 2_000)
     place(state, "a", 60)
-    first_token = Report(
-        request_id=RequestId("a"), phase=Phase.FIRST_TOKEN, elapsed_s=0.1, cached_tokens=0,
-        output_tokens=1, queue_s=0.0, transfer_s=0.0, prefill_s=0.1,
-    )  # fmt: skip
-    state.handle(first_token, 1.1)
+    state.handle(first_token("a", elapsed_s=0.1), 1.1)
     state.validate()
     assert place(state, "b", 60, 1.1).predicted_ttft_s == pytest.approx(0.11)
     for name in ("a", "b", "long"):
@@ -146,11 +148,7 @@ def test_what_every_request_pays_beside_its_terms_is_added_there_too() -> None:
     state = conductor()
     place(state, "long", 2_000)
     place(state, "a", 60)
-    first_token = Report(
-        request_id=RequestId("a"), phase=Phase.FIRST_TOKEN, elapsed_s=0.15, cached_tokens=0,
-        output_tokens=1, queue_s=0.0, transfer_s=0.0, prefill_s=0.1,
-    )  # fmt: skip
-    state.handle(first_token, 1.15)
+    state.handle(first_token("a", elapsed_s=0.15), 1.15)
     again = place(state, "b", 60, 1.15)
     assert again.is_undivided
     assert again.predicted_ttft_s == pytest.approx(0.11 + 0.05, rel=0.01)
