@@ -191,6 +191,7 @@ async def cluster(
     landing_ttl_s: float = 30.0,
     profile: PrefillProfile = PROFILE,
     layered_loads: str = "auto",
+    spare_wait_s: float = PATIENCE_S,
 ) -> AsyncIterator[Cluster]:
     """Everything in one process, torn down in reverse order."""
     layout = load_model_config(path).kv_layout(BLOCK_SIZE, "float32")
@@ -208,7 +209,9 @@ async def cluster(
             channels, fingerprint=thread.engine.fingerprint, ttl_s=landing_ttl_s
         )
         service = PrefillService(
-            _make_state(num_blocks, budget, home_store, layout, profile, layered_loads),
+            _make_state(
+                num_blocks, budget, home_store, layout, profile, layered_loads, spare_wait_s
+            ),
             engine=engine,
             memory=KvMemory(segment, layout, num_blocks),
             transfer=transfer,
@@ -248,6 +251,7 @@ def _make_state(
     layout: KvLayout,
     profile: PrefillProfile,
     layered_loads: str,
+    spare_wait_s: float,
 ) -> PrefillState:
     limits = Limits(
         block_size=BLOCK_SIZE,
@@ -258,7 +262,7 @@ def _make_state(
         max_num_seqs=8,
         num_layers=layout.num_layers,
         layered_loads=layered_loads,
-        spare_wait_s=PATIENCE_S,
+        spare_wait_s=spare_wait_s,
     )
     return PrefillState(
         limits,

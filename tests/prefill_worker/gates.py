@@ -16,7 +16,8 @@ from prefill_worker.landing_client import LandingClient
 from protocol.keys import BlockKey
 from protocol.request import Endpoint
 from protocol.rpc import Channels
-from transfer import TransferEngine
+from transfer import ScatterTransfer, TransferEngine
+from transfer.base import LOCAL
 
 
 class Gate:
@@ -61,6 +62,21 @@ class GatedStores(BlockClient):
         super().__init__(channels, transfer)
         self.gate = Gate()
         self.delay_s = 0.0
+        self.turns = Gate()
+        """Of a prefix that is read layer by layer, from the second turn on."""
+        self.num_turns = 0
+        self.damaged_turns: set[int] = set()
+        """In these a byte of the last block comes out wrong."""
+
+    async def transfer(
+        self, lease: ReadLease, transfer: ScatterTransfer, *, deadline_s: float
+    ) -> None:
+        if self.num_turns:
+            await self.turns.pass_through()
+        turn, self.num_turns = self.num_turns, self.num_turns + 1
+        await super().transfer(lease, transfer, deadline_s=deadline_s)
+        if turn in self.damaged_turns:
+            transfer.local.buffer[transfer.rows[-1, LOCAL]] ^= 0xFF
 
     async def lease(
         self,
