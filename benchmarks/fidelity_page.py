@@ -137,7 +137,7 @@ _READING = """## What the simulation has, and what it leaves out
 |---|---|
 | prefill, decode | computing as prefill workers report it (the mean of several), steps as clients see them, alone |
 | request | TTFT less what the prefill worker reports: HTTP, keys, placement, submission, the way back |
-| the gateway's part | by how much prompts of one moment are placed later than one alone, as if served one by one |
+| the gateway's part | by how much each prompt of one moment makes the others be placed later, by turns |
 | turnover | by how much longer prompts compute that follow one another: handing one off delays the next |
 | landing | from asking the decode worker for blocks to having them, while it is idle |
 | handoff | the second token's gap less a step: last writes, commit, verification |

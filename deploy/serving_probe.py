@@ -120,7 +120,7 @@ class Probe:
             steps=steps,
             beside_prompts=beside_prompts,
             beside_steps=beside_steps,
-            bursts_s=[apart_s for apart_s, _ in bursts],
+            bursts_s=[late_s for late_s, _ in bursts],
             in_a_row=[run for _, runs in bursts for run in runs],
         )
 
@@ -178,20 +178,19 @@ class Probe:
         )
 
     async def _burst(self, num_prefill: int) -> tuple[float, list[PromptRun]]:
-        """Prompts that are handed off and hardly decoded: what each takes of the time until the next one is placed, and
-        those that had another one before them.
+        """Prompts that are handed off and hardly decoded: by how much each makes the others be placed later, and those
+        that had another one before them.
 
         Those who come at once are worked at by turns rather than one after the other, so that all of them are placed
-        late: what counts is their mean against one alone, which is half of the time of all but one."""
+        late: what counts is their mean against one alone."""
         length = min(_BURST_PROMPT, self._longest - 2)
         alone_s = await self._placed_s(await self._complete(self._fresh(length), 2))
         prompts = [self._fresh(length) for _ in range(_BURST * num_prefill)]
         outcomes = await asyncio.gather(*(self._complete(prompt, 2) for prompt in prompts))
         placed_s = [await self._placed_s(each) for each in outcomes]
-        late_s = float(np.mean(placed_s)) - alone_s
-        apart_s = 2.0 * max(late_s, 0.0) / (len(placed_s) - 1)
+        late_s = max(float(np.mean(placed_s)) - alone_s, 0.0)
         runs = [await self._prompt_run(each, length, num_prefill - 1) for each in outcomes]
-        return apart_s, [run for run in runs if run.queue_s > run.compute_s / 2]
+        return late_s / (len(runs) - 1), [run for run in runs if run.queue_s > run.compute_s / 2]
 
     async def _placed_s(self, outcome: Outcome) -> float:
         """From the client's sending to the placement."""
@@ -327,13 +326,13 @@ def steps_between(
     timelines: Sequence[Timeline], context: int, begin: float, end: float, *, num_others: int
 ) -> list[StepRun]:
     """The steps of streams that all decode from `begin` to `end`, whose prompts had `context` tokens; nothing for less
-    than three. A step takes the mean gap: tokens that reach the client together are steps all the same, and who waits
-    for a processor is slower by that."""
+    than three, nor where all tokens came at one instant. A step takes the mean gap: tokens that reach the client
+    together are steps all the same, and who waits for a processor is slower by that."""
     gaps: list[float] = []
     tokens = []
     for timeline in timelines:
         inside = [(n, at) for n, at in enumerate(timeline.token_at) if begin <= at <= end]
-        if len(inside) < 4:
+        if len(inside) < 4 or inside[0][1] == inside[-1][1]:
             return []
         gaps += [later - sooner for (_, sooner), (_, later) in itertools.pairwise(inside)]
         tokens.append(context + (inside[0][0] + inside[-1][0]) / 2)

@@ -126,6 +126,12 @@ def test_the_steps_of_a_batch_are_counted_where_all_decode() -> None:
     assert steps_between(streams, 100, 0.03, 0.05, num_others=0) == []
 
 
+def test_tokens_that_all_come_at_one_instant_tell_no_step() -> None:
+    """Prompts beside them were so short that the client read all of them at once."""
+    bunch = Timeline(0.0, (0.0, *[0.05] * 5, 0.1))
+    assert steps_between([bunch], 100, 0.04, 0.06, num_others=1) == []
+
+
 def test_tokens_that_reach_the_client_together_are_steps_all_the_same() -> None:
     """Ten steps in 0.1 s, seen as two bursts of five: 10 ms each, though most gaps are 0."""
     bursts = Timeline(0.0, (0.0, *[0.05] * 5, *[0.1] * 5))

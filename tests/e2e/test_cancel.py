@@ -137,20 +137,43 @@ def test_while_its_kv_is_on_the_way(cluster: Cluster, accounts: Accounts) -> Non
 
 def left_while_sending(cluster: Cluster, accounts: Accounts, attempt: int) -> bool:
     """False: the decode worker had all of it already."""
+    # The stop of an earlier attempt may have made the conductor give the decode worker up.
+    cluster.wait_for("service", lambda: serves(cluster))
+    handed_off = accounts.counter("prefill-0", "handed_off_requests")
+    sending, committing = (
+        accounts.counter("prefill-0", f"cancelled_{phase}") for phase in ("sending", "committing")
+    )
+
+    def is_handed_off() -> bool:
+        return accounts.counter("prefill-0", "handed_off_requests") > handed_off
+
+    def is_cancelled() -> bool:
+        return (
+            accounts.counter("prefill-0", "cancelled_sending") > sending
+            or accounts.counter("prefill-0", "cancelled_committing") > committing
+        )
+
     with RawClient(cluster) as client:
         # So short that the conductor does not notice that the decode worker is silent meanwhile.
         client.ask(long_prompt(f"sending {attempt}")[:8_000], max_tokens=100)
-        cluster.wait_for("its landing", lambda: accounts.worker("decode-0").load.leased_blocks > 0)
+        cluster.wait_for(
+            "its landing",
+            lambda: accounts.worker("decode-0").load.leased_blocks > 0 or is_handed_off(),
+        )
         with stopped(cluster, "decode-0"):
             # All is computed, but what was sent since the stop has not arrived.
             (first,) = read_events(client.reply(), 1)
             assert first["choices"][0]["finish_reason"] is None
-            is_sending = accounts.worker("prefill-0").load.held_blocks > 0
             client.leave()
-            if is_sending:
-                wait_for_count(cluster, accounts, "cancelled_sending", 1)
+            cluster.wait_for("its end", lambda: is_cancelled() or is_handed_off())
     accounts.wait_until_all_is_free()
-    return is_sending
+    return accounts.counter("prefill-0", "cancelled_sending") > sending
+
+
+def serves(cluster: Cluster) -> bool:
+    wish = {"prompt": [1, 2, 3], "max_tokens": 1, "ignore_eos": True}
+    with cluster.client() as client:
+        return client.post("/v1/completions", json=wish).is_success
 
 
 def test_while_its_tokens_come(cluster: Cluster, accounts: Accounts) -> None:

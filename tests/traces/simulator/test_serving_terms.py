@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from protocol.profile import PrefillProfile
 from tests.traces.simulator.small import BLOCK, MODEL, request, run_checked, spec
+from traces.simulator.arrivals import by_turns
 from traces.simulator.host import Host
 from traces.simulator.prefill import ChunkBegun, Computed, PrefillMachine, Prompt
 from traces.simulator.results import End
@@ -30,12 +31,33 @@ def test_each_overhead_is_spent_once_and_where_it_belongs() -> None:
     assert one.finished_s == NEAR(2.375 + 0.6, abs=1e-6)
 
 
-def test_a_gateway_takes_requests_of_one_moment_one_after_the_other() -> None:
-    """Prompts of 1 s on three machines: 0.25 s of way each, of which the gateway is busy for 0.125."""
+def test_a_gateway_takes_requests_of_one_moment_by_turns() -> None:
+    """Prompts of 1 s on three machines: 0.25 s of way each, of which the gateway works for 0.125, for three 0.375."""
     model = replace(MODEL, overheads=Overheads(request_s=0.25, gateway_s=0.125))
     records = [request(1.0, 100, 1, base=50 * n) for n in range(3)]
     outcomes = simulate(spec(model=model, num_prefill=3), records).outcomes
-    assert [each.ttft_s for each in outcomes] == [NEAR(1.25), NEAR(1.375), NEAR(1.5)]
+    assert [each.ttft_s for each in outcomes] == [NEAR(1.5)] * 3
+
+
+def test_who_comes_while_another_is_worked_at_gets_every_other_turn() -> None:
+    """1 s of work each. The first is alone for 0.5 s and shares the rest; the second then has half of its work left;
+    the third comes when all is done."""
+    assert list(by_turns([0.0, 0.5, 4.0], 1.0)) == NEAR([1.5, 2.0, 5.0])
+    assert list(by_turns([0.0, 0.5, 4.0], 0.0)) == [0.0, 0.5, 4.0]
+
+
+@given(st.lists(st.floats(0.0, 20.0), max_size=20), st.floats(0.01, 3.0))
+def test_turns_lose_no_work_and_keep_the_order(instants: list[float], work_s: float) -> None:
+    instants.sort()
+    done = list(by_turns(instants, work_s))
+    assert len(done) == len(instants)
+    assert done == sorted(done)
+    free_at = 0.0  # one after the other, all work ends when it ends by turns
+    for at, done_at in zip(instants, done, strict=True):
+        free_at = max(at, free_at) + work_s
+        assert at + work_s <= done_at + 1e-6
+        assert free_at <= done_at + 1e-6
+    assert not done or done[-1] == NEAR(free_at)
 
 
 def test_a_prompt_right_after_another_is_delayed_by_its_handoff() -> None:
