@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 
 from engine.config import load_model_config
 from engine.engine import Engine
-from protocol.machine import cache_folder
+from tests.engine.kernels.calls import kernels_folder
 from tests.random_models import make_model
 
 LLAMA3_ROPE = {
@@ -78,7 +77,7 @@ class Pair:
             num_blocks=num_blocks,
             kernels=kernels,
             attention="torch",
-            cache_folder=cache_folder(os.environ, Path.home()),
+            cache_folder=kernels_folder(),
         )
 
     def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
@@ -93,6 +92,12 @@ class Pair:
         """The reference's log-probabilities after each token: [tokens, vocab]."""
         with torch.inference_mode():
             return torch.log_softmax(self.reference(torch.tensor([tokens])).logits[0].float(), -1)
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Path:
+    """Where compiled kernels are kept."""
+    return kernels_folder()
 
 
 @pytest.fixture(scope="session", autouse=True)

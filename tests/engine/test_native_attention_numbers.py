@@ -28,11 +28,6 @@ DTYPES = ["float32", "bfloat16"]
 MIXED = [(0, 1), (15, 16), (16, 17), (599, 600), (0, 2), (0, 17), (0, 130), (70, 75), (100, 301)]
 
 
-@pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 def backend(case: Case, kernels: Path) -> Attention:
     return make_attention("native", case.geometry, case.pool, kernels)
 
