@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.block_runs import num_runs
 from engine.lookahead.base import Growing, Holder, Policy, Victim
-from engine.lookahead.space import BlockSpace, runs_of
+from engine.lookahead.space import BlockSpace
 from protocol.errors import InvalidRequest
 from protocol.ids import BlockId, RequestId
 
@@ -104,7 +105,7 @@ class Allocator:
             self.counters.refusals += 1
             return None
         times = self._preempted.pop(request.request_id, 0)
-        holder = Holder(request, blocks, _count_runs(blocks), times)
+        holder = Holder(request, blocks, num_runs(blocks), times)
         self.holders[request.request_id] = holder
         self._num_runs += holder.num_runs
         self.counters.admissions += 1
@@ -125,10 +126,10 @@ class Allocator:
             return False
         self.counters.growths += 1
         self.counters.reallocations += more[0] != last + 1
-        num_runs = _count_runs([last, *more]) - 1
+        gained = num_runs([last, *more]) - 1
         holder.blocks += more
-        holder.num_runs += num_runs
-        self._num_runs += num_runs
+        holder.num_runs += gained
+        self._num_runs += gained
         return True
 
     def victim(self, needy: Growing) -> Victim:
@@ -195,10 +196,10 @@ class Allocator:
         """The last `count` blocks leave its table."""
         keep = len(holder.blocks) - count
         gone = holder.blocks[keep:]
-        num_runs = _count_runs(holder.blocks[keep - 1 :]) - 1
+        lost = num_runs(holder.blocks[keep - 1 :]) - 1
         del holder.blocks[keep:]
-        holder.num_runs -= num_runs
-        self._num_runs -= num_runs
+        holder.num_runs -= lost
+        self._num_runs -= lost
         self._space.give(gone)
         self.counters.blocks_taken_back += count
 
@@ -219,13 +220,9 @@ class Allocator:
         held = {block for table in tables for block in table}
         assert len(held) == sum(map(len, tables)) == self.num_held, "a block is in two tables"
         assert all(self._space.is_taken(block) for block in held), "a held block is free"
-        runs = [_count_runs(holder.blocks) for holder in self.holders.values()]
+        runs = [num_runs(holder.blocks) for holder in self.holders.values()]
         assert runs == [holder.num_runs for holder in self.holders.values()], "runs drifted"
         assert sum(runs) == self._num_runs, "the sum of runs drifted"
         assert all(tables), "a holder without blocks"
         assert not self._preempted.keys() & self.holders.keys(), "it holds and waits"
         self.policy.validate()
-
-
-def _count_runs(blocks: list[BlockId]) -> int:
-    return sum(1 for _ in runs_of(blocks))

@@ -8,18 +8,10 @@ ones. O(log runs) per run taken or given back. Does not know who holds what; seq
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from engine.block_runs import runs_of
 from protocol.ids import BlockId
-
-
-def runs_of(blocks: Sequence[BlockId]) -> Iterator[tuple[BlockId, BlockId]]:
-    """(first, last + 1) of each run of neighbours, in the order of `blocks`."""
-    begin = 0
-    for index in range(1, len(blocks) + 1):
-        if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
-            yield blocks[begin], blocks[index - 1] + 1
-            begin = index
 
 
 class BlockSpace:

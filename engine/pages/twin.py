@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.block_runs import num_runs
 from engine.pages.base import (
     LFU_SHIFT,
     MAX_PINS,
@@ -183,7 +182,7 @@ class PythonPages:
                 promised=self._promised[0],
                 promised_high=self._promised[1],
                 requests=len(self._records),
-                runs=sum(_num_runs(record.blocks) for record in self._records.values()),
+                runs=sum(num_runs(record.blocks) for record in self._records.values()),
                 evictable=len(evictable[0]),
                 evictable_high=len(evictable[1]),
                 evictable_blocks=sum(record.size for record in evictable[0]),
@@ -368,11 +367,3 @@ def _rank(record: Record | None, priority: int) -> int:
 
 def _high(record: Record | None, wish: Wish) -> int:
     return int(wish.priority > 0) if record is None else record.high
-
-
-def _num_runs(blocks: list[int]) -> int:
-    return sum(_breaks(blocks), start=bool(blocks))
-
-
-def _breaks(blocks: list[int]) -> Iterator[bool]:
-    return (after != before + 1 for before, after in pairwise(blocks))

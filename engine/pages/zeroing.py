@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+
+from engine.block_runs import runs_of
 
 
 class BlockMemory:
@@ -22,12 +24,3 @@ class BlockMemory:
     def __call__(self, blocks: Sequence[int]) -> None:
         for first, end in runs_of(blocks):
             self._bytes[:, first:end] = 0
-
-
-def runs_of(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, end) of blocks side by side, in their order."""
-    begin = 0
-    for i in range(1, len(blocks) + 1):
-        if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
-            yield blocks[begin], blocks[i - 1] + 1
-            begin = i

@@ -7,15 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.lookahead.space import BlockSpace, runs_of
+from engine.lookahead.space import BlockSpace
 from tests.thoroughness import examples
-
-
-def test_runs_are_neighbours_in_order() -> None:
-    assert list(runs_of([])) == []
-    assert list(runs_of([7])) == [(7, 8)]
-    assert list(runs_of([3, 4, 5, 1, 2, 9])) == [(3, 6), (1, 3), (9, 10)]
-    assert list(runs_of([5, 4])) == [(5, 6), (4, 5)]
 
 
 def test_who_grows_gets_what_lies_behind_its_last_block() -> None:
