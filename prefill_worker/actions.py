@@ -117,6 +117,7 @@ class RunStep:
     sent."""
 
     plans: tuple[SlicePlan, ...]
+    step_id: int = 0  # its place among the steps under way: a worker alone has one at a time
     max_wait_s: float | None = None
     """None: all that it needs is there. Else its only slice's prefix is arriving, and this is how long the engine may
     wait for layers of it, in all."""

@@ -138,6 +138,7 @@ class StepDone:
     """Answer to RunStep."""
 
     slices: tuple[SliceDone, ...]
+    step_id: int = 0
     waited_s: float = 0.0  # of the engine, for layers of a prefix
 
 
@@ -152,6 +153,7 @@ class StepFailed:
     """Answer to RunStep: the engine raised; what its slices computed is unknown."""
 
     error: MoonserveError
+    step_id: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

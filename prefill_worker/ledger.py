@@ -43,6 +43,7 @@ class Limits:
     layered_loads: str = "auto"  # by predicted gain, "always" or "never"
     # What a step may wait beyond the time that missing layers should take: stalls of a busy machine.
     spare_wait_s: float = 0.1
+    num_stages: int = 1  # of a pipeline: as many steps are under way together
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
 

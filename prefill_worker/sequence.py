@@ -93,7 +93,10 @@ class Sequence:
     arrival: Arrival | None = None  # of a load by layer, once the first ones are there
     early: EarlyStep | None = None  # while nothing that it computed counts
     was_early: bool = False  # and its step did not count: once is enough
-    computing_to: int | None = None  # end of its slice in the step under way
+    computing_to: list[int] = field(
+        default_factory=list
+    )  # ends of its slices in steps under way, in order; a worker alone has one step at a time
+    is_spoilt: bool = False  # a step of it failed: what later ones compute of it is not to be used
     is_committing: bool = False
     num_sends: int = 0
 
@@ -117,6 +120,16 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
+    def num_planned(self) -> int:
+        """Leading tokens that are computed or in steps under way."""
+        return self.computing_to[-1] if self.computing_to else self.num_computed
+
+    @property
+    def num_unplanned(self) -> int:
+        """Tokens that no step has yet."""
+        return self.num_tokens - self.num_planned
+
+    @property
     def deadline_at(self) -> float:
         return self.submitted_at + self.request.timeout_s
 
@@ -131,7 +144,7 @@ class Sequence:
         return (
             self.is_reserving
             or self.is_loading
-            or self.computing_to is not None
+            or bool(self.computing_to)
             or self.is_committing
             or self.num_sends > 0
         )

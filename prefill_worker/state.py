@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.block_pool import BlockPool
@@ -207,10 +208,13 @@ class PrefillState:
         ledger, request = self._ledger, event.request
         self._num_submitted += 1
         priority = request.priority if ledger.limits.policy == "priority" else 0
+        placement = event.placement
+        if ledger.limits.num_stages > 1:  # stored blocks are all layers, and each stage has its own
+            placement = replace(placement, prefix_sources=())
         sequence = Sequence(
             request=request,
-            placement=event.placement,
-            rank=(priority, now + event.placement.rank, self._num_submitted),
+            placement=placement,
+            rank=(priority, now + placement.rank, self._num_submitted),
             lease_id=LeaseId(f"{self._lease_prefix}-{self._num_submitted}"),
             submitted_at=now,
         )

@@ -1,14 +1,16 @@
 """READY → RUNNING: which tokens the engine computes next, and what follows when it has.
 
-One step is under way at a time and holds at most `max_num_batched_tokens` tokens, taken from sequences in rank order,
-so that a long prompt runs in chunks. **A step that a prompt ends with is not filled up with the next one**: its first
-token would wait for that. Only whole rests of prompts join it, and only where the step that is saved is worth more than
-the waiting (`PrefillProfile.joins`): short prompts share steps, and long ones in a long queue.
+One step is under way at a time, or one per stage of a pipeline: the next chunk of a prompt follows one stage behind.
+A step holds at most `max_num_batched_tokens` tokens, taken from sequences in rank order, so that a long prompt runs in
+chunks. **A step that a prompt ends with is not filled up with the next one**: its first token would wait for that. Only
+whole rests of prompts join it, and only where the step that is saved is worth more than the waiting
+(`PrefillProfile.joins`): short prompts share steps, and long ones in a long queue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from engine.batch import Slice
 from prefill_worker import events as ev
@@ -20,6 +22,18 @@ from prefill_worker.sequence import PREPARED, RUNNABLE, Phase, Sequence
 from protocol.request import PrefillReport, Token, finish_reason
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One that is under way."""
+
+    members: tuple[Sequence, ...]
+    ends: tuple[int, ...]  # of their slices
+    began_at: float
+
+    def ends_of(self, sequence: Sequence) -> list[int]:
+        return [e for s, e in zip(self.members, self.ends, strict=True) if s is sequence]
+
+
 class Steps:
     """Runs a ledger's sequences. `on_computed` takes over those that must be handed off."""
 
@@ -27,25 +41,32 @@ class Steps:
         self._ledger = ledger
         self._on_computed = on_computed
         self._early = EarlySteps(ledger, self._take)
-        self._members: tuple[Sequence, ...] = ()  # of the step under way
-        self._began_at = 0.0  # with members
+        self._under_way: dict[int, _Step] = {}  # by id, one of `num_stages`
+        self._last_done_at = 0.0
 
     def run(self, now: float) -> None:
-        """Starts the next step when none is under way and some sequence can run."""
-        if self._members:
-            return
+        """Starts steps while there is a stage for one more and some sequence can run."""
+        num_stages = self._ledger.limits.num_stages
+        while len(self._under_way) < num_stages and self._start_step(now):
+            pass
+
+    def _start_step(self, now: float) -> bool:
+        """Whether there was one to start."""
         limits = self._ledger.limits
         runnable = [
-            s for s in self._ledger.admitted.values() if s.phase in RUNNABLE and s.early is None
+            s
+            for s in self._ledger.admitted.values()
+            if s.phase in RUNNABLE and s.early is None and s.num_unplanned
         ]
         runnable.sort(key=lambda sequence: sequence.rank)
         early = self._early.best(now)
         if early is not None and (not runnable or early.rank < runnable[0].rank):
             self._run_early(early, now)
-            return
+            return True
         budget = limits.max_num_batched_tokens
         num_here = len(self._ledger.queue) + sum(
-            s.phase in PREPARED or s.phase in RUNNABLE for s in self._ledger.admitted.values()
+            s.phase in PREPARED or (s.phase in RUNNABLE and s.num_unplanned > 0)
+            for s in self._ledger.admitted.values()
         )
         plans: list[SlicePlan] = []
         for sequence in runnable[: limits.max_num_seqs]:
@@ -53,12 +74,23 @@ class Steps:
                 break
             if sequence.phase is Phase.READY:
                 self._start(sequence, now)
-            plan = plan_slice(sequence, min(budget, sequence.num_left), limits.block_size)
+            plan = plan_slice(sequence, min(budget, sequence.num_unplanned), limits.block_size)
             budget -= plan.slice.num_tokens
             plans.append(plan)
         if plans:
-            self._members, self._began_at = tuple(runnable[: len(plans)]), now
-            self._ledger.out.append(RunStep(plans=tuple(plans)))
+            self._begin(tuple(runnable[: len(plans)]), tuple(plans), None, now)
+        return bool(plans)
+
+    def _begin(
+        self,
+        members: tuple[Sequence, ...],
+        plans: tuple[SlicePlan, ...],
+        max_wait_s: float | None,
+        now: float,
+    ) -> None:
+        step_id = next(i for i in range(len(self._under_way) + 1) if i not in self._under_way)
+        self._under_way[step_id] = _Step(members, tuple(plan.slice.end for plan in plans), now)
+        self._ledger.out.append(RunStep(plans=plans, step_id=step_id, max_wait_s=max_wait_s))
 
     def _run_early(self, sequence: Sequence, now: float) -> None:
         """A step of its own: nobody whose blocks are there waits for others' to arrive."""
@@ -66,8 +98,7 @@ class Steps:
         assert sequence.early is not None, "it has begun"
         num_tokens = end - sequence.early.start
         plan = plan_slice(sequence, num_tokens, self._ledger.limits.block_size)
-        self._members, self._began_at = (sequence,), now
-        self._ledger.out.append(RunStep(plans=(plan,), max_wait_s=max_wait_s))
+        self._begin((sequence,), (plan,), max_wait_s, now)
 
     def settle(self, now: float) -> None:
         """After every event: early steps whose prefix is known to be good, or bad."""
@@ -75,9 +106,9 @@ class Steps:
 
     def _joins(self, sequence: Sequence, budget: int, num_ending: int, num_waiting: int) -> bool:
         """Whether a sequence is computed to its end in a step with others that end there."""
-        return sequence.num_left <= budget and self._ledger.loads.profile.joins(
+        return sequence.num_unplanned <= budget and self._ledger.loads.profile.joins(
             sequence.num_tokens,
-            sequence.num_computed,
+            sequence.num_planned,
             num_delayed=num_ending,
             num_waiting=num_waiting,
         )
@@ -103,23 +134,24 @@ class Steps:
         send_computed(self._ledger, sequence)
 
     def done(self, event: ev.StepDone, now: float) -> None:
-        members, self._members = self._members, ()
-        early = members[0].early
+        step = self._under_way.pop(event.step_id)
+        # Of a pipeline's steps the later ones wait for those before them.
+        began_at, self._last_done_at = max(step.began_at, self._last_done_at), now
+        early = step.members[0].early
         if early is None:
-            self._share(members, now - self._began_at)
-        for sequence, result in zip(members, event.slices, strict=True):
-            assert sequence.computing_to is not None, "a member of a step has a slice in it"
+            self._share(step, now - began_at)
+        for sequence, end, result in zip(step.members, step.ends, event.slices, strict=True):
+            sequence.computing_to.remove(end)
             if early is not None:
-                sequence.computing_to = None
-                early.ended(result, waited_s=event.waited_s, seconds=now - self._began_at)
+                early.ended(result, waited_s=event.waited_s, seconds=now - began_at)
                 self._ledger.close_if_quiet(sequence, now)
                 continue
-            sequence.num_computed, sequence.computing_to = sequence.computing_to, None
+            sequence.num_computed = end
             self._take(sequence, result, now)
 
     def _take(self, sequence: Sequence, result: ev.SliceDone, now: float) -> None:
         """What a step has computed of a sequence counts from now on."""
-        for index, checksum in result.checksums:
+        for index, checksum in result.checksums if not sequence.is_spoilt else ():
             self._ledger.publish(sequence, index, checksum)
         self._ledger.counters["computed_slices"] += 1
         if sequence.phase is Phase.CLOSING:
@@ -129,27 +161,30 @@ class Steps:
 
     def given_up(self, _event: ev.StepGivenUp, now: float) -> None:
         """The prefix did not come in time. Only a step with one member waits for one."""
-        (sequence,), self._members = self._members, ()
+        _, step = self._under_way.popitem()
+        (sequence,) = step.members
         assert sequence.early is not None, "only a step that began early waits"
-        sequence.computing_to = None
+        sequence.computing_to.clear()
         sequence.early.is_given_up = True
         self._ledger.close_if_quiet(sequence, now)
 
-    def _share(self, members: tuple[Sequence, ...], seconds: float) -> None:
+    def _share(self, step: _Step, seconds: float) -> None:
         """Each gets the part of a step that its tokens should have made of it: predictions of short prompts would learn
         the times of long ones otherwise."""
         profile = self._ledger.loads.profile
-        parts = [profile.seconds(s.computing_to or 0, s.num_computed) for s in members]
+        spans = zip(step.members, step.ends, strict=True)
+        parts = [profile.seconds(end, sequence.num_computed) for sequence, end in spans]
         total = sum(parts)
-        for sequence, part in zip(members, parts, strict=True):
-            sequence.compute_s += seconds * (part / total if total else 1 / len(members))
+        for sequence, part in zip(step.members, parts, strict=True):
+            sequence.compute_s += seconds * (part / total if total else 1 / len(parts))
 
     def failed(self, event: ev.StepFailed, now: float) -> None:
         """What the members' blocks hold is unknown, so the members end."""
-        members, self._members = self._members, ()
+        step = self._under_way.pop(event.step_id)
         self._ledger.counters["failed_steps"] += 1
-        for sequence in members:
-            sequence.computing_to = None
+        for sequence, end in zip(step.members, step.ends, strict=True):
+            sequence.computing_to.remove(end)
+            sequence.is_spoilt = True
             if sequence.early is not None and sequence.phase is Phase.RUNNING:
                 sequence.early.ended(event.error)  # which bytes that did not count may have caused
             else:
@@ -181,20 +216,23 @@ class Steps:
         return token
 
     def validate(self) -> None:
-        """Raises AssertionError when the step and its members disagree."""
+        """Raises AssertionError when the steps and their members disagree."""
         self._early.validate()
-        in_step = {s.request_id for s in self._members}
+        assert all(0 <= step_id < self._ledger.limits.num_stages for step_id in self._under_way)
         for sequence in self._ledger.admitted.values():
-            is_member = sequence.request_id in in_step
-            assert (sequence.computing_to is not None) == is_member, "waits for no step"
+            ends = sorted(
+                end for step in self._under_way.values() for end in step.ends_of(sequence)
+            )
+            assert ends == sequence.computing_to, "waits for no step, or not in order"
 
 
 def plan_slice(sequence: Sequence, num_tokens: int, block_size: int) -> SlicePlan:
     """The next `num_tokens` tokens of a sequence, noted in it as under way."""
-    request, start = sequence.request, sequence.num_computed
+    request, start = sequence.request, sequence.num_planned
     if sequence.early is not None:
         start = sequence.early.start
-    sequence.computing_to = end = start + num_tokens
+    end = start + num_tokens
+    sequence.computing_to.append(end)
     landing = sequence.landing if end > sequence.num_sent else None
     send_from = max(start, sequence.num_sent)
     if landing is not None:

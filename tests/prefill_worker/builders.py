@@ -97,6 +97,7 @@ def make_state(
     profile: PrefillProfile = PROFILE,
     num_layers: int = 1,
     layered_loads: str = "auto",
+    num_stages: int = 1,
 ) -> PrefillState:
     return PrefillState(
         Limits(
@@ -113,6 +114,7 @@ def make_state(
             max_prefetch_blocks=max_prefetch_blocks,
             num_layers=num_layers,
             layered_loads=layered_loads,
+            num_stages=num_stages,
         ),
         lease_prefix="lease",
         profile=profile,
@@ -143,6 +145,7 @@ def granted(action: act.ReserveLanding, *, num_cached: int = 0) -> ev.LandingGra
 def step_done(step: act.RunStep, *, token_id: int = 42) -> ev.StepDone:
     """Every sampling slice gives `token_id`; the checksum of block i is 1000 + i."""
     return ev.StepDone(
+        step_id=step.step_id,
         slices=tuple(
             ev.SliceDone(
                 request_id=plan.slice.request_id,
@@ -152,5 +155,5 @@ def step_done(step: act.RunStep, *, token_id: int = 42) -> ev.StepDone:
                 checksums=tuple((index, 1000 + index) for index in plan.complete),
             )
             for plan in step.plans
-        )
+        ),
     )

@@ -53,6 +53,7 @@ class PrefillWorkers(RuleBasedStateMachine):
         self.gateway_of: dict[str, str] = {}
         self.first_tokens: dict[str, Token] = {}
         self.under_way: list[tuple[str, Answer]] = []
+        self.steps: list[int] = []
         self.reserving: dict[str, act.ReserveLanding] = {}
         self.loading: dict[str, Load] = {}  # layer by layer
         self.early: dict[int, Load] = {}  # what a step was computed behind, by its token
@@ -65,9 +66,17 @@ class PrefillWorkers(RuleBasedStateMachine):
         puts=st.integers(1, 4),
         prefetch=st.integers(0, 6),
         layered=st.sampled_from(["always", "never"]),
+        num_stages=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
-        self, num_blocks: int, budget: int, policy: str, puts: int, prefetch: int, layered: str
+        self,
+        num_blocks: int,
+        budget: int,
+        policy: str,
+        puts: int,
+        prefetch: int,
+        layered: str,
+        num_stages: int,
     ) -> None:
         self.state = make_state(
             num_blocks=num_blocks,
@@ -79,6 +88,7 @@ class PrefillWorkers(RuleBasedStateMachine):
             max_model_len=40,
             num_layers=3,
             layered_loads=layered,
+            num_stages=num_stages,
         )
 
     def post(self, event: ev.Event) -> None:
@@ -128,6 +138,9 @@ class PrefillWorkers(RuleBasedStateMachine):
         plans = step.plans
         assert sum(p.slice.num_tokens for p in plans) <= self.state_budget
         assert len({p.slice.request_id for p in plans}) == len(plans)
+        self.steps.append(step.step_id)
+        assert len(self.steps) <= self.state._ledger.limits.num_stages
+        assert len(set(self.steps)) == len(self.steps), "two steps have one name"
 
     @property
     def state_budget(self) -> int:
@@ -187,8 +200,9 @@ class PrefillWorkers(RuleBasedStateMachine):
                 if plan.landing is not None:
                     name = plan.slice.request_id
                     self.wait(name, self.answer_writes(name))
+            self.steps.remove(action.step_id)
             if how == "bad":
-                return ev.StepFailed(error=LOST)
+                return ev.StepFailed(error=LOST, step_id=action.step_id)
             if behind is not None:
                 if how == "odd":
                     return ev.StepGivenUp()
@@ -278,7 +292,10 @@ class PrefillWorkers(RuleBasedStateMachine):
     @rule(data=st.data(), how=st.sampled_from(["good", "good", "odd", "bad"]))
     def answer(self, data: st.DataObject, how: str) -> None:
         position = data.draw(st.integers(0, len(self.under_way) - 1))
-        _, answer = self.under_way.pop(position)
+        name, answer = self.under_way[position]
+        if name == "step" and any(other == "step" for other, _ in self.under_way[:position]):
+            how = "bad"  # a pipeline's steps are done in order, but a later one can fail at an earlier stage
+        del self.under_way[position]
         self.post(answer(how))
 
     @rule(own=st.integers(1, 12), stored=st.integers(1, 5), max_tokens=st.integers(1, 3))
