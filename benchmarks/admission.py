@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.measure import table, write_json
 from benchmarks.policies import PUBLISHED, Traces
+from benchmarks.simulations import simulated
 from traces.reproduction.testbed import (
     MOONCAKE,
     dear_decoding,
@@ -26,7 +27,7 @@ from traces.reproduction.testbed import (
     rejected,
     wasted_device_s,
 )
-from traces.simulator.many import Archive, Progress, Run, do_missing
+from traces.simulator.many import Run
 from traces.simulator.results import SimulationResult
 from traces.simulator.spec import LATE
 
@@ -122,21 +123,14 @@ def figures(result: SimulationResult) -> dict[str, float]:
     }
 
 
-def simulated(
+def rows_of(
     settings: Sequence[Setting], traces: Traces, folder: Path, limit: int | None, processes: int
 ) -> Iterator[tuple[Setting, dict[str, dict[str, float]]]]:
     """A row's figures by the names of its ways."""
     for setting in settings:
-        trace = traces.file(setting.trace)
-        archive = Archive.of(folder, trace)
-        runs = {way.name: setting.run(way, limit) for way in WAYS}
-        do_missing(runs.values(), trace, archive, num_processes=processes, tell=_tell)
-        yield setting, {name: figures(archive.read(run)) for name, run in runs.items()}
-
-
-def _tell(progress: Progress) -> None:
-    text = f"{progress.num_done} of {progress.num_all}, {progress.left_s:.0f} s left"
-    print(text, file=sys.stderr, flush=True)
+        runs = [setting.run(way, limit) for way in WAYS]
+        results = simulated(runs, traces.file(setting.trace), folder, processes)
+        yield setting, {way.name: figures(each) for way, each in zip(WAYS, results, strict=True)}
 
 
 def in_order(row: Mapping[str, Mapping[str, float]]) -> str:
@@ -172,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.output.parent
     settings = SETTINGS[arguments.first : arguments.last]
     rows = list(
-        simulated(settings, Traces(arguments.trace, folder), folder, limit, arguments.processes)
+        rows_of(settings, Traces(arguments.trace, folder), folder, limit, arguments.processes)
     )
     found: list[dict[str, Any]] = [{"setting": s.name, "ways": row} for s, row in rows]
     write_json(arguments.output, {"rows": found})

@@ -15,21 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import table, write_json
+from benchmarks.simulations import simulated
 from protocol.step_budget import CHUNK_SHARE
 from protocol.timeline import mean, percentile
-from traces.simulator.many import Archive, Progress, Run, TraceFile, do_missing
+from traces.simulator.many import Run, TraceFile
 from traces.simulator.profiles import LLAMA3_70B_8XA800
 from traces.simulator.results import SimulationResult
 from traces.simulator.spec import ClusterSpec
 
 SPEEDUPS = (1.0, 2.0)
 POLICIES = ("global-cache-aware", "moonserve")
-SHARES = (
-    0.95,
-    0.65,
-    CHUNK_SHARE,
-    0.4,
-)  # of the TBT objective; 0.95 is what decode steps alone may take
+SHARES = (0.95, 0.65, CHUNK_SHARE, 0.4)  # of the TBT objective; decode steps alone may take 0.95
 SOME = 2_000  # requests, for the shares
 HEADERS = (
     "policy", "speed", "decode machines prefill", "TTFT mean, s", "p50", "p90", "TBT p90, ms", "effective, %",
@@ -119,14 +115,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def measure(
     runs: Sequence[Run], trace: TraceFile, folder: Path, num_processes: int
 ) -> list[dict[str, Any]]:
-    archive = Archive.of(folder, trace)
-    do_missing(runs, trace, archive, num_processes=num_processes, tell=_tell)
-    return [row_of(run, figures(archive.read(run))) for run in runs]
-
-
-def _tell(progress: Progress) -> None:
-    text = f"{progress.num_done} of {progress.num_all}, {progress.left_s:.0f} s left"
-    print(text, file=sys.stderr, flush=True)
+    results = simulated(runs, trace, folder, num_processes)
+    return [row_of(run, figures(result)) for run, result in zip(runs, results, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks.measure import write_json
 from benchmarks.policies_page import as_page
+from benchmarks.simulations import simulated
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.policies.least_added_delay import LeastAddedDelay, Terms
 from protocol.timeline import mean, percentile
@@ -27,7 +28,7 @@ from traces.format import TraceRecord
 from traces.simulator.clock import Clock
 from traces.simulator.cluster import Cluster
 from traces.simulator.events import Event
-from traces.simulator.many import Archive, Progress, Run, TraceFile, Work, do_missing
+from traces.simulator.many import Run, TraceFile
 from traces.simulator.profiles import LLAMA3_70B_8XA800
 from traces.simulator.results import End, SimulationResult
 from traces.simulator.run import journeys_of
@@ -208,21 +209,6 @@ def _ratio(ours: float, theirs: float) -> float:
     return ours / theirs if theirs else float("inf")
 
 
-def simulated(
-    works: Iterable[Work], trace: TraceFile, folder: Path, num_processes: int
-) -> Iterator[dict[str, float]]:
-    """The figures of each work, from what is kept where it has been done before."""
-    archive, wanted = Archive.of(folder, trace), list(works)
-    do_missing(wanted, trace, archive, num_processes=num_processes, tell=_tell)
-    for work in wanted:
-        yield figures(archive.read(work))
-
-
-def _tell(progress: Progress) -> None:
-    text = f"{progress.num_done} of {progress.num_all}, {progress.left_s:.0f} s left"
-    print(text, file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     limit = QUICK_REQUESTS if arguments.quick else None
@@ -230,11 +216,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     for scenario in SCENARIOS:
         runs = scenario.runs(limit)
-        got = simulated(runs, found.file(scenario.trace), folder, arguments.processes)
+        results = simulated(runs, found.file(scenario.trace), folder, arguments.processes)
+        got = map(figures, results)
         rows.append(compared(scenario, list(zip(runs, got, strict=True))))
     run = ABLATED.run(OURS, DEFAULT_BALANCING_THRESHOLD, limit)
     works = [Ablation(run=run, terms=terms) for terms in ABLATIONS.values()]
-    got = simulated(works, found.file(ABLATED.trace), folder, arguments.processes)
+    results = simulated(works, found.file(ABLATED.trace), folder, arguments.processes)
+    got = map(figures, results)
     result = {
         "rows": rows,
         "ablations": dict(zip(ABLATIONS, got, strict=True)),

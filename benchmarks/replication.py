@@ -19,9 +19,10 @@ from random import Random
 from typing import Any
 
 from benchmarks.measure import table, write_json
+from benchmarks.simulations import simulated
 from conductor.replication import ReplicationTerms
 from protocol.timeline import mean, percentile
-from traces.simulator.many import Archive, Progress, Run, TraceFile, do_missing
+from traces.simulator.many import Run, TraceFile
 from traces.simulator.profiles import LLAMA3_70B_8XA800
 from traces.simulator.results import SimulationResult
 from traces.simulator.spec import ClusterSpec
@@ -131,14 +132,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def measure(setting: Setting, trace: TraceFile, folder: Path, num_processes: int) -> list[Any]:
-    archive, runs = Archive.of(folder, trace), setting.runs()
-    do_missing(runs, trace, archive, num_processes=num_processes, tell=_tell)
-    return [row_of(setting, run, figures(archive.read(run))) for run in runs]
-
-
-def _tell(progress: Progress) -> None:
-    text = f"{progress.num_done} of {progress.num_all}, {progress.took_s:.0f} s"
-    print(text, file=sys.stderr, flush=True)
+    runs = setting.runs()
+    results = simulated(runs, trace, folder, num_processes)
+    return [row_of(setting, run, figures(each)) for run, each in zip(runs, results, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,24 @@
+"""Simulations of a benchmark: those that are missing are run, and on stderr it is told how far all is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from traces.simulator.many import Archive, Progress, TraceFile, Work, do_missing
+from traces.simulator.results import SimulationResult
+
+
+def simulated(
+    works: Iterable[Work], trace: TraceFile, folder: Path, num_processes: int
+) -> Iterator[SimulationResult]:
+    """The result of each work, from what is kept in `folder` where it has been done before."""
+    archive, wanted = Archive.of(folder, trace), list(works)
+    do_missing(wanted, trace, archive, num_processes=num_processes, tell=_tell)
+    return map(archive.read, wanted)
+
+
+def _tell(progress: Progress) -> None:
+    text = f"{progress.num_done} of {progress.num_all}, {progress.left_s:.0f} s left"
+    print(text, file=sys.stderr, flush=True)
