@@ -187,3 +187,82 @@ def test_prometheus_sees_reads_predictions_and_skips_by_store() -> None:
     assert f'moonserve_prefix_load_seconds_total{{store="store-0"}} {10.0 * num_read}' in text
     assert 'moonserve_prefix_load_predicted_seconds_total{store="store-0"} 0.' in text
     assert 'moonserve_prefix_load_latency_seconds{store="store-0"}' in text
+
+
+# -- layer by layer
+
+
+def test_reading_layer_by_layer_gains_what_computing_hides_of_it() -> None:
+    """The formula of the module's docstring, less that of reading first."""
+    layers = Layers(12)
+    at_once = layers.at_once(96 << 20)
+    assert at_once == 1
+    assert layers.gain_s(1, 0.36, 0.6, 0.0) == pytest.approx(0.36 * 11 / 12), "computing is longer"
+    assert layers.gain_s(1, 6.0, 0.6, 0.0) == pytest.approx(0.6 * 11 / 12), "reading is longer"
+    assert layers.gain_s(1, 0.36, 0.6, 0.2) == pytest.approx(0.16), "hidden behind others already"
+    assert layers.gain_s(1, 0.36, 0.6, 0.4) == 0.0
+
+
+@given(
+    read_s=st.floats(1e-4, 100),
+    first_s=st.floats(1e-4, 100),
+    rest_s=st.floats(0, 100),
+    busy_s=st.floats(0, 100),
+    num_turns=st.integers(1, 80),
+)
+def test_the_gain_is_that_of_a_pipeline_of_turns(
+    read_s: float, first_s: float, rest_s: float, busy_s: float, num_turns: int
+) -> None:
+    """Turn k of reading ends at k/g · L, turn k of the first step takes C1/g and begins when that and turn k − 1 have
+    ended."""
+    ends_s = busy_s
+    for turn in range(1, num_turns + 1):
+        ends_s = max(ends_s, read_s * turn / num_turns) + first_s / num_turns
+    serial_s = max(busy_s, read_s) + first_s
+    gain_s = Layers(num_turns).gain_s(1, read_s, first_s, busy_s)
+    assert serial_s - ends_s == pytest.approx(gain_s, abs=1e-9 + 1e-9 * serial_s)
+
+
+def test_small_prefixes_are_read_in_few_turns_or_at_once() -> None:
+    assert Layers(12).at_once(12 << 20) == 2
+    assert Layers(12).at_once(1 << 20) == 12
+    assert Layers(12).gain_s(12, 1.0, 1.0, 0.0) == 0.0
+    assert Layers(12, "never").at_once(1 << 30) == 12
+    assert Layers(12, "always").at_once(1) == 1
+
+
+def _loads(layers: Layers) -> PrefixLoads:
+    return PrefixLoads(
+        PrefillProfile(c0=0.0, c1=0.001, c2=0.0),
+        layers,
+        block_bytes=1 << 20,
+        block_size=4,
+        chunk_tokens=64,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "busy_s", "expected"),
+    [(200, 0.0, 1), (200, 10.0, None), (2, 0.0, None)],
+)
+def test_what_gains_nothing_is_read_at_once(
+    num_blocks: int, busy_s: float, expected: int | None
+) -> None:
+    """200 blocks of a MiB take 42 ms to read from a store on the same host."""
+    choice = _loads(Layers(8)).choose(
+        [(HOME, num_blocks)],
+        reader_host=HOME.host,
+        num_tokens=4 * num_blocks + 50,
+        num_cached=0,
+        busy_s=busy_s,
+        now=0.0,
+    )
+    assert (choice.num_parts, choice.layers_at_once) == (1, expected)
+
+
+def test_a_slower_store_is_read_from_where_computing_hides_it() -> None:
+    """Reading takes 2 s, computing all 2.1 and the rest 1: read first, that would not pay."""
+    assert choose([2.0], [2.1, 1.0], busy_s=0.0).num_parts == 0
+    layered = choose([2.0], [2.1, 1.0], busy_s=0.0, gains_s=[0.0, 0.95])
+    assert layered.num_parts == 1
+    assert layered.totals_s == pytest.approx((2.1, 2.05))

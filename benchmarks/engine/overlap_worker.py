@@ -1,0 +1,195 @@
+"""One prefill worker for the benchmark of overlap, and the store process that it reads from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from benchmarks.engine.overlap_record import Record, RecordedEngine, RecordedStores
+from engine.replica import Replica
+from prefill_worker.config import PrefillConfig
+from prefill_worker.events import Submitted
+from prefill_worker.landing import KvMemory
+from prefill_worker.landing_client import LandingClient
+from prefill_worker.service import PrefillService
+from prefill_worker.state import PrefillState
+from protocol.ids import GatewayId, RequestId
+from protocol.keys import block_keys, root_key
+from protocol.process import host_identity
+from protocol.profile import PrefillProfile
+from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
+from protocol.rpc import Channels
+from transfer import Segment, TransferEngine
+
+TOKEN = "benchmark"
+_GATEWAY = GatewayId("benchmark")
+_STORE = "store"
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)  # so no decode worker is needed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One prompt."""
+
+    ttft_s: float
+    token_id: int
+    record: Record
+
+
+class Way:
+    """One manner of getting at a prompt's KV: a service with a state of its own."""
+
+    def __init__(self, state: PrefillState, service: PrefillService) -> None:
+        self.state = state
+        self.service = service
+        self.tokens: asyncio.Queue[int] = asyncio.Queue()
+        self._listening = asyncio.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        async for batch in self.service.streams.events(_GATEWAY):
+            for failed in batch.failures:
+                raise RuntimeError(failed.failure.message)
+            for token in batch.tokens:
+                self.tokens.put_nowait(token.token_id)
+
+    async def close(self) -> None:
+        self._listening.cancel()
+        await asyncio.wait([self._listening])
+        await self.service.stop()
+
+
+class Worker:
+    """The product's prefill service over one replica; all ways share engine and memory and take turns."""
+
+    def __init__(
+        self, replica: Replica, segment: Segment, transfer: TransferEngine, prompt: Sequence[int]
+    ) -> None:
+        self._replica = replica
+        self._memory = KvMemory(segment, replica.plan.layout, replica.plan.num_blocks)
+        self._transfer = transfer
+        self._channels = Channels(TOKEN)
+        self._record = Record()
+        self._engine = RecordedEngine(replica.thread, self._record)
+        self._prompt = tuple(prompt)
+        root = root_key(replica.fingerprint)
+        self._keys = tuple(block_keys(root, prompt, replica.config.block_size))
+        self._num_requests = 0
+        self.stores = RecordedStores(self._channels, transfer, self._record)
+
+    @asynccontextmanager
+    async def way(self, layered_loads: str, *, writes: bool = False) -> AsyncIterator[Way]:
+        """`writes`: what it computes goes into the store. Others forget everything behind each prompt."""
+        replica, config = self._replica, self._replica.config
+        assert isinstance(config, PrefillConfig)
+        measured, _ = replica.profiles
+        state = PrefillState(
+            replace(
+                config.limits(replica.plan),
+                layered_loads=layered_loads,
+                enable_prefix_caching=writes,
+            ),
+            lease_prefix=f"way-{self._num_requests}",
+            profile=PrefillProfile(c0=measured.c0, c1=measured.c1, c2=measured.c2),
+            home_store=_STORE if writes else None,
+            on_added=lambda _key, _parent: None,
+            on_removed=lambda _key: None,
+        )
+        service = PrefillService(
+            state,
+            engine=self._engine,
+            memory=self._memory,
+            transfer=self._transfer,
+            landings=LandingClient(self._channels, fingerprint=replica.fingerprint, ttl_s=30.0),
+            stores=self.stores,
+            landing_ttl_s=30.0,
+        )
+        way = Way(state, service)
+        try:
+            yield way
+        finally:
+            await way.close()
+
+    async def fill(self, address: str) -> Endpoint:
+        """Has the store at `address` keep the prompt's blocks; gives its endpoint."""
+        store = replace(await self.stores.locate(address), instance_id=_STORE)
+        async with self.way("never", writes=True) as way:
+            way.service.home_found(store)
+            await self.prefill(way)
+            while not all(await self.stores.exists(store, self._keys)):  # noqa: ASYNC110 - elsewhere
+                await asyncio.sleep(0.05)
+        return store
+
+    async def prefill(self, way: Way, source: PrefixSource | None = None) -> Run:
+        """Computes the prompt, of which `source` has some."""
+        self._num_requests += 1
+        request = Request(
+            request_id=RequestId(f"r{self._num_requests}"),
+            gateway_id=_GATEWAY,
+            token_ids=self._prompt,
+            num_prompt_tokens=len(self._prompt),
+            block_keys=self._keys,
+            sampling=_GREEDY,
+        )
+        here = Endpoint(
+            instance_id="here", epoch=1, rpc_address="", transfer_address="", host=host_identity()
+        )
+        placement = Placement(
+            request_id=request.request_id,
+            prefill=here,
+            decode=here,
+            prefix_sources=(source,) if source is not None else (),
+        )
+        self._record.clear()
+        began_at = time.perf_counter()
+        way.service.post(Submitted(request=request, placement=placement))
+        token_id = await way.tokens.get()
+        ttft_s = time.perf_counter() - began_at
+        await way.service.drained()
+        return Run(ttft_s=ttft_s, token_id=token_id, record=self._record.since(began_at))
+
+    async def close(self) -> None:
+        await self._channels.close()
+
+
+@asynccontextmanager
+async def store_process(transports: str, nbytes: int) -> AsyncIterator[str]:
+    """A store node's RPC address."""
+    reading, writing = os.pipe()
+    flags: Mapping[str, str] = {
+        "--instance-id": _STORE,
+        "--dram": str(nbytes),
+        "--transports": transports,
+        "--status-fd": str(writing),
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "kvstore",
+        *(word for flag in flags.items() for word in flag),
+        env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+        pass_fds=[writing],
+    )
+    os.close(writing)
+    try:
+        yield await asyncio.to_thread(_ready_address, reading)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+def _ready_address(reading: int) -> str:
+    with open(reading) as reports:
+        for line in reports:
+            report = json.loads(line)
+            if "ready" in report:
+                address: str = report["ready"]["rpc"]
+                return address
+    raise RuntimeError("the store ended before it was ready")
