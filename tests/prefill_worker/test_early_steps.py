@@ -30,10 +30,8 @@ NUM_TOKENS = 4 * BLOCK_SIZE + 3  # four blocks are stored
 PROFILE = PrefillProfile(c0=0.1, c1=0.3, c2=0.0)
 
 
-def early_state(**options: int) -> PrefillState:
-    return make_state(
-        num_layers=4, layered_loads="always", home=None, budget=64, profile=PROFILE, **options
-    )
+def early_state() -> PrefillState:
+    return make_state(num_layers=4, layered_loads="always", home=None, budget=64, profile=PROFILE)
 
 
 def load(
@@ -65,9 +63,9 @@ def loaded(num_blocks: int = 4, name: str = NAME) -> ev.PrefixLoaded:
     )
 
 
-def begin(state: PrefillState, **options: int) -> act.RunStep:
+def begin(state: PrefillState, *, num_cached: int = 0) -> act.RunStep:
     """The first step, which begins when the first layer is there."""
-    load(state, **options)
+    load(state, num_cached=num_cached)
     return only(state.handle(progress(1, seconds=0.1), 0.1), act.RunStep)
 
 
@@ -132,7 +130,7 @@ def test_behind_a_bad_block_all_is_computed_again(load_ends_first: bool, num_goo
     """After the writes of the first attempt, which read the same blocks, have ended."""
     state = early_state()
     step = begin(state)
-    ends = [loaded(num_good), step_done(step, token_id=666)]
+    ends: list[ev.Event] = [loaded(num_good), step_done(step, token_id=666)]
     for event in ends if load_ends_first else reversed(ends):
         assert not checked(state, event, 1.0)
     actions = checked(state, ev.WritesDone(request_id=NAME), 2.0)
@@ -209,7 +207,7 @@ def test_a_cancelled_one_is_let_go_when_nothing_uses_its_blocks(ends: Sequence[i
     state = early_state()
     step = begin(state)
     checked(state, ev.CancelRequested(request_id=NAME), 0.5)
-    events = [step_done(step), loaded(), ev.WritesDone(request_id=NAME)]
+    events: list[ev.Event] = [step_done(step), loaded(), ev.WritesDone(request_id=NAME)]
     for position in ends:
         assert state.num_held_blocks
         checked(state, events[position], 1.0)
