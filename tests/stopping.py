@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
-from tests.patience import PATIENCE_S
+from tests.patience import until
 
 
 def stop(pid: int) -> None:
     """Returns once no thread of the process runs."""
     os.kill(pid, signal.SIGSTOP)
-    give_up_at = time.monotonic() + PATIENCE_S
-    while not _is_stopped(pid):
-        assert time.monotonic() < give_up_at, "it does not stop"
-        time.sleep(0.001)
+    until(lambda: _is_stopped(pid))
 
 
 def _is_stopped(pid: int) -> bool:

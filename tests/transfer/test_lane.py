@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from protocol.errors import Cancelled, ConfigError, PeerLost
-from tests.patience import NEVER_S, PATIENCE_S
+from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.transfer.conftest import TOKEN
 from tests.transfer.fake_transport import FakeNetwork, Fate
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions, registry
@@ -103,14 +102,6 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work)
     thread.start()
     return thread
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """For what another thread is about to do."""
-    give_up_at = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up_at, "it did not come to pass"
-        threading.Event().wait(0.001)
 
 
 def test_batches_keep_their_deadlines_while_a_caller_has_the_session(

@@ -9,8 +9,8 @@ import pytest
 from deploy.kvctl.cluster import reason
 from protocol.errors import PeerLost
 from tests.deploy.kvctl.stage import ENVIRON, Kvctl, Stage, chain_keys, put, put_chain, stage
-from tests.kvstore.client.pools import until
 from tests.kvstore.nodes import running_node
+from tests.patience import until
 from tests.ports import free_port
 from tests.redis_server import RedisServer
 from tests.stopping import stop

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvstore.client import KvStore, connect
@@ -15,7 +13,7 @@ from protocol.registry.embedded import EmbeddedRegistry
 from protocol.registry.service import RegistryService
 from protocol.rpc import RpcServer
 from tests.kvstore.nodes import TOKEN, Node, running_node
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from transfer import TransferOptions
 
 DRAM = 8 * 2**20
@@ -78,11 +76,3 @@ def running_pool(num_nodes: int, *flags: str) -> Iterator[Pool]:
             )
             pool.nodes[node_id] = stack.enter_context(node)
         yield pool
-
-
-def until(holds: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
-    """Returns once it holds, which another process or thread is working on; fails after `timeout_s`."""
-    give_up_at = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < give_up_at, "it did not come to that in time"
-        asyncio.run(asyncio.sleep(0.01))

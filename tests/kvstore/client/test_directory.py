@@ -11,9 +11,10 @@ import pytest
 from kvstore.client import Block, KvStore, chain
 from protocol.errors import MoonserveError
 from protocol.keys import BlockKey
-from tests.kvstore.client.pools import DRAM, store_of, until
+from tests.kvstore.client.pools import DRAM, store_of
 from tests.kvstore.directory.cluster import running_directory
 from tests.kvstore.nodes import running_node
+from tests.patience import until
 from tests.ports import free_port
 
 NUM_NODES = 4

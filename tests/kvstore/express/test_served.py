@@ -34,9 +34,9 @@ from protocol.errors import (
 from protocol.failures import failure_from_wire
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.pb import common_pb2
-from tests.kvstore.client.pools import BOTH, TCP, store_of, until
+from tests.kvstore.client.pools import BOTH, TCP, store_of
 from tests.kvstore.nodes import Node, running_node
-from tests.patience import NEVER_S, PATIENCE_S
+from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.stopping import stop
 from transfer import Segment
 

@@ -11,10 +11,10 @@ import pytest
 from kvstore.client import KvStore, plain_key
 from protocol.errors import Overloaded
 from protocol.pb import kvstore_pb2 as pb
-from tests.kvstore.client.pools import until
 from tests.kvstore.directory.cluster import running_directory
 from tests.kvstore.faults.pool import Pool, running_pool
 from tests.kvstore.faults.values import put_many
+from tests.patience import until
 from tests.ports import free_port
 
 pytestmark = pytest.mark.slow  # a directory and several nodes start
