@@ -1,10 +1,10 @@
 """`python -m benchmarks.fidelity --trace FILE`: does the simulator tell the truth? One trace, live and simulated.
 
 Claim: TTFT p50 and p90, TBT p50, hit ratio and throughput of a live replay and of its simulation agree within 15 %, for
-one and for two prefill workers beside one decode worker; and half of the live TTFTs are predicted to 15 %. For each
-shape in turn, as often as there are rounds: `moonserve profile --serving` measures a cluster, a fresh one serves the
-scaled trace, and `traces.simulator` runs the same records on the profile. Nothing of the replay goes into the
-simulation. What counts are medians of the rounds. Writes docs/fidelity.md, and JSON below out/.
+one and for two prefill workers beside one decode worker, fast ones and slow ones; and half of the live TTFTs are
+predicted to 15 %. For each shape in turn, as often as there are rounds: `moonserve profile --serving` measures a
+cluster, a fresh one serves the scaled trace, and `traces.simulator` runs the same records on the profile. Nothing of
+the replay goes into the simulation. What counts are medians of the rounds. Writes docs/fidelity.md, JSON below out/.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.fidelity_page import (
     BAR,
@@ -74,6 +74,14 @@ class Load:
         ]
 
 
+class Shape(NamedTuple):
+    """A cluster that is measured."""
+
+    num_prefill: int
+    num_decode: int
+    kernels: str
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     load = Load(
@@ -82,17 +90,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         speedup=arguments.speedup,
         policy=arguments.placement_policy,
     )
-    shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]
+    shapes = [
+        Shape(int(num_prefill), int(num_decode), kernels)
+        for kernels in arguments.kernels.split(",")
+        for num_prefill, _, num_decode in (s.partition("x") for s in arguments.shapes.split(","))
+    ]
     compared = [
         judged(
             combined(
                 [
-                    compare(load, num_prefill, num_decode, arguments.budget_s, folder)
+                    compare(load, shape, arguments.budget_s, folder)
                     for folder in _folders(arguments.output.parent, arguments.rounds)
                 ]
             )
         )
-        for num_prefill, num_decode in shapes
+        for shape in shapes
     ]
     replayed = {
         "trace": load.trace.name,
@@ -117,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--speedup", type=float, default=1.0, help="factor on the trace's clock")
     parser.add_argument("--rounds", type=int, default=3, help="of each shape")
     parser.add_argument("--placement-policy", default=PUBLISHED_POLICY, choices=POLICY_NAMES)
+    parser.add_argument("--kernels", default="native,torch", help="of the workers, commas")
     parser.add_argument("--shapes", default="1x1,2x1", help="prefill x decode workers, commas")
     parser.add_argument("--budget-s", type=float, default=120.0, help="of each profile")
     parser.add_argument("--output", type=Path, default=Path("out/fidelity.json"))
@@ -138,18 +151,17 @@ def judged(shape: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def compare(
-    load: Load, num_prefill: int, num_decode: int, budget_s: float, folder: Path
-) -> dict[str, Any]:
+def compare(load: Load, shape: Shape, budget_s: float, folder: Path) -> dict[str, Any]:
     """One round of a shape: profile, replay, simulation. Each request's terms go into a CSV in `folder`."""
-    shape = ClusterShape(
+    num_prefill, num_decode = shape.num_prefill, shape.num_decode
+    cluster = ClusterShape(
         model=None,
         num_prefill=num_prefill,
         num_decode=num_decode,
         num_threads=1,
         flags=(
             *("--block-size", str(BLOCK_SIZE), "--dram", str(DRAM), "--tbt-slo", str(TBT_SLO_S)),
-            *("--placement-policy", load.policy),
+            *("--placement-policy", load.policy, "--kernels", shape.kernels),
         ),
     )
     model = profile(
@@ -161,18 +173,20 @@ def compare(
             dram=DRAM,
             max_num_batched_tokens=CHUNK,
             budget_s=budget_s,
+            kernels=shape.kernels,
         )
     )
-    replayed, decisions = replay_live(shape, load)
+    replayed, decisions = replay_live(cluster, load)
     spec = spec_of(model, num_prefill, num_decode, load.policy)
     journeys = journeys_after(spec, load.records())
     rows = rows_of(replayed.sent, decisions, journeys)
-    write_csv(rows, folder / f"{num_prefill}x{num_decode}.csv")
+    write_csv(rows, folder / f"{num_prefill}x{num_decode}-{shape.kernels}.csv")
     live, simulated = live_figures(replayed, rows), figures_of(spec, journeys)
     errors = {name: relative(simulated[name], live[name]) for name in FIGURES | MORE_FIGURES}
     return {
         "prefill": num_prefill,
         "decode": num_decode,
+        "kernels": shape.kernels,
         "profile": _terms(model),
         "live": live,
         "simulated": simulated,
@@ -324,6 +338,8 @@ def _terms(model: ModelProfile) -> dict[str, Any]:
         "decode": [model.decode.c0, model.decode.c1, model.decode.c2],
         "request_ms": model.overheads.request_s * 1e3,
         "gateway_ms": model.overheads.gateway_s * 1e3,
+        "back_ms": model.overheads.back_s * 1e3,
+        "late_back_ms": model.overheads.late_back_s * 1e3,
         "turnover_ms": model.overheads.turnover_s * 1e3,
         "landing_ms": model.overheads.landing_s * 1e3,
         "handoff_ms": model.overheads.handoff_s * 1e3,

@@ -76,14 +76,15 @@ def _section(shape: dict[str, Any]) -> str:
     terms = shape["profile"]
     return "\n".join(
         (
-            f"## {shape['prefill']} prefill, {shape['decode']} decode",
+            f"## {shape['prefill']} prefill, {shape['decode']} decode, {shape['kernels']} kernels",
             "",
             table(["", "live", "simulated", "error", "by round", f"within {BAR:.0%}"], rows),
             "",
             "Profile: prefill {} s, decode {} s; ".format(
                 *(" / ".join(f"{c:.2e}" for c in terms[part]) for part in ("prefill", "decode"))
             )
-            + "request {request_ms:.1f} (the gateway's part {gateway_ms:.1f}), turnover {turnover_ms:.1f}, "
+            + "request {request_ms:.1f} (the gateway's part {gateway_ms:.1f}, the way back {back_ms:.1f}, "
+            + "beside the next prompt {late_back_ms:.1f} more), turnover {turnover_ms:.1f}, "
             "landing {landing_ms:.1f}, handoff {handoff_ms:.1f} ms.".format_map(terms),
             "Beside 0, 1, … others, one of which decodes, these take so many times as long: "
             + _crowding(terms, "crowding", ("prefill", "request", "landing", "handoff"))
@@ -138,6 +139,7 @@ _READING = """## What the simulation has, and what it leaves out
 | prefill, decode | computing as prefill workers report it (the mean of several), steps as clients see them, alone |
 | request | TTFT less what the prefill worker reports: HTTP, keys, placement, submission, the way back |
 | the gateway's part | by how much each prompt of one moment makes the others be placed later, by turns |
+| the way back | of a first token: TTFT since placement less what the worker reports; alone, with others behind |
 | turnover | by how much longer prompts compute that follow one another: handing one off delays the next |
 | landing | from asking the decode worker for blocks to having them, while it is idle |
 | handoff | the second token's gap less a step: last writes, commit, verification |

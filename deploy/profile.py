@@ -52,6 +52,7 @@ _OF_WORKERS = (
     "dram",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "kernels",
 )
 
 # `cpu` leaves out the time that other programs had the processor.
@@ -77,6 +78,11 @@ class ProfileConfig:
     max_num_seqs: int = option(64, help="sequences in one decode batch")
     max_num_batched_tokens: int = option(512, help="tokens of prompt computed in one step")
     num_threads: int = option(1, help="compute threads")
+    kernels: str = option(
+        "auto",
+        help="what computes layers and attention, as workers have it",
+        choices=("auto", "native", "torch"),
+    )
     cache_dir: str | None = option(
         None, help="folder that keeps compiled kernels; ~/.cache/moonserve when not given"
     )
@@ -222,6 +228,7 @@ def _load(config: ProfileConfig, path: Path, model: ModelConfig, plan: PoolPlan)
         num_blocks=plan.num_blocks,
         num_threads=config.num_threads,
         load_format=config.load_format,
+        kernels=config.kernels,
         cache_folder=folder if config.cache_dir is None else Path(config.cache_dir),
     )
 

@@ -58,6 +58,7 @@ class PromptRun:
     num_others: int  # machines that computed beside it
     decodes_beside: bool  # one of them was a decode machine
     ttft_s: float  # at the client
+    placed_s: float  # of it, until the conductor has placed it
     queue_s: float  # at the prefill worker, like the next two
     load_s: float
     compute_s: float
@@ -161,7 +162,7 @@ class Probe:
 
     async def _prompt_run(self, outcome: Outcome, num_tokens: int, num_others: int) -> PromptRun:
         timeline = _timeline(outcome)
-        machine, *terms = await self._explained(outcome)
+        machine, since_placed_s, *terms = await self._explained(outcome)
         gaps = timeline.gaps_s
         return PromptRun(
             machine=machine,
@@ -170,6 +171,7 @@ class Probe:
             num_others=num_others,
             decodes_beside=False,
             ttft_s=timeline.ttft_s,
+            placed_s=timeline.ttft_s - since_placed_s,
             queue_s=terms[0],
             load_s=terms[1],
             compute_s=terms[2],
@@ -184,23 +186,20 @@ class Probe:
         Those who come at once are worked at by turns rather than one after the other, so that all of them are placed
         late: what counts is their mean against one alone."""
         length = min(_BURST_PROMPT, self._longest - 2)
-        alone_s = await self._placed_s(await self._complete(self._fresh(length), 2))
+        alone_s = (
+            await self._prompt_run(await self._complete(self._fresh(length), 2), length, 0)
+        ).placed_s
         prompts = [self._fresh(length) for _ in range(_BURST * num_prefill)]
         outcomes = await asyncio.gather(*(self._complete(prompt, 2) for prompt in prompts))
-        placed_s = [await self._placed_s(each) for each in outcomes]
-        late_s = max(float(np.mean(placed_s)) - alone_s, 0.0)
         runs = [await self._prompt_run(each, length, num_prefill - 1) for each in outcomes]
+        late_s = max(float(np.mean([run.placed_s for run in runs])) - alone_s, 0.0)
         return late_s / (len(runs) - 1), [run for run in runs if run.queue_s > run.compute_s / 2]
 
-    async def _placed_s(self, outcome: Outcome) -> float:
-        """From the client's sending to the placement."""
-        return _timeline(outcome).ttft_s - float((await self._outcome_of(outcome))["ttft_s"])
-
-    async def _explained(self, outcome: Outcome) -> tuple[str, float, float, float]:
-        """Its machine, and seconds of queue, load and computing."""
+    async def _explained(self, outcome: Outcome) -> tuple[str, float, float, float, float]:
+        """Its machine, and seconds from its placement to its first token, of queue, load and computing."""
         found = await self._outcome_of(outcome)
         queue_s, load_s, compute_s = (float(found[name]) for name in _TERMS)
-        return str(found["prefill"]), queue_s, load_s, compute_s
+        return str(found["prefill"]), float(found["ttft_s"]), queue_s, load_s, compute_s
 
     async def _outcome_of(self, outcome: Outcome) -> Mapping[str, Any]:
         """What the conductor knows of it, its machine too. Reports reach it beside the tokens, so that they may come

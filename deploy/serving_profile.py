@@ -76,6 +76,8 @@ def as_text(terms: ServingTerms) -> Sequence[str]:
     return (
         f"request, beside its computing   {overheads.request_s * 1e3:8.2f} ms",
         f"… of it at the gateway by turns {overheads.gateway_s * 1e3:8.2f} ms",
+        f"… of it the first token's way   {overheads.back_s * 1e3:8.2f} ms",
+        f"… longer beside another prompt  {overheads.late_back_s * 1e3:8.2f} ms",
         f"prompt right after another      {overheads.turnover_s * 1e3:8.2f} ms",
         f"landing, until it is granted    {overheads.landing_s * 1e3:8.2f} ms",
         f"handoff, beside its KV          {overheads.handoff_s * 1e3:8.2f} ms",

@@ -129,11 +129,15 @@ def overheads_of(seen: Observations, prefill: PrefillProfile, crowding: Crowding
     step, a turnover what prompts in a row compute for longer than their company explains."""
     alone = [run for run in seen.prompts if run.num_others == 0]
     request_s = [_own_overheads(run)[0] for run in alone]
+    back_s = max(_median([_back_s(run) for run in alone]), 0.0)
+    late_s = [max(_back_s(run) - back_s, 0.0) for run in seen.in_a_row]
     landing_s = [run.load_s for run in alone if run.num_cached == 0]
     handoff_s = [each for run in alone if (each := _own_overheads(run)[2]) is not None]
     return Overheads(
         request_s=_median(request_s),
         gateway_s=_median(seen.bursts_s) if seen.bursts_s else 0.0,
+        back_s=back_s,
+        late_back_s=_median(late_s) if late_s else 0.0,
         turnover_s=_median(_turnovers(seen, prefill, crowding) or [0.0]),
         landing_s=_median(landing_s),
         handoff_s=_median(handoff_s),
@@ -199,6 +203,11 @@ def _overhead_factors(runs: Sequence[PromptRun], which: int) -> tuple[float, ...
     """`which`: of `_own_overheads`."""
     found = [(run.num_others, _own_overheads(run)[which]) for run in runs]
     return _factors([(others, seconds) for others, seconds in found if seconds is not None])
+
+
+def _back_s(run: PromptRun) -> float:
+    """From its computing's end to its first token's coming to the client."""
+    return run.ttft_s - run.placed_s - run.queue_s - run.load_s - run.compute_s
 
 
 def _own_overheads(run: PromptRun) -> tuple[float, float, float | None]:

@@ -27,8 +27,8 @@ def prompt(
     slow: float = 1.0,
     decodes_beside: bool | None = None,
 ) -> PromptRun:
-    """As a worker with PREFILL computes it, chunk by chunk, between 5 ms of request and 2 of landing. Whoever has
-    company has a decode machine's, unless told otherwise."""
+    """As a worker with PREFILL computes it, chunk by chunk, between 5 ms of request, 2 of them for the way back, and 2
+    of landing. Whoever has company has a decode machine's, unless told otherwise."""
     starts = range(num_cached, num_tokens, CHUNK)
     compute_s = slow * sum(PREFILL.seconds(min(s + CHUNK, num_tokens), s) for s in starts)
     return PromptRun(
@@ -38,11 +38,21 @@ def prompt(
         num_others=num_others,
         decodes_beside=num_others > 0 if decodes_beside is None else decodes_beside,
         ttft_s=compute_s + 0.001 + 0.002 + 0.005,
+        placed_s=0.003,
         queue_s=0.001,
         load_s=0.002,
         compute_s=compute_s,
         second_gap_s=0.009,
         step_s=0.003,
+    )
+
+
+def right_after(run: PromptRun, *, handoff_s: float, late_back_s: float) -> PromptRun:
+    """The same prompt behind another one, and before the next."""
+    return replace(
+        run,
+        compute_s=run.compute_s + handoff_s,
+        ttft_s=run.ttft_s + handoff_s + late_back_s,
     )
 
 
@@ -63,7 +73,7 @@ def observed(**changes: object) -> Observations:
         "beside_prompts": [prompt(1024), prompt(1024, num_others=1, slow=1.25)],
         "beside_steps": [step(4, 1500), step(4, 1600, num_others=1, slow=1.5)],
         "bursts_s": [0.001, 0.003, 0.0015],
-        "in_a_row": [replace(prompt(300), compute_s=prompt(300).compute_s + 0.008)],
+        "in_a_row": [right_after(prompt(300), handoff_s=0.008, late_back_s=0.004)],
     }
     return Observations(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -78,6 +88,7 @@ def test_formulae_overheads_and_crowding_come_out_as_they_went_in() -> None:
     overheads = terms.overheads
     assert (overheads.request_s, overheads.landing_s) == (NEAR(0.005), NEAR(0.002))
     assert overheads.turnover_s == NEAR(0.008)
+    assert (overheads.back_s, overheads.late_back_s) == (NEAR(0.002), NEAR(0.004))
     assert (overheads.handoff_s, overheads.gateway_s) == (NEAR(0.006), 0.0015)
     assert (terms.crowding.prefill, terms.crowding.decode) == (NEAR((1, 1.25)), NEAR((1, 1.5)))
 

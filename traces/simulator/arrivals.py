@@ -16,11 +16,10 @@ from traces.simulator.spec import Overheads
 
 
 def arrivals(journeys: Sequence[Journey], overheads: Overheads) -> Iterator[Timed[Event]]:
-    """In the trace's order, which is that of their instants. Who comes alone takes `request_s`, of which the gateway
-    works for `gateway_s`."""
+    """In the trace's order, which is that of their instants. Who comes alone takes `request_s` but for the way back;
+    of that the gateway works for `gateway_s`."""
     instants = [journey.record.arrived_s for journey in journeys]
-    # Also the first token's way back is spent before the machines see a request: to its client that is the same.
-    beside_s = overheads.request_s - overheads.gateway_s
+    beside_s = max(overheads.request_s - overheads.back_s - overheads.gateway_s, 0.0)
     for journey, done_at in zip(journeys, by_turns(instants, overheads.gateway_s), strict=True):
         yield Timed(done_at + beside_s, Arrive(journey))
 

@@ -151,7 +151,7 @@ class Cluster:
         if (loaded := self.loads.flow_ended(flow_id)) is not None:
             self._loaded(loaded, now)
         if (request_id := self.handoffs.flow_ended(flow_id)) is not None:
-            self._after(self._overheads_of(request_id).handoff_s, TakeOver(request_id), now)
+            self._hand_off(request_id, now)
         self.replicas.flow_ended(flow_id, now)
 
     def _beat(self, node: Node, now: float) -> None:
@@ -262,12 +262,19 @@ class Cluster:
             )
 
     def _computed(self, node: PrefillNode, journey: Journey, prompt: Prompt, now: float) -> None:
-        self.gateway.first_token(journey, prompt, now)
+        overheads = self._overheads_of(prompt.request_id)
+        back_s = overheads.back_s + (overheads.late_back_s if computes(node) else 0.0)
+        self.gateway.first_token(journey, prompt, now, back_s)
         if journey.end is not None:
             del self._journey_of[prompt.request_id]
         elif self.handoffs.computed(prompt.request_id):
-            handoff_s = self._overheads_of(prompt.request_id).handoff_s
-            self._after(handoff_s, TakeOver(prompt.request_id), now)
+            self._hand_off(prompt.request_id, now)
+
+    def _hand_off(self, request_id: str, now: float) -> None:
+        """All is computed and sent. What a handoff takes is seen by clients, and so counts from the first token's
+        coming to them."""
+        overheads = self._overheads_of(request_id)
+        self._after(overheads.back_s + overheads.handoff_s, TakeOver(request_id), now)
 
     def _overheads_of(self, request_id: str) -> Overheads:
         journey = self._journey_of.get(request_id)

@@ -93,19 +93,21 @@ class Gateway:
         if now >= journey.impatient_at:
             self.end(journey, End.FAILED, reason, now)
 
-    def first_token(self, journey: Journey, prompt: Prompt, now: float) -> None:
-        """The prompt is computed."""
+    def first_token(
+        self, journey: Journey, prompt: Prompt, now: float, back_s: float = 0.0
+    ) -> None:
+        """The prompt is computed; the token comes to its client `back_s` later."""
         assert prompt.started_at is not None
         queue_s = max(prompt.started_at - prompt.submitted_at - prompt.load_s, 0.0)
         if journey.attempt == 1:
             journey.cached_tokens, journey.prefill_s = prompt.cached, prompt.compute_s
             journey.load_s, journey.queue_s = prompt.load_s, queue_s
         journey.impatient_at = None
-        journey.take_token(now)
+        journey.take_token(now + back_s)
         report = Report(
             request_id=RequestId(journey.request_id),
             phase=ReportPhase.FIRST_TOKEN,
-            elapsed_s=now - journey.placed_at,
+            elapsed_s=now + back_s - journey.placed_at,
             cached_tokens=prompt.cached,
             output_tokens=journey.num_generated,
             queue_s=queue_s,
@@ -114,7 +116,7 @@ class Gateway:
         )
         self._conductor.handle(report, now)
         if not journey.num_remaining:
-            self.finish(journey, now)
+            self.finish(journey, now, back_s)
 
     def _stages_of(self, journey: Journey) -> int:
         """Machines that shared its prompt."""
@@ -122,10 +124,10 @@ class Gateway:
         assert placement is not None
         return 1 if placement.is_undivided else self._num_stages
 
-    def finish(self, journey: Journey, now: float) -> None:
-        """All tokens are there."""
-        self._tell(journey, ReportPhase.FINISHED, now - journey.placed_at, now)
-        self.end(journey, End.COMPLETED, "", now)
+    def finish(self, journey: Journey, now: float, back_s: float = 0.0) -> None:
+        """All tokens are there; the last one comes to its client `back_s` later."""
+        self._tell(journey, ReportPhase.FINISHED, now + back_s - journey.placed_at, now)
+        self.end(journey, End.COMPLETED, "", now + back_s)
 
     def reject(self, journey: Journey, reason: str, now: float) -> None:
         """A machine will not go on with a request, which ends it."""

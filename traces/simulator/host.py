@@ -60,8 +60,9 @@ class Host:
 
     @property
     def late_s(self) -> float:
-        """By which a request's way now takes longer than alone."""
-        return self.overheads_beside(None).request_s - self._overheads.request_s
+        """By which a request's way to its machine now takes longer than alone."""
+        now, alone = self.overheads_beside(None), self._overheads
+        return (now.request_s - now.back_s) - (alone.request_s - alone.back_s)
 
     def overheads_beside(self, name: str | None) -> Overheads:
         """What a prompt costs beside its computing while all but its own machine, which may not be known, go on."""
@@ -72,6 +73,8 @@ class Host:
         return Overheads(
             request_s=overheads.request_s * request,
             gateway_s=overheads.gateway_s,
+            back_s=overheads.back_s * request,
+            late_back_s=overheads.late_back_s,
             turnover_s=overheads.turnover_s,
             landing_s=overheads.landing_s * landing,
             handoff_s=overheads.handoff_s * handoff,

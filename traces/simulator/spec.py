@@ -20,9 +20,9 @@ class Overheads:
     """What serving adds to computing and to moving KV, in seconds; each is measured where nothing else is under way."""
 
     request_s: float = 0.0  # HTTP, keys, placement, submission, and the first token's way back
-    gateway_s: float = (
-        0.0  # of it, what a gateway works, by turns with the others of the same moment
-    )
+    gateway_s: float = 0.0  # of it, what a gateway works, by turns with all of the same moment
+    back_s: float = 0.0  # of it, the first token's way back
+    late_back_s: float = 0.0  # by which that takes longer while its machine goes on with another
     turnover_s: float = 0.0  # by which handing a prompt off delays the one right after it
     landing_s: float = 0.0  # from asking a decode machine for blocks to having them
     handoff_s: float = 0.0  # from a prompt's last chunk to its place in a decode step, KV aside

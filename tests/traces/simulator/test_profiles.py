@@ -105,7 +105,7 @@ def test_what_serving_adds_is_read_back_and_checked(tmp_path: Path) -> None:
     [
         (
             {"overheads": {"reply_s": 1}},
-            "overheads may have gateway_s, handoff_s, landing_s, request_s, turnover_s",
+            "overheads may have back_s, gateway_s, handoff_s, landing_s, late_back_s, request_s, turnover_s",
         ),
         ({"overheads": {"landing_s": -1}}, "none below 0"),
         ({"crowding": {"prefill": [1, 0]}}, "crowding: prefill must be a list of factors above 0"),

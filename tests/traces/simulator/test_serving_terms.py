@@ -31,6 +31,25 @@ def test_each_overhead_is_spent_once_and_where_it_belongs() -> None:
     assert one.finished_s == NEAR(2.375 + 0.6, abs=1e-6)
 
 
+def test_the_way_back_is_a_part_of_the_requests_and_longer_beside_the_next_prompt() -> None:
+    """Prompts of 1 s: 0.125 s to the machine and as much back; the first one's token is another 0.25 s late. A second
+    token comes half a second and a step after the first, as clients see it."""
+    overheads = Overheads(request_s=0.25, back_s=0.125, late_back_s=0.25, handoff_s=0.5)
+    records = [request(0.0, 100, 2, base=50 * n) for n in range(2)]
+    first, second = simulate(spec(model=replace(MODEL, overheads=overheads)), records).outcomes
+    assert first.ttft_s == NEAR(0.125 + 1.0 + 0.375)
+    assert second.ttft_s == NEAR(0.125 + 2.0 + 0.125)
+    assert second.mean_gap_s == NEAR(0.55, abs=1e-6)
+
+
+def test_one_token_alone_ends_when_it_comes_to_its_client() -> None:
+    overheads = Overheads(request_s=0.25, back_s=0.125)
+    (one,) = simulate(
+        spec(model=replace(MODEL, overheads=overheads)), [request(0.0, 100, 1)]
+    ).outcomes
+    assert (one.ttft_s, one.finished_s) == (NEAR(1.25), NEAR(1.25))
+
+
 def test_a_gateway_takes_requests_of_one_moment_by_turns() -> None:
     """Prompts of 1 s on three machines: 0.25 s of way each, of which the gateway works for 0.125, for three 0.375."""
     model = replace(MODEL, overheads=Overheads(request_s=0.25, gateway_s=0.125))
