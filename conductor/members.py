@@ -112,14 +112,12 @@ class Instance:
         table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
 
     def _show_decode(self) -> None:
-        cost = self.decode_cost
-        # What slows its decode steps slows its chunks of prompts, too.
-        prefill, factor = self.registration.prefill_profile, cost.correction.factor
-        own = (factor * prefill.c0, factor * prefill.c1, factor * prefill.c2)
-        columns, position = self.seat.table, self.seat.row
-        columns.p0[position], columns.p1[position], columns.p2[position] = own
-        table, row, current = self.seat.table, self.seat.row, cost.current
+        table, row, current = self.seat.table, self.seat.row, self.decode_cost.current
         table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
+        # What slows its decode steps slows its chunks of prompts, too.
+        factor, prefill = self.decode_cost.correction.factor, self.registration.prefill_profile
+        chunks = (factor * prefill.c0, factor * prefill.c1, factor * prefill.c2)
+        table.p0[row], table.p1[row], table.p2[row] = chunks
 
     def show_reading(self) -> None:
         """A prompt that a decode worker prefills itself was placed there, or is read."""

@@ -46,8 +46,6 @@ LOOK_BURST_S = 1.0
 """As many as come in so long may come at once: requests do, after a pause of whoever sends them."""
 BURST_S = 10.0
 """A store that was left alone may be kept busy for its share of so many seconds at once."""
-
-
 LEAVES_S = 30.0
 """A node that was told to drop a replica has done it and said so by then, or has not and never will."""
 
