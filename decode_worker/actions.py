@@ -69,6 +69,7 @@ class LandedBlock:
     block: BlockId
     num_tokens: int  # valid ones; the rest of the block is undefined
     checksum: int
+    part_layers: tuple[int, ...] = ()  # `checksum` joins those of so many layers each; () = one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,8 @@ class CommitRequested:
 
     lease_id: LeaseId
     request: Request
-    checksums: tuple[int, ...]  # of the blocks that were sent, in order
+    checksums: tuple[int, ...]  # of the blocks that were sent, in order; of parts they are joined
+    part_layers: tuple[int, ...] = ()  # layers that each of a block's checksums covers; () = all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ class Verified:
 
     lease_id: LeaseId
     corrupt: tuple[int, ...]  # block indexes
+    checksums: tuple[int, ...] = ()  # of the whole blocks, where the commit had only those of parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ commit was good and whose window is closed moves to `landed`, and its blocks wit
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from decode_worker.actions import (
     AcceptCommit,
@@ -274,6 +275,8 @@ class Landings:
         if lease is None or lease.phase is not LeasePhase.VERIFYING:
             return  # it ended meanwhile
         if not event.corrupt:
+            if event.checksums and lease.commit is not None:
+                lease.commit = replace(lease.commit, checksums=event.checksums)
             self._accept(lease, now, out)
             return
         self._counters.integrity_failures += len(event.corrupt)

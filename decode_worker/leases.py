@@ -133,6 +133,7 @@ class Lease:
                 block=self.blocks[index],
                 num_tokens=min(block_size, self.num_tokens - index * block_size),
                 checksum=checksum,
+                part_layers=commit.part_layers,
             )
             for index, checksum in enumerate(commit.checksums, start=self.num_cached)
         )

@@ -18,7 +18,7 @@ from decode_worker import actions, events
 from decode_worker.actions import Action, GrantLease
 from decode_worker.events import Event
 from decode_worker.state import DecodeState
-from decode_worker.verify import BlockVerifier
+from decode_worker.verify import BlockVerifier, Verdict
 from engine.batch import Sampled, Slice
 from protocol.errors import MoonserveError, PeerError
 from protocol.ids import BlockId, GatewayId, LeaseId
@@ -215,14 +215,14 @@ class DecodeService:
         if self._verifier.num_bytes(action.blocks) > VERIFY_INLINE_BYTES:
             self._spawn(self._verify_in_thread(action))
         else:
-            corrupt = self._verifier.corrupt(action.blocks)
-            self._report_verified(action, corrupt)
+            self._report_verified(action, self._verifier.verdict(action.blocks))
 
     async def _verify_in_thread(self, action: actions.VerifyBlocks) -> None:
-        corrupt = await asyncio.to_thread(self._verifier.corrupt, action.blocks)
-        self._report_verified(action, corrupt)
+        verdict = await asyncio.to_thread(self._verifier.verdict, action.blocks)
+        self._report_verified(action, verdict)
 
-    def _report_verified(self, action: actions.VerifyBlocks, corrupt: tuple[int, ...]) -> None:
+    def _report_verified(self, action: actions.VerifyBlocks, verdict: Verdict) -> None:
+        corrupt = verdict.corrupt
         if corrupt:
             log.warning(
                 "%d of %d landed blocks are corrupt lease=%s",
@@ -230,7 +230,9 @@ class DecodeService:
                 len(action.blocks),
                 action.lease_id,
             )
-        self.handle(events.Verified(lease_id=action.lease_id, corrupt=corrupt))
+        self.handle(
+            events.Verified(lease_id=action.lease_id, corrupt=corrupt, checksums=verdict.checksums)
+        )
 
     async def _run_step(self, slices: Sequence[Slice]) -> None:
         try:

@@ -10,6 +10,7 @@ import grpc.aio
 
 from decode_worker import events
 from decode_worker.service import DecodeService
+from protocol.checksum import join
 from protocol.errors import Incompatible, InvalidRequest
 from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.keys import unpack_keys
@@ -116,7 +117,8 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
             events.CommitRequested(
                 lease_id=LeaseId(request.lease_id),
                 request=committed,
-                checksums=tuple(request.checksums),
+                checksums=_checksums(request),
+                part_layers=tuple(request.part_layers),
             )
         )
         return worker_pb2.CommitReply(corrupt=corrupt)
@@ -164,6 +166,18 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
                 prefill=request.fingerprint,
                 decode=self._zone.fingerprint,
             )
+
+
+def _checksums(request: worker_pb2.CommitRequest) -> tuple[int, ...]:
+    """One for each block; those of a block's parts are joined. Raises InvalidRequest where some are missing."""
+    num_parts = max(1, len(request.part_layers))
+    if len(request.checksums) % num_parts:
+        raise InvalidRequest(
+            f"{len(request.checksums)} checksums of blocks in {num_parts} parts",
+            request=request.request_id,
+        )
+    starts = range(0, len(request.checksums), num_parts)
+    return tuple(join(request.checksums[start : start + num_parts]) for start in starts)
 
 
 def _ttl_s(wish_s: float) -> float:

@@ -6,13 +6,26 @@ Knows the layout, not leases. Only the valid tokens of a block count: what lies 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
 from decode_worker.actions import LandedBlock
-from protocol.checksum import checksum
+from protocol.checksum import checksum, join
 from protocol.ids import BlockId
 from protocol.layout import KvLayout
+
+Pieces = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What landed blocks turned out to be."""
+
+    corrupt: tuple[int, ...]  # indexes of the blocks that do not match
+    checksums: tuple[int, ...] = ()  # of all blocks, whole; where only those of parts were known
 
 
 class BlockVerifier:
@@ -37,8 +50,33 @@ class BlockVerifier:
             if self.checksum(block.block, block.num_tokens) != block.checksum
         )
 
+    def verdict(self, blocks: Sequence[LandedBlock]) -> Verdict:
+        """As `corrupt`, and the whole blocks' checksums where only those of parts are known."""
+        if not any(block.part_layers for block in blocks):
+            return Verdict(self.corrupt(blocks))
+        found = [self._examine(block) for block in blocks]
+        bad = (
+            block.index for block, (is_good, _) in zip(blocks, found, strict=True) if not is_good
+        )
+        return Verdict(tuple(bad), tuple(whole for _, whole in found))
+
+    def _examine(self, block: LandedBlock) -> tuple[bool, int]:
+        """Whether all parts match, and the checksum of the very bytes that did. Parts that leave layers out match
+        nothing."""
+        valid = self._valid(block.block, block.num_tokens)
+        ends = list(accumulate(block.part_layers))
+        parts = [
+            checksum((valid[2 * (end - count) : 2 * end].data,))
+            for count, end in zip(block.part_layers, ends, strict=True)
+        ]
+        is_all = ends[-1:] == [self._layout.num_layers]
+        return is_all and join(parts) == block.checksum, checksum((valid.data,))
+
     def checksum(self, block: BlockId, num_tokens: int) -> int:
         """Of a block's first tokens."""
+        return checksum((self._valid(block, num_tokens).data,))
+
+    def _valid(self, block: BlockId, num_tokens: int) -> Pieces:
+        """A copy of a block's first tokens, [pieces, bytes]."""
         # One gather and one pass: hashing piece by piece would cost a call per piece.
-        valid = self._pieces[:, block, : num_tokens * self._layout.token_bytes]
-        return checksum((np.ascontiguousarray(valid).data,))
+        return np.ascontiguousarray(self._pieces[:, block, : num_tokens * self._layout.token_bytes])

@@ -47,6 +47,10 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
         help="a conductor that is dead or silent is replaced after this, seconds",
     )
     prefill_workers: int = option(1, help="number of prefill workers")
+    pipeline_parallel_size: int = option(
+        1,
+        help="processes that prefill every prompt together, as one prefill worker, each with a share of the layers",
+    )
     decode_workers: int = option(1, help="number of decode workers")
     store_nodes: int = option(1, help="number of KV store nodes")
     role_switching: str = option(
@@ -173,6 +177,7 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
             self,
             "conductors",
             "prefill_workers",
+            "pipeline_parallel_size",
             "decode_workers",
             "block_size",
             "max_num_batched_tokens",
@@ -181,6 +186,8 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
             raise ConfigError(
                 "--role-switching and --conditional-disaggregation exclude each other"
             )
+        if self.role_switching == "on" and self.pipeline_parallel_size > 1:
+            raise ConfigError("--role-switching does not go with --pipeline-parallel-size above 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
@@ -221,4 +228,5 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
         if self.num_threads is not None:
             return self.num_threads
         cores = len(os.sched_getaffinity(0))
-        return max(1, cores // (self.prefill_workers + self.decode_workers))
+        computing = self.prefill_workers * self.pipeline_parallel_size + self.decode_workers
+        return max(1, cores // computing)

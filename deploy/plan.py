@@ -58,11 +58,11 @@ def member_specs(config: ServeConfig, model_path: str, conductor: str) -> list[P
 
 
 def _fixed(config: ServeConfig, worker: Mapping[str, str]) -> list[ProcessSpec]:
+    is_group = config.pipeline_parallel_size > 1  # whose stages have no whole blocks for a store
+    homes = [{} if is_group else _home(config, i) for i in range(config.prefill_workers)]
     prefills = [
-        _spec(
-            config, f"prefill-{i}", "prefill_worker", PrefillConfig, {**worker, **_home(config, i)}
-        )
-        for i in range(config.prefill_workers)
+        _spec(config, f"prefill-{i}", "prefill_worker", PrefillConfig, {**worker, **home})
+        for i, home in enumerate(homes)
     ]
     decodes = [_decode_spec(config, i, worker) for i in range(config.decode_workers)]
     return [*prefills, *decodes]

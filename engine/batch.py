@@ -5,7 +5,7 @@ A step is any mix of prompt chunks and decode steps; to the engine they are the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protocol.ids import BlockId, RequestId
@@ -49,3 +49,4 @@ class HiddenStates:
 
     given: memoryview | None = None  # by the stage before; is not changed
     passed_on: memoryview | None = None  # to the stage behind; is filled
+    on_passed: Callable[[int], None] | None = None  # with so many rows; in the engine's thread

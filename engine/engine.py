@@ -143,8 +143,7 @@ class Engine:
                 self._clean(ordered)
             output = self._model.forward(self._make_step(ordered, hidden), on_layer)
             if not self.stage.is_last:
-                if hidden is not None and hidden.passed_on is not None:
-                    self._rows_of(hidden.passed_on, len(output)).copy_(output)
+                self._pass_on(output, hidden)
                 return [None] * len(slices)
             sampled = iter(sample(output, sampling) if sampling else ())
         results: list[Sampled | None] = [None] * len(slices)
@@ -161,6 +160,13 @@ class Engine:
                 f"in blocks for {capacity}",
                 request=piece.request_id,
             )
+
+    def _pass_on(self, output: torch.Tensor, hidden: HiddenStates | None) -> None:
+        if hidden is None or hidden.passed_on is None:
+            return  # nobody is behind: it is being measured
+        self._rows_of(hidden.passed_on, len(output)).copy_(output)
+        if hidden.on_passed is not None:
+            hidden.on_passed(len(output))
 
     def _rows_of(self, memory: memoryview, num_tokens: int) -> torch.Tensor:
         """The first rows [tokens, hidden_size] of somebody's memory."""

@@ -230,6 +230,7 @@ def _identity(engine: Engine, chunk_tokens: int) -> str:
         engine.fingerprint,
         engine.kernels_name,
         engine.attention_name,
+        engine.layout.num_layers,  # a pipeline's stage has some of them
         processor(),
         torch.get_num_threads(),
     )

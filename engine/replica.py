@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.config import ModelConfig, load_model_config
 from engine.hub import resolve_model
+from engine.stage import Stage, split
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
 from protocol.layout import KvLayout
@@ -81,21 +82,34 @@ class ReplicaConfig(ProcessConfig):
 class PoolPlan:
     """How much KV a replica has, and the longest sequence that it takes."""
 
-    layout: KvLayout
-    num_blocks: int
+    layout: KvLayout  # of the whole model
+    num_blocks: int  # the same at all stages
     max_model_len: int
+    stage: Stage
+
+    @property
+    def own_layout(self) -> KvLayout:
+        """Of what lies in the replica's own memory."""
+        return self.layout.of_layers(len(self.stage.layers))
 
 
-def plan_pool(config: ReplicaConfig, model: ModelConfig) -> PoolPlan:
-    """Raises ConfigError when the memory does not hold one sequence of the length that was asked for."""
+def plan_pool(
+    config: ReplicaConfig, model: ModelConfig, *, rank: int = 0, num_stages: int = 1
+) -> PoolPlan:
+    """Of one of a pipeline's stages, each of which has the configured memory. Raises ConfigError when the memory does
+    not hold one sequence of the length that was asked for, or the model has fewer layers than there are stages."""
     layout = model.kv_layout(config.block_size, config.dtype)
-    num_blocks = config.kv_cache_memory // layout.block_bytes
+    stages = split(model.num_layers, num_stages)
+    block_bytes = max(layout.of_layers(len(stage.layers)).block_bytes for stage in stages)
+    num_blocks = config.kv_cache_memory // block_bytes
     if num_blocks < 1:
         raise ConfigError(
-            f"--kv-cache-memory {config.kv_cache_memory} holds no block of {layout.block_bytes} bytes"
+            f"--kv-cache-memory {config.kv_cache_memory} holds no block of {block_bytes} bytes"
         )
     max_model_len = _max_model_len(config, model, num_blocks * config.block_size)
-    return PoolPlan(layout=layout, num_blocks=num_blocks, max_model_len=max_model_len)
+    return PoolPlan(
+        layout=layout, num_blocks=num_blocks, max_model_len=max_model_len, stage=stages[rank]
+    )
 
 
 def _max_model_len(config: ReplicaConfig, model: ModelConfig, pool_tokens: int) -> int:
@@ -162,34 +176,49 @@ M = TypeVar("M", bound=Memory)
 
 @contextlib.asynccontextmanager
 async def loaded_replica(
-    config: ReplicaConfig, allocate: Callable[[int], M], lifecycle: Lifecycle
+    config: ReplicaConfig,
+    allocate: Callable[[int], M],
+    lifecycle: Lifecycle,
+    *,
+    rank: int = 0,
+    num_stages: int = 1,
 ) -> AsyncIterator[tuple[Replica, M]]:
     """As `load_replica`; its engine's thread ends with the block."""
-    replica, memory = await load_replica(config, allocate, lifecycle)
+    replica, memory = await load_replica(
+        config, allocate, lifecycle, rank=rank, num_stages=num_stages
+    )
     with contextlib.closing(replica.thread):
         yield replica, memory
 
 
 async def load_replica(
-    config: ReplicaConfig, allocate: Callable[[int], M], lifecycle: Lifecycle
+    config: ReplicaConfig,
+    allocate: Callable[[int], M],
+    lifecycle: Lifecycle,
+    *,
+    rank: int = 0,
+    num_stages: int = 1,
 ) -> tuple[Replica, M]:
-    """The replica and the memory that it had `allocate` make for its KV. Raises ConfigError."""
+    """The replica, or one stage of a pipeline of several, and the memory that it had `allocate` make for its KV. Of a
+    pipeline the first stage's speed is measured, which is the pace of all. Raises ConfigError."""
     lifecycle.progress("reading configuration")
     path = await asyncio.to_thread(resolve_model, config.model)
     model = load_model_config(path)
-    plan = plan_pool(config, model)
+    plan = plan_pool(config, model, rank=rank, num_stages=num_stages)
     lifecycle.progress("allocating memory")
     memory = await asyncio.to_thread(_allocate, allocate, plan)
     thread = await asyncio.to_thread(
         _load, path, model, config, plan, memory.buffer, lifecycle.progress
     )
-    lifecycle.progress("measuring")
-    profiles = await thread.run(lambda: _measure(thread.engine, config))
+    profiles = conductor_pb2.PrefillProfile(), conductor_pb2.DecodeProfile()
+    if plan.stage.is_first:
+        lifecycle.progress("measuring")
+        profiles = await thread.run(lambda: _measure(thread.engine, config))
     return Replica(config=config, plan=plan, thread=thread, profiles=profiles), memory
 
 
 def _allocate(allocate: Callable[[int], M], plan: PoolPlan) -> M:
-    nbytes = plan.layout.pool_bytes(plan.num_blocks)
+    nbytes = plan.own_layout.pool_bytes(plan.num_blocks)
     try:
         return allocate(nbytes)
     except (OSError, MemoryError) as error:
@@ -214,6 +243,7 @@ def _load(
         layout=plan.layout,
         num_blocks=plan.num_blocks,
         memory=memory,
+        stage=plan.stage,
         num_threads=config.num_threads,
         kernels=config.kernels,
         attention=config.kernels,

@@ -29,6 +29,11 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
     home_store: str | None = option(
         None, help="instance id of the store node that keeps this worker's blocks"
     )
+    pipeline_parallel_size: int = option(
+        1,
+        help="stages of a group that prefills every prompt together, each with a share of the layers, with threads and "
+        "with KV memory of its own; this worker is the first one and starts the others on this host",
+    )
     prepare_ahead: int = option(
         4, help="waiting requests whose landing and prefix are fetched ahead, at least"
     )
@@ -54,8 +59,14 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least_1(
-            self, "max_num_batched_tokens", "prepare_ahead", "max_put_blocks", "max_pending_puts"
+            self,
+            "max_num_batched_tokens",
+            "prepare_ahead",
+            "max_put_blocks",
+            "max_pending_puts",
+            "pipeline_parallel_size",
         )
+        self._require_group()
         self.transfer_patience()
         if self.max_prefetch_blocks is not None and self.max_prefetch_blocks < 0:
             raise ConfigError("--max-prefetch-blocks must not be negative")
@@ -63,6 +74,15 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
             raise ConfigError("--landing-ttl-s must be above 0")
         if self.home_store is not None and self.conductor is None:
             raise ConfigError("--home-store needs --conductor, which knows where the store is")
+
+    def _require_group(self) -> None:
+        """What a group cannot do (docs/pipeline.md): a stored block is all layers, and each stage has its own."""
+        if self.pipeline_parallel_size == 1:
+            return
+        if self.home_store is not None:
+            raise ConfigError("--home-store does not go with --pipeline-parallel-size above 1")
+        if self.can_switch_role:
+            raise ConfigError("--role-switching does not go with --pipeline-parallel-size above 1")
 
     def faults(self) -> FaultPlan:
         """What goes wrong on purpose."""
@@ -87,7 +107,8 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
             max_pending_puts=self.max_pending_puts,
             max_prefetch_blocks=self._prefetch_limit(plan),
             num_layers=plan.layout.num_layers,
-            layered_loads=self.layered_loads,
+            layered_loads="never" if self.pipeline_parallel_size > 1 else self.layered_loads,
+            num_stages=self.pipeline_parallel_size,
             policy=self.scheduling_policy,
             enable_prefix_caching=self.enable_prefix_caching,
         )

@@ -40,6 +40,8 @@ class KvMemory:
     segment: Segment
     layout: KvLayout
     num_blocks: int
+    first_piece: int = 0
+    """Which of a target's pieces its first one is: a pipeline's stage has some layers only."""
 
     @property
     def piece_stride(self) -> int:
@@ -67,6 +69,7 @@ class Route:
         self._remote = RemoteSegment(landing.transfer_address, landing.segment_id)
         self._window_id = landing.window_id
         target_stride = landing.num_blocks * memory.layout.piece_bytes
+        self._runs = runs + scatter.rows((memory.first_piece * target_stride, 0, 0))
         self._strides = scatter.rows((target_stride, memory.piece_stride, 0))
         self.piece_bytes = scatter.total(runs)
         """What one piece sends."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prefill_worker import events as ev
 from prefill_worker.actions import CommitHandoff, ReserveLanding
+from protocol.checksum import split
 from protocol.errors import MoonserveError, PeerError, PeerLost
 from protocol.ids import LeaseId
 from protocol.keys import pack_keys, pack_tokens
@@ -22,10 +25,19 @@ COMMIT_TIMEOUT_S = 10.0
 class LandingClient:
     """Talks to any decode worker. Calls are idempotent by lease id."""
 
-    def __init__(self, channels: Channels, *, fingerprint: str, ttl_s: float) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        *,
+        fingerprint: str,
+        ttl_s: float,
+        part_layers: Sequence[int] = (),
+    ) -> None:
+        """`part_layers`: of a pipeline, how many layers each stage's checksums cover."""
         self._channels = channels
         self._fingerprint = fingerprint
         self._ttl_s = ttl_s
+        self._part_layers = part_layers
 
     def _stub(self, decode: Endpoint) -> worker_pb2_grpc.LandingAsyncStub:
         stub: worker_pb2_grpc.LandingAsyncStub = worker_pb2_grpc.LandingStub(
@@ -59,7 +71,7 @@ class LandingClient:
 
     async def commit(self, action: CommitHandoff) -> tuple[int, ...]:
         """Gives the indexes of corrupt blocks; empty = the decode worker goes on. Raises MoonserveError."""
-        request = _commit_to_wire(action)
+        request = _commit_to_wire(action, self._part_layers)
         stub = self._stub(action.decode)
         timeout_s = max(min(action.timeout_s, COMMIT_TIMEOUT_S), CALL_TIMEOUT_S)
         try:
@@ -97,8 +109,8 @@ def _corrupt_from_wire(reply: worker_pb2.CommitReply, action: CommitHandoff) -> 
     return tuple(reply.corrupt)
 
 
-def _commit_to_wire(action: CommitHandoff) -> worker_pb2.CommitRequest:
-    request = action.request
+def _commit_to_wire(action: CommitHandoff, part_layers: Sequence[int]) -> worker_pb2.CommitRequest:
+    request, num_parts = action.request, max(1, len(part_layers))
     return worker_pb2.CommitRequest(
         lease_id=action.lease_id,
         request_id=request.request_id,
@@ -106,7 +118,8 @@ def _commit_to_wire(action: CommitHandoff) -> worker_pb2.CommitRequest:
         token_ids=pack_tokens((*request.token_ids, action.first_token_id)),
         num_prompt_tokens=request.num_prompt_tokens,
         block_keys=pack_keys(request.block_keys),
-        checksums=action.checksums,
+        checksums=[part for joined in action.checksums for part in split(joined, num_parts)],
+        part_layers=part_layers,
         sampling=sampling_to_wire(request.sampling),
         priority=request.priority,
         timeout_s=action.timeout_s,

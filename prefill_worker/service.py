@@ -12,14 +12,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from engine.batch import Sampled, Slice
+from engine.batch import Sampled
 from kvstore.block_client import BlockClient
 from prefill_worker import actions as act
 from prefill_worker import events as ev
-from prefill_worker.landing import KvMemory, Route, StepWriter, block_runs
+from prefill_worker.landing import KvMemory
 from prefill_worker.landing_client import LandingClient, lost
 from prefill_worker.layer_gate import BoundedWait, LayerGate, PrefixLate
 from prefill_worker.layered_load import LayeredLoad
+from prefill_worker.pipeline.stage import Checksums, OwnStage, StageEngine
 from prefill_worker.sending import Sender
 from prefill_worker.state import PrefillState
 from prefill_worker.stores import load_prefix, prefetch, put_blocks
@@ -36,12 +37,23 @@ from transfer.patience import Patience
 log = logging.getLogger(__name__)
 
 
-class StepRunner(Protocol):
-    """The engine as this service sees it: `engine.runtime.EngineThread`."""
+class Step(Protocol):
+    """One forward pass: `pipeline.stage.OwnStep`, or a group's."""
 
-    async def execute(
-        self, slices: Sequence[Slice], on_layer: Callable[[int], None] | None = None
-    ) -> list[Sampled | None]: ...
+    async def compute(self) -> list[Sampled | None]: ...
+    def checksums(self) -> Checksums: ...
+    def finish(self) -> None: ...
+    async def sent(self, position: int) -> None: ...
+
+
+class Stages(Protocol):
+    """Who computes, as this service sees it: `pipeline.stage.OwnStage`, or a group of such."""
+
+    def begin(
+        self, plans: Sequence[act.SlicePlan], on_prefix: Callable[[int], None] | None = None
+    ) -> Step: ...
+
+    async def send_blocks(self, action: act.SendBlocks) -> None: ...
 
 
 class PrefillService:
@@ -51,7 +63,7 @@ class PrefillService:
         self,
         state: PrefillState,
         *,
-        engine: StepRunner,
+        engine: StageEngine,
         memory: KvMemory,
         transfer: TransferEngine,
         landings: LandingClient,
@@ -59,13 +71,14 @@ class PrefillService:
         landing_ttl_s: float,
         patience: Patience | None = None,
         look_for_home: Callable[[], None] = lambda: None,
+        group: Stages | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
-        self._engine = engine
         self._memory = memory
         self._patience = patience or Patience()
         self._sender = Sender(transfer, self._patience)
+        self._stages = group or OwnStage(engine, memory, self._sender.submit)
         self._landings = landings
         self._stores = stores
         self._landing_ttl_s = landing_ttl_s
@@ -244,18 +257,15 @@ class PrefillService:
     # -- computing and sending
 
     async def _run_step(self, action: act.RunStep, wait: BoundedWait | None) -> ev.Event | None:
-        on_prefix = wait.before if wait is not None else None
-        writer = StepWriter(self._memory, action.plans, self._sender.submit, on_prefix)
+        step = self._stages.begin(action.plans, wait.before if wait is not None else None)
         try:
-            sampled = await self._engine.execute(
-                [plan.slice for plan in action.plans], writer.on_layer
-            )
+            sampled = await step.compute()
         except PrefixLate as late:
             log.info("a step is given up: %s", late)
             outcome: ev.Event = ev.StepGivenUp()
         except Exception as error:  # whatever the engine raises ends these requests, not the worker
             log.exception("a step failed")
-            outcome = ev.StepFailed(error=_as_failure(error))
+            outcome = ev.StepFailed(error=_as_failure(error), step_id=action.step_id)
         else:
             outcome = ev.StepDone(
                 slices=tuple(
@@ -263,18 +273,19 @@ class PrefillService:
                         request_id=plan.slice.request_id, sampled=result, checksums=checksums
                     )
                     for plan, result, checksums in zip(
-                        action.plans, sampled, writer.checksums(), strict=True
+                        action.plans, sampled, step.checksums(), strict=True
                     )
                 ),
+                step_id=action.step_id,
                 waited_s=wait.waited_s if wait is not None else 0.0,
             )
         # The first token leaves before the last bytes: it is what the client waits for.
         self.post(outcome)
         if isinstance(outcome, ev.StepDone):
-            writer.finish()
+            step.finish()
         for position, plan in enumerate(action.plans):
             if plan.landing is not None:
-                sent = partial(writer.sent, position)
+                sent = partial(step.sent, position)
                 self._operations.start(_writes(plan.slice.request_id, sent))
         return None
 
@@ -286,12 +297,7 @@ class PrefillService:
         return BoundedWait(self._gates[plan.slice.request_id], action.max_wait_s)
 
     async def _send_blocks(self, action: act.SendBlocks) -> ev.Event:
-        layout = self._memory.layout
-        route = Route(self._memory, action.landing, block_runs(action.pairs, layout))
-        return await _writes(action.request_id, partial(self._send, route))
-
-    async def _send(self, route: Route) -> None:
-        await self._sender.submit(route.transfer(range(self._memory.layout.pieces_per_block)))
+        return await _writes(action.request_id, partial(self._stages.send_blocks, action))
 
     # -- to the gateway
 

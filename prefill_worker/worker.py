@@ -14,13 +14,16 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from engine.block_pool import BlockPool
-from engine.replica import Replica, loaded_replica
+from engine.replica import PoolPlan, Replica, loaded_replica
+from engine.stage import split
 from kvstore.block_client import BlockClient
 from kvstore.home_finder import HomeFinder
 from prefill_worker.config import PrefillConfig
 from prefill_worker.landing import KvMemory
 from prefill_worker.landing_client import LandingClient
 from prefill_worker.metrics import PrefixLoadCollector
+from prefill_worker.pipeline.group import Group
+from prefill_worker.pipeline.processes import followers_of
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import WorkerServicer
 from prefill_worker.state import PrefillState
@@ -51,8 +54,10 @@ class PrefillWorker:
         registry: CollectorRegistry,
         *,
         earlier: BlockPool | None = None,
+        group: Group | None = None,
     ) -> None:
-        """`earlier`: the pool of who had this memory before and has ended."""
+        """`earlier`: the pool of who had this memory before and has ended. `group`: whom this worker leads; the replica
+        is its first stage then."""
         plan = replica.plan
         self._config = config
         self._replica = replica
@@ -77,16 +82,21 @@ class PrefillWorker:
         self.service = PrefillService(
             state,
             engine=replica.thread,
-            memory=KvMemory(segment, plan.layout, plan.num_blocks),
+            memory=KvMemory(segment, plan.own_layout, plan.num_blocks),
             transfer=transfer,
             landings=LandingClient(
-                self._channels, fingerprint=replica.fingerprint, ttl_s=config.landing_ttl_s
+                self._channels,
+                fingerprint=replica.fingerprint,
+                ttl_s=config.landing_ttl_s,
+                part_layers=_part_layers(plan) if group is not None else (),
             ),
             stores=BlockClient(self._channels, transfer),
             landing_ttl_s=config.landing_ttl_s,
             patience=config.transfer_patience(),
             look_for_home=self._look_for_home,
+            group=group,
         )
+        self._group = group
         self._home_finder = self._make_home_finder()
         self._servicer = WorkerServicer(
             self.service, block_size=plan.layout.block_size, vocab_size=replica.vocab_size
@@ -109,7 +119,9 @@ class PrefillWorker:
                 self._finding_home() as finding,
             ):
                 lifecycle.ready(rpc=address, transfer=self._transfer_address)
-                await lifecycle.until_stopped(self.service.failed, *seat.watched, *finding)
+                of_group = (self._group.failed,) if self._group is not None else ()
+                watched = (self.service.failed, *seat.watched, *finding, *of_group)
+                await lifecycle.until_stopped(*watched)
                 await self._drain(seat, lifecycle)
         finally:
             await server.stop(STOP_GRACE_S)
@@ -165,5 +177,34 @@ class PrefillWorker:
 async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
     """Runs a prefill worker until the process is told to stop. Raises ConfigError when it cannot start."""
     with serving(config, config.faults()) as (transfer, registry):
+        if config.pipeline_parallel_size > 1:
+            await _lead(config, transfer, registry, lifecycle)
+            return
         async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
             await PrefillWorker(config, replica, transfer, segment, registry).run(lifecycle)
+
+
+async def _lead(
+    config: PrefillConfig,
+    transfer: TransferEngine,
+    registry: CollectorRegistry,
+    lifecycle: Lifecycle,
+) -> None:
+    """As the first stage of a group, whose others run and end with this process."""
+    num_stages = config.pipeline_parallel_size
+    async with (
+        followers_of(config) as followers,
+        loaded_replica(config, transfer.allocate, lifecycle, num_stages=num_stages) as (
+            replica,
+            segment,
+        ),
+    ):
+        group = await followers.join(replica, transfer, segment)
+        worker = PrefillWorker(config, replica, transfer, segment, registry, group=group)
+        async with running(followers.watch(group)):
+            await worker.run(lifecycle)
+
+
+def _part_layers(plan: PoolPlan) -> list[int]:
+    """Layers of each stage."""
+    return [len(stage.layers) for stage in split(plan.layout.num_layers, plan.stage.size)]

@@ -6,7 +6,7 @@ memory speed, so verification is on by default everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import xxhash
 
@@ -34,3 +34,17 @@ class RunningChecksum:
     def value(self) -> int:
         """Of all pieces so far."""
         return self._state.intdigest()
+
+
+_BITS = 64
+
+
+def join(parts: Sequence[int]) -> int:
+    """One number for the checksums of a block's parts, each of which somebody else has: the first part's bits lowest.
+    Of one part it is its checksum."""
+    return sum(part << index * _BITS for index, part in enumerate(parts))
+
+
+def split(joined: int, num_parts: int) -> tuple[int, ...]:
+    """The checksums that `join` was given."""
+    return tuple(joined >> index * _BITS & (1 << _BITS) - 1 for index in range(num_parts))

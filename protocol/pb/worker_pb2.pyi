@@ -549,6 +549,7 @@ class CommitRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    PART_LAYERS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.str
     gateway_id: _builtins.str
@@ -565,6 +566,12 @@ class CommitRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def part_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """From a pipeline, whose stages each have some layers: how many layers each of a block's checksums covers, in order.
+        `checksums` then has as many for each block. Absent: one checksum covers a block.
+        """
+
     def __init__(
         self,
         *,
@@ -579,10 +586,11 @@ class CommitRequest(_message.Message):
         priority: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
+        part_layers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "checksums", b"checksums", "gateway_id", b"gateway_id", "lease_id", b"lease_id", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "checksums", b"checksums", "gateway_id", b"gateway_id", "lease_id", b"lease_id", "num_prompt_tokens", b"num_prompt_tokens", "part_layers", b"part_layers", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

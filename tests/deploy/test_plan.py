@@ -168,3 +168,14 @@ def test_workers_that_may_change_have_names_without_a_role() -> None:
     assert all(isinstance(worker, WorkerConfig) for worker in workers)
     assert [worker.role for worker in workers] == ["prefill", "decode", "decode"]
     assert [worker.home_store for worker in workers] == ["store-0", "store-1", "store-0"]
+
+
+def test_prefill_workers_can_be_groups() -> None:
+    """Without a store of their own, since no stage has whole blocks; with the cores shared by all that compute."""
+    specs = members(pipeline_parallel_size=2, num_threads=None)
+    config = parsed(specs["prefill-0"])
+    assert isinstance(config, PrefillConfig)
+    assert config.pipeline_parallel_size == 2
+    assert config.home_store is None
+    with pytest.raises(ConfigError, match="--role-switching"):
+        ServeConfig(pipeline_parallel_size=2, role_switching="on")

@@ -200,7 +200,7 @@ async def cluster(
         transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN, faults=faults))
         channels = Channels(TOKEN)
         stack.push_async_callback(channels.close)
-        decode, decoder = await stack.enter_async_context(_decoder(path, decode_blocks))
+        decode, decoder = await stack.enter_async_context(decoding(path, decode_blocks))
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
         thread = EngineThread(_load(path, layout, num_blocks, segment.buffer))
         stack.callback(thread.close)
@@ -301,7 +301,7 @@ async def _served(service: PrefillService) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def _decoder(path: Path, num_blocks: int) -> AsyncIterator[tuple[Endpoint, DecodeService]]:
+async def decoding(path: Path, num_blocks: int) -> AsyncIterator[tuple[Endpoint, DecodeService]]:
     """The product's decode worker, without its process."""
     layout = load_model_config(path).kv_layout(BLOCK_SIZE, "float32")
     pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda _: None)

@@ -1,0 +1,206 @@
+"""A group as its leader drives it: each step at the own stage, then at the others in turn.
+
+While a step is at a later stage, the next one is at an earlier one: whoever has several steps under way keeps all
+stages busy. Its rule: a group is whole or broken. When a stage behind the own one does not do what it was told, nobody
+knows any more what it computes or writes, so every step fails from then on, and the worker ends and starts again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from engine.batch import Sampled
+from prefill_worker.actions import SendBlocks, SlicePlan
+from prefill_worker.pipeline.hidden import HiddenTarget
+from prefill_worker.pipeline.stage import Checksums, OwnStage
+from prefill_worker.pipeline.wire import (
+    plan_to_wire,
+    sampled_from_wire,
+    send_to_wire,
+    target_to_wire,
+)
+from protocol.checksum import join
+from protocol.errors import IntegrityError, MoonserveError, PeerError, PeerLost
+from protocol.failures import failure_from_wire
+from protocol.pb import pipeline_pb2, pipeline_pb2_grpc
+from protocol.rpc import Channels
+
+# Longer than a step takes on any machine that could serve; one that is stopped must not hold requests for ever.
+STEP_TIMEOUT_S = 60.0
+# Writes have deadlines of their own.
+_WRITES_TIMEOUT_S = 300.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutcome:
+    """What one stage made of a step."""
+
+    sampled: list[Sampled | None]
+    checksums: list[tuple[int, ...]]  # per slice: of its layers of the complete blocks
+    hidden_checksum: int
+
+
+class Follower:
+    """A stage behind the leader's."""
+
+    def __init__(
+        self, channels: Channels, address: str, *, step_timeout_s: float = STEP_TIMEOUT_S
+    ) -> None:
+        self._channels = channels
+        self._step_timeout_s = step_timeout_s
+        self._stub: pipeline_pb2_grpc.PipelineStageAsyncStub = pipeline_pb2_grpc.PipelineStageStub(
+            channels.to(address)
+        )
+
+    async def join(self, following: HiddenTarget | None) -> pipeline_pb2.StageJoinReply:
+        """`following`: where it passes hidden states on to. What it says of itself. Raises MoonserveError."""
+        request = pipeline_pb2.StageJoinRequest()
+        if following is not None:
+            request.next.CopyFrom(target_to_wire(following))
+        return await self._channels.call(
+            self._stub.Join, request, timeout_s=self._step_timeout_s, wait_for_ready=True
+        )
+
+    async def run(
+        self, step: int, plans: Sequence[SlicePlan], hidden_checksum: int
+    ) -> StageOutcome:
+        """`hidden_checksum`: of what the stage before passed on. Raises MoonserveError."""
+        request = pipeline_pb2.StageStepRequest(
+            step=step, slices=map(plan_to_wire, plans), hidden_checksum=hidden_checksum
+        )
+        reply = await self._channels.call(
+            self._stub.RunStep, request, timeout_s=self._step_timeout_s
+        )
+        if [len(done.checksums) for done in reply.slices] != [len(plan.complete) for plan in plans]:
+            raise PeerError(f"a pipeline stage answered step {step} with another one's checksums")
+        sampled = [
+            sampled_from_wire(done, plan) for done, plan in zip(reply.slices, plans, strict=True)
+        ]
+        sums = [tuple(done.checksums) for done in reply.slices]
+        return StageOutcome(sampled, sums, reply.hidden_checksum)
+
+    async def finish(self, step: int) -> dict[int, MoonserveError]:
+        """When its writes of a step have ended: what went wrong, by place of the slice. Raises MoonserveError."""
+        request = pipeline_pb2.StageFinishRequest(step=step)
+        reply = await self._channels.call(
+            self._stub.FinishStep, request, timeout_s=_WRITES_TIMEOUT_S
+        )
+        return {place: failure_from_wire(failure) for place, failure in reply.failures.items()}
+
+    async def send_blocks(self, action: SendBlocks) -> None:
+        """Raises MoonserveError."""
+        await self._channels.call(
+            self._stub.SendBlocks, send_to_wire(action), timeout_s=_WRITES_TIMEOUT_S
+        )
+
+
+class Group:
+    """The leader's stage and its followers, in order. `failed` is done, with the exception, once it is broken."""
+
+    def __init__(self, own: OwnStage, followers: Sequence[Follower]) -> None:
+        self.own = own
+        self.followers = followers
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_steps = 0
+        self._broken: PeerLost | None = None
+
+    def begin(
+        self, plans: Sequence[SlicePlan], on_prefix: Callable[[int], None] | None = None
+    ) -> GroupStep:
+        """At most as many steps may be under way as there are stages. A group loads no prefixes that it could wait
+        for."""
+        assert on_prefix is None, "a group does not load"
+        self._num_steps += 1
+        return GroupStep(self, self._num_steps, plans)
+
+    async def send_blocks(self, action: SendBlocks) -> None:
+        """All stages' layers of whole blocks. On return nothing is under way. Raises the first error."""
+        sends = [self.own.send_blocks(action)]
+        sends += [self.obeyed(follower.send_blocks(action)) for follower in self.followers]
+        await all_ended(sends)
+
+    def require_whole(self) -> None:
+        """Raises PeerLost once the group is broken."""
+        if self._broken is not None:
+            raise PeerLost(self._broken.message)
+
+    async def obeyed(self, call: Awaitable[T]) -> T:
+        """What a follower answers; without an answer the group is broken. Raises the follower's error."""
+        try:
+            return await call
+        except IntegrityError:
+            raise  # what it was given is bad, and it did nothing
+        except MoonserveError as error:
+            self.lost(error)
+            raise
+
+    def lost(self, error: MoonserveError) -> None:
+        """The group is broken, if it was not before."""
+        if self._broken is None:
+            self._broken = PeerLost(f"a pipeline stage is lost: {error.message}")
+            self._broken.__cause__ = error
+            self.failed.set_exception(self._broken)
+
+
+class GroupStep:
+    """One step on its way through all stages."""
+
+    def __init__(self, group: Group, step: int, plans: Sequence[SlicePlan]) -> None:
+        self._group = group
+        self._step = step
+        self._plans = plans
+        self._own = group.own.begin(plans, step=step)
+        self._finishing: list[asyncio.Task[dict[int, MoonserveError]]] = []
+        self._sums: list[list[tuple[int, ...]]] = []
+
+    async def compute(self) -> list[Sampled | None]:
+        """What the last stage sampled. Raises what went wrong at any stage."""
+        self._group.require_whole()
+        sampled = await self._own.compute()
+        own = self._own.checksums()
+        self._sums = [[tuple(checksum for _, checksum in sums) for sums in own]]
+        hidden = self._own.hidden_checksum
+        for follower in self._group.followers:
+            outcome = await self._group.obeyed(follower.run(self._step, self._plans, hidden))
+            self._sums.append(outcome.checksums)
+            sampled, hidden = outcome.sampled, outcome.hidden_checksum
+        return sampled
+
+    def checksums(self) -> Checksums:
+        """After `compute`: all stages', joined (`protocol.checksum.join`)."""
+        return [
+            tuple(zip(plan.complete, map(join, zip(*parts, strict=True)), strict=True))
+            for plan, parts in zip(self._plans, zip(*self._sums, strict=True), strict=True)
+        ]
+
+    def finish(self) -> None:
+        """Sends what is left, after `compute`."""
+        self._own.finish()
+
+    async def sent(self, position: int) -> None:
+        """Waits until no stage's write of the slice at `position` is under way. Raises the first error."""
+        if not self._finishing:
+            self._finishing = [
+                asyncio.create_task(self._group.obeyed(follower.finish(self._step)))
+                for follower in self._group.followers
+            ]
+        waits = [self._sent_by(task, position) for task in self._finishing]
+        await all_ended([self._own.sent(position), *waits])
+
+    async def _sent_by(self, task: asyncio.Task[dict[int, MoonserveError]], position: int) -> None:
+        failures = await asyncio.shield(task)  # other slices wait for it as well
+        if position in failures:
+            raise failures[position]
+
+
+async def all_ended(works: Sequence[Awaitable[None]]) -> None:
+    """Waits for all, also after one failed. Raises the first error."""
+    outcomes = await asyncio.gather(*works, return_exceptions=True)
+    for outcome in outcomes:
+        if outcome is not None:
+            raise outcome

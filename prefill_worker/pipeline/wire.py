@@ -1,0 +1,136 @@
+"""A group's messages from and to the types that its members use. Both ends are the same program of one start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.batch import Sampled, Slice
+from prefill_worker.actions import SendBlocks, SlicePlan
+from prefill_worker.events import Landing
+from prefill_worker.pipeline.hidden import HiddenTarget
+from prefill_worker.pipeline.stage import Checksums
+from protocol.ids import LeaseId, RequestId
+from protocol.keys import pack_tokens, unpack_tokens
+from protocol.pb import pipeline_pb2
+from protocol.request import Token
+from protocol.wire import sampling_from_wire, sampling_to_wire, token_from_wire, token_to_wire
+
+
+def target_to_wire(target: HiddenTarget) -> pipeline_pb2.HiddenTarget:
+    return pipeline_pb2.HiddenTarget(
+        transfer_address=target.transfer_address,
+        segment_id=target.segment_id,
+        window_id=target.window_id,
+        slot_bytes=target.slot_bytes,
+        num_slots=target.num_slots,
+    )
+
+
+def target_from_wire(message: pipeline_pb2.HiddenTarget) -> HiddenTarget:
+    return HiddenTarget(
+        transfer_address=message.transfer_address,
+        segment_id=message.segment_id,
+        window_id=message.window_id,
+        slot_bytes=message.slot_bytes,
+        num_slots=message.num_slots,
+    )
+
+
+def plan_to_wire(plan: SlicePlan) -> pipeline_pb2.StageSlice:
+    piece = plan.slice
+    return pipeline_pb2.StageSlice(
+        request_id=piece.request_id,
+        token_ids=pack_tokens(piece.token_ids[: piece.end]),
+        start=piece.start,
+        end=piece.end,
+        block_table=piece.block_table,
+        sampling=sampling_to_wire(piece.sampling),
+        num_prompt_tokens=piece.num_prompt_tokens,
+        samples=piece.samples,
+        landing=None if plan.landing is None else _landing_to_wire(plan.landing),
+        send_from=plan.send_from,
+        complete=plan.complete,
+    )
+
+
+def plan_from_wire(message: pipeline_pb2.StageSlice) -> SlicePlan:
+    return SlicePlan(
+        slice=Slice(
+            request_id=RequestId(message.request_id),
+            token_ids=unpack_tokens(message.token_ids),
+            start=message.start,
+            end=message.end,
+            block_table=tuple(message.block_table),
+            sampling=sampling_from_wire(message.sampling),
+            num_prompt_tokens=message.num_prompt_tokens,
+            samples=message.samples,
+        ),
+        landing=_landing_from_wire(message.landing) if message.HasField("landing") else None,
+        send_from=message.send_from,
+        complete=tuple(message.complete),
+    )
+
+
+def done_to_wire(
+    sampled: Sequence[Sampled | None], checksums: Checksums
+) -> pipeline_pb2.StageStepReply:
+    reply = pipeline_pb2.StageStepReply()
+    for result, sums in zip(sampled, checksums, strict=True):
+        done = reply.slices.add(checksums=[checksum for _, checksum in sums])
+        if result is not None:
+            token = Token(
+                request_id=result.request_id,
+                index=0,
+                token_id=result.token_id,
+                logprobs=result.logprobs,
+            )
+            done.sampled.CopyFrom(token_to_wire(token))
+    return reply
+
+
+def sampled_from_wire(message: pipeline_pb2.StageSliceDone, plan: SlicePlan) -> Sampled | None:
+    if not message.HasField("sampled"):
+        return None
+    with_logprobs = plan.slice.sampling.num_logprobs is not None
+    token = token_from_wire(message.sampled, with_logprobs=with_logprobs)
+    return Sampled(request_id=token.request_id, token_id=token.token_id, logprobs=token.logprobs)
+
+
+def send_to_wire(action: SendBlocks) -> pipeline_pb2.StageSendRequest:
+    return pipeline_pb2.StageSendRequest(
+        landing=_landing_to_wire(action.landing),
+        own_blocks=[own for own, _ in action.pairs],
+        target_blocks=[target for _, target in action.pairs],
+    )
+
+
+def send_from_wire(message: pipeline_pb2.StageSendRequest) -> SendBlocks:
+    return SendBlocks(
+        request_id=RequestId(""),
+        landing=_landing_from_wire(message.landing),
+        pairs=tuple(zip(message.own_blocks, message.target_blocks, strict=True)),
+    )
+
+
+def _landing_to_wire(landing: Landing) -> pipeline_pb2.StageLanding:
+    return pipeline_pb2.StageLanding(
+        transfer_address=landing.transfer_address,
+        segment_id=landing.segment_id,
+        window_id=landing.window_id,
+        num_blocks=landing.num_blocks,
+        block_ids=landing.block_ids,
+    )
+
+
+def _landing_from_wire(message: pipeline_pb2.StageLanding) -> Landing:
+    """As much of it as writing needs; the lease stays with the leader."""
+    return Landing(
+        lease_id=LeaseId(""),
+        block_ids=tuple(message.block_ids),
+        num_cached_blocks=0,
+        transfer_address=message.transfer_address,
+        segment_id=message.segment_id,
+        window_id=message.window_id,
+        num_blocks=message.num_blocks,
+        ttl_s=0.0,
+    )

@@ -1,0 +1,217 @@
+"""A prefill group in processes of its own: what it gives to clients, what it survives, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from decode_worker.service import DecodeService
+from engine.config import load_model_config
+from engine.engine import Engine
+from engine.generate import generate
+from prefill_worker.__main__ import main
+from protocol.errors import error_classes
+from protocol.pb import common_pb2, worker_pb2, worker_pb2_grpc
+from protocol.process import host_identity
+from protocol.request import Endpoint, Placement, SamplingParams
+from protocol.rpc import Channels
+from protocol.wire import submission_to_wire
+from tests.engine.steps import random_prompt
+from tests.patience import PATIENCE_S
+from tests.prefill_worker.builders import make_request
+from tests.prefill_worker.cluster import BLOCK_SIZE, TOKEN, Ears, decoding, listening
+from tests.prefill_worker.processes import process_of
+from tests.random_models import make_model
+
+CHUNK = 24
+MAX_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model("llama", path, num_hidden_layers=4)
+    return path
+
+
+@dataclass
+class Group:
+    """A group, a decode worker and the ears of a gateway."""
+
+    leader: asyncio.subprocess.Process
+    endpoint: Endpoint
+    decode: Endpoint
+    decoder: DecodeService
+    channels: Channels
+    ears: Ears
+    reference: Engine
+
+    async def submit(self, name: str, token_ids: Sequence[int]) -> None:
+        request = make_request(
+            name,
+            token_ids,
+            max_tokens=MAX_TOKENS,
+            block_size=BLOCK_SIZE,
+            fingerprint=self.reference.fingerprint,
+        )
+        placement = Placement(
+            request_id=request.request_id,
+            prefill=self.endpoint,
+            decode=self.decode,
+            prefix_sources=(),
+        )
+        stub = worker_pb2_grpc.WorkerStub(self.channels.to(self.endpoint.rpc_address))
+        message = submission_to_wire(request, placement)
+        await self.channels.call(stub.Submit, message, timeout_s=PATIENCE_S)
+
+    def expected(self, token_ids: Sequence[int]) -> list[int]:
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+        return generate(self.reference, [token_ids], sampling)[0].token_ids
+
+    async def status(self) -> worker_pb2.WorkerStatus:
+        stub = worker_pb2_grpc.WorkerStub(self.channels.to(self.endpoint.rpc_address))
+        status: worker_pb2.WorkerStatus = await self.channels.call(
+            stub.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=PATIENCE_S
+        )
+        return status
+
+    async def until_running(self) -> None:
+        """A step of some request is under way."""
+        async with asyncio.timeout(PATIENCE_S):
+            while (await self.status()).load.num_running == 0:  # noqa: ASYNC110 - of another process
+                await asyncio.sleep(0.01)
+
+    async def outcome(self, name: str) -> common_pb2.Failure | None:
+        """How a request ended; None = with its last token."""
+        ears = self.ears
+        await ears.until(lambda: name in ears.finished | ears.failures.keys())
+        return ears.failures.get(name)
+
+    def followers(self) -> list[int]:
+        """Their process ids."""
+        pid = self.leader.pid
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+
+
+@asynccontextmanager
+async def group(path: Path, *flags: str, size: int) -> AsyncIterator[Group]:
+    config = load_model_config(path)
+    layout = config.kv_layout(BLOCK_SIZE, "float32")
+    channels, ears = Channels(TOKEN), Ears()
+    own = {
+        "--instance-id": "prefill-0",
+        "--model": str(path),
+        "--dtype": "float32",
+        "--kernels": "torch",
+        "--block-size": str(BLOCK_SIZE),
+        "--kv-cache-memory": "1MiB",
+        "--max-num-batched-tokens": str(CHUNK),
+        "--pipeline-parallel-size": str(size),
+        "--cache-dir": str(path / "cache"),
+    }
+    async with (
+        decoding(path, 64) as (decode, decoder),
+        process_of("prefill_worker", *(part for pair in own.items() for part in pair), *flags) as (
+            leader,
+            rpc,
+        ),
+    ):
+        endpoint = Endpoint(
+            instance_id="prefill-0",
+            epoch=1,
+            rpc_address=rpc,
+            transfer_address="",
+            host=host_identity(),
+        )
+        async with listening(ears, channels, endpoint), listening(ears, channels, decode):
+            reference = Engine.load(path, config=config, layout=layout, num_blocks=64)
+            yield Group(leader, endpoint, decode, decoder, channels, ears, reference)
+    await channels.close()
+
+
+PROMPTS = {
+    "long": random_prompt(150, 1),
+    "other": random_prompt(61, 2),
+    "short": random_prompt(9, 3),
+}
+
+
+@pytest.mark.slow
+async def test_a_group_gives_the_tokens_of_one_engine(model_path: Path) -> None:
+    """Prompts in chunks, several at once; then one whose beginning is cached, so that every stage sends its layers of
+    blocks that nobody computes."""
+    async with group(model_path, size=2) as made:
+        for name, prompt in PROMPTS.items():
+            await made.submit(name, prompt)
+        for name, prompt in PROMPTS.items():
+            assert await made.ears.all_tokens(name) == made.expected(prompt)
+        longer = [*PROMPTS["long"][:120], *random_prompt(30, 4)]
+        await made.submit("longer", longer)
+        assert await made.ears.all_tokens("longer") == made.expected(longer)
+        counters = (await made.status()).counters
+        assert counters["device_hit_blocks"] == 120 // BLOCK_SIZE
+        assert counters["handed_off_requests"] == 4
+        assert made.decoder.state.counters.integrity_failures == 0
+        followers = made.followers()
+        made.leader.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(made.leader.wait(), PATIENCE_S) == 0
+        assert len(followers) == 1
+        assert not any(Path(f"/proc/{pid}").exists() for pid in followers)
+
+
+@pytest.mark.slow
+async def test_corrupt_bytes_are_found_at_every_stage(model_path: Path) -> None:
+    """Over tcp, three stages, a byte flipped in the first write of each process: hidden states that are not what their
+    maker had are refused, which ends that request; KV of any stage's layers is found by the decode worker and computed
+    again. No wrong token either way."""
+    flags = ("--transports", "tcp", "--fault-corrupt-writes", "1")
+    async with group(model_path, *flags, size=3) as made:
+        outcomes = []
+        for name in ("first", "second", "third", "fourth"):
+            prompt = random_prompt(20, len(outcomes))  # one step: the next one has the next fault
+            await made.submit(name, prompt)
+            failure = await made.outcome(name)
+            outcomes.append(failure is None)
+            if failure is None:
+                assert await made.ears.all_tokens(name) == made.expected(prompt)
+            else:
+                assert error_classes()[failure.code].retryable
+        # The leader's and the second stage's first writes are hidden states, the third's is KV.
+        assert outcomes == [False, False, True, True]
+        assert made.decoder.state.counters.integrity_failures > 0
+        assert (await made.status()).counters["recomputed_blocks"] > 0
+
+
+@pytest.mark.slow
+async def test_a_lost_stage_fails_what_is_under_way_and_ends_the_group(model_path: Path) -> None:
+    """The request that waits for the stage ends in an error after which another worker is tried; the leader ends, so
+    that whoever watches it starts a whole group again."""
+    async with group(model_path, size=2) as made:
+        [follower] = made.followers()
+        os.kill(follower, signal.SIGSTOP)
+        await made.submit("r", random_prompt(100))
+        await made.until_running()
+        os.kill(follower, signal.SIGKILL)
+        failure = await made.ears.failure("r")
+        assert error_classes()[failure.code].retryable
+        assert await asyncio.wait_for(made.leader.wait(), PATIENCE_S) == 1
+
+
+def test_what_a_group_cannot_do_is_refused(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    """Before anything is started."""
+    common = ["--instance-id", "p", "--model", str(model_path), "--pipeline-parallel-size"]
+    assert main([*common, "2", "--home-store", "s", "--conductor", "c:1"]) == 2
+    assert "--home-store does not go with --pipeline-parallel-size" in capsys.readouterr().err
+    assert main([*common, "0"]) == 2
+    assert "--pipeline-parallel-size must be at least 1" in capsys.readouterr().err
