@@ -10,7 +10,6 @@ import contextlib
 import json
 import socket
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from benchmarks.store.servers import PEERS
 from benchmarks.store.workload import Load, as_json, describe
 from benchmarks.transfer.pair import ContestantError, Placement
 from benchmarks.transfer.side import Control
+from benchmarks.turns import in_turns, tell
 
 START_S = 90.0
 ANSWER_S = 30.0
@@ -181,7 +181,7 @@ def seated(
 def verify(seats: Sequence[Seat], loads: Sequence[Load]) -> None:
     """Learns each store's modes for each load, then compares what they move, byte for byte."""
     for load in loads:
-        _progress(f"verify {describe(load)}")
+        tell(f"verify {describe(load)}")
         for seat in seats:
             if seat.takes_part(load):
                 seat.modes[load] = (seat.call("modes", load) or {"modes": ()})["modes"]
@@ -198,14 +198,9 @@ def _verify_one(seat: Seat, load: Load, mode: str) -> None:
 
 
 def measure(seats: Sequence[Seat], loads: Sequence[Load], *, rounds: int, min_s: float) -> None:
-    for number in range(rounds):
-        begin = time.monotonic()
-        shift = number % len(seats)
-        for load in loads:
-            for seat in (*seats[shift:], *seats[:shift]):  # nobody always comes after the same one
-                for mode in seat.modes.get(load, ()):
-                    _measure_one(seat, load, mode, min_s)
-        _progress(f"round {number + 1} of {rounds}: {time.monotonic() - begin:.0f} s")
+    for seat, load in in_turns(seats, loads, rounds):
+        for mode in seat.modes.get(load, ()):
+            _measure_one(seat, load, mode, min_s)
 
 
 def _measure_one(seat: Seat, load: Load, mode: str, min_s: float) -> None:
@@ -214,7 +209,3 @@ def _measure_one(seat: Seat, load: Load, mode: str, min_s: float) -> None:
     answer = seat.call("run", load, mode=mode, min_s=min_s)
     if answer is not None:
         seat.result.samples.setdefault((load, mode), []).append(Sample(load, **answer))
-
-
-def _progress(text: str) -> None:
-    print(f"· {text}", file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from typing import TypeVar
 from benchmarks.transfer.contestant import Contestant
 from benchmarks.transfer.pair import ContestantError, Pair, Placement, Sample
 from benchmarks.transfer.workload import LATENCY, Load
+from benchmarks.turns import in_turns, tell
 
 MODES_KEPT = 3
 CALIBRATION_S = 0.04
@@ -114,7 +114,7 @@ def seated(
 def verify(seats: Sequence[Seat], loads: Sequence[Load]) -> None:
     """Chooses each contestant's modes for each load, then compares what they move, byte for byte."""
     for load in loads:
-        _progress(f"verify {describe(load)}")
+        tell(f"verify {describe(load)}")
         for seat in seats:
             if seat.takes_part(load):
                 seat.modes[load] = _best_modes(seat, load)
@@ -142,14 +142,9 @@ def _speed(pair: Pair, load: Load, mode: str) -> float:
 
 
 def measure(seats: Sequence[Seat], loads: Sequence[Load], *, rounds: int, min_s: float) -> None:
-    for number in range(rounds):
-        begin = time.monotonic()
-        shift = number % len(seats)
-        for load in loads:
-            for seat in (*seats[shift:], *seats[:shift]):  # nobody always comes after the same one
-                if seat.takes_part(load):
-                    _measure_one(seat, load, min_s)
-        _progress(f"round {number + 1} of {rounds}: {time.monotonic() - begin:.0f} s")
+    for seat, load in in_turns(seats, loads, rounds):
+        if seat.takes_part(load):
+            _measure_one(seat, load, min_s)
 
 
 def _measure_one(seat: Seat, load: Load, min_s: float) -> None:
@@ -171,7 +166,3 @@ def describe(load: Load) -> str:
     return f"{load.op} {times}{load.block_bytes >> 10} KiB" + (
         " latency" if load == LATENCY else ""
     )
-
-
-def _progress(text: str) -> None:
-    print(f"· {text}", file=sys.stderr, flush=True)
