@@ -191,7 +191,9 @@ class Membership:
         if self._block_log.has_changes:
             return
         try:
-            await asyncio.wait_for(self._changed.wait(), self._interval_s)
+            # Not wait_for, which in Python 3.11 loses a cancellation that comes together with the change.
+            async with asyncio.timeout(self._interval_s):
+                await self._changed.wait()
         except TimeoutError:
             return
         await asyncio.sleep(GATHER_S)
