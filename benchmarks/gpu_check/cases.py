@@ -98,30 +98,37 @@ class AttentionInputs:
     def expected(self) -> torch.Tensor:
         """[tokens, heads · head_dim], float64 on the CPU, by the definition."""
         case = self.case
-        group = case.heads // case.kv_heads
         keys, values = (
-            piece[0].cpu().double().flatten(0, 1) for piece in (self.pool.keys, self.pool.values)
+            piece[0].cpu().flatten(0, 1) for piece in (self.pool.keys, self.pool.values)
         )
         lengths = [span.end - span.start for span in self.spans]
-        queries = torch.split(self.queries.cpu().double(), lengths)
         rows: list[torch.Tensor] = []
-        for span, own in zip(self.spans, queries, strict=True):
+        for span, own in zip(self.spans, torch.split(self.queries.cpu(), lengths), strict=True):
             slots = torch.from_numpy(case.slots(span))
-            own_keys = keys[slots].repeat_interleave(group, 1)
-            own_values = values[slots].repeat_interleave(group, 1)
-            scores = torch.einsum("qhd,thd->hqt", own, own_keys) * case.head_dim**-0.5
-            weights = scores.masked_fill(self._hidden(span), float("-inf")).softmax(-1)
-            rows.append(torch.einsum("hqt,thd->qhd", weights, own_values).flatten(1))
+            rows.append(dense_attention(own, keys[slots], values[slots], span.start, case.window))
         return torch.cat(rows)
 
-    def _hidden(self, span: Span) -> torch.Tensor:
-        """[queries, tokens]: what each token does not see."""
-        positions = torch.arange(span.start, span.end)[:, None]
-        tokens = torch.arange(span.end)[None, :]
-        hidden = tokens > positions
-        if self.case.window is not None:
-            hidden |= tokens <= positions - self.case.window
-        return hidden
+
+def dense_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: int,
+    window: int | None,
+    first: int = 0,
+) -> torch.Tensor:
+    """By the definition, in float64: queries [queries, heads, head_dim] at positions from `start` on, over K and V
+    [tokens, kv_heads, head_dim] at positions from `first` on → [queries, heads · head_dim]."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (each.double().repeat_interleave(group, 1) for each in (keys, values))
+    positions = torch.arange(start, start + len(queries))[:, None]
+    tokens = torch.arange(first, first + len(keys))[None, :]
+    hidden = tokens > positions
+    if window is not None:
+        hidden |= tokens <= positions - window
+    scores = torch.einsum("qhd,thd->hqt", queries.double(), keys) * queries.shape[2] ** -0.5
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hqt,thd->qhd", weights, values).flatten(1)
 
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.gpu_check.cases import dense_attention
 from engine.attention import Attention, Geometry, Span
 from engine.kv_pool import KvPool
 from protocol.layout import KvLayout
@@ -127,7 +128,7 @@ class Case:
         row = 0
         for span in self.spans:
             end_row = row + span.end - span.start
-            parts.append(self._dense(span, self.queries[row:end_row].double()))
+            parts.append(self._dense(span, self.queries[row:end_row]))
             row = end_row
         return torch.cat(parts)
 
@@ -135,16 +136,9 @@ class Case:
         oldest = 0 if self.window is None else max(0, span.start - self.window + 1)
         slots = self._slots(span, oldest)
         keys, values = (
-            pieces[0].flatten(0, 1)[slots].double().repeat_interleave(self.group, 1)
-            for pieces in (self.pool.keys, self.pool.values)
+            pieces[0].flatten(0, 1)[slots] for pieces in (self.pool.keys, self.pool.values)
         )
-        distance = torch.arange(span.start, span.end)[:, None] - torch.arange(oldest, span.end)
-        hidden = distance < 0
-        if self.window is not None:
-            hidden |= distance >= self.window
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.head_dim**-0.5
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
+        return dense_attention(queries, keys, values, span.start, self.window, oldest)
 
     def check(self, found: torch.Tensor) -> None:
         tolerance = TOLERANCE[self.dtype]
