@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from engine.batch import Slice
 from protocol.errors import MoonserveError
 from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
-from protocol.request import Token
+from protocol.keys import BlockKey
+from protocol.request import Endpoint, Token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +128,35 @@ class Fail:
     error: MoonserveError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptBlock:
+    """A full block and what it is."""
+
+    block: BlockId
+    key: BlockKey
+    parent: BlockKey | None  # None: its chain begins here
+    checksum: int | None  # None: not known yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepBlocks:
+    """Put these blocks into the store → Kept."""
+
+    move_id: int
+    store: Endpoint
+    blocks: tuple[KeptBlock, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadBlocks:
+    """Read these keys into these blocks → BlocksLoaded."""
+
+    move_id: int
+    store: Endpoint
+    keys: tuple[BlockKey, ...]
+    blocks: tuple[BlockId, ...]
+
+
 Action = (
     OpenWindow
     | CloseWindow
@@ -141,4 +171,6 @@ Action = (
     | RunStep
     | SendTokens
     | Fail
+    | KeepBlocks
+    | LoadBlocks
 )

@@ -43,10 +43,18 @@ class AllotmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(ReplicaConfig, TransferConfig, AllotmentConfig):
-    """Beyond these a decode worker needs no options."""
+    """Beyond these a decode worker needs only somewhere to keep what gave way."""
+
+    home_store: str | None = option(
+        None,
+        help="instance id of the store node that keeps the KV of sequences that gave way, where that is cheaper than "
+        "to compute it again",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.home_store is not None and self.conductor is None:
+            raise ConfigError("--home-store needs --conductor, which knows where the store is")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "

@@ -22,6 +22,10 @@ class Counters:
     recomputed_tokens: int = 0
     prompt_tokens: int = 0  # in chunks of two and more, of prompts that nobody prefilled
     num_preemptions: int = 0
+    preemptions_kept: int = 0  # whose blocks went to the store, or some of them
+    kept_blocks: int = 0  # that the store has, or had already
+    keep_failures: int = 0  # puts that it did not take whole
+    fetched_blocks: int = 0  # read back instead of being computed again
     requests_finished: int = 0
     requests_failed: int = 0
     requests_dropped: int = 0  # cancelled, superseded, or their gateway was lost

@@ -9,7 +9,7 @@ from engine.batch import Sampled
 from protocol.errors import MoonserveError
 from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.keys import BlockKey
-from protocol.request import Request
+from protocol.request import Endpoint, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,36 @@ class StepFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFound:
+    """The home store can be reached (again); a new epoch is an empty store."""
+
+    store: Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """`KeepBlocks` has ended; nothing reads the blocks any more."""
+
+    move_id: int
+    checksums: tuple[int, ...]  # of the blocks, as made here
+    is_complete: bool  # the store has them all
+    corrupt: tuple[BlockKey, ...] = ()  # arrived with another checksum
+    num_bytes: int = 0  # that were sent in `seconds`
+    seconds: float = 0.0
+    error: MoonserveError | None = None  # the store could not be reached, or was too slow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksLoaded:
+    """`LoadBlocks` has ended; nothing fills the blocks any more."""
+
+    move_id: int
+    checksums: tuple[int, ...]  # of the leading blocks that arrived well; none after a failure
+    num_bytes: int = 0  # that were read in `seconds`
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCancelled:
     """The gateway does not want this request any more; it may not have arrived yet."""
 
@@ -133,6 +163,9 @@ Event = (
     | Verified
     | StepDone
     | StepFailed
+    | StoreFound
+    | Kept
+    | BlocksLoaded
     | RequestCancelled
     | GatewayLost
     | DrainStarted

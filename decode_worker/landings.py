@@ -26,7 +26,7 @@ from decode_worker.alarms import AlarmKind, Alarms
 from decode_worker.allotment import Allotment, Claim, Prospect
 from decode_worker.counters import Counters
 from decode_worker.events import CommitRequested, LeaseRenewed, ReserveRequested, Verified
-from decode_worker.leases import Ending, Lease, LeasePhase
+from decode_worker.leases import Ending, Lease, LeasePhase, prospect_of
 from decode_worker.limits import Limits
 from engine.block_pool import BlockPool
 from protocol.errors import (
@@ -105,7 +105,7 @@ class Landings:
         """Grants from the head of the queue, until one has to wait."""
         while self._queue:
             event = next(iter(self._queue.values()))
-            prospect = self._prospect(event)
+            prospect = prospect_of(event, self._limits.max_model_len)
             num_blocks = self._limits.blocks_for(event.num_tokens)
             blocks = self._allotment.take(prospect, event.block_keys, num_blocks)
             if blocks is None:
@@ -135,19 +135,6 @@ class Landings:
             out.append(CloseWindow(lease_id=lease_id, window_id=window_id))
         else:
             self._open(lease, out)
-
-    def _prospect(self, event: ReserveRequested) -> Prospect:
-        """The sequence that will begin with one token more than lands."""
-        prompt = event.num_prompt_tokens
-        num_prompt = event.num_tokens if prompt is None else min(prompt, event.num_tokens)
-        most = max(self._limits.max_model_len - num_prompt, 1)
-        return Prospect(
-            request_id=event.request_id,
-            tenant=event.tenant,
-            num_prompt_tokens=num_prompt,
-            max_tokens=most if event.max_tokens is None else min(event.max_tokens, most),
-            num_tokens=event.num_tokens + 1,
-        )
 
     def _grant(
         self,

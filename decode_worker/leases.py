@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from decode_worker.actions import GrantLease, LandedBlock
 from decode_worker.allotment import Prospect
-from decode_worker.events import CommitRequested
+from decode_worker.events import CommitRequested, ReserveRequested
 from protocol.errors import InvalidRequest
 from protocol.ids import BlockId, LeaseId, RequestId
 from protocol.keys import BlockKey
@@ -140,3 +140,16 @@ class Lease:
 
     def _invalid(self, message: str) -> InvalidRequest:
         return InvalidRequest(message, lease=self.lease_id, request=self.holder)
+
+
+def prospect_of(event: ReserveRequested, max_model_len: int) -> Prospect:
+    """The sequence that will begin with one token more than lands."""
+    num_prompt = min(event.num_prompt_tokens or event.num_tokens, event.num_tokens)
+    most = max(max_model_len - num_prompt, 1)
+    return Prospect(
+        request_id=event.request_id,
+        tenant=event.tenant,
+        num_prompt_tokens=num_prompt,
+        max_tokens=most if event.max_tokens is None else min(event.max_tokens, most),
+        num_tokens=event.num_tokens + 1,
+    )

@@ -3,7 +3,8 @@
 Requirements, and how each is met:
 1. *A running sequence never stops for want of a batch slot.* It keeps its slot until it ends or is preempted.
 2. *Blocks are allocated on demand.* When none is left a sequence that holds some gives all of its back (preemption),
-   as the `Allotment` says, and recomputes them later, in chunks beside the decoding sequences.
+   as the `Allotment` says. Later it has them read from where `Keeping` put them, or recomputes them, in chunks beside
+   the decoding sequences.
 3. *Something always progresses.* The best-ranked holder is never preempted; a preempted sequence is restored before any
    later one, and before new reservations are granted; one that fits into no empty pool fails.
 4. *Nothing that a step reads changes during it.* A sequence that ends while its step runs frees its blocks after it.
@@ -21,6 +22,7 @@ from decode_worker.actions import Action, Fail, SendTokens
 from decode_worker.alarms import AlarmKind, Alarms
 from decode_worker.allotment import Allotment, Claim
 from decode_worker.counters import Counters
+from decode_worker.keeping import Keeping
 from decode_worker.limits import Limits
 from decode_worker.pace import Pace
 from decode_worker.sequence import Sequence, SequencePhase
@@ -45,9 +47,11 @@ class Schedule:
         alarms: Alarms,
         counters: Counters,
         allotment: Allotment,
+        keeping: Keeping,
     ) -> None:
         self._pool = pool
         self._allotment = allotment
+        self._keeping = keeping
         self._limits = limits
         self._alarms = alarms
         self._counters = counters
@@ -139,9 +143,10 @@ class Schedule:
     def next_step(self, now: float, out: list[Action]) -> list[Slice]:
         """What to compute now; empty when nothing can. No step is under way."""
         while True:
+            gave_way = self._grow(now, out)  # those who run come first
             if self._waiting:
-                self._admit_waiting()
-            gave_way = self._grow(out)
+                self._admit_waiting(now, out)
+                gave_way |= self._grow(now, out)
             batch = self._compose()
             if batch or not gave_way:
                 self._in_step, self._began_at = batch, now
@@ -192,25 +197,29 @@ class Schedule:
             else:
                 self._fail(sequence, error, out)
 
-    def _admit_waiting(self) -> None:
+    def _admit_waiting(self, now: float, out: list[Action]) -> None:
         may_restore = True
         for sequence in list(self._waiting):
             if len(self._running) >= self._limits.max_num_seqs:
                 return
             if not sequence.block_table:
                 # A later one must not take the blocks that this one waits for.
-                may_restore = may_restore and self._restore(sequence)
+                may_restore = may_restore and self._restore(sequence, now, out)
                 if not may_restore:
                     continue
+            if sequence.move_id is not None:  # its KV is on its way back
+                continue
             self._waiting.remove(sequence)
             self._running.append(sequence)
             sequence.phase = SequencePhase.RUNNING
 
-    def _restore(self, sequence: Sequence) -> bool:
-        """Gives a preempted sequence blocks again, where that is allowed."""
+    def _restore(self, sequence: Sequence, now: float, out: list[Action]) -> bool:
+        """Gives a preempted sequence blocks again, where that is allowed, and has what the store keeps of it read."""
+        if sequence.move_id is not None:  # its KV is still on its way there
+            return False
         num_tokens = len(sequence.token_ids)
         usable = (num_tokens - 1) // self._limits.block_size  # the last token is always computed
-        keys = sequence.request.block_keys[:usable]
+        keys = sequence.block_keys[:usable]
         blocks = self._allotment.take(sequence, keys, self._limits.blocks_for(num_tokens))
         if blocks is None:
             return False
@@ -218,9 +227,10 @@ class Schedule:
         sequence.block_table += shared
         sequence.block_table += fresh
         sequence.rewind(len(shared) * self._limits.block_size)
+        self._keeping.fetch(sequence, len(shared), now, out)
         return True
 
-    def _grow(self, out: list[Action]) -> bool:
+    def _grow(self, now: float, out: list[Action]) -> bool:
         """Gives running sequences the blocks of their next token, best rank first. True when one gave way."""
         needy = [sequence for sequence in self._running if not self._has_room(sequence)]
         if not needy:
@@ -228,31 +238,35 @@ class Schedule:
         before = len(self._running)
         for sequence in sorted(needy, key=_rank):
             if sequence.phase is SequencePhase.RUNNING:  # not preempted by one before it
-                self._extend(sequence, out)
+                self._extend(sequence, now, out)
         return len(self._running) < before
 
     def _has_room(self, sequence: Sequence) -> bool:
         return len(sequence.token_ids) <= len(sequence.block_table) * self._limits.block_size
 
-    def _extend(self, sequence: Sequence, out: list[Action]) -> None:
-        """One more block; or the sequence is preempted, failed, or left until a landing ends."""
+    def _extend(self, sequence: Sequence, now: float, out: list[Action]) -> None:
+        """One more block; or the sequence is preempted, failed, or left until a landing or a move ends."""
         if len(sequence.block_table) == self._pool.num_blocks:
             self._fail(sequence, self._too_long(sequence), out)
             return
         while (block := self._pool.allocate(1)) is None:
-            claims = list(self.claims())
-            if len(claims) == 1:  # its own
+            claims = [claim for claim in self.claims() if not self._is_moving(claim)]
+            if len(claims) == 1 or self._keeping.num_leaving:  # nobody else's; or some come soon
                 return
             victim = self._sequences[self._allotment.victim(sequence, claims)]
-            self._preempt(victim)
+            self._preempt(victim, now, out)
             if victim is sequence:
                 return
         sequence.block_table += block
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _is_moving(self, claim: Claim) -> bool:
+        return self._sequences[claim.request.request_id].move_id is not None
+
+    def _preempt(self, sequence: Sequence, now: float, out: list[Action]) -> None:
         """Takes a sequence's blocks; its rank puts it before all that arrived later."""
         self._counters.num_preemptions += 1
         sequence.times_preempted += 1
+        self._keeping.keep(sequence, now, out)
         self._free(sequence)
         self._allotment.preempted(sequence)
         if sequence.phase is SequencePhase.RUNNING:

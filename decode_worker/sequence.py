@@ -11,11 +11,13 @@ from enum import Enum, auto
 
 from engine.batch import Sampled, Slice
 from protocol.ids import BlockId, RequestId
+from protocol.keys import BlockKey, child_key, pack_tokens
 from protocol.request import FinishReason, Request, Token, finish_reason
 
 
 class SequencePhase(Enum):
-    """WAITING ⇄ RUNNING → ENDED. A waiting sequence without blocks was preempted."""
+    """WAITING ⇄ RUNNING → ENDED. A waiting sequence without blocks was preempted; one with a move is not ready to run,
+    or not to get blocks again, before that has ended."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -33,9 +35,13 @@ class Sequence:
     block_table: list[BlockId]  # empty after a preemption, and when ENDED outside a step
     phase: SequencePhase = SequencePhase.WAITING
     times_preempted: int = 0
+    block_keys: list[BlockKey] = field(init=False)  # of leading full blocks
+    num_kept: int = 0  # leading blocks that the home store was seen to have
+    move_id: int | None = None  # WAITING: its blocks are on their way to the store, or back
     slice: Slice = field(init=False)  # shares token_ids and block_table
 
     def __post_init__(self) -> None:
+        self.block_keys = list(self.request.block_keys)
         self.slice = Slice(
             request_id=self.request.request_id,
             token_ids=self.token_ids,
@@ -77,6 +83,12 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def extend_keys(self, num_blocks: int, block_size: int) -> None:
+        """The chain goes on over what was generated, to so many full blocks; it has begun."""
+        for index in range(len(self.block_keys), num_blocks):
+            tokens = self.token_ids[index * block_size : (index + 1) * block_size]
+            self.block_keys.append(child_key(self.block_keys[-1], pack_tokens(tokens)))
 
     @property
     def num_missing(self) -> int:

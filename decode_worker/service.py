@@ -18,12 +18,15 @@ from decode_worker import actions, events
 from decode_worker.actions import Action, GrantLease
 from decode_worker.events import Event
 from decode_worker.state import DecodeState
+from decode_worker.store_access import StoreAccess
 from decode_worker.verify import BlockVerifier, Verdict
 from engine.batch import Sampled, Slice
+from kvstore.block_client import BlockClient
 from protocol.errors import MoonserveError, PeerError
 from protocol.ids import BlockId, GatewayId, LeaseId
 from protocol.layout import KvLayout
 from protocol.pb import conductor_pb2
+from protocol.request import Endpoint
 from protocol.streams import GatewayStreams
 from protocol.timer import Timer
 from transfer import Segment, TransferEngine
@@ -67,8 +70,11 @@ class DecodeService:
         segment: Segment,
         layout: KvLayout,
         *,
+        stores: BlockClient | None = None,
+        look_for_home: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`stores`: None where no home store is ever found. `look_for_home`: it could not be reached."""
         self.streams = GatewayStreams(self._on_gateway_lost)
         self.idle = asyncio.Event()
         self._state = state
@@ -77,6 +83,12 @@ class DecodeService:
         self._segment = segment
         self._layout = layout
         self._verifier = BlockVerifier(segment.buffer, layout, state.num_blocks)
+        self._store_access: StoreAccess | None = None
+        if stores is not None:
+            self._store_access = StoreAccess(
+                stores, segment, layout, state.num_blocks, self._verifier
+            )
+        self._look_for_home = look_for_home
         self._clock = clock
         self._inbox: deque[Event] = deque()
         self._step_s = 0.0  # how long the latest step took
@@ -135,6 +147,9 @@ class DecodeService:
         """Indexes of the corrupt blocks; none means that the request is this worker's now."""
         corrupt: tuple[int, ...] = await self._ask(Question.COMMIT, event.lease_id, event)
         return corrupt
+
+    def home_found(self, store: Endpoint) -> None:
+        self.handle(events.StoreFound(store=store))
 
     def load(self) -> conductor_pb2.Load:
         """What heartbeats and GetStatus tell."""
@@ -199,6 +214,8 @@ class DecodeService:
             actions.RunStep: lambda action: self._spawn(self._run_step(action.slices)),
             actions.SendTokens: self._send_tokens,
             actions.Fail: self._fail,
+            actions.KeepBlocks: lambda action: self._spawn(self._keep(action)),
+            actions.LoadBlocks: lambda action: self._spawn(self._load_back(action)),
         }
 
     def _open_window(self, action: actions.OpenWindow) -> None:
@@ -275,6 +292,17 @@ class DecodeService:
 
     def _fail(self, action: actions.Fail) -> None:
         self.streams.send(action.gateway_id, failures=[(action.request_id, action.error)])
+
+    async def _keep(self, action: actions.KeepBlocks) -> None:
+        assert self._store_access is not None, "no home, nothing to keep"
+        outcome = await self._store_access.keep(action)
+        self.handle(outcome)
+        if outcome.error is not None:
+            self._look_for_home()
+
+    async def _load_back(self, action: actions.LoadBlocks) -> None:
+        assert self._store_access is not None, "no home, nothing was kept"
+        self.handle(await self._store_access.load(action))
 
     # -- plumbing
 

@@ -19,6 +19,7 @@ from decode_worker.alarms import AlarmKind, Alarms
 from decode_worker.allotment import Allotment, Claim
 from decode_worker.counters import Counters
 from decode_worker.events import Event
+from decode_worker.keeping import Keeping, KeepingCosts
 from decode_worker.landings import Landings
 from decode_worker.limits import Limits
 from decode_worker.schedule import Schedule
@@ -36,15 +37,25 @@ MEMORY_S = 60.0
 class DecodeState:
     """`handle` every event; `wake_at` says when a Tick is due."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, policy: Policy | None = None) -> None:
-        """`policy`: who is let in and who gives way; None: a block is kept for each, and the last one gives way."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        policy: Policy | None = None,
+        keeping: KeepingCosts | None = None,
+    ) -> None:
+        """`policy`: who is let in and who gives way; None: a block is kept for each, and the last one gives way.
+        `keeping`: of a worker that has a home store; None: whoever gave way is computed again."""
         self.counters = Counters()
         self._pool = pool
         self._alarms = Alarms()
         self._allotment = Allotment(pool, limits.block_size, policy)
         self._allotment.claims = self._claims
         self._landings = Landings(pool, limits, self._alarms, self.counters, self._allotment)
-        self._schedule = Schedule(pool, limits, self._alarms, self.counters, self._allotment)
+        self._keeping = Keeping(pool, limits.block_size, self.counters, keeping)
+        self._schedule = Schedule(
+            pool, limits, self._alarms, self.counters, self._allotment, self._keeping
+        )
         self._tombstones: dict[RequestId, float] = {}  # cancelled before they came → when to forget
         self._seen: dict[RequestId, float] = {}  # committed here → when to forget
         self._draining = False
@@ -71,9 +82,13 @@ class DecodeState:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, waits or lands, and every window is closed."""
-        return not (self.num_running or self.num_waiting or any(self._landings.leases)) and not (
-            self._schedule.is_stepping
+        """Nothing runs, waits, lands or moves, and every window is closed."""
+        return not (
+            self.num_running
+            or self.num_waiting
+            or any(self._landings.leases)
+            or self._schedule.is_stepping
+            or not self._keeping.is_idle
         )
 
     @property
@@ -133,6 +148,9 @@ class DecodeState:
                 event.sampled, now, out
             ),
             events.StepFailed: lambda event, now, out: self._schedule.step_failed(event.error, out),
+            events.StoreFound: lambda event, now, out: self._keeping.found(event),
+            events.Kept: lambda event, now, out: self._keeping.kept(event, now),
+            events.BlocksLoaded: lambda event, now, out: self._keeping.loaded(event, now),
             events.RequestCancelled: self._cancel,
             events.GatewayLost: self._lose_gateway,
             events.DrainStarted: self._drain,
@@ -230,7 +248,10 @@ class DecodeState:
 
     def _other_references(self) -> Counter[int]:
         """To blocks, of those who are neither landings nor sequences."""
-        return Counter()
+        references: Counter[int] = Counter()
+        for blocks in self._keeping.held_blocks():
+            references.update(blocks)
+        return references
 
     def validate(self) -> None:
         """Raises AssertionError unless free + held + leased = all blocks and references = holders."""
@@ -238,6 +259,7 @@ class DecodeState:
         self._landings.validate()
         self._schedule.validate()
         self._allotment.validate()
+        self._keeping.validate()
         references = self._other_references()
         for lease in self._landings.leases:
             references.update(lease.blocks)

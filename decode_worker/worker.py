@@ -6,23 +6,28 @@ Decides nothing about requests; that is `decode_worker.state`, and `decode_worke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 
 from decode_worker import events
 from decode_worker.config import DecodeConfig
+from decode_worker.keeping import KeepingCosts
 from decode_worker.service import DecodeService
 from decode_worker.servicers import LandingServicer, LandingZone, WorkerServicer
 from decode_worker.state import DecodeState
 from engine.block_pool import BlockPool
 from engine.replica import Replica, loaded_replica
+from kvstore.block_client import BlockClient
+from kvstore.home_finder import HomeFinder
 from protocol.keys import BlockKey
 from protocol.membership import BlockLog, Seat, member, own_endpoint
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
-from protocol.process import Lifecycle
-from protocol.rpc import RpcServer
+from protocol.process import Lifecycle, host_identity, running
+from protocol.profile import PrefillProfile
+from protocol.rpc import Channels, RpcServer
 from transfer import Segment, TransferEngine
 from transfer.serving import serving
 
@@ -48,6 +53,8 @@ class DecodeWorker:
         plan = replica.plan
         self._config = config
         self._replica = replica
+        self._channels = Channels(config.cluster_token)
+        self._stores = BlockClient(self._channels, transfer)
         self._blocks = BlockLog()
         self._zone = LandingZone(
             transfer_address=transfer.address,
@@ -65,12 +72,37 @@ class DecodeWorker:
         if earlier is not None:
             self.pool.take_over(earlier)
         self.service = self._make_service(transfer, segment)
+        self._home_finder: HomeFinder | None = None
+        if config.home_store is not None and config.conductor is not None:
+            self._home_finder = HomeFinder(
+                self._channels, config.conductor, config.home_store, self.service.home_found
+            )
 
     def _make_service(self, transfer: TransferEngine, segment: Segment) -> DecodeService:
         replica, plan = self._replica, self._replica.plan
         policy = self._config.policy(replica.profiles)
-        state = DecodeState(self.pool, self._config.limits(plan), policy)
-        return DecodeService(state, replica.thread, transfer, segment, plan.layout)
+        state = DecodeState(self.pool, self._config.limits(plan), policy, self._keeping_costs())
+        return DecodeService(
+            state,
+            replica.thread,
+            transfer,
+            segment,
+            plan.layout,
+            stores=self._stores,
+            look_for_home=self._look_for_home,
+        )
+
+    def _keeping_costs(self) -> KeepingCosts:
+        measured, _ = self._replica.profiles
+        return KeepingCosts(
+            prefill=PrefillProfile(c0=measured.c0, c1=measured.c1, c2=measured.c2),
+            block_bytes=self._replica.plan.layout.block_bytes,
+            host=host_identity(),
+        )
+
+    def _look_for_home(self) -> None:
+        if self._home_finder is not None:
+            self._home_finder.look()
 
     def _make_servicer(self) -> worker_pb2_grpc.WorkerServicer:
         return WorkerServicer(self.service)
@@ -93,16 +125,30 @@ class DecodeWorker:
         try:
             address = await server.start(self._config.host, self._config.port)
             registration = self._registration(address)
-            async with member(self._config, registration, self.service.load, self._blocks) as seat:
+            async with (
+                member(self._config, registration, self.service.load, self._blocks) as seat,
+                self._finding_home() as finding,
+            ):
                 lifecycle.ready(rpc=address, transfer=self._zone.transfer_address)
-                await lifecycle.until_stopped(work, *seat.watched)
+                await lifecycle.until_stopped(work, *seat.watched, *finding)
                 await self._drain(seat, lifecycle)
         finally:
             ended.set()
             await asyncio.wait({work})
             await server.stop(STOP_GRACE_S)
             self.service.streams.close()
+            await self._stores.close()
+            await self._channels.close()
         work.result()
+
+    @contextlib.asynccontextmanager
+    async def _finding_home(self) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
+        """Looks for the home store, if there is one, while the block lasts; gives the task that does."""
+        if self._home_finder is None:
+            yield ()
+            return
+        async with running(self._home_finder.run()) as task:
+            yield (task,)
 
     async def _drain(self, seat: Seat, lifecycle: Lifecycle) -> None:
         """Takes nothing new and lets what runs finish, for as long as the configuration allows."""

@@ -69,10 +69,9 @@ def _fixed(config: ServeConfig, worker: Mapping[str, str]) -> list[ProcessSpec]:
 
 
 def _decode_spec(config: ServeConfig, index: int, worker: Mapping[str, str]) -> ProcessSpec:
-    name = f"decode-{index}"
+    name, values = f"decode-{index}", {**worker, **_home(config, index)}
     if config.conditional_disaggregation == "off":
-        return _spec(config, name, "decode_worker", DecodeConfig, worker)
-    values = {**worker, **_home(config, index)}
+        return _spec(config, name, "decode_worker", DecodeConfig, values)
     return _spec(config, name, "deploy.undivided", UndividedConfig, values)
 
 
@@ -119,7 +118,7 @@ def _disk(config: ServeConfig, instance_id: str) -> dict[str, str]:
 
 
 def _home(config: ServeConfig, index: int) -> dict[str, str]:
-    """The store node beside a prefill worker: they are dealt out in turn."""
+    """The store node beside a worker: they are dealt out in turn."""
     return {"home_store": f"store-{index % config.store_nodes}"} if config.store_nodes else {}
 
 

@@ -23,7 +23,8 @@ class UndividedConfig(DecodeConfig, PatienceConfig):
     )
     home_store: str | None = option(
         None,
-        help="instance id of the store node that keeps new blocks of prompts that were read from none",
+        help="instance id of the store node that keeps the KV of sequences that gave way, and new blocks of prompts "
+        "that were read from none",
     )
     max_put_blocks: int = option(64, help="blocks on their way to a store at once")
     max_pending_puts: int = option(4096, help="blocks waiting for that; more are dropped")
@@ -34,5 +35,3 @@ class UndividedConfig(DecodeConfig, PatienceConfig):
         self.transfer_patience()
         if not self.tbt_slo > 0:
             raise ConfigError("--tbt-slo must be positive")
-        if self.home_store is not None and self.conductor is None:
-            raise ConfigError("--home-store needs --conductor, which knows where the store is")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from prefill_worker.events import PrefixLoaded, PrefixLoadFailed, PutDone, PutFailed
 from protocol.ids import BlockId
-from protocol.request import Endpoint, PrefixSource, Request
+from protocol.request import PrefixSource, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,7 @@ class PutEnded:
     outcome: PutDone | PutFailed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreFound:
-    """The home store can be reached (again); a new epoch is an empty store."""
-
-    store: Endpoint
-
-
-Event = Submitted | Sealed | PutEnded | StoreFound | PrefixLoaded | PrefixLoadFailed
+Event = Submitted | Sealed | PutEnded | PrefixLoaded | PrefixLoadFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from decode_worker import actions, events
 from decode_worker.service import VERIFY_INLINE_BYTES, Compute, DecodeService
-from deploy.undivided.events import PutEnded, SealBlocks, Sealed, StoreFound, Submitted
+from deploy.undivided.events import PutEnded, SealBlocks, Sealed, Submitted
 from deploy.undivided.state import UndividedState
 from kvstore.block_client import BlockClient
 from prefill_worker import events as prefill_events
@@ -21,13 +21,12 @@ from prefill_worker.landing import KvMemory
 from prefill_worker.stores import load_prefix, put_blocks
 from protocol.layout import KvLayout
 from protocol.pb import conductor_pb2, worker_pb2
-from protocol.request import Endpoint
 from transfer import Segment, TransferEngine
 from transfer.patience import Patience
 
 
 class UndividedService(DecodeService):
-    """`stores`: None = prompts are placed without sources, and nothing is put anywhere."""
+    """`stores`: None = prompts are placed without sources, and nothing is put anywhere or kept."""
 
     def __init__(
         self,
@@ -45,8 +44,9 @@ class UndividedService(DecodeService):
         self._memory = KvMemory(segment, layout, state.num_blocks)
         self._stores = stores
         self._patience = patience or Patience()
-        self._look_for_home = look_for_home
-        super().__init__(state, compute, transfer, segment, layout)
+        super().__init__(
+            state, compute, transfer, segment, layout, stores=stores, look_for_home=look_for_home
+        )
 
     def _table(self) -> Mapping[type[Any], Callable[[Any], None]]:
         return {
@@ -79,9 +79,6 @@ class UndividedService(DecodeService):
         load = super().load()
         load.queued_tokens = self._undivided.queued_tokens
         return load
-
-    def home_found(self, store: Endpoint) -> None:
-        self.handle_any(StoreFound(store=store))
 
     def handle_any(self, event: Any) -> None:
         """Events of decode workers, and of those who read prompts."""

@@ -18,10 +18,11 @@ from decode_worker import events
 from decode_worker.actions import Fail
 from decode_worker.alarms import AlarmKind
 from decode_worker.allotment import Claim, Prospect
+from decode_worker.keeping import KeepingCosts
 from decode_worker.limits import Limits
 from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.state import MEMORY_S, DecodeState
-from deploy.undivided.events import PutEnded, Sealed, StoreFound, Submitted
+from deploy.undivided.events import PutEnded, Sealed, Submitted
 from deploy.undivided.publishing import NewBlock, Publishing
 from engine.block_pool import BlockPool
 from engine.lookahead.base import Policy
@@ -79,8 +80,9 @@ class UndividedState(DecodeState):
         limits: Limits,
         publishing: Publishing | None = None,
         policy: Policy | None = None,
+        keeping: KeepingCosts | None = None,
     ) -> None:
-        super().__init__(pool, limits, policy)
+        super().__init__(pool, limits, policy, keeping)
         self._limits = limits
         self.publishing = publishing or Publishing(pool)
         self._prompts: dict[RequestId, _Prompt] = {}  # wanted ones, in order of arrival
@@ -92,7 +94,7 @@ class UndividedState(DecodeState):
             PrefixLoadFailed: lambda event, now, out: self._loaded(event.request_id, (), now, out),
             Sealed: lambda event, now, out: self.publishing.sealed(event),
             PutEnded: lambda event, now, out: self.publishing.put_ended(event),
-            StoreFound: lambda event, now, out: self.publishing.home_found(event.store),
+            events.StoreFound: self._home_found,
         }
 
     # -- figures
@@ -159,6 +161,10 @@ class UndividedState(DecodeState):
         else:
             self._prompts[request.request_id] = prompt
             self._alarms.set(deadline_at, AlarmKind.SEQUENCE, request.request_id)
+
+    def _home_found(self, event: events.StoreFound, now: float, out: list[Any]) -> None:
+        self._keeping.found(event)
+        self.publishing.home_found(event.store)
 
     def _prefix_loaded(self, event: PrefixLoaded, now: float, out: list[Any]) -> None:
         self._loaded(event.request_id, event.checksums, now, out)
@@ -319,7 +325,7 @@ class UndividedState(DecodeState):
     # -- proof
 
     def _other_references(self) -> Counter[int]:
-        references: Counter[int] = Counter()
+        references = super()._other_references()
         for prompt in self._loading.values():
             references.update(prompt.blocks)
         for blocks in self.publishing.held_blocks():

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Callable
 from typing import cast
-
-import grpc.aio
 
 from decode_worker.service import DecodeService
 from decode_worker.worker import DecodeWorker
@@ -15,16 +11,13 @@ from deploy.undivided.publishing import Publishing
 from deploy.undivided.service import UndividedService
 from deploy.undivided.state import UndividedState
 from engine.replica import Replica, loaded_replica
-from kvstore.block_client import BlockClient
-from kvstore.home_finder import HomeFinder
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import WorkerServicer
 from protocol.keys import BlockKey
 from protocol.membership import Seat
 from protocol.pb import conductor_pb2, worker_pb2_grpc
-from protocol.process import Lifecycle, running
+from protocol.process import Lifecycle
 from protocol.profile import DecodeProfile, PrefillProfile
-from protocol.rpc import Channels
 from protocol.step_budget import CHUNK_SHARE, StepBudget
 from transfer import Segment, TransferEngine
 from transfer.serving import serving
@@ -43,15 +36,8 @@ class UndividedWorker(DecodeWorker):
         segment: Segment,
     ) -> None:
         self._options = config
-        self._channels = Channels(config.cluster_token)
-        self._stores = BlockClient(self._channels, transfer)
         self._publishing: Publishing | None = None
-        self._home_finder: HomeFinder | None = None
         super().__init__(config, replica, transfer, segment)
-        if config.home_store is not None and config.conductor is not None:
-            self._home_finder = HomeFinder(
-                self._channels, config.conductor, config.home_store, self.service.home_found
-            )
         self._servicer = WorkerServicer(
             cast(PrefillService, self.service),
             block_size=replica.plan.layout.block_size,
@@ -65,7 +51,13 @@ class UndividedWorker(DecodeWorker):
         )
         limits = config.limits(replica.plan, budget_of(replica, config.tbt_slo))
         return UndividedService(
-            UndividedState(self.pool, limits, self._publishing, config.policy(replica.profiles)),
+            UndividedState(
+                self.pool,
+                limits,
+                self._publishing,
+                config.policy(replica.profiles),
+                self._keeping_costs(),
+            ),
             replica.thread,
             transfer,
             segment,
@@ -82,28 +74,6 @@ class UndividedWorker(DecodeWorker):
         super()._removed(key)
         if self._publishing is not None:
             self._publishing.evicted(key)
-
-    def _look_for_home(self) -> None:
-        if self._home_finder is not None:
-            self._home_finder.look()
-
-    async def run(
-        self, lifecycle: Lifecycle, add_services: Callable[[grpc.aio.Server], None] = lambda _: None
-    ) -> None:
-        try:
-            async with self._finding_home():
-                await super().run(lifecycle, add_services)
-        finally:
-            await self._stores.close()
-            await self._channels.close()
-
-    @contextlib.asynccontextmanager
-    async def _finding_home(self) -> AsyncIterator[None]:
-        if self._home_finder is None:
-            yield
-            return
-        async with running(self._home_finder.run()):
-            yield
 
     async def _drain(self, seat: Seat, lifecycle: Lifecycle) -> None:
         self._servicer.draining = True

@@ -6,17 +6,27 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from decode_worker import actions, events
+from decode_worker.keeping import KeepingCosts
 from decode_worker.limits import Limits
 from decode_worker.state import DecodeState
-from engine.batch import Sampled
+from engine.batch import Sampled, Slice
 from engine.block_pool import BlockPool
 from engine.lookahead.base import Policy
-from protocol.ids import GatewayId, LeaseId, RequestId
+from protocol.errors import PeerLost
+from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
 from protocol.keys import BlockKey, block_keys, root_key
-from protocol.request import Request, SamplingParams, Token
+from protocol.profile import PrefillProfile
+from protocol.request import Endpoint, Request, SamplingParams, Token
 
 BLOCK_SIZE = 4
 ROOT = root_key("test")
+STORE = Endpoint(
+    instance_id="store-0", epoch=1, rpc_address="store:1", transfer_address="store:2", host="here"
+)
+CHEAP_STORE = KeepingCosts(
+    prefill=PrefillProfile(c0=0.0, c1=1.0, c2=0.0), block_bytes=4096, host="here"
+)
+"""Of a worker that computes a token a second."""
 A = TypeVar("A")
 
 
@@ -65,18 +75,71 @@ def keys_of(prompt: Sequence[int]) -> tuple[BlockKey, ...]:
     return tuple(block_keys(ROOT, prompt, BLOCK_SIZE))
 
 
+class PretendedMemory:
+    """Which token's KV every slot of every block has, and what the store has: a sequence that reads another one's KV,
+    or none, is found out."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[int, int], int] = {}
+        self.store: dict[bytes, list[int]] = {}
+
+    def land(self, tokens: Sequence[int], grant: actions.GrantLease) -> None:
+        for position in range(grant.num_cached * BLOCK_SIZE, len(tokens)):
+            slot = (grant.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE)
+            self._slots[slot] = tokens[position]
+
+    def fill(self, block: BlockId, tokens: Sequence[int]) -> None:
+        for at, token in enumerate(tokens):
+            self._slots[block, at] = token
+
+    def compute(self, piece: Slice) -> None:
+        for position in range(piece.end):
+            slot = (piece.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE)
+            if position >= piece.start:
+                self._slots[slot] = piece.token_ids[position]
+            assert self._slots.get(slot) == piece.token_ids[position], f"wrong KV at {position}"
+
+    def keep(self, action: actions.KeepBlocks, *, failed: bool) -> events.Kept:
+        checksums = tuple(item.checksum or 1 for item in action.blocks)
+        if failed:
+            error = PeerLost("the store is gone")
+            return events.Kept(
+                move_id=action.move_id, checksums=checksums, is_complete=False, error=error
+            )
+        for item in action.blocks:
+            self.store[item.key] = [self._slots[item.block, at] for at in range(BLOCK_SIZE)]
+        return events.Kept(move_id=action.move_id, checksums=checksums, is_complete=True)
+
+    def load(self, action: actions.LoadBlocks, *, failed: bool) -> events.BlocksLoaded:
+        found = [] if failed else [self.store.get(key) for key in action.keys]
+        num_good = found.index(None) if None in found else len(found)
+        for block, content in zip(action.blocks, found[:num_good], strict=False):
+            self.fill(block, content or ())
+        for block in action.blocks[num_good:]:
+            self.fill(block, [-1] * BLOCK_SIZE)
+        return events.BlocksLoaded(move_id=action.move_id, checksums=(1,) * num_good)
+
+
 class Driver:
     """Opens windows at once, as the service does; everything else waits for the test."""
 
-    def __init__(self, num_blocks: int = 16, policy: Policy | None = None, **changes: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        policy: Policy | None = None,
+        keeping: KeepingCosts | None = None,
+        **changes: int,
+    ) -> None:
         self.pool = pool(num_blocks)
-        self.state = DecodeState(self.pool, limits(**changes), policy)
+        self.state = DecodeState(self.pool, limits(**changes), policy, keeping)
         self.now = 0.0
         self.log: list[actions.Action] = []  # everything so far
         self.open_windows: dict[int, actions.OpenWindow] = {}
         self.closing: list[actions.CloseWindow] = []
         self.verifying: list[actions.VerifyBlocks] = []
         self.step: actions.RunStep | None = None
+        self.moving: list[actions.KeepBlocks | actions.LoadBlocks] = []
+        self.memory = PretendedMemory()
         self.tokens: dict[str, list[Token]] = {}
         self.failures: dict[str, list[actions.Fail]] = {}
         self._num_windows = 0
@@ -107,7 +170,11 @@ class Driver:
             case actions.RunStep():
                 assert self.step is None, "two steps at once"
                 self._check_step(action)
+                for piece in action.slices:
+                    self.memory.compute(piece)
                 self.step = action
+            case actions.KeepBlocks() | actions.LoadBlocks():
+                self.moving.append(action)
             case actions.SendTokens(tokens=tokens):
                 for token in tokens:
                     self.tokens.setdefault(token.request_id, []).append(token)
@@ -160,6 +227,9 @@ class Driver:
     def commit(self, request: Request, *, lease_id: str | None = None) -> list[actions.Action]:
         name = LeaseId(lease_id or f"lease-{request.request_id}")
         grant = self.grant_of(name)
+        closing = {action.window_id for action in self.closing}
+        if grant is not None and grant.window_id in self.open_windows.keys() - closing:
+            self.memory.land(request.token_ids[:-1], grant)
         checksums = range(grant.num_cached, len(grant.blocks)) if grant else ()
         return self.handle(
             events.CommitRequested(lease_id=name, request=request, checksums=tuple(checksums))
@@ -190,6 +260,16 @@ class Driver:
             done = self.close()
         return done
 
+    def find_store(self) -> list[actions.Action]:
+        return self.handle(events.StoreFound(store=STORE))
+
+    def move(self, *, failed: bool = False) -> list[actions.Action]:
+        """The oldest move to or from the store ends."""
+        action = self.moving.pop(0)
+        if isinstance(action, actions.KeepBlocks):
+            return self.handle(self.memory.keep(action, failed=failed))
+        return self.handle(self.memory.load(action, failed=failed))
+
     def compute(self) -> list[actions.Action]:
         """The step under way ends."""
         assert self.step is not None
@@ -218,6 +298,8 @@ class Driver:
             self.verify()
         elif self.closing:
             self.close()
+        elif self.moving:
+            self.move()
         elif self.step is not None:
             self.compute()
         elif not self.state.is_idle and self.state.wake_at is not None:

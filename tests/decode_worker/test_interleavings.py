@@ -8,13 +8,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from decode_worker import actions, events
 from decode_worker.allotment import Prospect
+from decode_worker.keeping import KeepingCosts
 from engine.lookahead.base import Policy
 from engine.lookahead.lookahead import Lookahead
 from engine.lookahead.on_demand import OnDemand
 from engine.lookahead.predictor import Predictor
 from protocol.errors import PeerError
 from protocol.ids import GatewayId, LeaseId, RequestId
-from tests.decode_worker.driver import Driver, next_token, request_of
+from tests.decode_worker.driver import CHEAP_STORE, Driver, next_token, request_of
 from tests.thoroughness import examples
 
 prompts = st.tuples(st.sampled_from([0, 50]), st.integers(1, 14)).map(
@@ -34,6 +35,7 @@ class DecodeWorker(RuleBasedStateMachine):
         self.driver = Driver(
             num_blocks=7,
             policy=self.policy(),
+            keeping=self.keeping,
             max_num_seqs=3,
             max_num_batched_tokens=5,
             max_model_len=26,
@@ -41,6 +43,8 @@ class DecodeWorker(RuleBasedStateMachine):
         self.count = 0
         self.wishes: dict[str, list[int]] = {}  # request → prompt
         self.excused: set[str] = set()  # cancelled, or their gateway was lost
+
+    keeping: KeepingCosts | None = None
 
     def policy(self) -> Policy:
         return OnDemand()
@@ -159,7 +163,7 @@ class DecodeWorker(RuleBasedStateMachine):
         """A sequence that runs is computing, or waits for a landing, which ends by itself."""
         state = self.driver.state
         if state.num_running and self.driver.step is None:
-            assert state.num_leased_blocks or self.driver.closing
+            assert state.num_leased_blocks or self.driver.closing or self.driver.moving
 
     @invariant()
     def tokens_are_right_and_come_once(self) -> None:
@@ -203,9 +207,35 @@ class ForeseeingDecodeWorker(DecodeWorker):
         return Lookahead(margin=0.0, predictor=predictor)
 
 
-for machine in (DecodeWorker, ForeseeingDecodeWorker):
+class KeepingDecodeWorker(ForeseeingDecodeWorker):
+    """One that has what it preempts put into a store, which may fail, or forget."""
+
+    keeping = CHEAP_STORE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver.find_store()
+
+    @rule()
+    def find_store(self) -> None:
+        self.driver.find_store()
+
+    @precondition(lambda self: self.driver.moving)
+    @rule(failed=st.sampled_from([False, False, False, True]))
+    def move(self, failed: bool) -> None:
+        self.driver.move(failed=failed)
+
+    @precondition(lambda self: self.driver.memory.store)
+    @rule(data=st.data())
+    def lose_an_object(self, data: st.DataObject) -> None:
+        store = self.driver.memory.store
+        del store[data.draw(st.sampled_from(sorted(store)))]
+
+
+for machine in (DecodeWorker, ForeseeingDecodeWorker, KeepingDecodeWorker):
     machine.TestCase.settings = settings(
         max_examples=examples(75), stateful_step_count=40, deadline=None, derandomize=True
     )
 TestDecodeWorker = DecodeWorker.TestCase
 TestForeseeingDecodeWorker = ForeseeingDecodeWorker.TestCase
+TestKeepingDecodeWorker = KeepingDecodeWorker.TestCase

@@ -12,12 +12,14 @@ from typing import TypeVar
 import pytest
 
 from decode_worker import service as service_module
+from decode_worker.keeping import KeepingCosts
 from decode_worker.limits import Limits
 from decode_worker.service import DecodeService, landing_ranges
 from decode_worker.servicers import MAX_WAIT_S, LandingServicer, LandingZone, WorkerServicer
 from decode_worker.state import DecodeState
 from engine.block_pool import BlockPool
 from engine.runtime import EngineThread
+from kvstore.block_client import BlockClient
 from protocol.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -114,12 +116,17 @@ class World:
 
 @asynccontextmanager
 async def world(
-    path: Path, *, num_blocks: int = 48, faults: FaultPlan | None = None, **limits: int
+    path: Path,
+    *,
+    num_blocks: int = 48,
+    faults: FaultPlan | None = None,
+    keeping: KeepingCosts | None = None,
+    **limits: int,
 ) -> AsyncIterator[World]:
     values = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 512, **limits}
     layout = layout_of(path)
     pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda _: None)
-    state = DecodeState(pool, Limits(block_size=BLOCK_SIZE, **values))
+    state = DecodeState(pool, Limits(block_size=BLOCK_SIZE, **values), keeping=keeping)
     channels, server = Channels(TOKEN), RpcServer(TOKEN)
     stop = asyncio.Event()
     with (
@@ -129,7 +136,8 @@ async def world(
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
         engine = load_engine(path, num_blocks, segment.buffer)
         compute = EngineThread(engine)
-        service = DecodeService(state, compute, transfer, segment, layout)
+        stores = BlockClient(channels, transfer)
+        service = DecodeService(state, compute, transfer, segment, layout, stores=stores)
         zone = LandingZone(
             transfer_address=transfer.address,
             segment_id=segment.segment_id,
@@ -151,6 +159,7 @@ async def world(
             await asyncio.wait_for(work, PATIENCE_S)
             ears.cancel()
             await asyncio.wait({ears})
+            await stores.close()
             await channels.close()
             await server.stop(0)
             service.streams.close()

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from decode_worker.actions import SendTokens
-from deploy.undivided.events import PutEnded, SealBlocks, Sealed, StoreFound, Submitted
+from decode_worker.events import StoreFound
+from deploy.undivided.events import PutEnded, SealBlocks, Sealed, Submitted
 from deploy.undivided.publishing import Publishing
 from deploy.undivided.state import UndividedState
 from engine.block_pool import BlockPool
@@ -18,7 +19,7 @@ from protocol.keys import BlockKey
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Endpoint, PrefillReport, PrefixSource
 from protocol.step_budget import StepBudget
-from tests.decode_worker.driver import Driver, limits, request_of
+from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of, limits, request_of
 
 STORE = Endpoint(
     instance_id="store", epoch=1, rpc_address="s:1", transfer_address="s:2", host="host"
@@ -49,6 +50,7 @@ class UndividedDriver(Driver):
         self.seals: list[SealBlocks] = []
         self.puts: list[PutBlocks] = []
         self.stored: dict[BlockKey, int] = {}  # checksums by key
+        self._contents: dict[BlockKey, Sequence[int]] = {}  # tokens of every block that was named
         self.reports: dict[str, PrefillReport] = {}
 
     def _removed(self, key: BlockKey) -> None:
@@ -86,6 +88,8 @@ class UndividedDriver(Driver):
         self, prompt: Sequence[int], request_id: str = "r", *, num_stored: int = 0, **wishes: Any
     ) -> list[Any]:
         """`num_stored`: leading blocks that the store has."""
+        for index, key in enumerate(keys_of(prompt)):
+            self._contents[key] = prompt[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
         committed = request_of(prompt, request_id, **wishes)
         request = replace(committed, token_ids=tuple(prompt))
         source = PrefixSource(store=STORE, first_block=0, num_blocks=num_stored)
@@ -96,6 +100,9 @@ class UndividedDriver(Driver):
         """The oldest load ends with so many good blocks; None = all. Checksums are first bytes of keys."""
         action = self.loads.pop(0)
         keys = [key for part in action.parts for key in part.keys][:num_good]
+        blocks = [block for part in action.parts for block in part.blocks]
+        for key, block in zip(keys, blocks, strict=False):
+            self.memory.fill(block, self._contents[key])
         checksums = tuple(key[0] for key in keys)
         return self.handle(PrefixLoaded(request_id=action.request_id, checksums=checksums))
 

@@ -1,0 +1,221 @@
+"""`Keeping`: what preempted sequences have computed, on its way to the home store and back again. Pure.
+
+    preempted ─► KeepBlocks ─► Kept ─► (waits for blocks) ─► LoadBlocks ─► BlocksLoaded ─► goes on
+              └──────────── dearer than computing again ────────────┘
+
+Owns references to the blocks that a put reads or a read fills, for as long as it does; nobody else gets them meanwhile,
+whatever becomes of their sequence. What is put becomes findable in the pool, too: until somebody needs those blocks,
+nothing has to be read back.
+
+Its rule: the store is a cheaper way to the same KV or none at all. What it refused, lost or was too slow for is
+computed again. A sequence whose prompt has no full block is not kept: its chain of keys would begin nowhere.
+
+Does not know why a sequence gave way, nor when it may come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from decode_worker.actions import Action, KeepBlocks, KeptBlock, LoadBlocks
+from decode_worker.counters import Counters
+from decode_worker.events import BlocksLoaded, Kept, StoreFound
+from decode_worker.sequence import Sequence as Running
+from decode_worker.sequence import SequencePhase
+from engine.block_pool import BlockPool
+from kvstore.store_speed import StoreSpeeds
+from protocol.ids import BlockId
+from protocol.keys import NO_PARENT
+from protocol.profile import PrefillProfile
+from protocol.request import Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepingCosts:
+    """What computing again takes, and how much there is to move instead."""
+
+    prefill: PrefillProfile
+    block_bytes: int
+    host: str  # of this worker
+
+
+@dataclass(slots=True, eq=False)
+class _Moving:
+    sequence: Running
+    action: KeepBlocks | LoadBlocks
+    blocks: tuple[BlockId, ...]  # that are being read, or filled
+
+
+class Keeping:
+    """`costs`: None where there is no store to keep anything in."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        counters: Counters,
+        costs: KeepingCosts | None = None,
+    ) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._counters = counters
+        self._costs = costs
+        self._home: Endpoint | None = None
+        self._writes, self._reads = StoreSpeeds(), StoreSpeeds()
+        self._moving: dict[int, _Moving] = {}  # by number of the move
+        self._num_moves = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._moving
+
+    @property
+    def num_leaving(self) -> int:
+        """Blocks that will be free as soon as they are put."""
+        return sum(
+            len(each.blocks)
+            for each in self._moving.values()
+            if isinstance(each.action, KeepBlocks)
+        )
+
+    def held_blocks(self) -> Iterator[tuple[BlockId, ...]]:
+        """Blocks that this object keeps references to."""
+        for each in self._moving.values():
+            yield each.blocks
+
+    def found(self, event: StoreFound) -> None:
+        """The home store can be reached (again)."""
+        self._home = event.store
+
+    # -- away
+
+    def keep(self, sequence: Running, now: float, out: list[Action]) -> None:
+        """It is about to lose its blocks, of which no step computes any. Puts what the store has not seen of it where
+        that is cheaper than to compute it again; its blocks can be released at once."""
+        full = sequence.slice.start // self._block_size
+        if self._home is None or not sequence.block_keys or full <= sequence.num_kept:
+            return
+        if not self._is_cheaper(sequence, full, full - sequence.num_kept, now):
+            return
+        sequence.extend_keys(full, self._block_size)
+        items = tuple(self._item(sequence, index) for index in range(sequence.num_kept, full))
+        blocks = tuple(item.block for item in items)
+        self._pool.retain(blocks)
+        number = self._begin()
+        put = KeepBlocks(move_id=number, store=self._home, blocks=items)
+        self._moving[number] = _Moving(sequence, put, blocks)
+        sequence.move_id = number
+        self._counters.preemptions_kept += 1
+        out.append(put)
+
+    def _item(self, sequence: Running, index: int) -> KeptBlock:
+        block, key = sequence.block_table[index], sequence.block_keys[index]
+        known = self._pool.checksum_of(block) if self._pool.key_of(block) == key else None
+        parent = sequence.block_keys[index - 1] if index else None
+        return KeptBlock(block=block, key=key, parent=parent, checksum=known)
+
+    def _is_cheaper(self, sequence: Running, num_read: int, num_put: int, now: float) -> bool:
+        """So many blocks put and read against computing them."""
+        if self._home is None or self._costs is None or not num_read:
+            return False
+        host, block_bytes = self._costs.host, self._costs.block_bytes
+        store_s = self._reads.of(self._home, host, now).seconds(num_read * block_bytes)
+        if num_put:
+            store_s += self._writes.of(self._home, host, now).seconds(num_put * block_bytes)
+        num_tokens = len(sequence.token_ids)
+        profile = self._costs.prefill
+        saved_s = profile.seconds(num_tokens, 0) - profile.seconds(
+            num_tokens, num_read * self._block_size
+        )
+        return store_s < saved_s
+
+    def kept(self, event: Kept, now: float) -> None:
+        """The put has ended, for better or worse; nothing reads the blocks any more."""
+        move = self._moving.pop(event.move_id)
+        assert isinstance(move.action, KeepBlocks), "what was read is told otherwise"
+        items = move.action.blocks
+        corrupt = set(event.corrupt)
+        for item, checksum in zip(items, event.checksums, strict=False):
+            if item.key in corrupt:
+                self._pool.forget(item.block)
+            elif self._pool.key_of(item.block) is None:
+                self._pool.publish(item.block, item.key, item.parent or NO_PARENT, checksum)
+        if event.is_complete:
+            move.sequence.num_kept += len(items)
+            self._counters.kept_blocks += len(items)
+        else:
+            self._counters.keep_failures += 1
+        if event.error is not None:
+            self._home = None  # until it is found again
+        self._learn(self._writes, move.action.store, event.num_bytes, event.seconds, now)
+        self._end(move)
+
+    # -- and back
+
+    def fetch(self, sequence: Running, num_found: int, now: float, out: list[Action]) -> None:
+        """It has blocks again, of which `num_found` leading ones hold its KV. Reads more of them where that is cheaper
+        than to compute them."""
+        usable = min(sequence.num_kept, (len(sequence.token_ids) - 1) // self._block_size)
+        if usable <= num_found or not self._is_cheaper(sequence, usable - num_found, 0, now):
+            return
+        assert self._home is not None, "nothing is cheap without a store"
+        blocks = tuple(sequence.block_table[num_found:usable])
+        self._pool.retain(blocks)
+        number = self._begin()
+        keys = tuple(sequence.block_keys[num_found:usable])
+        load = LoadBlocks(move_id=number, store=self._home, keys=keys, blocks=blocks)
+        self._moving[number] = _Moving(sequence, load, blocks)
+        sequence.move_id = number
+        out.append(load)
+
+    def loaded(self, event: BlocksLoaded, now: float) -> None:
+        """The leading blocks of which a checksum is given are there; nothing fills any of them any more."""
+        move = self._moving.pop(event.move_id)
+        sequence, action = move.sequence, move.action
+        assert isinstance(action, LoadBlocks), "what was put is told otherwise"
+        if sequence.phase is not SequencePhase.ENDED:
+            first = sequence.slice.start // self._block_size
+            for index, checksum in enumerate(event.checksums, first):
+                parent = sequence.block_keys[index - 1] if index else NO_PARENT
+                block = sequence.block_table[index]
+                self._pool.publish(block, sequence.block_keys[index], parent, checksum)
+            sequence.num_kept = min(sequence.num_kept, first + len(event.checksums))
+            sequence.rewind((first + len(event.checksums)) * self._block_size)
+        self._counters.fetched_blocks += len(event.checksums)
+        self._learn(self._reads, action.store, event.num_bytes, event.seconds, now)
+        self._end(move)
+
+    # -- both
+
+    def _begin(self) -> int:
+        self._num_moves += 1
+        return self._num_moves
+
+    def _end(self, move: _Moving) -> None:
+        self._pool.release(move.blocks)
+        move.sequence.move_id = None
+
+    def _learn(
+        self, speeds: StoreSpeeds, store: Endpoint, num_bytes: int, seconds: float, now: float
+    ) -> None:
+        if num_bytes and self._costs is not None:
+            known = speeds.of(store, self._costs.host, now)
+            speeds.measured(store, known.after(num_bytes, seconds), now)
+
+    # -- proof
+
+    def validate(self) -> None:
+        """Raises AssertionError when a move's blocks could be somebody else's."""
+        for number, move in self._moving.items():
+            assert move.blocks, f"move {number} moves nothing"
+            assert all(self._pool.references_of(block) for block in move.blocks)
+            assert move.sequence.move_id == number, "a sequence lost its move"
+        loading: Sequence[BlockId] = [
+            block
+            for move in self._moving.values()
+            if isinstance(move.action, LoadBlocks)
+            for block in move.blocks
+        ]
+        assert len(loading) == len(set(loading)), "two reads fill one block"
+        assert all(self._pool.key_of(block) is None for block in loading), "a filled block is found"

@@ -1,0 +1,108 @@
+"""A decode worker and a real store: what gives way comes back with the same KV, and nobody waits for a dead store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from decode_worker.keeping import KeepingCosts
+from kvstore.block_client import BlockClient
+from kvstore.config import StoreConfig
+from kvstore.node import serve as serve_store
+from protocol.profile import PrefillProfile
+from protocol.request import Endpoint
+from protocol.rpc import Channels
+from tests.decode_worker.prefill_client import TOKEN, Prompt, coupled, layout_of
+from tests.decode_worker.test_service import World, prompt_of, world
+from tests.patience import PATIENCE_S
+from tests.ports import free_port
+from tests.prefill_worker.cluster import ReportedLifecycle
+from tests.random_models import make_model
+from transfer import TransferEngine
+
+NUM_TOKENS = 40
+NUM_BLOCKS = 10  # three sequences together outgrow them
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model("llama", path)
+    return path
+
+
+def costs_of(path: Path) -> KeepingCosts:
+    """Of a worker that takes a second for a token: no store is slower."""
+    profile = PrefillProfile(c0=0.0, c1=1.0, c2=0.0)
+    return KeepingCosts(prefill=profile, block_bytes=layout_of(path).block_bytes, host="here")
+
+
+@asynccontextmanager
+async def store_node() -> AsyncIterator[Endpoint]:
+    """The product's store node."""
+    lifecycle = ReportedLifecycle()
+    config = StoreConfig(instance_id="store-0", cluster_token=TOKEN, dram=4 * 2**20)
+    running = asyncio.create_task(serve_store(config, lifecycle))
+    facts = await asyncio.wait_for(lifecycle.facts, PATIENCE_S)
+    channels = Channels(TOKEN)
+    try:
+        with TransferEngine(cluster_token=TOKEN) as transfer:
+            client = BlockClient(channels, transfer)
+            yield await client.locate(facts["rpc"])
+            await client.close()
+    finally:
+        lifecycle.stopping.set()
+        await asyncio.wait_for(running, PATIENCE_S)
+        await channels.close()
+
+
+async def crowd(w: World, expected: dict[int, list[int]]) -> None:
+    """Three sequences in a pool that does not hold them; all say what they say alone."""
+    prompts: dict[int, Prompt] = {}
+    for seed in range(3):
+        prompts[seed] = w.client.compute(prompt_of(14, seed), NUM_TOKENS)
+        await w.client.hand_off(prompts[seed])
+    for seed, prompt in prompts.items():
+        assert await w.received.all_of(prompt) == expected[seed]
+    await w.idle()
+
+
+def said_alone(w: World) -> dict[int, list[int]]:
+    return {seed: coupled(w.client.engine, prompt_of(14, seed), NUM_TOKENS) for seed in range(3)}
+
+
+async def until_counted(w: World, counter: str) -> None:
+    """Whether sequences meet in the pool is up to the machine, so they come again."""
+    expected = said_alone(w)
+    for _ in range(20):
+        await crowd(w, expected)
+        if w.service.state.counters.as_dict()[counter]:
+            return
+    raise AssertionError(f"no {counter}")
+
+
+async def test_what_gave_way_is_read_from_the_store_and_says_the_same(model_path: Path) -> None:
+    async with (
+        store_node() as store,
+        world(model_path, num_blocks=NUM_BLOCKS, keeping=costs_of(model_path)) as w,
+    ):
+        w.service.home_found(store)
+        await until_counted(w, "fetched_blocks")
+        counters = w.service.state.counters
+        assert counters.kept_blocks >= counters.fetched_blocks
+        assert counters.keep_failures == 0
+
+
+async def test_a_store_that_cannot_be_reached_costs_a_computation(model_path: Path) -> None:
+    async with world(model_path, num_blocks=NUM_BLOCKS, keeping=costs_of(model_path)) as w:
+        nowhere = f"127.0.0.1:{free_port()}"
+        gone = Endpoint(
+            instance_id="store-0", epoch=1, rpc_address=nowhere, transfer_address="", host="here"
+        )
+        w.service.home_found(gone)
+        await until_counted(w, "keep_failures")
+        assert w.service.state.counters.recomputed_tokens > 0
