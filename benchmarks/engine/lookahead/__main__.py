@@ -44,6 +44,8 @@ MARGINS = (0.0, 1.0, 2.0, 2.5, 3.0)
 FRONTIER: Mapping[str, Callable[[], Policy]] = {
     **{f"on-demand, {kept:.0%} kept": partial(OnDemand, kept) for kept in KEPT},
     **{f"lookahead, {each:g} σ": partial(Lookahead, margin=each) for each in MARGINS},
+    # As decode workers do it: nobody waits for what nobody knows yet.
+    "lookahead, on demand until known": partial(Lookahead, costs=COSTS, until_known=OnDemand()),
 }
 
 
