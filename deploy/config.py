@@ -51,6 +51,12 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
         1,
         help="processes that prefill every prompt together, as one prefill worker, each with a share of the layers",
     )
+    layered_loads: str = option(
+        "auto",
+        help="compute behind stored prefixes while they are read layer by layer: where that is "
+        "predicted to be faster, always, or never",
+        choices=("auto", "always", "never"),
+    )
     decode_workers: int = option(1, help="number of decode workers")
     store_nodes: int = option(1, help="number of KV store nodes")
     role_switching: str = option(

@@ -1,9 +1,10 @@
 """What it is worth to compute behind a prefix while it arrives: `python -m benchmarks.engine.overlap`.
 
-One prompt, most of which lies in a store, at one prefill worker (the product's service and engine) with the store in a
-process of its own. Three ways in turns: all computed again, the prefix loaded whole and then computed behind, and both
-at once, layer by layer. **Hidden** is the share of the load's time, from the request for leases to the last verified
-block, in which the engine computed; its waits for layers do not count.
+One prompt, most of which lies in a store, at one prefill worker (the product's service and engine), with the store in a
+process of its own, and another one that takes the handoff as a decode worker would. Three ways in turns: all computed
+again, the prefix loaded whole and then computed behind, and both at once, layer by layer. **Hidden** is the share of
+the load's time, from the request for leases to the last verified block, in which the engine computed; its waits for
+layers do not count.
 
 Over loopback a load is much shorter than computing, so slower wires are shown too: what is read over TCP is handed on
 no sooner than a wire of `--wire-mb-s` would have brought it. Everything else about it is real. Bars: 70 % hidden, first
@@ -21,15 +22,22 @@ from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.engine.overlap_record import RecordedTransfer
 from benchmarks.engine.overlap_timeline import picture
-from benchmarks.engine.overlap_worker import TOKEN, Run, Way, Worker, store_process
+from benchmarks.engine.overlap_worker import (
+    TOKEN,
+    Run,
+    Way,
+    Worker,
+    sink_process,
+    store_process,
+)
 from benchmarks.engine.shapes import DEMO_FOLDER, SMALL, prompt_tokens
 from benchmarks.measure import median, table
 from engine.replica import load_replica
 from prefill_worker.config import PrefillConfig
 from protocol.process import Lifecycle
 from protocol.request import PrefixSource
-from transfer import TransferEngine
 
 WAYS = {"recompute": "never", "whole": "never", "layered": "auto"}
 """Computed again; loaded, then computed; both at once. With the worker's --layered-loads."""
@@ -75,12 +83,18 @@ async def measure(options: argparse.Namespace) -> list[Figures]:
         prompt = prompt_tokens(7, options.tokens, 1000)
         num_blocks = int(options.tokens * options.cached) // config.block_size
         async with AsyncExitStack() as stack:
-            transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN))
+            transfer = RecordedTransfer(cluster_token=TOKEN)
+            stack.enter_context(transfer)
             replica, segment = await load_replica(config, transfer.allocate, Lifecycle(None))
             stack.enter_context(closing(replica.thread))
-            worker = Worker(replica, segment, transfer, prompt)
+            layout = replica.plan.layout
+            prompt_blocks = layout.blocks_for(options.tokens)
+            sink = await stack.enter_async_context(
+                sink_process(layout.pool_bytes(prompt_blocks), prompt_blocks)
+            )
+            worker = Worker(replica, segment, transfer, prompt, sink)
             stack.push_async_callback(worker.close)
-            nbytes = replica.plan.layout.block_bytes * (options.tokens // config.block_size + 64)
+            nbytes = layout.block_bytes * (prompt_blocks + 64)
             stores = {}
             for transports in ("shm,tcp", "tcp"):
                 address = await stack.enter_async_context(store_process(transports, nbytes))

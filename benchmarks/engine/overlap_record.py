@@ -18,7 +18,8 @@ from kvstore.objects import Pieces, ReadLease
 from protocol.keys import BlockKey
 from protocol.request import Endpoint
 from protocol.rpc import Channels
-from transfer import ScatterTransfer, Segment, TransferEngine, scatter
+from transfer import Batch, Op, ScatterTransfer, Segment, TransferEngine, scatter
+from transfer.plan import AnyTransfer
 
 Span = tuple[float, float]
 
@@ -34,9 +35,10 @@ class Record:
     pauses: list[Span] = field(
         default_factory=list
     )  # between a layer's projection and its attention
+    sends: list[Span] = field(default_factory=list)  # to a decode worker
 
     def clear(self) -> None:
-        for spans in (self.leases, self.turns, self.checks, self.steps, self.pauses):
+        for spans in (self.leases, self.turns, self.checks, self.steps, self.pauses, self.sends):
             spans.clear()
 
     def since(self, began_at: float) -> Record:
@@ -51,6 +53,7 @@ class Record:
             moved(self.checks),
             moved(self.steps),
             moved(self.pauses),
+            moved(self.sends),
         )
 
     @property
@@ -82,6 +85,20 @@ def _length(spans: Sequence[Span]) -> float:
 
 def _overlap(spans: Sequence[Span], other: Span) -> float:
     return sum(max(min(end, other[1]) - max(begin, other[0]), 0.0) for begin, end in spans)
+
+
+class RecordedTransfer(TransferEngine):
+    """The transfer engine, whose writes are watched."""
+
+    record: Record | None = None
+
+    def submit(self, transfers: Sequence[AnyTransfer], *, deadline_s: float) -> Batch:
+        began_at = time.perf_counter()
+        batch = super().submit(transfers, deadline_s=deadline_s)
+        record = self.record
+        if record is not None and transfers[0].op is Op.WRITE:
+            batch.add_done_callback(lambda _: record.sends.append((began_at, time.perf_counter())))
+        return batch
 
 
 class RecordedEngine:

@@ -9,12 +9,18 @@ from xml.sax.saxutils import escape
 from benchmarks.engine.overlap_record import Record, Span
 
 _WIDTH, _ROW, _LEFT, _TOP = 960, 26, 150, 34
-_COLOURS = {"lease": "#8d99ae", "read": "#3a86ff", "verify": "#8338ec", "compute": "#2a9d8f"}
+_COLOURS = {
+    "lease": "#8d99ae",
+    "read": "#3a86ff",
+    "verify": "#8338ec",
+    "compute": "#2a9d8f",
+    "send": "#e76f51",
+}
 
 
 def picture(path: Path, title: str, records: Sequence[tuple[str, Record]]) -> None:
     """Writes the records below each other, on one scale of milliseconds."""
-    end_s = max(max(end for _, end in record.steps) for _, record in records)
+    end_s = max(end for _, record in records for _, end in [*record.steps, *record.sends])
     rows: list[str] = []
     top = _TOP
     for name, record in records:
@@ -26,6 +32,9 @@ def picture(path: Path, title: str, records: Sequence[tuple[str, Record]]) -> No
         top += _ROW
         rows += _spans("compute", _computing(record), top, end_s)
         rows.append(_text(_LEFT - 8, top + 14, "engine", anchor="end"))
+        top += _ROW
+        rows += _spans("send", record.sends, top, end_s)
+        rows.append(_text(_LEFT - 8, top + 14, "handoff", anchor="end"))
         top += _ROW + 14
     rows += _axis(top, end_s)
     height = top + 54
@@ -59,7 +68,7 @@ def _spans(kind: str, spans: Sequence[Span], top: int, end_s: float) -> list[str
     scale = (_WIDTH - _LEFT - 20) / end_s
     return [
         f'<rect x="{_LEFT + begin * scale:.1f}" y="{top}" width="{max((end - begin) * scale - 0.6, 0.4):.1f}" '
-        f'height="{_ROW - 6}" fill="{_COLOURS[kind]}"/>'
+        f'height="{_ROW - 6}" fill="{_COLOURS[kind]}" fill-opacity="{0.5 if kind == "send" else 1}"/>'
         for begin, end in spans
     ]
 

@@ -12,12 +12,17 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from benchmarks.engine.overlap_record import Record, RecordedEngine, RecordedStores
+from benchmarks.engine.overlap_record import (
+    Record,
+    RecordedEngine,
+    RecordedStores,
+    RecordedTransfer,
+)
+from benchmarks.engine.overlap_sink import Sink, SinkLandings
 from engine.replica import Replica
 from prefill_worker.config import PrefillConfig
 from prefill_worker.events import Submitted
 from prefill_worker.landing import KvMemory
-from prefill_worker.landing_client import LandingClient
 from prefill_worker.service import PrefillService
 from prefill_worker.state import PrefillState
 from protocol.ids import GatewayId, RequestId
@@ -26,12 +31,12 @@ from protocol.process import host_identity
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
 from protocol.rpc import Channels
-from transfer import Segment, TransferEngine
+from transfer import Segment
 
 TOKEN = "benchmark"
 _GATEWAY = GatewayId("benchmark")
 _STORE = "store"
-_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)  # so no decode worker is needed
+_GREEDY = SamplingParams(max_tokens=2, temperature=0.0)  # with a handoff
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +74,12 @@ class Worker:
     """The product's prefill service over one replica; all ways share engine and memory and take turns."""
 
     def __init__(
-        self, replica: Replica, segment: Segment, transfer: TransferEngine, prompt: Sequence[int]
+        self,
+        replica: Replica,
+        segment: Segment,
+        transfer: RecordedTransfer,
+        prompt: Sequence[int],
+        sink: Sink,
     ) -> None:
         self._replica = replica
         self._memory = KvMemory(segment, replica.plan.layout, replica.plan.num_blocks)
@@ -81,6 +91,8 @@ class Worker:
         root = root_key(replica.fingerprint)
         self._keys = tuple(block_keys(root, prompt, replica.config.block_size))
         self._num_requests = 0
+        self._landings = SinkLandings(self._channels, sink)
+        transfer.record = self._record
         self.stores = RecordedStores(self._channels, transfer, self._record)
 
     @asynccontextmanager
@@ -106,7 +118,7 @@ class Worker:
             engine=self._engine,
             memory=self._memory,
             transfer=self._transfer,
-            landings=LandingClient(self._channels, fingerprint=replica.fingerprint, ttl_s=30.0),
+            landings=self._landings,
             stores=self.stores,
             landing_ttl_s=30.0,
         )
@@ -156,6 +168,25 @@ class Worker:
 
     async def close(self) -> None:
         await self._channels.close()
+
+
+@asynccontextmanager
+async def sink_process(nbytes: int, num_blocks: int) -> AsyncIterator[Sink]:
+    """Where a decode worker would be."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "benchmarks.engine.overlap_sink", TOKEN, str(nbytes)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        address, segment_id, window_id = json.loads(await process.stdout.readline())
+        yield Sink(address, segment_id, window_id, num_blocks)
+    finally:
+        process.stdin.close()
+        await process.wait()
 
 
 @asynccontextmanager

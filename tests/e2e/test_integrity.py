@@ -96,9 +96,13 @@ def test_a_byte_flipped_on_the_way_is_computed_and_sent_again(
         accounts.wait_until_all_is_free()
 
 
-def test_a_byte_flipped_in_the_store_is_found_when_it_is_read(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("layered_loads", ["never", "always"])
+def test_a_byte_flipped_in_the_store_is_found_when_it_is_read(
+    tmp_path: Path, model: Path, layered_loads: str
+) -> None:
     bad = 2
-    with running_cluster(model, tmp_path, *FLAGS) as cluster, accounts_of(cluster) as accounts:
+    flags = (*FLAGS, "--layered-loads", layered_loads)
+    with running_cluster(model, tmp_path, *flags) as cluster, accounts_of(cluster) as accounts:
         before = ask(cluster)
         wait_until_stored(cluster, accounts)
         offset, length = accounts.places(keys_of(cluster))[bad]

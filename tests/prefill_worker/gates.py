@@ -63,15 +63,15 @@ class GatedStores(BlockClient):
         self.gate = Gate()
         self.delay_s = 0.0
         self.turns = Gate()
-        """Of a prefix that is read layer by layer, from the second turn on."""
-        self.num_turns = 0
+        """Of a prefix that is read layer by layer, behind the first turn."""
+        self.num_turns, self.num_ungated_turns = 0, 1
         self.damaged_turns: set[int] = set()
         """In these a byte of the last block comes out wrong."""
 
     async def transfer(
         self, lease: ReadLease, transfer: ScatterTransfer, *, deadline_s: float
     ) -> None:
-        if self.num_turns:
+        if self.num_turns >= self.num_ungated_turns:
             await self.turns.pass_through()
         turn, self.num_turns = self.num_turns, self.num_turns + 1
         await super().transfer(lease, transfer, deadline_s=deadline_s)

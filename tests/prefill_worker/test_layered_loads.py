@@ -47,10 +47,12 @@ class Store:
 
 
 @asynccontextmanager
-async def stored_prompt(model_path: Path, transports: str = TRANSPORTS[0]) -> AsyncIterator[Store]:
-    flags = ("--instance-id", "store-0", "--dram", "4MiB", "--transports", transports)
+async def stored_prompt(
+    model_path: Path, transports: str = TRANSPORTS[0], name: str = "store-0"
+) -> AsyncIterator[Store]:
+    flags = ("--instance-id", name, "--dram", "4MiB", "--transports", transports)
     async with (
-        cluster(model_path, home_store="store-0") as writer,
+        cluster(model_path, home_store=name) as writer,
         process_of("kvstore", *flags) as (process, rpc),
     ):
         store = await writer.stores.locate(rpc)
@@ -149,6 +151,29 @@ async def test_a_store_that_is_killed_in_the_middle_costs_time_and_no_token(
         if transports == "tcp":
             assert counters["given_up_early_steps"] == 1
             assert counters["prefix_load_failures"] == 1
+
+
+async def test_what_another_store_gave_is_kept_when_one_is_killed(model_path: Path) -> None:
+    """The first two blocks come from a store that lives, the others from one that dies after its first turn."""
+    async with (
+        stored_prompt(model_path) as good,
+        stored_prompt(model_path, "tcp", "store-1") as bad,
+        reading(model_path) as c,
+    ):
+        c.stores.num_ungated_turns = 2
+        sources = [
+            PrefixSource(store=good.endpoint, first_block=0, num_blocks=2),
+            PrefixSource(store=bad.endpoint, first_block=2, num_blocks=NUM_STORED - 2),
+        ]
+        c.stores.turns.close()
+        await c.submit("r", PROMPT, sources=sources, max_tokens=5)
+        await until_counted(c, "early_steps")
+        bad.process.kill()
+        await bad.process.wait()
+        c.stores.turns.open()
+        counters = await assert_right(c)
+        assert counters["given_up_early_steps"] == 1
+        assert counters["store_hit_blocks"] == 2
 
 
 async def test_a_store_that_stands_still_holds_nobody_else_up(model_path: Path) -> None:
