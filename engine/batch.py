@@ -47,6 +47,5 @@ class HiddenStates:
     """Memory of hidden states between a pipeline's stages: rows [hidden_size] in the compute dtype, at least as many as
     the step has tokens."""
 
-    given: memoryview | None = None  # by the stage before; is not changed
+    fetch: Callable[[], memoryview] | None = None  # from the stage before; in the engine's thread
     passed_on: memoryview | None = None  # to the stage behind; is filled
-    on_passed: Callable[[int], None] | None = None  # with so many rows; in the engine's thread

@@ -143,7 +143,8 @@ class Engine:
                 self._clean(ordered)
             output = self._model.forward(self._make_step(ordered, hidden), on_layer)
             if not self.stage.is_last:
-                self._pass_on(output, hidden)
+                if hidden is not None and hidden.passed_on is not None:
+                    self._rows_of(hidden.passed_on, len(output)).copy_(output)
                 return [None] * len(slices)
             sampled = iter(sample(output, sampling) if sampling else ())
         results: list[Sampled | None] = [None] * len(slices)
@@ -160,13 +161,6 @@ class Engine:
                 f"in blocks for {capacity}",
                 request=piece.request_id,
             )
-
-    def _pass_on(self, output: torch.Tensor, hidden: HiddenStates | None) -> None:
-        if hidden is None or hidden.passed_on is None:
-            return  # nobody is behind: it is being measured
-        self._rows_of(hidden.passed_on, len(output)).copy_(output)
-        if hidden.on_passed is not None:
-            hidden.on_passed(len(output))
 
     def _rows_of(self, memory: memoryview, num_tokens: int) -> torch.Tensor:
         """The first rows [tokens, hidden_size] of somebody's memory."""
@@ -209,9 +203,9 @@ class Engine:
     def _given(self, hidden: HiddenStates | None, num_tokens: int) -> torch.Tensor | None:
         if self.stage.is_first:
             return None
-        if hidden is None or hidden.given is None:
+        if hidden is None or hidden.fetch is None:
             raise ValueError("a stage behind the first one computes from hidden states")
-        return self._rows_of(hidden.given, num_tokens)
+        return self._rows_of(hidden.fetch(), num_tokens)
 
     def _check_vocabulary(self, tokens: torch.Tensor) -> None:
         low, high = (int(bound) for bound in tokens.aminmax())

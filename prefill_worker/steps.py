@@ -21,6 +21,9 @@ from prefill_worker.preparation import send_computed
 from prefill_worker.sequence import PREPARED, RUNNABLE, Phase, Sequence
 from protocol.request import PrefillReport, Token, finish_reason
 
+MIN_SHARE = 32
+"""A chunk of fewer tokens takes nearly as long: it still reads all weights and passes all stages."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Step:
@@ -74,7 +77,11 @@ class Steps:
                 break
             if sequence.phase is Phase.READY:
                 self._start(sequence, now)
-            plan = plan_slice(sequence, min(budget, sequence.num_unplanned), limits.block_size)
+            num_tokens = min(budget, sequence.num_unplanned)
+            if len(runnable) == 1:
+                left = sequence.num_tokens - sequence.num_computed
+                num_tokens = min(num_tokens, share_of_stage(left, limits.num_stages))
+            plan = plan_slice(sequence, num_tokens, limits.block_size)
             budget -= plan.slice.num_tokens
             plans.append(plan)
         if plans:
@@ -224,6 +231,12 @@ class Steps:
                 end for step in self._under_way.values() for end in step.ends_of(sequence)
             )
             assert ends == sequence.computing_to, "waits for no step, or not in order"
+
+
+def share_of_stage(num_left: int, num_stages: int) -> int:
+    """Tokens of a prompt's next chunk where nobody else is there to keep a pipeline's stages busy: with less than a
+    step's tokens for each, all stages get an equal share. `num_left` counts what is under way."""
+    return num_left if num_stages == 1 else max(MIN_SHARE, -(-num_left // num_stages))
 
 
 def plan_slice(sequence: Sequence, num_tokens: int, block_size: int) -> SlicePlan:

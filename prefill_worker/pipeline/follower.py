@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from engine.replica import Replica, loaded_replica
+from prefill_worker.config import PrefillConfig
 from prefill_worker.landing import KvMemory
 from prefill_worker.pipeline.config import FollowerConfig
-from prefill_worker.pipeline.hidden import HiddenInbox
+from prefill_worker.pipeline.hidden import HiddenOutbox
 from prefill_worker.pipeline.servicer import StageServicer
 from prefill_worker.pipeline.stage import OwnStage
 from prefill_worker.sending import Sender
@@ -45,17 +46,22 @@ def make_servicer(
     config: FollowerConfig, replica: Replica, transfer: TransferEngine, segment: Segment
 ) -> StageServicer:
     """The stage behind its calls."""
-    inbox = HiddenInbox(
+    patience = config.transfer_patience()
+    sender = Sender(transfer, patience)
+    outbox = None if replica.plan.stage.is_last else make_outbox(config, replica, transfer)
+    stage = OwnStage(replica.thread, own_memory(replica, segment), sender.submit, outbox=outbox)
+    return StageServicer(
+        stage, transfer, facts=facts_of(replica), row_bytes=row_bytes(replica), patience=patience
+    )
+
+
+def make_outbox(config: PrefillConfig, replica: Replica, transfer: TransferEngine) -> HiddenOutbox:
+    """For the steps that can be under way at once."""
+    return HiddenOutbox(
         transfer,
         row_bytes=row_bytes(replica),
         slot_rows=config.limits(replica.plan).max_num_batched_tokens,
-        num_slots=config.pipeline_parallel_size,
-    )
-    patience = config.transfer_patience()
-    sender = Sender(transfer, patience)
-    stage = OwnStage(replica.thread, own_memory(replica, segment), sender.submit, inbox=inbox)
-    return StageServicer(
-        stage, transfer, facts=facts_of(replica), row_bytes=row_bytes(replica), patience=patience
+        num_slots=replica.plan.stage.size,
     )
 
 

@@ -14,13 +14,13 @@ from typing import TypeVar
 
 from engine.batch import Sampled
 from prefill_worker.actions import SendBlocks, SlicePlan
-from prefill_worker.pipeline.hidden import HiddenTarget
+from prefill_worker.pipeline.hidden import HiddenSource
 from prefill_worker.pipeline.stage import Checksums, OwnStage
 from prefill_worker.pipeline.wire import (
     plan_to_wire,
     sampled_from_wire,
     send_to_wire,
-    target_to_wire,
+    source_to_wire,
 )
 from protocol.checksum import join
 from protocol.errors import IntegrityError, MoonserveError, PeerError, PeerLost
@@ -57,11 +57,9 @@ class Follower:
             channels.to(address)
         )
 
-    async def join(self, following: HiddenTarget | None) -> pipeline_pb2.StageJoinReply:
-        """`following`: where it passes hidden states on to. What it says of itself. Raises MoonserveError."""
-        request = pipeline_pb2.StageJoinRequest()
-        if following is not None:
-            request.next.CopyFrom(target_to_wire(following))
+    async def join(self, previous: HiddenSource) -> pipeline_pb2.StageJoinReply:
+        """`previous`: where it gets hidden states. What it says of itself. Raises MoonserveError."""
+        request = pipeline_pb2.StageJoinRequest(previous=source_to_wire(previous))
         return await self._channels.call(
             self._stub.Join, request, timeout_s=self._step_timeout_s, wait_for_ready=True
         )
@@ -164,7 +162,7 @@ class GroupStep:
         sampled = await self._own.compute()
         own = self._own.checksums()
         self._sums = [[tuple(checksum for _, checksum in sums) for sums in own]]
-        hidden = self._own.hidden_checksum
+        hidden = self._own.hidden_checksum()
         for follower in self._group.followers:
             outcome = await self._group.obeyed(follower.run(self._step, self._plans, hidden))
             self._sums.append(outcome.checksums)

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from engine.replica import Replica
 from prefill_worker.config import PrefillConfig
 from prefill_worker.pipeline.config import follower_config
-from prefill_worker.pipeline.follower import facts_of, own_memory, row_bytes
+from prefill_worker.pipeline.follower import facts_of, make_outbox, own_memory
 from prefill_worker.pipeline.group import Follower, Group
-from prefill_worker.pipeline.hidden import HiddenOutbox, HiddenTarget
 from prefill_worker.pipeline.stage import OwnStage
-from prefill_worker.pipeline.wire import target_from_wire
+from prefill_worker.pipeline.wire import source_from_wire
 from prefill_worker.sending import Sender
 from protocol.config import to_flags
 from protocol.errors import ConfigError, PeerLost
@@ -50,18 +49,16 @@ class FollowerProcesses:
         others."""
         addresses = await asyncio.gather(*(each.ready for each in self._started))
         followers = [Follower(self._channels, address) for address in addresses]
-        following: HiddenTarget | None = None
-        for rank, follower in reversed(list(enumerate(followers, start=1))):
-            told = await follower.join(following)
+        outbox = make_outbox(self._config, replica, transfer)
+        previous = outbox.source
+        for rank, follower in enumerate(followers, start=1):
+            told = await follower.join(previous)
             _require_equal(told, facts_of(replica), rank)
-            following = target_from_wire(told.hidden)
-        assert following is not None, "a group has followers"
-        patience = self._config.transfer_patience()
-        outbox = HiddenOutbox(transfer, following, row_bytes=row_bytes(replica), patience=patience)
+            previous = source_from_wire(told.hidden)
         own = OwnStage(
             replica.thread,
             own_memory(replica, segment),
-            Sender(transfer, patience).submit,
+            Sender(transfer, self._config.transfer_patience()).submit,
             outbox=outbox,
         )
         return Group(own, followers)

@@ -6,14 +6,14 @@ from typing import Any
 
 import grpc.aio
 
-from prefill_worker.pipeline.hidden import HiddenOutbox
+from prefill_worker.pipeline.hidden import HiddenInbox
 from prefill_worker.pipeline.stage import OwnStage, OwnStep
 from prefill_worker.pipeline.wire import (
     done_to_wire,
     plan_from_wire,
     send_from_wire,
-    target_from_wire,
-    target_to_wire,
+    source_from_wire,
+    source_to_wire,
 )
 from protocol.errors import InvalidRequest, MoonserveError
 from protocol.failures import failure_to_wire
@@ -48,17 +48,16 @@ class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):
     async def Join(
         self, request: pipeline_pb2.StageJoinRequest, context: Context
     ) -> pipeline_pb2.StageJoinReply:
-        if request.HasField("next"):
-            self._stage.outbox = HiddenOutbox(
-                self._transfer,
-                target_from_wire(request.next),
-                row_bytes=self._row_bytes,
-                patience=self._patience,
-            )
+        self._stage.inbox = HiddenInbox(
+            self._transfer,
+            source_from_wire(request.previous),
+            row_bytes=self._row_bytes,
+            patience=self._patience,
+        )
         reply = pipeline_pb2.StageJoinReply()
         reply.CopyFrom(self._facts)
-        if self._stage.inbox is not None:
-            reply.hidden.CopyFrom(target_to_wire(self._stage.inbox.target))
+        if self._stage.outbox is not None:
+            reply.hidden.CopyFrom(source_to_wire(self._stage.outbox.source))
         return reply
 
     async def RunStep(
@@ -74,7 +73,7 @@ class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):
             self._unfinished[request.step] = step
         sampled = await step.compute()
         reply = done_to_wire(sampled, step.checksums())
-        reply.hidden_checksum = step.hidden_checksum
+        reply.hidden_checksum = step.hidden_checksum()
         step.finish()
         return reply
 

@@ -79,8 +79,6 @@ class OwnStep:
         on_prefix: Callable[[int], None] | None,
         given_checksum: int,
     ) -> None:
-        self.hidden_checksum = 0
-        """Of the hidden states that were passed on, after `compute`."""
         self._given_checksum = given_checksum
         self._num_tokens = sum(plan.slice.num_tokens for plan in plans)
         self._stage = stage
@@ -93,21 +91,26 @@ class OwnStep:
         return len(self._slices)
 
     async def compute(self) -> list[Sampled | None]:
-        """On return the hidden states are with the next stage. Raises what engine and transfer engine raise."""
+        """On return the hidden states are where the next stage gets them. Raises what engine and transfer engine
+        raise."""
         stage, step = self._stage, self._step
         if stage.inbox is None and stage.outbox is None:
             return await stage.engine.execute(self._slices, self._writer.on_layer)
-        given: memoryview | None = None
-        if stage.inbox is not None:
-            given = stage.inbox.verified(step, self._num_tokens, self._given_checksum)
-        passed_on = stage.outbox.slot(step) if stage.outbox is not None else None
-        hidden = HiddenStates(given=given, passed_on=passed_on, on_passed=self._pass_on)
+        hidden = HiddenStates(
+            fetch=self._fetch if stage.inbox is not None else None,
+            passed_on=stage.outbox.slot(step) if stage.outbox is not None else None,
+        )
         return await stage.engine.execute(self._slices, self._writer.on_layer, hidden=hidden)
 
-    def _pass_on(self, num_tokens: int) -> None:
+    def _fetch(self) -> memoryview:
         """In the engine's thread."""
-        assert self._stage.outbox is not None, "a stage that is not the last has somebody behind it"
-        self.hidden_checksum = self._stage.outbox.send(self._step, num_tokens)
+        assert self._stage.inbox is not None, "the first stage has nobody before it"
+        return self._stage.inbox.fetch(self._step, self._num_tokens, self._given_checksum)
+
+    def hidden_checksum(self) -> int:
+        """Of the hidden states that are left for the next stage, after `compute`; 0 where there is none."""
+        outbox = self._stage.outbox
+        return outbox.checksum(self._step, self._num_tokens) if outbox is not None else 0
 
     def checksums(self) -> Checksums:
         """After `compute`."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.batch import Sampled, Slice
 from prefill_worker.actions import SendBlocks, SlicePlan
 from prefill_worker.events import Landing
-from prefill_worker.pipeline.hidden import HiddenTarget
+from prefill_worker.pipeline.hidden import HiddenSource
 from prefill_worker.pipeline.stage import Checksums
 from protocol.ids import LeaseId, RequestId
 from protocol.keys import pack_tokens, unpack_tokens
@@ -16,21 +16,19 @@ from protocol.request import Token
 from protocol.wire import sampling_from_wire, sampling_to_wire, token_from_wire, token_to_wire
 
 
-def target_to_wire(target: HiddenTarget) -> pipeline_pb2.HiddenTarget:
-    return pipeline_pb2.HiddenTarget(
-        transfer_address=target.transfer_address,
-        segment_id=target.segment_id,
-        window_id=target.window_id,
-        slot_bytes=target.slot_bytes,
-        num_slots=target.num_slots,
+def source_to_wire(source: HiddenSource) -> pipeline_pb2.HiddenSource:
+    return pipeline_pb2.HiddenSource(
+        transfer_address=source.transfer_address,
+        segment_id=source.segment_id,
+        slot_bytes=source.slot_bytes,
+        num_slots=source.num_slots,
     )
 
 
-def target_from_wire(message: pipeline_pb2.HiddenTarget) -> HiddenTarget:
-    return HiddenTarget(
+def source_from_wire(message: pipeline_pb2.HiddenSource) -> HiddenSource:
+    return HiddenSource(
         transfer_address=message.transfer_address,
         segment_id=message.segment_id,
-        window_id=message.window_id,
         slot_bytes=message.slot_bytes,
         num_slots=message.num_slots,
     )

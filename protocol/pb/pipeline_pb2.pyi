@@ -23,19 +23,17 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class HiddenTarget(_message.Message):
-    """Where a stage takes hidden states: step n's begin at (n mod num_slots) · slot_bytes."""
+class HiddenSource(_message.Message):
+    """Where a stage leaves hidden states: step n's begin at (n mod num_slots) · slot_bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSFER_ADDRESS_FIELD_NUMBER: _builtins.int
     SEGMENT_ID_FIELD_NUMBER: _builtins.int
-    WINDOW_ID_FIELD_NUMBER: _builtins.int
     SLOT_BYTES_FIELD_NUMBER: _builtins.int
     NUM_SLOTS_FIELD_NUMBER: _builtins.int
     transfer_address: _builtins.str
     segment_id: _builtins.int
-    window_id: _builtins.int
     slot_bytes: _builtins.int
     num_slots: _builtins.int
     def __init__(
@@ -43,35 +41,32 @@ class HiddenTarget(_message.Message):
         *,
         transfer_address: _builtins.str = ...,
         segment_id: _builtins.int = ...,
-        window_id: _builtins.int = ...,
         slot_bytes: _builtins.int = ...,
         num_slots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_slots", b"num_slots", "segment_id", b"segment_id", "slot_bytes", b"slot_bytes", "transfer_address", b"transfer_address", "window_id", b"window_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_slots", b"num_slots", "segment_id", b"segment_id", "slot_bytes", b"slot_bytes", "transfer_address", b"transfer_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HiddenTarget: _TypeAlias = HiddenTarget  # noqa: Y015
+Global___HiddenSource: _TypeAlias = HiddenSource  # noqa: Y015
 
 @_typing.final
 class StageJoinRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NEXT_FIELD_NUMBER: _builtins.int
+    PREVIOUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def next(self) -> Global___HiddenTarget:
-        """absent for the last stage"""
-
+    def previous(self) -> Global___HiddenSource: ...
     def __init__(
         self,
         *,
-        next: Global___HiddenTarget | None = ...,
+        previous: Global___HiddenSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["next", b"next"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["previous", b"previous"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next", b"next"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous", b"previous"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -97,7 +92,9 @@ class StageJoinReply(_message.Message):
     attention: _builtins.str
     num_blocks: _builtins.int
     @_builtins.property
-    def hidden(self) -> Global___HiddenTarget: ...
+    def hidden(self) -> Global___HiddenSource:
+        """absent from the last stage"""
+
     def __init__(
         self,
         *,
@@ -107,7 +104,7 @@ class StageJoinReply(_message.Message):
         kernels: _builtins.str = ...,
         attention: _builtins.str = ...,
         num_blocks: _builtins.int = ...,
-        hidden: Global___HiddenTarget | None = ...,
+        hidden: Global___HiddenSource | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hidden", b"hidden"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -244,7 +241,7 @@ class StageStepReply(_message.Message):
     SLICES_FIELD_NUMBER: _builtins.int
     HIDDEN_CHECKSUM_FIELD_NUMBER: _builtins.int
     hidden_checksum: _builtins.int
-    """of those that it passed on; 0 from the last stage"""
+    """of those that it leaves; 0 from the last stage"""
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSliceDone]: ...
     def __init__(

@@ -60,15 +60,15 @@ class PipelineStageServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Join(self, request, context):
-        """Once, from the last stage to the second: what a stage has, and where the next one takes hidden states.
+        """Once, from the second stage to the last: where a stage gets hidden states, what it has, where it leaves its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RunStep(self, request, context):
-        """One step, whose hidden states are in this stage's memory. Answered when it is computed and its own hidden states
-        are with the next stage. Steps come in the order of their numbers.
+        """One step, whose hidden states the stage before has left. Answered when it is computed and its own are left for the
+        next. Steps come in the order of their numbers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,10 +34,10 @@ class PipelineStageStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PipelineStageAsyncStub: ...
     Join: _grpc.UnaryUnaryMultiCallable[_pipeline_pb2.StageJoinRequest, _pipeline_pb2.StageJoinReply]
-    """Once, from the last stage to the second: what a stage has, and where the next one takes hidden states."""
+    """Once, from the second stage to the last: where a stage gets hidden states, what it has, where it leaves its own."""
     RunStep: _grpc.UnaryUnaryMultiCallable[_pipeline_pb2.StageStepRequest, _pipeline_pb2.StageStepReply]
-    """One step, whose hidden states are in this stage's memory. Answered when it is computed and its own hidden states
-    are with the next stage. Steps come in the order of their numbers.
+    """One step, whose hidden states the stage before has left. Answered when it is computed and its own are left for the
+    next. Steps come in the order of their numbers.
     """
     FinishStep: _grpc.UnaryUnaryMultiCallable[_pipeline_pb2.StageFinishRequest, _pipeline_pb2.StageFinishReply]
     """Answered when no write of an earlier RunStep is under way any more."""
@@ -48,10 +48,10 @@ class PipelineStageStub:
 class PipelineStageAsyncStub(PipelineStageStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.UnaryUnaryMultiCallable[_pipeline_pb2.StageJoinRequest, _pipeline_pb2.StageJoinReply]  # type: ignore[assignment]
-    """Once, from the last stage to the second: what a stage has, and where the next one takes hidden states."""
+    """Once, from the second stage to the last: where a stage gets hidden states, what it has, where it leaves its own."""
     RunStep: _aio.UnaryUnaryMultiCallable[_pipeline_pb2.StageStepRequest, _pipeline_pb2.StageStepReply]  # type: ignore[assignment]
-    """One step, whose hidden states are in this stage's memory. Answered when it is computed and its own hidden states
-    are with the next stage. Steps come in the order of their numbers.
+    """One step, whose hidden states the stage before has left. Answered when it is computed and its own are left for the
+    next. Steps come in the order of their numbers.
     """
     FinishStep: _aio.UnaryUnaryMultiCallable[_pipeline_pb2.StageFinishRequest, _pipeline_pb2.StageFinishReply]  # type: ignore[assignment]
     """Answered when no write of an earlier RunStep is under way any more."""
@@ -65,7 +65,7 @@ class PipelineStageServicer(metaclass=_abc_1.ABCMeta):
         request: _pipeline_pb2.StageJoinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pipeline_pb2.StageJoinReply, _abc.Awaitable[_pipeline_pb2.StageJoinReply]]:
-        """Once, from the last stage to the second: what a stage has, and where the next one takes hidden states."""
+        """Once, from the second stage to the last: where a stage gets hidden states, what it has, where it leaves its own."""
 
     @_abc_1.abstractmethod
     def RunStep(
@@ -73,8 +73,8 @@ class PipelineStageServicer(metaclass=_abc_1.ABCMeta):
         request: _pipeline_pb2.StageStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pipeline_pb2.StageStepReply, _abc.Awaitable[_pipeline_pb2.StageStepReply]]:
-        """One step, whose hidden states are in this stage's memory. Answered when it is computed and its own hidden states
-        are with the next stage. Steps come in the order of their numbers.
+        """One step, whose hidden states the stage before has left. Answered when it is computed and its own are left for the
+        next. Steps come in the order of their numbers.
         """
 
     @_abc_1.abstractmethod

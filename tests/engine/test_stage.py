@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,8 @@ class Pipeline:
         given: memoryview | None = None
         results: list[Sampled | None] = []
         for engine, room in zip(self.engines, self._rooms, strict=True):
-            results = engine.execute(slices, hidden=HiddenStates(given=given, passed_on=room))
+            fetch = None if given is None else partial(memoryview, given)
+            results = engine.execute(slices, hidden=HiddenStates(fetch=fetch, passed_on=room))
             given = room
         return results
 
@@ -149,7 +151,7 @@ def test_what_was_given_is_not_changed(folder: Path) -> None:
     step = [make_slice(random_prompt(40), 0, 40, range(3))]
     first.execute(step, hidden=HiddenStates(passed_on=room))
     before = np.frombuffer(room, np.uint8).copy()
-    last.execute(step, hidden=HiddenStates(given=room))
+    last.execute(step, hidden=HiddenStates(fetch=lambda: room))
     assert np.array_equal(before, np.frombuffer(room, np.uint8))
 
 

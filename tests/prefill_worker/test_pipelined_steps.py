@@ -59,6 +59,38 @@ def test_the_next_prompt_follows_behind_the_last_chunk() -> None:
     assert spans(steps_of(actions)) == [("s", 0, 8)]
 
 
+def test_a_prompt_that_would_be_one_step_is_shared_by_the_stages() -> None:
+    """As long as nobody else keeps them busy; a few tokens are not worth a chunk of their own."""
+    state = make_state(num_stages=2, budget=128, num_blocks=64)
+    steps = steps_of(checked(state, submitted(make_request("r", range(101), max_tokens=1)), 0.0))
+    assert spans(steps) == [("r", 0, 51), ("r", 51, 101)]
+    for step in steps:
+        checked(state, step_done(step), 1.0)
+    steps = steps_of(
+        checked(state, submitted(make_request("s", range(500, 530), max_tokens=1)), 2.0)
+    )
+    assert spans(steps) == [("s", 0, 30)]
+
+
+def test_prompts_that_wait_keep_the_stages_busy_uncut() -> None:
+    """Two prompts at two stages are done sooner than four halves."""
+    state = make_state(num_stages=2, budget=128, num_blocks=64)
+    first, second = (make_request("q", range(200, 290)), make_request("r", range(100)))
+    reserves = [
+        action
+        for request in (first, second)
+        for action in checked(state, submitted(request), 0.0)
+        if isinstance(action, act.ReserveLanding)
+    ]
+    filler = steps_of(
+        checked(state, submitted(make_request("s", range(300, 340), max_tokens=1)), 0.0)
+    )
+    assert spans(filler) == [("s", 0, 32), ("s", 32, 40)]
+    for reserve in reserves:
+        assert not steps_of(checked(state, granted(reserve), 0.5))
+    assert spans(steps_of(checked(state, step_done(filler[0]), 1.0))) == [("q", 0, 90)]
+
+
 def test_a_worker_alone_has_one_step_at_a_time() -> None:
     """Nothing is different without a pipeline: the same actions, and no name for the step."""
     state = make_state()
