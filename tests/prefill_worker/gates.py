@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.batch import Sampled, Slice
+from engine.batch import HiddenStates, Sampled, Slice
 from engine.runtime import EngineThread
 from kvstore.block_client import BlockClient
 from kvstore.objects import ReadLease
@@ -48,11 +48,15 @@ class GatedEngine:
         self.num_tokens = 0
 
     async def execute(
-        self, slices: Sequence[Slice], on_layer: Callable[[int], None] | None = None
+        self,
+        slices: Sequence[Slice],
+        on_layer: Callable[[int], None] | None = None,
+        *,
+        hidden: HiddenStates | None = None,
     ) -> list[Sampled | None]:
         await self.gate.pass_through()
         self.num_tokens += sum(piece.num_tokens for piece in slices)
-        return await self.thread.execute(slices, on_layer)
+        return await self.thread.execute(slices, on_layer, hidden=hidden)
 
 
 class GatedStores(BlockClient):
