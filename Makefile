@@ -12,7 +12,7 @@ ARGS ?=
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: serve test test-thorough test-rdma check format bench bench-transfer bench-store bench-engine reproduce docs proto proto-check clean
+.PHONY: .venv-peers serve test test-thorough test-rdma check format bench bench-transfer bench-store bench-engine reproduce docs proto proto-check clean
 
 serve: $(RUNTIME)
 	$(BIN)/moonserve serve $(MODEL) $(ARGS)
@@ -74,6 +74,16 @@ $(PEERS)/.installed-stores: benchmarks/store/requirements.txt | $(PEERS)/.instal
 bench-engine: $(DEV)
 	$(BIN)/python -m benchmarks.engine $(ARGS)
 
+# Other engines, for bench-engine: 2.5 GB, and llama.cpp is compiled. torchvision goes again: PyPI's is not for vLLM's torch,
+# and a model of text does without.
+.venv-peers: .venv-peers/.installed
+
+.venv-peers/.installed: benchmarks/engine/peers/requirements.txt
+	$(PYTHON) -m venv .venv-peers
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF .venv-peers/bin/python -m pip install --disable-pip-version-check --quiet -r $<
+	.venv-peers/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 # Mooncake's published figures from its public trace, as out/reproduce/index.html (docs/reproduction.md).
 TRACE ?= $(or $(MOONSERVE_TRACE),../shared/traces/conversation_trace.jsonl)
 
@@ -113,4 +123,4 @@ $(DEV): $(RUNTIME)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .venv-peers build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,12 +15,12 @@ from protocol.native import load_library, shared_cache
 
 _BYTES = 512 << 20  # many times any cache
 _LINE = 64
-_ROUNDS = 5
+_ROUNDS = 9
 
 
-def read_bytes_per_s(threads: int = 1) -> float:
-    """The best of several rounds: in the processor's time where it is one thread, else on the clock of the wall, all
-    threads together. Raises CompilerError."""
+def read_bytes_per_s(cores: Sequence[int] = ()) -> float:
+    """The best of several rounds: in the processor's time for one core (the one it runs on, unless given), else on the
+    clock of the wall for all of `cores` together. Raises CompilerError."""
     library = load_library(
         Path(__file__).with_name("read.c"), ("-O3", "-march=native"), shared_cache()
     )
@@ -28,17 +30,36 @@ def read_bytes_per_s(threads: int = 1) -> float:
         memory.madvise(mmap.MADV_HUGEPAGE)
     view = (ctypes.c_char * _BYTES).from_buffer(memory)
     ctypes.memset(view, 1, _BYTES)
-    address, part = ctypes.addressof(view), _BYTES // threads
-    clock = time.process_time if threads == 1 else time.perf_counter
-    times = []
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(_ROUNDS):
-            begin = clock()
-            list(
-                pool.map(
-                    lambda number: library.read_all(address + number * part, part // _LINE),
-                    range(threads),
-                )
-            )
-            times.append(clock() - begin)
+    address = ctypes.addressof(view)
+    if len(cores) < 2:
+        times = [_time_one(library, address) for _ in range(_ROUNDS)]
+    else:
+        times = [_time_several(library, address, cores) for _ in range(_ROUNDS)]
     return _BYTES / min(times)
+
+
+def _time_one(library: ctypes.CDLL, address: int) -> float:
+    begin = time.process_time()
+    library.read_all(address, _BYTES // _LINE)
+    return time.process_time() - begin
+
+
+def _time_several(library: ctypes.CDLL, address: int, cores: Sequence[int]) -> float:
+    """From the moment that all threads are on their cores: the system is slow to part two that begin on one."""
+    part = _BYTES // len(cores)
+    barrier = threading.Barrier(len(cores))
+    instants: list[float] = []
+
+    def read(number: int) -> None:
+        os.sched_setaffinity(0, {cores[number]})  # of this thread alone
+        barrier.wait()
+        instants.append(time.perf_counter())
+        library.read_all(address + number * part, part // _LINE)
+        instants.append(time.perf_counter())
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(len(cores))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return max(instants) - min(instants)

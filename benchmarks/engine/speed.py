@@ -48,7 +48,7 @@ def run(options: Options) -> dict[str, Any]:
     for count in options.cores:
         cores = sorted(os.sched_getaffinity(0))[:count]
         with _confined(cores):
-            bandwidth = read_bytes_per_s(count)
+            bandwidth = read_bytes_per_s(cores)
             for model in options.models:
                 folder = model_folder(model, options.scratch)
                 for dtype in options.dtypes:

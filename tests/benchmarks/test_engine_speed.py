@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from benchmarks.engine.bandwidth import read_bytes_per_s
 from benchmarks.engine.contest import Side, measure_shape, undisturbed
 from benchmarks.engine.contestants import (
     LLAMA_CPP,
@@ -144,3 +145,8 @@ def test_contestants_take_turns_in_processes_of_their_own_and_give_the_same_toke
             for seconds in measure_shape(sides, shape, rounds=2, retakes=0).values():
                 assert all(math.isfinite(value) and value >= 0 for value in seconds.values())
                 assert seconds["wall_s"] > 0
+
+
+def test_bandwidth_is_measured_on_one_core_and_on_all_that_are_given() -> None:
+    assert read_bytes_per_s() > 0
+    assert read_bytes_per_s(sorted(os.sched_getaffinity(0))[:2]) > 0
