@@ -27,6 +27,7 @@ from kvstore.promises import Lease
 from kvstore.state import StoreState
 from kvstore.stored import StoredObject
 from protocol.keys import BlockKey
+from protocol.timer import set_within
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ class Mover:
         ends_at = loop.time() + timeout_s
         self.pump()
         while (self._fresh or self._writing_bytes) and loop.time() < ends_at and self.usable:
-            await self._wait(ends_at - loop.time())
+            await set_within(self._moved, ends_at - loop.time())
         return len(self._fresh)
 
     def load(self, loads: Iterable[Load]) -> None:
@@ -209,7 +210,7 @@ class Mover:
         ends_at = loop.time() + timeout_s
         self.pump()
         while self._state.short_of(nbytes) and (left_s := ends_at - loop.time()) > 0:
-            await self._wait(left_s)
+            await set_within(self._moved, left_s)
 
     async def forget(self, keys: Sequence[BlockKey], generation: int) -> bool:
         """As `forget_up_to`, all up to one generation."""
@@ -325,12 +326,6 @@ class Mover:
         self._moved.set()
         self._moved = asyncio.Event()
         self._changed()
-
-    async def _wait(self, timeout_s: float) -> None:
-        try:
-            await asyncio.wait_for(self._moved.wait(), timeout_s)
-        except TimeoutError:
-            return
 
     def _hold(self, body: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(body)

@@ -39,7 +39,7 @@ from protocol.keys import KEY_BYTES, BlockKey, pack_keys
 from protocol.pb import conductor_pb2, kvstore_pb2
 from protocol.request import Endpoint
 from protocol.rpc import Channels
-from protocol.timer import Timer
+from protocol.timer import Timer, set_within
 from protocol.wire import endpoint_to_wire
 from transfer import Segment, TransferEngine
 
@@ -141,7 +141,7 @@ class StoreService(LastingCalls):
             await self.mover.make_room(needed, ROOM_WAIT_S)
         reservation = self._reserve(request)
         while reservation.waits_for_others and self._clock() < give_up_at:
-            await _wait(self._writer_ended, give_up_at - self._clock())
+            await set_within(self._writer_ended, give_up_at - self._clock())
             reservation = self._reserve(request)
         return wire.reservation_to_wire(reservation, self._segment.segment_id)
 
@@ -388,11 +388,3 @@ class StoreService(LastingCalls):
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Until `event` is set or the time is over."""
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return

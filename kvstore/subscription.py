@@ -10,6 +10,7 @@ from kvstore.state import StoreState
 from kvstore.stored import Tier
 from protocol.keys import NO_PARENT, BlockKey, pack_keys
 from protocol.pb import kvstore_pb2
+from protocol.timer import set_within
 
 # About 1.5 MiB on the wire.
 EVENTS_PER_MESSAGE = 40_000
@@ -98,8 +99,5 @@ def message_of(
 
 
 async def _wait(woken: asyncio.Event) -> None:
-    try:
-        await asyncio.wait_for(woken.wait(), IDLE_S)
-    except TimeoutError:
-        return
-    await asyncio.sleep(GATHER_S)
+    if await set_within(woken, IDLE_S):
+        await asyncio.sleep(GATHER_S)

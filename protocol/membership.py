@@ -20,6 +20,7 @@ from protocol.pb import conductor_pb2
 from protocol.process import ProcessConfig, host_identity, running
 from protocol.request import Endpoint
 from protocol.rpc import Channels
+from protocol.timer import set_within
 
 log = logging.getLogger(__name__)
 
@@ -190,14 +191,9 @@ class Membership:
     async def _wait_for_change(self) -> None:
         if self._block_log.has_changes:
             return
-        try:
-            # Not wait_for, which in Python 3.11 loses a cancellation that comes together with the change.
-            async with asyncio.timeout(self._interval_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return
-        await asyncio.sleep(GATHER_S)
-        self._changed.clear()
+        if await set_within(self._changed, self._interval_s):
+            await asyncio.sleep(GATHER_S)
+            self._changed.clear()
 
     async def _send(self, events: conductor_pb2.BlockEvents) -> None:
         endpoint = self._registration.endpoint

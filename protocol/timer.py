@@ -1,6 +1,7 @@
-"""One timer, set to the next instant at which a `state.py` has something due.
+"""Waiting by the event loop's timers: until the next instant at which a `state.py` has something due, or for an event
+and not for ever.
 
-Knows the event loop's timers and the service's clock, not what is due.
+Knows the loop's timers and the service's clock, not what is due.
 """
 
 from __future__ import annotations
@@ -32,3 +33,16 @@ class Timer:
     def _rang(self) -> None:
         self._handle = self._due_at = None
         self._ring()
+
+
+async def set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether `event` is set before the time is over.
+
+    Not `wait_for`, which in Python 3.11 loses a cancellation that comes together with the event.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

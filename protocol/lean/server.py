@@ -13,6 +13,7 @@ from protocol.lean import methods, sockets
 from protocol.lean.eager import EagerStart
 from protocol.lean.methods import HandOver, Method
 from protocol.lean.served import ServedConnection
+from protocol.timer import set_within
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +63,7 @@ class LeanServer:
             stranger.abort()
         for connection in list(self._connections):
             connection.finish()
-        try:
-            await asyncio.wait_for(self._deserted.wait(), grace_s)
-        except TimeoutError:
+        if not await set_within(self._deserted, grace_s):
             await self._end_calls()
         if self._eager is not None:
             await self._eager.close()
