@@ -1,0 +1,175 @@
+"""What a preemption costs: kept in a store and read back, or computed again: `python -m benchmarks.engine.keeping`.
+
+Blocks of a real pool go into a store process on this host and come back, as a decode worker's `StoreAccess` does it
+(checksums made, both sides verify), and the same tokens are computed by the worker's engine in chunks of 512. In turns;
+medians, in milliseconds. What a worker predicts for both from its profile, before it has measured a store, is beside
+them. Every put is of new keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.engine.overlap_worker import TOKEN, store_process
+from benchmarks.engine.shapes import DEMO_FOLDER, SMALL, prompt_tokens
+from benchmarks.measure import median, table, write_json
+from decode_worker.actions import KeepBlocks, KeptBlock, LoadBlocks
+from decode_worker.config import DecodeConfig
+from decode_worker.store_access import StoreAccess
+from decode_worker.verify import BlockVerifier
+from engine.batch import Slice
+from engine.replica import Replica, load_replica
+from kvstore.block_client import BlockClient
+from kvstore.store_speed import prior
+from protocol.ids import RequestId
+from protocol.keys import block_keys, root_key
+from protocol.process import Lifecycle
+from protocol.profile import PrefillProfile
+from protocol.request import Endpoint, SamplingParams
+from protocol.rpc import Channels
+from transfer import Segment, TransferEngine
+
+CHUNK = 512
+LENGTHS = (128, 512, 2048)
+MODELS = {"demo": None, "110M": SMALL}
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass
+class Side:
+    """One worker's pool and its store."""
+
+    replica: Replica
+    access: StoreAccess
+    store: Endpoint
+    num_moves: int = 0
+
+    async def moved(self, num_tokens: int) -> tuple[float, float]:
+        """Seconds of a put and of the read that brings it back."""
+        self.num_moves += 1
+        size = self.replica.config.block_size
+        tokens = prompt_tokens(self.num_moves, num_tokens, 4096)
+        keys = block_keys(root_key(self.replica.fingerprint), tokens, size)
+        blocks = tuple(
+            KeptBlock(
+                block=index, key=key, parent=keys[index - 1] if index else None, checksum=None
+            )
+            for index, key in enumerate(keys)
+        )
+        began_at = time.perf_counter()
+        kept = await self.access.keep(
+            KeepBlocks(move_id=self.num_moves, store=self.store, blocks=blocks)
+        )
+        put_at = time.perf_counter()
+        places = tuple(range(len(keys), 2 * len(keys)))
+        load = LoadBlocks(move_id=self.num_moves, store=self.store, keys=tuple(keys), blocks=places)
+        loaded = await self.access.load(load)
+        assert kept.is_complete, "the store did not take it"
+        assert loaded.checksums == kept.checksums, "it did not come back"
+        return put_at - began_at, time.perf_counter() - put_at
+
+    def computed(self, num_tokens: int) -> float:
+        """Seconds of computing so many tokens."""
+        engine, size = self.replica.thread.engine, self.replica.config.block_size
+        tokens = prompt_tokens(0, num_tokens, 4096)
+        table = list(range(-(-num_tokens // size)))
+        began_at = time.perf_counter()
+        for start in range(0, num_tokens, CHUNK):
+            piece = Slice(
+                request_id=RequestId("again"),
+                token_ids=tokens,
+                start=start,
+                end=min(start + CHUNK, num_tokens),
+                block_table=table,
+                sampling=_GREEDY,
+                num_prompt_tokens=num_tokens,
+                samples=start + CHUNK >= num_tokens,
+            )
+            engine.execute([piece])
+        return time.perf_counter() - began_at
+
+    def predicted(self, num_tokens: int) -> tuple[float, float]:
+        """Seconds of a put and a read together, and of computing."""
+        measured, _ = self.replica.profiles
+        profile = PrefillProfile(c0=measured.c0, c1=measured.c1, c2=measured.c2)
+        layout = self.replica.plan.layout
+        num_bytes = num_tokens // layout.block_size * layout.block_bytes
+        speed = prior(self.store, self.store.host)
+        return 2 * speed.seconds(num_bytes), profile.seconds(num_tokens, 0)
+
+
+async def measure(name: str, rounds: int) -> list[list[str]]:
+    """A row for each length."""
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN))
+        replica, segment = await load_replica(
+            _config(name, Path(folder)), transfer.allocate, Lifecycle(None)
+        )
+        stack.enter_context(closing(replica.thread))
+        address = await stack.enter_async_context(store_process("shm,tcp", 512 << 20))
+        channels = Channels(TOKEN)
+        stack.push_async_callback(channels.close)
+        client = BlockClient(channels, transfer)
+        stack.push_async_callback(client.close)
+        side = Side(replica, _access(client, replica, segment), await client.locate(address))
+        return [await _row(side, name, length, rounds) for length in LENGTHS]
+
+
+async def _row(side: Side, name: str, length: int, rounds: int) -> list[str]:
+    puts, reads, again = [], [], []
+    for round_number in range(rounds + 1):  # the first one warms both
+        put_s, read_s = await side.moved(length)
+        again_s = side.computed(length)
+        if round_number:
+            puts.append(put_s)
+            reads.append(read_s)
+            again.append(again_s)
+    figures = (median(puts), median(reads), median(again), *side.predicted(length))
+    return [name, str(length), *(f"{seconds * 1e3:.1f}" for seconds in figures)]
+
+
+def _access(client: BlockClient, replica: Replica, segment: Segment) -> StoreAccess:
+    plan = replica.plan
+    verifier = BlockVerifier(segment.buffer, plan.layout, plan.num_blocks)
+    return StoreAccess(client, segment, plan.layout, plan.num_blocks, verifier)
+
+
+def _config(name: str, folder: Path) -> DecodeConfig:
+    shape = MODELS[name]
+    path = DEMO_FOLDER
+    if shape is not None:
+        path = folder
+        write_json(folder / "config.json", shape)
+    return DecodeConfig(
+        instance_id="keeping",
+        cluster_token=TOKEN,
+        model=str(path),
+        load_format="auto" if shape is None else "dummy",
+        kv_cache_memory=160 << 20,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    options = parser.parse_args(argv)
+    rows = [row for name in options.models for row in asyncio.run(measure(name, options.rounds))]
+    headers = ("model", "tokens", "put", "read", "again", "store, predicted", "again, predicted")
+    print(table(headers, rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
