@@ -39,6 +39,7 @@ from traces.simulator.prefill import ChunkBegun, Computed, PrefillOutcome, Prepa
 from traces.simulator.replicas import Replicas
 from traces.simulator.sampling import Samples
 from traces.simulator.sequence import Finished
+from traces.simulator.soundness import validate_pieces
 from traces.simulator.spec import ClusterSpec, Fault, Overheads
 from traces.simulator.wakes import Wakes, computes
 from traces.simulator.workshop import Workshop
@@ -393,15 +394,6 @@ class Cluster:
 
     def validate(self) -> None:
         """Raises AssertionError unless every piece is sound."""
-        self.network.validate()
-        self.loads.validate()
-        self.handoffs.validate()
-        self.replicas.validate()
-        self.conductor.validate()
-        for prefill in self.prefills:
-            prefill.machine.validate()
-            prefill.store.validate(self.loads.held_at(prefill) + self.replicas.held_at(prefill))
-        for decode in self.decodes:
-            decode.machine.validate()
+        validate_pieces(self)
         placed = [j for j in self.journeys if j.phase in (Phase.PREFILLING, Phase.DECODING)]
         assert {j.request_id for j in placed} == self._journey_of.keys(), "a request is lost"
