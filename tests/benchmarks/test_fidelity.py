@@ -74,11 +74,14 @@ def test_the_page_says_what_is_within_and_what_is_not() -> None:
     shape = {
         "prefill": 2,
         "decode": 1,
+        "kernels": "native",
         "profile": {
             "prefill": [1e-3, 1e-5, 1e-8],
             "decode": [1e-3, 1e-5, 1e-8],
             "request_ms": 5.0,
             "gateway_ms": 0.5,
+            "back_ms": 2.0,
+            "late_back_ms": 1.0,
             "turnover_ms": 9.0,
             "landing_ms": 1.0,
             "handoff_ms": 2.0,
