@@ -45,15 +45,18 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
     return pack(weight, bias, Arena(packed_bytes([weight])))
 
 
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = F.linear(x.double(), weight.double())
+    return product if bias is None else product + bias.double()
+
+
 def assert_exact(
     found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
     """As near to the exact product as sums in float32, in any order, rounded once to the dtype, must be: each of n + 1
     additions is off by half a unit of the sum of all magnitudes at most."""
-    none = torch.zeros(len(weight))
-    added = (none if bias is None else bias).double()
-    expected = F.linear(x.double(), weight.double(), added)
-    magnitude = F.linear(x.double().abs(), weight.double().abs(), added.abs())
+    expected = exact(x, weight, bias)
+    magnitude = exact(x.abs(), weight.abs(), None if bias is None else bias.abs())
     summed = 2.0**-24 * (x.shape[1] + 2) * magnitude
     once = 0.0 if found.dtype == torch.float32 else 2.0**-8
     off = (found.double() - expected).abs() - once * expected.abs() - summed
