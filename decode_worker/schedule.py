@@ -327,6 +327,7 @@ class Schedule:
     def _free(self, sequence: Sequence) -> None:
         self._pool.release(sequence.block_table)
         sequence.block_table.clear()
+        self._allotment.changed()
 
     def _too_long(self, sequence: Sequence) -> InvalidRequest:
         return InvalidRequest(

@@ -41,9 +41,11 @@ class Batch:
         slowdown: Callable[[int], Slowdown] | None = None,
         spread: Spread = (),
         budget: StepBudget | None = None,
+        num_landing: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`slowdown`: what company costs steps of so many sequences that begin now; call `interrupt` when it
-        changes. `spread`: see `gaps_of`. `budget`: of time, for steps with chunks."""
+        """`num_landing`: who has blocks besides sequences. `slowdown`: what company costs steps of so many sequences
+        that begin now; call `interrupt` when it changes. `spread`: see `gaps_of`. `budget`: of time, for steps with
+        chunks."""
         self._decode = decode
         self._prefill = prefill
         self._blocks = blocks
@@ -54,6 +56,7 @@ class Batch:
         self._slowdown = slowdown
         self._spread = spread
         self._budget = budget
+        self._num_landing = num_landing
         self.running: list[Sequence] = []  # in order of admission
         self.waiting: list[Sequence] = []  # by rank
         self.num_preemptions = 0
@@ -70,9 +73,10 @@ class Batch:
         return None if segment is None else self._began_at + segment.total_s
 
     @property
-    def num_staying(self) -> int:
-        """Running sequences that somebody wants."""
-        return sum(not sequence.gone for sequence in self.running)
+    def num_holders(self) -> int:
+        """Who has blocks and is wanted: as many stay free when others are let in."""
+        among = (*self.running, *self.waiting)
+        return self._num_landing() + sum(bool(s.num_blocks) and not s.gone for s in among)
 
     @property
     def has_preempted(self) -> bool:
@@ -195,11 +199,12 @@ class Batch:
 
     def _begin(self, now: float) -> None:
         while True:
-            self._admit()
-            num_running, num_preemptions = len(self.running), self.num_preemptions
-            self._grow(now)
-            gave_way = self.num_preemptions > num_preemptions
-            if self._compose(now, gave_way) or len(self.running) == num_running:
+            num_preemptions = self.num_preemptions
+            gave_way = self._grow(now)  # those who run come first
+            if self.waiting:
+                self._admit()
+                gave_way |= self._grow(now)
+            if self._compose(now, self.num_preemptions > num_preemptions) or not gave_way:
                 return
 
     def _admit(self) -> None:
@@ -216,19 +221,21 @@ class Batch:
             self.running.append(sequence)
 
     def _restore(self, sequence: Sequence) -> bool:
-        """Blocks for all of it, if that leaves each running one room for its next block."""
+        """Blocks for all of it, if that leaves each holder room for its next block."""
         num_blocks = -(-sequence.tokens // self._block_size)
-        return self._blocks.restore(sequence, num_blocks, len(self.running))
+        return self._blocks.restore(sequence, num_blocks, self.num_holders)
 
     def _has_room(self, sequence: Sequence) -> bool:
         return sequence.tokens <= sequence.num_blocks * self._block_size
 
-    def _grow(self, now: float) -> None:
-        """Gives running sequences the blocks of their next token, best rank first."""
+    def _grow(self, now: float) -> bool:
+        """Gives running sequences the blocks of their next token, best rank first. True when one gave way."""
         needy = [sequence for sequence in self.running if not self._has_room(sequence)]
+        before = len(self.running)
         for sequence in sorted(needy, key=_rank):
             if sequence in self.running:  # not preempted by one before it
                 self._extend(sequence, now)
+        return len(self.running) < before
 
     def _extend(self, sequence: Sequence, now: float) -> None:
         """One more block; or the sequence is preempted, or left until a landing ends."""

@@ -1,8 +1,8 @@
 """A decode machine: landings of prompts on their way, prompts that it reads itself, and the batch they join. Pure.
 
-It grants landings as `decode_worker.landings` does: first come, first served, while a block stays free for each running
-sequence, and not before a preempted sequence has its blocks again. Prompts share no blocks here. What it does not
-know: transfers, and how long a landing takes.
+It grants landings as `decode_worker` does on demand: first come, first served, while a block stays free for whoever has
+some, and not before a preempted sequence has its blocks again. Prompts share no blocks here, and nothing is kept in
+stores or foreseen (`engine.lookahead`). What it does not know: transfers, and how long a landing takes.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class DecodeMachine:
             slowdown=slowdown,
             spread=model.crowding.gaps,
             budget=budget,
+            num_landing=lambda: len(self._landings),
         )
-        self._queue: dict[str, int] = {}  # request → blocks wanted, in order of arrival
+        self._queue: dict[str, int] = {}  # request → tokens of its prompt, in order of arrival
         self._landings: dict[str, int] = {}  # request → blocks, granted and not landed
         self._sequences: dict[str, Sequence] = {}
         self._num_landed = 0
@@ -124,7 +125,7 @@ class DecodeMachine:
             raise InvalidRequest(f"{num_tokens} tokens never fit", request=request_id)
         outcomes: list[DecodeOutcome] = []
         self._advance(now, outcomes)
-        self._queue[request_id] = -(-num_tokens // self._block_size)
+        self._queue[request_id] = num_tokens
         self._grant(now, outcomes)
         return outcomes
 
@@ -200,8 +201,10 @@ class DecodeMachine:
         if not self._queue or self._batch.has_preempted:
             return
         self._batch.take_grown(now)
-        for request_id, num_blocks in list(self._queue.items()):
-            if num_blocks + self._batch.num_staying > self._blocks.free:
+        for request_id, num_tokens in list(self._queue.items()):
+            num_blocks, needed = (-(-n // self._block_size) for n in (num_tokens, num_tokens + 1))
+            num_holders = self._batch.num_holders
+            if (needed if num_holders else num_blocks) + num_holders > self._blocks.free:
                 break
             del self._queue[request_id]
             self._blocks.take(num_blocks)
