@@ -17,7 +17,7 @@ from prefill_worker.actions import (
 from prefill_worker.early import Arrival
 from prefill_worker.ledger import Ledger, as_retryable
 from prefill_worker.sequence import ENDED, PREPARED, Phase, Sequence
-from protocol.errors import PeerError
+from protocol.errors import Cancelled, PeerError
 
 
 class Preparation:
@@ -125,7 +125,10 @@ class Preparation:
     def landing_refused(self, event: ev.LandingRefused, now: float) -> None:
         sequence = self._ledger.admitted[event.request_id]
         sequence.is_reserving = False
-        self._ledger.fail(sequence, as_retryable(event.error), now)
+        if isinstance(event.error, Cancelled) and sequence.phase not in ENDED:
+            self._ledger.cancel(sequence, now)  # its gateway told the decode worker first
+        else:
+            self._ledger.fail(sequence, as_retryable(event.error), now)
 
     def landing_lost(self, event: ev.LandingLost, now: float) -> None:
         """Nothing that is sent under the lease can be committed any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,12 +22,12 @@ MOST_FLOODS = 8  # each as large again as the one before
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Small steps, so that a flood takes many of them."""
+    """Small steps, and slow ones, so that a flood takes many of them and is not computed as fast as it comes."""
     folder: Path = tmp_path_factory.mktemp("fairness")
     make_model("llama", folder / "model")
     flags = (
         *("--tenant-keys", f"flood={FLOOD},quiet={QUIET}", "--tenant-weights", "quiet=2"),
-        *("--max-num-seqs", "4", "--max-num-batched-tokens", "8"),
+        *("--max-num-seqs", "4", "--max-num-batched-tokens", "8", "--kernels", "torch"),
     )
     with running_cluster(folder / "model", folder / "logs", *flags) as started:
         yield started
@@ -34,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def complete(cluster: Cluster, key: str, number: int) -> dict[str, Any]:
     """One token after a prompt that no other request has."""
-    prompt = [(11 * number + i * (number % 7 + 1)) % 90 + 1 for i in range(200)]
+    prompt = random.Random(number).choices(range(1, 91), k=200)
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0.0, "user": "somebody else"}
     with cluster.client() as client:
         reply = client.post(

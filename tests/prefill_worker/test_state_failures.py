@@ -6,7 +6,7 @@ import pytest
 
 from prefill_worker import actions as act
 from prefill_worker import events as ev
-from protocol.errors import Incompatible, MoonserveError, PeerLost, StaleLease
+from protocol.errors import Cancelled, Incompatible, MoonserveError, PeerLost, StaleLease
 from protocol.ids import GatewayId, LeaseId, RequestId
 from tests.prefill_worker.builders import (
     granted,
@@ -36,6 +36,18 @@ def test_a_refused_landing_fails_the_request_for_another_placement(
     fail = only(actions, act.Fail)
     assert (fail.error.code, fail.error.retryable) == (code, True)
     assert only(actions, act.ReleaseLanding).lease_id == reserve.lease_id
+    assert_drained(state)
+
+
+def test_a_cancellation_that_the_decode_worker_heard_first_is_one_here_too() -> None:
+    """Its reservation is refused then; that nobody wants it any more is no failure."""
+    state = make_state()
+    state.handle(submitted(make_request("r", range(6))), 0.0)
+    gone = ev.LandingRefused(request_id=RequestId("r"), error=Cancelled("the client left"))
+    actions = state.handle(gone, 1.0)
+    assert act.Fail not in kinds(actions)
+    assert state.counters["cancelled_reserving"] == 1
+    state.handle(ev.CancelRequested(request_id=RequestId("r")), 2.0)
     assert_drained(state)
 
 
