@@ -159,7 +159,12 @@ class Replication:
     def plan(self, now: float) -> list[CopyDue | DropDue]:
         """Asked regularly. What becomes of copies is to be told by `settled`."""
         self._ledger.expire(now)
-        self._leaving = {each: until for each, until in self._leaving.items() if until > now}
+        # What has gone may come back.
+        self._leaving = {
+            (store, key): until
+            for (store, key), until in self._leaving.items()
+            if until > now and store in self._directory.holders(key)
+        }
         self._under_way = {each: until for each, until in self._under_way.items() if until > now}
         self._note_uses(now)
         drops: list[CopyDue | DropDue] = list(self._drops(now))

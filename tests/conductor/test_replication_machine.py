@@ -142,3 +142,23 @@ TestReplicationMachine = ReplicationMachine.TestCase
 TestReplicationMachine.settings = settings(
     max_examples=examples(40), stateful_step_count=40, deadline=None
 )
+
+
+def test_what_was_dropped_and_copied_again_is_followed_again() -> None:
+    """The end of a chain goes and comes back within the time that a drop may take; its beginning goes with it then, or
+    stays."""
+    machine = ReplicationMachine()
+    machine.begin()
+    machine.heat_up("b")
+    machine.look(0.5)
+    machine.look(0.5)
+    machine.ask(name="b", length=6, times=30)
+    machine.settle(succeeded=True)
+    machine.look(25.0)  # the last six are cold
+    machine.finish()
+    machine.heat_up("b")
+    machine.look(0.5)
+    machine.settle(succeeded=True)
+    machine.finish()
+    machine.look(25.0)
+    machine.the_books_agree_and_keep_their_bound()
