@@ -29,10 +29,12 @@ from protocol.keys import BlockKey, unpack_keys
 from protocol.pb import conductor_pb2
 from protocol.profile import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeProfile, PrefillProfile
 from protocol.wire import (
+    decode_profile_from_wire,
     endpoint_from_wire,
     endpoint_to_wire,
     layout_from_wire,
     layout_to_wire,
+    prefill_profile_from_wire,
     role_from_wire,
     role_to_wire,
 )
@@ -268,15 +270,13 @@ def _keys(packed: bytes) -> list[BlockKey]:
 def _prefill_profile(message: conductor_pb2.RegisterRequest) -> PrefillProfile:
     if not message.HasField("prefill_profile"):
         return DEFAULT_PREFILL
-    profile = message.prefill_profile
-    return PrefillProfile(c0=profile.c0, c1=profile.c1, c2=profile.c2)
+    return prefill_profile_from_wire(message.prefill_profile)
 
 
 def _decode_profile(message: conductor_pb2.RegisterRequest) -> DecodeProfile:
     if not message.HasField("decode_profile"):
         return DEFAULT_DECODE
-    profile = message.decode_profile
-    return DecodeProfile(c0=profile.c0, c1=profile.c1, c2=profile.c2)
+    return decode_profile_from_wire(message.decode_profile)
 
 
 def _rate(name: str, bytes_per_s: float) -> float:

@@ -12,8 +12,8 @@ from engine.lookahead.on_demand import OnDemand
 from engine.replica import PoolPlan, Profiles, ReplicaConfig
 from protocol.config import option
 from protocol.errors import ConfigError
-from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.step_budget import StepBudget
+from protocol.wire import decode_profile_from_wire, prefill_profile_from_wire
 from transfer.config import TransferConfig
 
 
@@ -34,8 +34,8 @@ class AllotmentConfig:
             return OnDemand()
         prefill, decode = profiles
         costs = Costs(
-            decode=DecodeProfile(c0=decode.c0, c1=decode.c1, c2=decode.c2),
-            prefill=PrefillProfile(c0=prefill.c0, c1=prefill.c1, c2=prefill.c2),
+            decode=decode_profile_from_wire(decode),
+            prefill=prefill_profile_from_wire(prefill),
         )
         # A worker that knows nothing yet must not take all for as long as they might become.
         return Lookahead(costs=costs, until_known=OnDemand())

@@ -6,9 +6,8 @@ Decides nothing about requests; that is `decode_worker.state`, and `decode_worke
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import grpc.aio
 
@@ -21,13 +20,13 @@ from decode_worker.state import DecodeState
 from engine.block_pool import BlockPool
 from engine.replica import Replica, loaded_replica
 from kvstore.block_client import BlockClient
-from kvstore.home_finder import HomeFinder
+from kvstore.home_finder import HomeFinder, finding_home
 from protocol.keys import BlockKey
 from protocol.membership import BlockLog, Seat, member, own_endpoint
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
-from protocol.process import Lifecycle, host_identity, running
-from protocol.profile import PrefillProfile
+from protocol.process import Lifecycle, host_identity
 from protocol.rpc import Channels, RpcServer
+from protocol.wire import prefill_profile_from_wire
 from transfer import Segment, TransferEngine
 from transfer.serving import serving
 
@@ -95,7 +94,7 @@ class DecodeWorker:
     def _keeping_costs(self) -> KeepingCosts:
         measured, _ = self._replica.profiles
         return KeepingCosts(
-            prefill=PrefillProfile(c0=measured.c0, c1=measured.c1, c2=measured.c2),
+            prefill=prefill_profile_from_wire(measured),
             block_bytes=self._replica.plan.layout.block_bytes,
             host=host_identity(),
         )
@@ -127,7 +126,7 @@ class DecodeWorker:
             registration = self._registration(address)
             async with (
                 member(self._config, registration, self.service.load, self._blocks) as seat,
-                self._finding_home() as finding,
+                finding_home(self._home_finder) as finding,
             ):
                 lifecycle.ready(rpc=address, transfer=self._zone.transfer_address)
                 await lifecycle.until_stopped(work, *seat.watched, *finding)
@@ -140,15 +139,6 @@ class DecodeWorker:
             await self._stores.close()
             await self._channels.close()
         work.result()
-
-    @contextlib.asynccontextmanager
-    async def _finding_home(self) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
-        """Looks for the home store, if there is one, while the block lasts; gives the task that does."""
-        if self._home_finder is None:
-            yield ()
-            return
-        async with running(self._home_finder.run()) as task:
-            yield (task,)
 
     async def _drain(self, seat: Seat, lifecycle: Lifecycle) -> None:
         """Takes nothing new and lets what runs finish, for as long as the configuration allows."""

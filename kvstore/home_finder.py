@@ -4,12 +4,14 @@ restarted store has another endpoint. Does not know what is kept there."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from protocol.conductors import Conductors
 from protocol.errors import MoonserveError
 from protocol.pb import conductor_pb2
+from protocol.process import running
 from protocol.request import Endpoint
 from protocol.rpc import Channels
 from protocol.wire import endpoint_from_wire
@@ -63,3 +65,13 @@ class HomeFinder:
             if instance.endpoint.instance_id == self._home_store:
                 return endpoint_from_wire(instance.endpoint)
         return None
+
+
+@contextlib.asynccontextmanager
+async def finding_home(finder: HomeFinder | None) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
+    """Looks for the home store, if there is one, while the block lasts; gives the task that does."""
+    if finder is None:
+        yield ()
+        return
+    async with running(finder.run()) as task:
+        yield (task,)

@@ -5,10 +5,8 @@ Decides nothing about requests; that is `prefill_worker.state`, and `prefill_wor
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
@@ -17,7 +15,7 @@ from engine.block_pool import BlockPool
 from engine.replica import PoolPlan, Replica, loaded_replica
 from engine.stage import split
 from kvstore.block_client import BlockClient
-from kvstore.home_finder import HomeFinder
+from kvstore.home_finder import HomeFinder, finding_home
 from prefill_worker.config import PrefillConfig
 from prefill_worker.landing import KvMemory
 from prefill_worker.landing_client import LandingClient
@@ -31,8 +29,8 @@ from protocol.ids import new_id
 from protocol.membership import BlockLog, Seat, member, own_endpoint
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle, running
-from protocol.profile import PrefillProfile
 from protocol.rpc import Channels, RpcServer
+from protocol.wire import prefill_profile_from_wire
 from transfer import Segment, TransferEngine, told
 from transfer.serving import serving
 
@@ -70,7 +68,7 @@ class PrefillWorker:
         state = PrefillState(
             config.limits(plan),
             lease_prefix=new_id(config.instance_id),
-            profile=PrefillProfile(c0=measured.c0, c1=measured.c1, c2=measured.c2),
+            profile=prefill_profile_from_wire(measured),
             home_store=config.home_store,
             on_added=self._blocks.added,
             on_removed=self._blocks.removed,
@@ -116,7 +114,7 @@ class PrefillWorker:
             registration = self._registration(address)
             async with (
                 member(self._config, registration, self._load, self._blocks) as seat,
-                self._finding_home() as finding,
+                finding_home(self._home_finder) as finding,
             ):
                 lifecycle.ready(rpc=address, transfer=self._transfer_address)
                 of_group = (self._group.failed,) if self._group is not None else ()
@@ -145,15 +143,6 @@ class PrefillWorker:
     def _look_for_home(self) -> None:
         if self._home_finder is not None:
             self._home_finder.look()
-
-    @contextlib.asynccontextmanager
-    async def _finding_home(self) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
-        """Looks for the home store, if there is one, while the block lasts; gives the task that does."""
-        if self._home_finder is None:
-            yield ()
-            return
-        async with running(self._home_finder.run()) as task:
-            yield (task,)
 
     def _load(self) -> conductor_pb2.Load:
         load = self.service.load()

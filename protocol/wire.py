@@ -5,7 +5,8 @@ from __future__ import annotations
 from protocol.ids import GatewayId, RequestId, Role
 from protocol.keys import pack_keys, pack_tokens, unpack_keys, unpack_tokens
 from protocol.layout import KvLayout
-from protocol.pb import common_pb2, worker_pb2
+from protocol.pb import common_pb2, conductor_pb2, worker_pb2
+from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import (
     Endpoint,
     FinishReason,
@@ -234,3 +235,11 @@ def prefill_report_from_wire(message: worker_pb2.PrefillReport) -> PrefillReport
         load_s=message.load_s,
         compute_s=message.compute_s,
     )
+
+
+def prefill_profile_from_wire(message: conductor_pb2.PrefillProfile) -> PrefillProfile:
+    return PrefillProfile(c0=message.c0, c1=message.c1, c2=message.c2)
+
+
+def decode_profile_from_wire(message: conductor_pb2.DecodeProfile) -> DecodeProfile:
+    return DecodeProfile(c0=message.c0, c1=message.c1, c2=message.c2)

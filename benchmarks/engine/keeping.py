@@ -32,9 +32,9 @@ from kvstore.store_speed import prior
 from protocol.ids import RequestId
 from protocol.keys import block_keys, root_key
 from protocol.process import Lifecycle
-from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, SamplingParams
 from protocol.rpc import Channels
+from protocol.wire import prefill_profile_from_wire
 from transfer import Segment, TransferEngine
 
 CHUNK = 512
@@ -99,7 +99,7 @@ class Side:
     def predicted(self, num_tokens: int) -> tuple[float, float]:
         """Seconds of a put and a read together, and of computing."""
         measured, _ = self.replica.profiles
-        profile = PrefillProfile(c0=measured.c0, c1=measured.c1, c2=measured.c2)
+        profile = prefill_profile_from_wire(measured)
         layout = self.replica.plan.layout
         num_bytes = num_tokens // layout.block_size * layout.block_bytes
         speed = prior(self.store, self.store.host)

@@ -28,9 +28,9 @@ from prefill_worker.state import PrefillState
 from protocol.ids import GatewayId, RequestId
 from protocol.keys import block_keys, root_key
 from protocol.process import host_identity
-from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
 from protocol.rpc import Channels
+from protocol.wire import prefill_profile_from_wire
 from transfer import Segment
 
 TOKEN = "benchmark"
@@ -108,7 +108,7 @@ class Worker:
                 enable_prefix_caching=writes,
             ),
             lease_prefix=f"way-{self._num_requests}",
-            profile=PrefillProfile(c0=measured.c0, c1=measured.c1, c2=measured.c2),
+            profile=prefill_profile_from_wire(measured),
             home_store=_STORE if writes else None,
             on_added=lambda _key, _parent: None,
             on_removed=lambda _key: None,

@@ -17,8 +17,8 @@ from protocol.keys import BlockKey
 from protocol.membership import Seat
 from protocol.pb import conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle
-from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.step_budget import CHUNK_SHARE, StepBudget
+from protocol.wire import decode_profile_from_wire, prefill_profile_from_wire
 from transfer import Segment, TransferEngine
 from transfer.serving import serving
 
@@ -90,8 +90,8 @@ def budget_of(replica: Replica, tbt_slo_s: float) -> StepBudget:
     """What steps with chunks may take on this replica."""
     prefill, decode = replica.profiles
     return StepBudget(
-        decode=DecodeProfile(c0=decode.c0, c1=decode.c1, c2=decode.c2),
-        prefill=PrefillProfile(c0=prefill.c0, c1=prefill.c1, c2=prefill.c2),
+        decode=decode_profile_from_wire(decode),
+        prefill=prefill_profile_from_wire(prefill),
         most_step_s=CHUNK_SHARE * tbt_slo_s,
     )
 
