@@ -35,7 +35,7 @@ from deploy.profile import ProfileConfig
 from deploy.profile import run as profile
 from deploy.serving_profile import ClusterShape
 from protocol.machine import processor
-from protocol.timeline import percentile
+from protocol.timeline import mean, percentile
 from traces.client import StreamClient
 from traces.figures import Completed, latency_figures, request_figures, spread
 from traces.format import TraceRecord, read_trace
@@ -174,6 +174,8 @@ def compare(load: Load, shape: Shape, budget_s: float, folder: Path) -> dict[str
             max_num_batched_tokens=CHUNK,
             budget_s=budget_s,
             kernels=shape.kernels,
+            load_prompt_tokens=round(mean([record.input_length for record in load.records()])),
+            load_answer_tokens=round(mean([record.output_length for record in load.records()])),
         )
     )
     replayed, decisions = replay_live(cluster, load)
@@ -352,7 +354,6 @@ def _terms(model: ModelProfile) -> dict[str, Any]:
         "crowding_landing": list(model.crowding.landing),
         "prefills_landing": list(model.crowding.landing_beside_prefills),
         "crowding_handoff": list(model.crowding.handoff),
-        "prefills_handoff": list(model.crowding.handoff_beside_prefills),
     }
 
 

@@ -83,16 +83,14 @@ def _section(shape: dict[str, Any]) -> str:
             "Profile: prefill {} s, decode {} s; ".format(
                 *(" / ".join(f"{c:.2e}" for c in terms[part]) for part in ("prefill", "decode"))
             )
-            + "request {request_ms:.1f} (the gateway's part {gateway_ms:.1f}, the way back {back_ms:.1f}, "
-            + "beside the next prompt {late_back_ms:.1f} more), turnover {turnover_ms:.1f}, "
-            "landing {landing_ms:.1f}, handoff {handoff_ms:.1f} ms.".format_map(terms),
+            + _OVERHEADS.format_map(terms),
             "Beside 0, 1, … others, one of which decodes, these take so many times as long: "
-            + _crowding(terms, "crowding", ("prefill", "request", "landing", "handoff"))
-            + "; decode steps beside 0, 1, … prefill machines: "
-            + _crowding(terms, "crowding", ("decode", "batch"))
+            + _crowding(terms, "crowding", ("prefill", "request", "landing"))
+            + "; beside 0, 1, … prefill machines: "
+            + _crowding(terms, "crowding", ("decode", "batch", "handoff"))
             + ".",
             "Beside 0, 1, … others, none of which decodes: "
-            + _crowding(terms, "prefills", ("prefill", "request", "landing", "handoff"))
+            + _crowding(terms, "prefills", ("prefill", "request", "landing"))
             + ".",
             "",
             "Means of all requests, ms: live "
@@ -124,11 +122,18 @@ def _figure(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
+_OVERHEADS = (
+    "request {request_ms:.1f} (the gateway's part {gateway_ms:.1f}, the way back {back_ms:.1f}, "
+    "beside the next prompt {late_back_ms:.1f} more), turnover {turnover_ms:.1f}, "
+    "landing {landing_ms:.1f}, handoff {handoff_ms:.1f} ms."
+)
+
 _INTRODUCTION = """# Does the simulator tell the truth?
 
 One trace, served live and simulated. `python -m benchmarks.fidelity --trace FILE` makes this page: for each shape it
 profiles a cluster (`moonserve profile --serving`), replays the trace against a fresh one, and simulates the same
-records on the profile, several rounds. Nothing of a replay goes into its simulation. Figures are medians of the
+records on the profile, several rounds. Nothing of a replay goes into its simulation; the profile knows the load's mean
+lengths, as an operator would. Figures are medians of the
 rounds, errors the medians of each round's errors.
 """
 
@@ -145,7 +150,8 @@ _READING = """## What the simulation has, and what it leaves out
 | handoff | the second token's gap less a step: last writes, commit, verification |
 | crowding | how many times as long each of these takes beside 1, 2, … others that compute on this host |
 | … beside prefills | likewise beside prefill machines alone; one that decodes keeps gateway and clients busy, too |
-| batch | crowding of a step of four sequences, where *decode* is of one; what lies between is interpolated |
+| decode, batch | crowding of steps of one sequence and of four, in bursts with the load's mean lengths |
+| handoff beside prefills | likewise in bursts, by the number of prefill machines that go on, the prompt's own too |
 | gaps | how tokens are bunched on their way to the client: each gap against the mean, beside 0, 1, 2, … others |
 | mixed steps | not measured: short prompts share steps as `prefill_worker.steps` decides it |
 

@@ -57,6 +57,7 @@ class Load:
     steps: Steps = NO_STEPS
     free_bytes: int = 0  # of a store's memory
     capacity_bytes: int = 0
+    num_blocks: int = 0  # that a worker can hold at once, as limits are now; 0: as registered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

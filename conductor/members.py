@@ -212,7 +212,10 @@ class Members:
         self._reindex()
 
     def learn(self, instance: Instance, load: Load) -> None:
-        """What a heartbeat tells of steps and of bandwidths."""
+        """What a heartbeat tells of memory, of steps and of bandwidths."""
+        if load.num_blocks:
+            seat, most = instance.seat, instance.registration.num_blocks
+            seat.table.num_blocks[seat.row] = min(load.num_blocks, most)
         steps = instance.observed.new_steps(load.steps)
         if steps is not None and instance.role is Role.DECODE:
             instance.learn_decode(steps)

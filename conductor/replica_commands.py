@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter
 
 from conductor.events import CopyDue, CopySettled, CopyStep, DropDue
 from protocol.errors import MoonserveError
+from protocol.held_tasks import HeldTasks
 from protocol.ids import InstanceId
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
@@ -50,29 +50,21 @@ class ReplicaCommands:
     def __init__(self, cluster_token: str, metrics: ReplicaMetrics) -> None:
         self._channels = Channels(cluster_token)
         self._metrics = metrics
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = HeldTasks()
         self._slots = asyncio.Semaphore(COPIES_AT_ONCE)
         self._targets: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def copy(self, copy: CopyDue, settled: Callable[[CopySettled], object]) -> None:
         """Does not wait; `settled` is called once, unless it is closed before."""
-        self._start(self._copy(copy, settled))
+        self._tasks.start(self._copy(copy, settled))
 
     def drop(self, drop: DropDue) -> None:
         """Does not wait."""
-        self._start(self._drop(drop))
+        self._tasks.start(self._drop(drop))
 
     async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await self._channels.close()
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _copy(self, copy: CopyDue, settled: Callable[[CopySettled], object]) -> None:
         succeeded = False

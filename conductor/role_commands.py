@@ -5,11 +5,11 @@ Each call is a held task. Knows nothing of why.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from conductor.events import RoleChangeDue
 from protocol.errors import MoonserveError
+from protocol.held_tasks import HeldTasks
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.rpc import Channels
 from protocol.wire import role_to_wire
@@ -24,19 +24,14 @@ class RoleCommands:
 
     def __init__(self, cluster_token: str) -> None:
         self._channels = Channels(cluster_token)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = HeldTasks()
 
     def send(self, change: RoleChangeDue) -> None:
         """Does not wait."""
-        task = asyncio.get_running_loop().create_task(self._send(change))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._send(change))
 
     async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await self._channels.close()
 
     async def _send(self, change: RoleChangeDue) -> None:

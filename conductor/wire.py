@@ -208,6 +208,7 @@ def _load_to_wire(load: Load) -> conductor_pb2.Load:
         ),
         free_bytes=load.free_bytes,
         capacity_bytes=load.capacity_bytes,
+        num_blocks=load.num_blocks,
     )
 
 
@@ -225,6 +226,7 @@ def _load(load: conductor_pb2.Load) -> Load:
         steps=_steps(load.steps) if load.HasField("steps") else NO_STEPS,
         free_bytes=load.free_bytes,
         capacity_bytes=load.capacity_bytes,
+        num_blocks=load.num_blocks,
     )
 
 

@@ -47,7 +47,7 @@ class Books:
 
     def __init__(self, pool: BlockPool, block_size: int, claims: Iterable[Claim]) -> None:
         self.block_size = block_size
-        self.num_blocks, self.num_free = pool.num_blocks, pool.num_free
+        self.num_blocks, self.num_free = pool.capacity, pool.num_free
         self._pool = pool
         self.holders: dict[RequestId, Holder] = {}
         for request, blocks, times in claims:
@@ -114,8 +114,10 @@ class Allotment:
         fresh = self._pool.allocate(num_blocks - len(found)) if lets_in else None
         if fresh is None:
             self._pool.release(found)
+            self._pool.want(num_blocks - len(found))
             self._refused.add(request.request_id)
             return None
+        self._pool.reused(found)
         self._policy.admitted(request)
         return found, fresh
 

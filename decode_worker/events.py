@@ -148,6 +148,11 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryChanged:
+    """There may be memory for more blocks, or only for fewer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """The instant `DecodeState.wake_at` has come."""
 
@@ -170,5 +175,6 @@ Event = (
     | GatewayLost
     | DrainStarted
     | Stopped
+    | MemoryChanged
     | Tick
 )

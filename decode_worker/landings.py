@@ -95,7 +95,7 @@ class Landings:
             self._grant_again(lease, event, out)
         elif event.lease_id in self._ended:
             self._refuse(event.lease_id, self._stale(event.lease_id), out)
-        elif self._limits.blocks_for(event.num_tokens + 1) > self._pool.num_blocks:
+        elif self._limits.blocks_for(event.num_tokens + 1) > self._pool.capacity:
             self._refuse(event.lease_id, self._too_long(event), out)
         else:
             self._queue[event.lease_id] = event
@@ -105,6 +105,9 @@ class Landings:
         """Grants from the head of the queue, until one has to wait."""
         while self._queue:
             event = next(iter(self._queue.values()))
+            if self._limits.blocks_for(event.num_tokens + 1) > self._pool.capacity:
+                self._refuse_queued(event.lease_id, self._too_long(event), out)
+                continue
             prospect = prospect_of(event, self._limits.max_model_len)
             num_blocks = self._limits.blocks_for(event.num_tokens)
             blocks = self._allotment.take(prospect, event.block_keys, num_blocks)
@@ -369,7 +372,7 @@ class Landings:
 
     def _too_long(self, event: ReserveRequested) -> InvalidRequest:
         return InvalidRequest(
-            f"{event.num_tokens} tokens never fit into this worker's {self._pool.num_blocks} "
+            f"{event.num_tokens} tokens never fit into this worker's {self._pool.capacity} "
             f"blocks of {self._limits.block_size} tokens",
             request=event.request_id,
         )

@@ -142,6 +142,7 @@ class Schedule:
 
     def next_step(self, now: float, out: list[Action]) -> list[Slice]:
         """What to compute now; empty when nothing can. No step is under way."""
+        self._make_way(now, out)
         while True:
             gave_way = self._grow(now, out)  # those who run come first
             if self._waiting:
@@ -209,6 +210,8 @@ class Schedule:
                     continue
             if sequence.move_id is not None:  # its KV is on its way back
                 continue
+            if sequence.phase is SequencePhase.ENDED:  # it fits no more
+                continue
             self._waiting.remove(sequence)
             self._running.append(sequence)
             sequence.phase = SequencePhase.RUNNING
@@ -218,6 +221,9 @@ class Schedule:
         if sequence.move_id is not None:  # its KV is still on its way there
             return False
         num_tokens = len(sequence.token_ids)
+        if self._limits.blocks_for(num_tokens) > self._pool.capacity:  # which was more before
+            self._fail(sequence, self._too_long(sequence), out)
+            return True
         usable = (num_tokens - 1) // self._limits.block_size  # the last token is always computed
         keys = sequence.block_keys[:usable]
         blocks = self._allotment.take(sequence, keys, self._limits.blocks_for(num_tokens))
@@ -241,15 +247,24 @@ class Schedule:
                 self._extend(sequence, now, out)
         return len(self._running) < before
 
+    def _make_way(self, now: float, out: list[Action]) -> None:
+        """Preempts those that have blocks for which there is no memory any more."""
+        blocks = self._pool.make_way()
+        for sequence in list(self._sequences.values()) if blocks else ():
+            if sequence.move_id is None and not blocks.isdisjoint(sequence.block_table):
+                self._preempt(sequence, now, out)
+
     def _has_room(self, sequence: Sequence) -> bool:
         return len(sequence.token_ids) <= len(sequence.block_table) * self._limits.block_size
 
     def _extend(self, sequence: Sequence, now: float, out: list[Action]) -> None:
         """One more block; or the sequence is preempted, failed, or left until a landing or a move ends."""
-        if len(sequence.block_table) == self._pool.num_blocks:
+        if len(sequence.block_table) >= self._pool.capacity:
             self._fail(sequence, self._too_long(sequence), out)
             return
         while (block := self._pool.allocate(1)) is None:
+            if self._pool.num_free:  # somebody else's memory, which was asked for
+                return
             claims = [claim for claim in self.claims() if not self._is_moving(claim)]
             if len(claims) == 1 or self._keeping.num_leaving:  # nobody else's; or some come soon
                 return
@@ -332,7 +347,7 @@ class Schedule:
     def _too_long(self, sequence: Sequence) -> InvalidRequest:
         return InvalidRequest(
             f"a sequence of {len(sequence.token_ids)} tokens does not fit into this worker's "
-            f"{self._pool.num_blocks} blocks of {self._limits.block_size} tokens",
+            f"{self._pool.capacity} blocks of {self._limits.block_size} tokens",
             request=sequence.request.request_id,
         )
 

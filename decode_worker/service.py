@@ -163,6 +163,7 @@ class DecodeService:
             context_tokens=state.context_tokens,
             num_preemptions=state.counters.num_preemptions,
             steps=self._steps,
+            num_blocks=state.capacity,
         )
 
     @property

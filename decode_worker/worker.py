@@ -18,6 +18,7 @@ from decode_worker.service import DecodeService
 from decode_worker.servicers import LandingServicer, LandingZone, WorkerServicer
 from decode_worker.state import DecodeState
 from engine.block_pool import BlockPool
+from engine.elastic.serving import MemoryAtWork, show_memory
 from engine.replica import Replica, loaded_replica
 from kvstore.block_client import BlockClient
 from kvstore.home_finder import HomeFinder, finding_home
@@ -54,7 +55,7 @@ class DecodeWorker:
         self._replica = replica
         self._channels = Channels(config.cluster_token)
         self._stores = BlockClient(self._channels, transfer)
-        self._blocks = BlockLog()
+        self._blocks = BlockLog(lambda: self.pool.keys())
         self._zone = LandingZone(
             transfer_address=transfer.address,
             segment_id=segment.segment_id,
@@ -66,11 +67,16 @@ class DecodeWorker:
             plan.num_blocks,
             on_added=self._blocks.added,
             on_removed=self._removed,
+            eviction=config.prefix_eviction,
             enable_prefix_caching=config.enable_prefix_caching,
+            blanks=replica.blanks,
         )
         if earlier is not None:
             self.pool.take_over(earlier)
         self.service = self._make_service(transfer, segment)
+        self._memory = MemoryAtWork(
+            replica.elasticity, self.pool, lambda: self.service.handle(events.MemoryChanged())
+        )
         self._home_finder: HomeFinder | None = None
         if config.home_store is not None and config.conductor is not None:
             self._home_finder = HomeFinder(
@@ -118,6 +124,7 @@ class DecodeWorker:
         worker_pb2_grpc.add_WorkerServicer_to_server(self._make_servicer(), server.grpc)
         landing = LandingServicer(self.service, self._zone)
         worker_pb2_grpc.add_LandingServicer_to_server(landing, server.grpc)
+        worker_pb2_grpc.add_KvMemoryServicer_to_server(self._memory.servicer, server.grpc)
         add_services(server.grpc)
         ended = asyncio.Event()
         work = asyncio.create_task(self.service.run(ended))
@@ -127,9 +134,10 @@ class DecodeWorker:
             async with (
                 member(self._config, registration, self.service.load, self._blocks) as seat,
                 finding_home(self._home_finder) as finding,
+                self._memory.coming_and_going() as moving,
             ):
                 lifecycle.ready(rpc=address, transfer=self._zone.transfer_address)
-                await lifecycle.until_stopped(work, *seat.watched, *finding)
+                await lifecycle.until_stopped(work, *seat.watched, *finding, *moving)
                 await self._drain(seat, lifecycle)
         finally:
             ended.set()
@@ -158,6 +166,7 @@ class DecodeWorker:
 
 async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
     """Runs a decode worker until the process is told to stop. Raises ConfigError when it cannot start."""
-    with serving(config) as (transfer, _):
+    with serving(config) as (transfer, registry):
         async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
+            show_memory(replica.elasticity, registry)
             await DecodeWorker(config, replica, transfer, segment).run(lifecycle)

@@ -21,7 +21,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "role": ("deploy.role", "main", "change a running worker's role: role INSTANCE prefill|decode"),
     "store": ("kvstore.__main__", "main", "run a KV store node"),
     "directory": ("kvstore.directory.__main__", "main", "run the index over all KV store nodes"),
-    "kvctl": ("deploy.kvctl.main", "main", "look into a running KV store, and operate it"),
+    "kvctl": ("deploy.kvctl.main", "main", "look into a running KV store, and operate it; limits"),
     "explain": ("deploy.explain", "main", "why a request went where it went: explain ID"),
     "doctor": ("deploy.doctor", "main", "examine this machine, its transports and a peer"),
     "profile": ("deploy.profile", "main", "measure a model on this machine: profile [MODEL]"),

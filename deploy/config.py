@@ -12,11 +12,15 @@ from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.roles import RoleTerms
 from decode_worker.config import AllotmentConfig
 from deploy.worker.config import DEFAULT_ROLE_DRAIN_S
+from engine.elastic.config import LedgerConfig
+from engine.prefix import DEFAULT_EVICTION, EVICTION_NAMES
 from gateway.config import parse_tenant_keys
 from kvstore.config import StoreConfig
 from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
+from prefill_worker.puts import MIN_HITS
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
+from protocol.layout import KV_DTYPES
 from transfer.config import PatienceConfig, TransferConfig
 
 MIB = 2**20
@@ -26,7 +30,7 @@ DRAIN_S = 3.0  # leaves a worker time to fail what did not finish, and to say go
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
+class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig):
     """A whole cluster on this machine."""
 
     model: str | None = option(
@@ -50,6 +54,16 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
     pipeline_parallel_size: int = option(
         1,
         help="processes that prefill every prompt together, as one prefill worker, each with a share of the layers",
+    )
+    tensor_parallel_size: int = option(
+        1,
+        help="processes that compute every step together, as one worker, each with a share of every layer",
+    )
+    prefill_tensor_parallel_size: int | None = option(
+        None, help="--tensor-parallel-size of prefill workers, where it is another one"
+    )
+    decode_tensor_parallel_size: int | None = option(
+        None, help="--tensor-parallel-size of decode workers, where it is another one"
     )
     layered_loads: str = option(
         "auto",
@@ -87,7 +101,17 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
         help="with --role-switching: seconds that what is under way gets to finish before a change",
     )
 
-    dtype: str = option("auto", help="of weights and KV", choices=("auto", "float32", "bfloat16"))
+    dtype: str = option(
+        "auto",
+        help="of weights and, unless it is quantised, of KV",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        help="of KV: auto = as --dtype; fp8 (E4M3) and int8 quantise it, a scale per token and head, with some loss "
+        "(docs/kv-dtypes.md)",
+        choices=("auto", *KV_DTYPES),
+    )
     load_format: str = option(
         "auto", help="dummy = random weights, for measuring", choices=("auto", "dummy")
     )
@@ -126,6 +150,18 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
     max_num_seqs: int = option(64, help="sequences in one decode batch")
     max_num_batched_tokens: int = option(512, help="tokens of prompt computed in one step")
     enable_prefix_caching: bool = option(True, help="re-use the KV of equal prefixes")
+    prefix_eviction: str = option(
+        DEFAULT_EVICTION,
+        help="which cached KV makes room in a worker first: least recently (lru) or least frequently used (lfu, counts "
+        "age)",
+        choices=EVICTION_NAMES,
+    )
+    store_writes: str = option(
+        "all",
+        help="what prefill workers put into the store: all blocks, or hot = those re-used in the worker's own "
+        "memory",
+        choices=tuple(MIN_HITS),
+    )
     enable_chunked_prefill: bool = option(True, help="cut long prompts into several steps")
     scheduling_policy: str = option(
         "fcfs", help="order of a prefill worker's queue", choices=("fcfs", "priority")
@@ -179,11 +215,13 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
     def __post_init__(self) -> None:
         self.transfer_patience()
         self.transfer_options("127.0.0.1")  # says what is wrong before any process is started
+        self._check_memory()
         require_at_least_1(
             self,
             "conductors",
             "prefill_workers",
             "pipeline_parallel_size",
+            "tensor_parallel_size",
             "decode_workers",
             "block_size",
             "max_num_batched_tokens",
@@ -199,6 +237,7 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
                 f"--max-num-seqs {self.max_num_seqs}: each sequence of a step computes a token"
             )
+        self._check_tensor_parallelism()
         self._check_stores()
         if self.conductors > 1 and self.registry is None:
             raise ConfigError(
@@ -210,6 +249,53 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
         RoleTerms(hold_s=self.role_hold_s, cool_down_s=self.role_cool_down_s)
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
+
+    def _check_tensor_parallelism(self) -> None:
+        sizes = self.tensor_parallel_sizes
+        if min(sizes) < 1:
+            raise ConfigError("a tensor-parallel size is at least 1")
+        if self.num_threads is not None and self.num_threads < max(sizes):
+            raise ConfigError(
+                f"--num-threads {self.num_threads} is below the {max(sizes)} ranks of a worker"
+            )
+        if sizes[0] > 1 and self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "--tensor-parallel-size does not go with --pipeline-parallel-size above 1"
+            )
+        if self.role_switching == "on" and sizes != (self.tensor_parallel_size,) * 2:
+            raise ConfigError(
+                "with --role-switching all workers have the same --tensor-parallel-size"
+            )
+
+    def _check_memory(self) -> None:
+        self.check_budget()
+        if self.kv_memory_ledger is not None and self.kv_memory_budget is None:
+            raise ConfigError("--kv-memory-ledger needs --kv-memory-budget")
+        if self.is_elastic and "rdma" in self.transports:
+            raise ConfigError(
+                "elastic KV memory does not go with rdma, whose devices pin what is registered: take it out of "
+                "--transports"
+            )
+        if self.is_elastic and self.pipeline_parallel_size > 1:
+            raise ConfigError("elastic KV memory does not go with --pipeline-parallel-size above 1")
+        budget = self.kv_memory_budget
+        if budget is not None and self.memory_floor * self.num_workers > budget:
+            raise ConfigError(
+                f"--kv-memory-floor {self.memory_floor} for each of {self.num_workers} workers exceeds "
+                f"--kv-memory-budget {budget}"
+            )
+
+    @property
+    def num_workers(self) -> int:
+        return self.prefill_workers + self.decode_workers
+
+    @property
+    def memory_floor(self) -> int:
+        """Of each worker; a quarter of an equal share where nothing is said: no worker may come to a halt because the
+        others are busy."""
+        if self.kv_memory_floor is not None or self.kv_memory_budget is None:
+            return self.kv_memory_floor or 0
+        return min(self.kv_cache_memory, self.kv_memory_budget // (4 * self.num_workers))
 
     def _check_stores(self) -> None:
         if self.store_nodes < 0:
@@ -228,6 +314,17 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig):
     def store_stop_grace_s(self) -> float:
         """How long a store node may take to stop."""
         return STOP_GRACE_S + (self.ssd_flush_s if self.ssd is not None else 0.0)
+
+    @property
+    def tensor_parallel_sizes(self) -> tuple[int, int]:
+        """Of a prefill and of a decode worker."""
+        prefill, decode = self.prefill_tensor_parallel_size, self.decode_tensor_parallel_size
+        both = self.tensor_parallel_size
+        return both if prefill is None else prefill, both if decode is None else decode
+
+    def threads_of(self, tensor_parallel_size: int) -> int:
+        """Compute threads of a worker of so many ranks, each of which has one at least."""
+        return max(self.threads_per_worker, tensor_parallel_size)
 
     @property
     def threads_per_worker(self) -> int:

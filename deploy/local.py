@@ -24,6 +24,16 @@ STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 
 
+def takes_requests(url: str) -> bool:
+    """Whether the endpoint's /ready answers 200. Blocks for 5 s at most."""
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=5) as response:
+            ready: bool = response.status == 200
+            return ready
+    except (urllib.error.URLError, OSError):
+        return False
+
+
 class LocalCluster:
     """A `moonserve serve` process on a free port of the loopback interface."""
 
@@ -70,12 +80,7 @@ class LocalCluster:
 
     def is_ready(self) -> bool:
         """Whether /ready answers 200."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as response:
-                ready: bool = response.status == 200
-                return ready
-        except (urllib.error.URLError, OSError):
-            return False
+        return takes_requests(self.url)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Stops everything and returns the launcher's exit code. Store nodes with a disk may need longer than usual."""

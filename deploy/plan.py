@@ -43,15 +43,20 @@ def conductor_spec(config: ServeConfig, port: str = "0", number: int = 0) -> Pro
     return _spec(config, instance_id, "conductor", ConductorConfig, {"port": port})
 
 
-def member_specs(config: ServeConfig, model_path: str, conductor: str) -> list[ProcessSpec]:
-    """All other processes: store nodes, workers, gateway. `conductor`: addresses with commas between."""
+def member_specs(
+    config: ServeConfig, model_path: str, conductor: str, ledger: str | None = None
+) -> list[ProcessSpec]:
+    """All other processes: store nodes, workers, gateway. `conductor`: addresses with commas between; `ledger`: file
+    for the shares of a memory budget, unless the configuration names another."""
     shared = {"conductor": conductor}
     worker = {
         **shared,
         "model": model_path,
-        "num_threads": str(config.threads_per_worker),
         "drain_timeout_s": str(DRAIN_S),
     }
+    ledger = config.kv_memory_ledger or ledger
+    if config.kv_memory_budget is not None and ledger is not None:
+        worker |= {"kv_memory_ledger": ledger, "kv_memory_floor": str(config.memory_floor)}
     stores = [_store_spec(config, f"store-{i}", shared) for i in range(config.store_nodes)]
     workers = _switching if config.role_switching == "on" else _fixed
     return [*stores, *workers(config, worker), _gateway_spec(config, model_path, conductor)]
@@ -60,8 +65,9 @@ def member_specs(config: ServeConfig, model_path: str, conductor: str) -> list[P
 def _fixed(config: ServeConfig, worker: Mapping[str, str]) -> list[ProcessSpec]:
     is_group = config.pipeline_parallel_size > 1  # whose stages have no whole blocks for a store
     homes = [{} if is_group else _home(config, i) for i in range(config.prefill_workers)]
+    own = {**worker, **_ranks(config, config.tensor_parallel_sizes[0])}
     prefills = [
-        _spec(config, f"prefill-{i}", "prefill_worker", PrefillConfig, {**worker, **home})
+        _spec(config, f"prefill-{i}", "prefill_worker", PrefillConfig, {**own, **home})
         for i, home in enumerate(homes)
     ]
     decodes = [_decode_spec(config, i, worker) for i in range(config.decode_workers)]
@@ -69,7 +75,8 @@ def _fixed(config: ServeConfig, worker: Mapping[str, str]) -> list[ProcessSpec]:
 
 
 def _decode_spec(config: ServeConfig, index: int, worker: Mapping[str, str]) -> ProcessSpec:
-    name, values = f"decode-{index}", {**worker, **_home(config, index)}
+    ranks = _ranks(config, config.tensor_parallel_sizes[1])
+    name, values = f"decode-{index}", {**worker, **ranks, **_home(config, index)}
     if config.conditional_disaggregation == "off":
         return _spec(config, name, "decode_worker", DecodeConfig, values)
     return _spec(config, name, "deploy.undivided", UndividedConfig, values)
@@ -84,7 +91,12 @@ def _switching(config: ServeConfig, worker: Mapping[str, str]) -> list[ProcessSp
             f"worker-{i}",
             "deploy.worker",
             WorkerConfig,
-            {**worker, **_home(config, i), "role": role},
+            {
+                **worker,
+                **_ranks(config, config.tensor_parallel_size),
+                **_home(config, i),
+                "role": role,
+            },
         )
         for i, role in enumerate(roles)
     ]
@@ -115,6 +127,11 @@ def _disk(config: ServeConfig, instance_id: str) -> dict[str, str]:
         return {}
     folder, _, size = config.ssd.rpartition(":")
     return {"ssd": f"{folder.rstrip('/')}/{instance_id}:{size}"}
+
+
+def _ranks(config: ServeConfig, size: int) -> dict[str, str]:
+    """How a worker of so many ranks computes."""
+    return {"tensor_parallel_size": str(size), "num_threads": str(config.threads_of(size))}
 
 
 def _home(config: ServeConfig, index: int) -> dict[str, str]:

@@ -21,7 +21,9 @@ import numpy as np
 
 from conductor.cost.decode import DecodeFit, fit_decode
 from conductor.cost.prefill import PrefillFit, fit_prefill
-from deploy import disk_speed, profile_report, serving_profile
+from conductor.policies import DEFAULT_POLICY
+from deploy import disk_speed, profile_report, serving_probe, serving_profile
+from deploy.serving_calibration import calibrated
 from deploy.transfer_checks import try_transport
 from engine.config import ModelConfig, load_model_config
 from engine.hub import resolve_model
@@ -29,14 +31,15 @@ from engine.replica import PoolPlan, ReplicaConfig, plan_pool
 from models import demo_model_path
 from protocol.config import HelpRequested, load, option, require_at_least_1
 from protocol.errors import ConfigError
+from protocol.layout import KV_DTYPES
 from protocol.machine import cache_folder
 from protocol.process import EXIT_CONFIG
 from traces.simulator.profiles import write_profile
-from traces.simulator.spec import Crowding, ModelProfile, Overheads
+from traces.simulator.spec import ClusterSpec, Crowding, ModelProfile, Overheads
 from transfer.options import TransferOptions
 
 if TYPE_CHECKING:
-    from deploy.serving_probe import PromptRun, StepRun
+    from deploy.serving_runs import Answered, PromptRun, StepRun
     from deploy.serving_terms import ServingTerms
     from engine.engine import Engine
     from engine.profile import DecodePoint, Grid, PrefillPoint
@@ -46,6 +49,7 @@ MIB = 2**20
 # Options that a cluster is started with.
 _OF_WORKERS = (
     "dtype",
+    "kv_cache_dtype",
     "load_format",
     "block_size",
     "kv_cache_memory",
@@ -68,7 +72,16 @@ class ProfileConfig:
     )
     json: str | None = option(None, help="file for the profile, as moonserve simulate reads it")
     name: str | None = option(None, help="name of the profile; the model's when not given")
-    dtype: str = option("auto", help="of weights and KV", choices=("auto", "float32", "bfloat16"))
+    dtype: str = option(
+        "auto",
+        help="of weights and, unless it is quantised, of KV",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        help="of KV: auto = as --dtype; fp8 and int8 quantise it",
+        choices=("auto", *KV_DTYPES),
+    )
     load_format: str = option(
         "auto", help="dummy = random weights, for measuring", choices=("auto", "dummy")
     )
@@ -100,6 +113,10 @@ class ProfileConfig:
     )
     prefill_workers: int = option(1, help="with --serving: its prefill workers")
     decode_workers: int = option(1, help="with --serving: its decode workers")
+    load_prompt_tokens: int = option(
+        512, help="with --serving: mean length of the prompts that will come"
+    )
+    load_answer_tokens: int = option(64, help="with --serving: likewise of the answers")
 
     def __post_init__(self) -> None:
         require_at_least_1(
@@ -110,6 +127,8 @@ class ProfileConfig:
             "num_threads",
             "prefill_workers",
             "decode_workers",
+            "load_prompt_tokens",
+            "load_answer_tokens",
         )
         if self.serving and self.clock != "wall":
             raise ConfigError("--serving sees what a client sees: it needs --clock wall")
@@ -127,7 +146,8 @@ class _Timed:
     decode_points: Sequence[DecodePoint | StepRun]
     prefill: PrefillFit
     decode: DecodeFit
-    terms: ServingTerms | None = None  # with --serving
+    terms: ServingTerms | None = None  # with --serving, like the next
+    bursts: Sequence[Sequence[Answered]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +186,8 @@ def run(config: ProfileConfig) -> ModelProfile:
         _measure_serving(config) if config.serving else _measure_alone(config, path, model, plan)
     )
     profile = _profile(config, path, model, plan, timed, rates)
+    if config.serving:
+        profile = _calibrated(config, profile, timed)
     print(f"{profile.name}, {config.num_threads} thread(s), {config.clock} time, ", end="")
     print(f"prompts in chunks of {config.max_num_batched_tokens} tokens\n")
     shown = (
@@ -174,8 +196,8 @@ def run(config: ProfileConfig) -> ModelProfile:
         ("disk, reading", rates.disk),
     )
     print(profile_report.as_text(timed.prefill, timed.decode, shown))
-    if timed.terms is not None:
-        print("", *serving_profile.as_text(timed.terms), sep="\n")
+    if config.serving:
+        print("", *serving_profile.as_text(profile.overheads, profile.crowding), sep="\n")
     if config.json is not None:
         write_profile(profile, Path(config.json), measured=_measured(config, timed))
         print(f"\nwritten to {config.json}")
@@ -195,7 +217,13 @@ def _measure_serving(config: ProfileConfig) -> _Timed:
         ),
     )
     terms, seen = serving_profile.measure(
-        shape, chunk_tokens=config.max_num_batched_tokens, budget_s=config.budget_s
+        shape,
+        serving_probe.Grid(
+            load_prompt_tokens=config.load_prompt_tokens,
+            load_answer_tokens=config.load_answer_tokens,
+        ),
+        chunk_tokens=config.max_num_batched_tokens,
+        budget_s=config.budget_s,
     )
     return _Timed(
         prefill_points=seen.prompts,
@@ -203,6 +231,7 @@ def _measure_serving(config: ProfileConfig) -> _Timed:
         prefill=terms.prefill,
         decode=terms.decode,
         terms=terms,
+        bursts=seen.answered,
     )
 
 
@@ -211,6 +240,7 @@ def _replica(config: ProfileConfig, path: Path) -> ReplicaConfig:
         instance_id="profile",
         model=str(path),
         dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
         block_size=config.block_size,
         kv_cache_memory=config.kv_cache_memory,
     )
@@ -225,6 +255,7 @@ def _load(config: ProfileConfig, path: Path, model: ModelConfig, plan: PoolPlan)
         path,
         config=model,
         layout=plan.layout,
+        dtype=plan.dtype,
         num_blocks=plan.num_blocks,
         num_threads=config.num_threads,
         load_format=config.load_format,
@@ -310,6 +341,21 @@ def _profile(
         overheads=Overheads() if timed.terms is None else timed.terms.overheads,
         crowding=Crowding() if timed.terms is None else timed.terms.crowding,
     )
+
+
+def _calibrated(config: ProfileConfig, profile: ModelProfile, timed: _Timed) -> ModelProfile:
+    """The cluster that was measured, as the simulator knows it, and what its bursts say of it."""
+    spec = ClusterSpec(
+        model=profile,
+        num_prefill=config.prefill_workers,
+        num_decode=config.decode_workers,
+        policy=DEFAULT_POLICY,
+        admission="none",
+        block_size=config.block_size,
+        chunk_tokens=config.max_num_batched_tokens,
+        mixes_prompts=True,
+    )
+    return calibrated(spec, timed.bursts).model
 
 
 def _measured(config: ProfileConfig, timed: _Timed) -> dict[str, Any]:

@@ -7,10 +7,7 @@ the arguments and the exit code.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import urllib.error
-import urllib.request
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import grpc.aio
 
 from deploy.explain import DEFAULT_URL, KEY_ENV, URL_ENV
+from deploy.gateway_view import cluster_view
 from deploy.kvctl.main import TOKEN_ENV
 from deploy.kvctl.output import (
     EXIT_NOT_FOUND,
@@ -131,29 +129,9 @@ def _check_successors(leaving: dict[str, Any], instances: Sequence[dict[str, Any
 
 async def _instances(url: str, api_key: str) -> list[dict[str, Any]]:
     """As the gateway shows them. Raises MoonserveError when it does not answer."""
-    view = await asyncio.to_thread(_cluster, url, api_key)
+    view = await asyncio.to_thread(cluster_view, url, api_key)
     found: list[dict[str, Any]] = view["instances"]
     return found
-
-
-def _cluster(url: str, api_key: str) -> dict[str, Any]:
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        request = urllib.request.Request(f"{url.rstrip('/')}/v1/cluster", headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            view: dict[str, Any] = json.load(response)
-            return view
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code == 401:
-                raise Unauthenticated(f"wrong API key; set {KEY_ENV}") from error
-            raise _no_answer(url, error) from error
-    except (OSError, ValueError) as error:  # ValueError: no URL, or no JSON
-        raise _no_answer(url, error) from error
-
-
-def _no_answer(url: str, error: Exception) -> MoonserveError:
-    return MoonserveError(f"no answer from {url}: {error}; give the gateway's address with --url")
 
 
 def _explained(error: MoonserveError) -> str:

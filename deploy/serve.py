@@ -15,6 +15,7 @@ from pathlib import Path
 
 from deploy.config import ServeConfig
 from deploy.display import Display
+from deploy.local import takes_requests
 from deploy.plan import conductor_spec, member_specs
 from deploy.supervisor import ChildDied, Supervisor
 from engine.config import load_model_config
@@ -26,6 +27,8 @@ from protocol.errors import ConfigError
 from protocol.process import EXIT_CONFIG
 
 EXIT_INTERRUPTED = 130  # as shells report SIGINT
+_JOINED_WITHIN_S = 30.0
+_JOIN_POLL_S = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +63,7 @@ async def _serve(config: ServeConfig, model_path: Path, log_dir: Path) -> int:
         supervisor = Supervisor(log_dir, _child_environment(config), display.refresh)
         display.follow(supervisor.children)
         try:
-            if await _start_or_stop(supervisor, config, model_path, stopping):
+            if await _start_or_stop(supervisor, config, model_path, _ledger(log_dir), stopping):
                 display.show_ready()
                 await stopping.wait()
             display.show_stopping()
@@ -70,10 +73,14 @@ async def _serve(config: ServeConfig, model_path: Path, log_dir: Path) -> int:
 
 
 async def _start_or_stop(
-    supervisor: Supervisor, config: ServeConfig, model_path: Path, stopping: asyncio.Event
+    supervisor: Supervisor,
+    config: ServeConfig,
+    model_path: Path,
+    ledger: Path,
+    stopping: asyncio.Event,
 ) -> bool:
     """Whether the cluster came up before someone asked to stop."""
-    start = asyncio.create_task(_start(supervisor, config, model_path))
+    start = asyncio.create_task(_start(supervisor, config, model_path, ledger))
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
@@ -85,7 +92,9 @@ async def _start_or_stop(
     return True
 
 
-async def _start(supervisor: Supervisor, config: ServeConfig, model_path: Path) -> None:
+async def _start(
+    supervisor: Supervisor, config: ServeConfig, model_path: Path, ledger: Path
+) -> None:
     conductors = await supervisor.start(
         [conductor_spec(config, number=number) for number in range(config.conductors)]
     )
@@ -93,7 +102,24 @@ async def _start(supervisor: Supervisor, config: ServeConfig, model_path: Path) 
     for number, (conductor, address) in enumerate(zip(conductors, addresses, strict=True)):
         # A restarted conductor must be found where the others look for it.
         conductor.spec = conductor_spec(config, address.rpartition(":")[2], number)
-    await supervisor.start(member_specs(config, str(model_path), ",".join(addresses)))
+    members = await supervisor.start(
+        member_specs(config, str(model_path), ",".join(addresses), str(ledger))
+    )
+    url = next(member.facts["http"] for member in members if "http" in member.facts)
+    await _until_joined(url)
+
+
+async def _until_joined(url: str) -> None:
+    """A process is ready before conductor and gateway have heard of it. Raises ConfigError when they never do."""
+    try:
+        async with asyncio.timeout(_JOINED_WITHIN_S):
+            while not await asyncio.to_thread(takes_requests, url):  # noqa: ASYNC110 - it is elsewhere
+                await asyncio.sleep(_JOIN_POLL_S)
+    except TimeoutError:
+        raise ConfigError(
+            f"every process is ready, but {url}/ready does not say so within {_JOINED_WITHIN_S:.0f} s: "
+            "the logs tell who could not join whom"
+        ) from None
 
 
 def _model_path(config: ServeConfig) -> Path:
@@ -130,6 +156,13 @@ def _log_dir(config: ServeConfig) -> Path:
         raise ConfigError(
             f"cannot write logs to {path}: {error.strerror}; see --log-dir"
         ) from error
+    return path
+
+
+def _ledger(log_dir: Path) -> Path:
+    """Where workers that share a memory budget keep their shares; an earlier run's are gone."""
+    path = log_dir / "kv-memory"
+    path.unlink(missing_ok=True)
     return path
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from deploy.serving_runs import Answered, Observations, PromptRun, StepRun
 from protocol.errors import ConfigError
 from protocol.timeline import Timeline
 from traces.client import ModelFacts, Outcome, StreamClient
@@ -31,6 +32,9 @@ _BESIDE_CONTEXT = 256
 _BESIDE_S = 2.0  # that a batch lasts at least, alone: several prompts are computed beside it
 _BURST = 8  # prompts at one moment
 _BURST_PROMPT = 512
+_BURSTS = 5  # with answers, between the others
+_PUTS_S = 1.0  # for putting what a burst has computed into stores
+_SPREAD = (4 / 15, 8 / 15, 16 / 15, 32 / 15)  # of their prompts' lengths; the mean is 1
 _REPORTED_WITHIN_S = 2.0
 _ENOUGH_SHAPES = 4  # for three coefficients; measured however long they take
 _TERMS = ("queue_s", "transfer_s", "prefill_s")  # of a prefill worker's report, as explained
@@ -44,52 +48,10 @@ class Grid:
     cached_shares: tuple[float, ...] = (0.5,)  # of a prompt that was sent before
     batches: tuple[int, ...] = (1, 4, 16, 32)
     contexts: tuple[int, ...] = (64, 512, 1536)
+    load_prompt_tokens: int = 512  # of the load that it is for, on average, and of its answers
+    load_answer_tokens: int = 64
     max_pool_tokens: int = 40_000  # of all streams together, or they push each other out
     runs: int = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRun:
-    """One prompt, seconds."""
-
-    machine: str  # that computed it
-    num_tokens: int
-    num_cached: int
-    num_others: int  # machines that computed beside it
-    decodes_beside: bool  # one of them was a decode machine
-    ttft_s: float  # at the client
-    placed_s: float  # of it, until the conductor has placed it
-    queue_s: float  # at the prefill worker, like the next two
-    load_s: float
-    compute_s: float
-    second_gap_s: float | None  # between the first and the second token
-    step_s: float | None  # between later ones
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRun:
-    """Steps of a batch while nobody joined or left."""
-
-    num_seqs: int
-    prompt_tokens: int  # of each
-    context_tokens: int  # of all together, generated ones too
-    num_others: int
-    seconds: float  # per step
-    gaps_s: tuple[float, ...] = ()  # between tokens as their client sees them, of all sequences
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observations:
-    """Everything that was measured; `beside_*` belong together and are compared with each other only."""
-
-    prompts: Sequence[PromptRun]
-    steps: Sequence[StepRun]
-    beside_prompts: Sequence[PromptRun]
-    beside_steps: Sequence[StepRun]
-    # Of prompts sent at one moment: what each takes of the time until the next one is placed, and those that were
-    # computed right after another.
-    bursts_s: Sequence[float] = ()
-    in_a_row: Sequence[PromptRun] = ()
 
 
 class Probe:
@@ -115,7 +77,7 @@ class Probe:
         steps = await self._steps(_after(0.5, ends_at))
         bursts = [await self._burst(num_prefill) for _ in range(self._grid.runs)]
         step_s = min((run.seconds for run in steps), default=0.0)
-        beside_prompts, beside_steps = await self._beside(num_prefill, step_s, ends_at)
+        beside_prompts, beside_steps, answered = await self._beside(num_prefill, step_s, ends_at)
         return Observations(
             prompts=prompts,
             steps=steps,
@@ -123,6 +85,7 @@ class Probe:
             beside_steps=beside_steps,
             bursts_s=[late_s for late_s, _ in bursts],
             in_a_row=[run for _, runs in bursts for run in runs],
+            answered=answered,
         )
 
     # -- prompts alone
@@ -195,6 +158,33 @@ class Probe:
         late_s = max(float(np.mean([run.placed_s for run in runs])) - alone_s, 0.0)
         return late_s / (len(runs) - 1), [run for run in runs if run.queue_s > run.compute_s / 2]
 
+    async def _answered_burst(self, num_prefill: int) -> list[Answered]:
+        """Prompts that are decoded while those behind them are computed."""
+        answer = min(self._grid.load_answer_tokens, self._longest // 2)
+        mean = self._grid.load_prompt_tokens
+        lengths = [min(round(mean * share) + 1, self._longest - answer) for share in _SPREAD]
+        prompts = [
+            self._fresh(lengths[number % len(lengths)]) for number in range(_BURST * num_prefill)
+        ]
+        outcomes = await asyncio.gather(*(self._complete(each, answer) for each in prompts))
+        return [
+            await self._answered(outcome, len(prompt))
+            for outcome, prompt in zip(outcomes, prompts, strict=True)
+        ]
+
+    async def _answered(self, outcome: Outcome, num_tokens: int) -> Answered:
+        timeline, run = _timeline(outcome), await self._prompt_run(outcome, num_tokens, 0)
+        computes_from = timeline.arrived_at + run.placed_s + run.queue_s + run.load_s
+        return Answered(
+            machine=run.machine,
+            num_tokens=num_tokens,
+            sent_at=timeline.arrived_at,
+            placed_s=run.placed_s,
+            computes_from=computes_from,
+            computes_until=computes_from + run.compute_s,
+            token_at=timeline.token_at,
+        )
+
     async def _explained(self, outcome: Outcome) -> tuple[str, float, float, float, float]:
         """Its machine, and seconds from its placement to its first token, of queue, load and computing."""
         found = await self._outcome_of(outcome)
@@ -252,19 +242,22 @@ class Probe:
 
     async def _beside(
         self, num_prefill: int, step_s: float, deadline: float
-    ) -> tuple[list[PromptRun], list[StepRun]]:
-        """In turn: one prompt, several at once, and both beside a batch."""
+    ) -> tuple[list[PromptRun], list[StepRun], list[list[Answered]]]:
+        """In turn: one prompt, several at once, both beside a batch, and bursts with answers."""
         prompts: list[PromptRun] = []
         steps: list[StepRun] = []
+        answered: list[list[Answered]] = []
         for run in itertools.count():
             if run and time.monotonic() > deadline:
-                return prompts, steps
+                return prompts, steps, answered
             for width in range(1, num_prefill + 1):
                 prompts += _apart(await self._at_once(width, width - 1), width)
             for width, streams in itertools.product(range(1, num_prefill + 1), _BESIDE_STREAMS):
                 more_prompts, more_steps = await self._beside_batch(width, streams, step_s)
                 prompts += more_prompts
                 steps += more_steps
+            answered += [await self._answered_burst(num_prefill) for _ in range(_BURSTS)]
+            await asyncio.sleep(_PUTS_S)
         raise AssertionError("unreachable")
 
     async def _at_once(

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.local import LocalCluster, running
-from deploy.serving_probe import Grid, Observations, Probe
+from deploy.serving_probe import Grid, Probe
+from deploy.serving_runs import Observations
 from deploy.serving_terms import ServingTerms, terms_of
 from protocol.errors import ConfigError, MoonserveError
 from traces.client import StreamClient
+from traces.simulator.spec import Crowding, Overheads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +53,12 @@ class ClusterShape:
 
 
 def measure(
-    shape: ClusterShape, *, chunk_tokens: int, budget_s: float, seed: int = 0
+    shape: ClusterShape, grid: Grid, *, chunk_tokens: int, budget_s: float, seed: int = 0
 ) -> tuple[ServingTerms, Observations]:
     """Takes `budget_s` and the time to start. Raises ConfigError when the cluster does not come up or answer."""
     try:
         with shape.running() as cluster:
-            seen = asyncio.run(_observe(cluster.url, shape.num_prefill, budget_s, seed))
+            seen = asyncio.run(_observe(cluster.url, shape.num_prefill, grid, budget_s, seed))
     except ConfigError:
         raise
     except MoonserveError as error:
@@ -64,15 +66,16 @@ def measure(
     return terms_of(seen, chunk_tokens), seen
 
 
-async def _observe(url: str, num_prefill: int, budget_s: float, seed: int) -> Observations:
+async def _observe(
+    url: str, num_prefill: int, grid: Grid, budget_s: float, seed: int
+) -> Observations:
     async with StreamClient(url) as client:
-        probe = Probe(client, await client.model(None), Grid(), seed)
+        probe = Probe(client, await client.model(None), grid, seed)
         return await probe.observe(num_prefill, budget_s)
 
 
-def as_text(terms: ServingTerms) -> Sequence[str]:
+def as_text(overheads: Overheads, crowding: Crowding) -> Sequence[str]:
     """What serving adds, for people."""
-    overheads, crowding = terms.overheads, terms.crowding
     return (
         f"request, beside its computing   {overheads.request_s * 1e3:8.2f} ms",
         f"… of it at the gateway by turns {overheads.gateway_s * 1e3:8.2f} ms",
@@ -81,13 +84,13 @@ def as_text(terms: ServingTerms) -> Sequence[str]:
         f"prompt right after another      {overheads.turnover_s * 1e3:8.2f} ms",
         f"landing, until it is granted    {overheads.landing_s * 1e3:8.2f} ms",
         f"handoff, beside its KV          {overheads.handoff_s * 1e3:8.2f} ms",
+        f"… beside 0, 1, … prefills       {_factors(crowding.handoff)}",
         f"prefill beside 0, 1, … others   {_factors(crowding.prefill)}",
         f"… that are all prefill machines {_factors(crowding.prefill_beside_prefills)}",
         f"decode beside 0, 1, … others    {_factors(crowding.decode)}",
         f"… of a batch                    {_factors(crowding.decode_batch)}",
         f"request beside 0, 1, … others   {_factors(crowding.request)}",
         f"landing beside 0, 1, … others   {_factors(crowding.landing)}",
-        f"handoff beside 0, 1, … others   {_factors(crowding.handoff)}",
     )
 
 

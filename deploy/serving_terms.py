@@ -16,11 +16,12 @@ import numpy as np
 from conductor.cost.decode import DecodeFit, fit_decode
 from conductor.cost.prefill import PrefillFit
 from conductor.cost.residuals import report_errors
-from deploy.serving_probe import Observations, PromptRun, StepRun
+from deploy.serving_bursts import handoffs_of, steps_of
+from deploy.serving_runs import Observations, PromptRun, StepRun
 from protocol.errors import ConfigError
 from protocol.fitting import fit_relative
 from protocol.profile import DecodeProfile, PrefillProfile
-from traces.simulator.spec import Crowding, Overheads
+from traces.simulator.spec import CROWDED_BATCH, Crowding, Overheads
 
 _NUM_QUANTILES = 40  # of gaps: a 90th percentile lies well within them
 
@@ -132,16 +133,25 @@ def overheads_of(seen: Observations, prefill: PrefillProfile, crowding: Crowding
     back_s = max(_median([_back_s(run) for run in alone]), 0.0)
     late_s = [max(_back_s(run) - back_s, 0.0) for run in seen.in_a_row]
     landing_s = [run.load_s for run in alone if run.num_cached == 0]
-    handoff_s = [each for run in alone if (each := _own_overheads(run)[2]) is not None]
     return Overheads(
         request_s=_median(request_s),
-        gateway_s=_median(seen.bursts_s) if seen.bursts_s else 0.0,
+        gateway_s=_gateway_s(seen, _median([run.placed_s for run in alone])),
         back_s=back_s,
         late_back_s=_median(late_s) if late_s else 0.0,
         turnover_s=_median(_turnovers(seen, prefill, crowding) or [0.0]),
         landing_s=_median(landing_s),
-        handoff_s=_median(handoff_s),
+        handoff_s=_median(_handoffs_alone(seen)),
     )
+
+
+def _gateway_s(seen: Observations, alone_s: float) -> float:
+    """What a prompt takes of the time until others of its moment are placed: of the load's length, if possible."""
+    usual = [
+        (float(np.mean([each.placed_s for each in burst])) - alone_s) / (len(burst) - 1)
+        for burst in seen.answered
+        if len(burst) > 1
+    ]
+    return _median(usual or seen.bursts_s or [0.0])
 
 
 def _turnovers(seen: Observations, prefill: PrefillProfile, crowding: Crowding) -> list[float]:
@@ -166,24 +176,75 @@ def crowding_of(seen: Observations, prefill: PrefillProfile, decode: DecodeProfi
     alone = [run for run in seen.beside_prompts if run.num_others == 0]
     decoding = [*alone, *(run for run in seen.beside_prompts if run.decodes_beside)]
     prefills = [run for run in seen.beside_prompts if not run.decodes_beside]
-    steps: dict[int, list[tuple[int, float]]] = {}  # by sequences
-    for run in seen.beside_steps:
-        ratio = run.seconds / decode.step_s(run.num_seqs, run.context_tokens)
-        steps.setdefault(run.num_seqs, []).append((run.num_others, ratio))
+    one, batch = _step_factors(seen, decode)
     by_machine = _alone(seen, prefill.seconds)
     return Crowding(
         prefill=_prefill_factors(decoding, prefill, by_machine),
         prefill_beside_prefills=_prefill_factors(prefills, prefill, by_machine),
-        decode=_factors(steps[min(steps)] if steps else ()),
-        decode_batch=_factors(steps[max(steps)] if len(steps) > 1 else ()),
+        decode=one,
+        decode_batch=batch,
         request=_overhead_factors(decoding, 0),
         request_beside_prefills=_overhead_factors(prefills, 0),
         landing=_overhead_factors(decoding, 1),
         landing_beside_prefills=_overhead_factors(prefills, 1),
-        handoff=_overhead_factors(decoding, 2),
-        handoff_beside_prefills=_overhead_factors(prefills, 2),
+        handoff=_handoff_factors(seen),
         gaps=_gaps(seen),
     )
+
+
+def _step_factors(
+    seen: Observations, decode: DecodeProfile
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of one sequence and of a batch, which is empty where none was seen, and as one where it was not seen."""
+    runs: dict[bool, list[StepRun]] = {}  # by whether it is nearer to a batch
+    in_bursts = _in_bursts(seen)
+    for run in in_bursts or seen.beside_steps:
+        runs.setdefault(2 * run.num_seqs > CROWDED_BATCH + 1, []).append(run)
+    of = _burst_factors if in_bursts else _long_factors
+    if len(runs) < 2:
+        return of(next(iter(runs.values()), ()), decode), ()
+    one, batch = of(runs[False], decode), of(runs[True], decode)
+    return one, batch + one[len(batch) :]
+
+
+def _in_bursts(seen: Observations) -> list[StepRun]:
+    return [run for burst in seen.answered for run in steps_of(burst)]
+
+
+def _long_factors(runs: Sequence[StepRun], decode: DecodeProfile) -> tuple[float, ...]:
+    ratios = [(r.num_others, r.seconds / decode.step_s(r.num_seqs, r.context_tokens)) for r in runs]
+    return _factors(ratios)
+
+
+def _burst_factors(runs: Sequence[StepRun], decode: DecodeProfile) -> tuple[float, ...]:
+    """All time that steps took against all that the formula says: stretches are short, and in some all tokens came at
+    once that others had waited for."""
+    actual: dict[int, float] = {}
+    alone: dict[int, float] = {}
+    for run in runs:
+        others, num_steps = run.num_others, len(run.gaps_s)
+        actual[others] = actual.get(others, 0.0) + num_steps * run.seconds
+        expected_s = decode.step_s(run.num_seqs, run.context_tokens)
+        alone[others] = alone.get(others, 0.0) + num_steps * expected_s
+    return _factors([(0, 1.0), *((n, actual[n] / alone[n]) for n in actual if n)])
+
+
+def _handoff_factors(seen: Observations) -> tuple[float, ...]:
+    """By the number of prefill machines that compute meanwhile, whether or not the decode machine does."""
+    alone_s = _median(_handoffs_alone(seen))
+    crowded = [
+        (run.num_prefills, run.seconds / alone_s)
+        for burst in seen.answered
+        for run in handoffs_of(burst)
+        if run.num_prefills and alone_s > 0.0
+    ]
+    return _factors([(0, 1.0), *crowded]) if crowded else ()
+
+
+def _handoffs_alone(seen: Observations) -> list[float]:
+    """Seconds, of prompts that nobody delayed."""
+    found = (_own_overheads(run)[2] for run in seen.prompts if run.num_others == 0)
+    return [seconds for seconds in found if seconds is not None]
 
 
 def _prefill_factors(
@@ -221,7 +282,7 @@ def _own_overheads(run: PromptRun) -> tuple[float, float, float | None]:
 def _gaps(seen: Observations) -> tuple[tuple[float, ...], ...]:
     """Each gap against the mean of its stretch: what is left is how tokens are bunched, and their mean is 1."""
     by_others: dict[int, list[float]] = {}
-    for run in seen.beside_steps:
+    for run in _in_bursts(seen) or seen.beside_steps:
         by_others.setdefault(run.num_others, []).extend(gap / run.seconds for gap in run.gaps_s)
     spread: list[tuple[float, ...]] = []
     while found := by_others.get(len(spread)):

@@ -7,7 +7,7 @@ started again with the same options, less and less eagerly; whatever happens, `s
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import logging
 import os
 import signal
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.plan import ProcessSpec
+from protocol import status
 from protocol.errors import ConfigError, MoonserveError
 from protocol.process import EXIT_CONFIG
 
@@ -126,29 +127,19 @@ class Supervisor:
 
     async def _follow(self, child: Child, read_fd: int) -> None:
         """Takes in what the process says on its status pipe, until it ends."""
-        reader = asyncio.StreamReader()
-        pipe = os.fdopen(read_fd, "rb")
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), pipe
-        )
-        try:
-            async for line in reader:
-                self._note(child, json.loads(line))
-        finally:
-            transport.close()
+        async with contextlib.aclosing(status.follow(read_fd)) as said:
+            async for report in said:
+                self._note(child, report)
 
-    def _note(self, child: Child, report: dict[str, object]) -> None:
-        if "ready" in report:
-            facts = report["ready"]
-            child.facts = facts if isinstance(facts, dict) else {}
-            child.stage, child.fraction = "ready", 1.0
-            child.ready.set()
-        elif "failed" in report:
-            child.failure = str(report["failed"])
-        else:
-            child.stage = str(report["stage"])
-            fraction = report["fraction"]
-            child.fraction = fraction if isinstance(fraction, float) else None
+    def _note(self, child: Child, report: status.Report) -> None:
+        match report:
+            case status.Ready(facts):
+                child.facts, child.stage, child.fraction = facts, "ready", 1.0
+                child.ready.set()
+            case status.Failed(message):
+                child.failure = message
+            case status.Progress(stage, fraction):
+                child.stage, child.fraction = stage, fraction
         self._on_change()
 
     async def _until_ready(self, child: Child) -> None:
@@ -221,7 +212,8 @@ def _start_failure(child: Child) -> MoonserveError:
 async def _end(process: asyncio.subprocess.Process, grace_s: float) -> None:
     _signal(process, signal.SIGTERM)
     try:
-        await asyncio.wait_for(process.wait(), grace_s)
+        async with asyncio.timeout(grace_s):
+            await process.wait()
     except TimeoutError:
         log.warning("pid %d did not stop in %g s: killing it", process.pid, grace_s)
         _signal(process, signal.SIGKILL)

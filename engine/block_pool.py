@@ -1,21 +1,22 @@
-"""The blocks of one KV pool: who holds them, what they cache, which is evicted next.
+"""The blocks of one KV pool: who holds them, which are blank, and what can be found again.
 
 Owns ids and bookkeeping, never bytes. Every block is in exactly one of three states: *blank* (free, holds nothing
 findable), *cached* (unreferenced, findable by key, evictable) or *held* (referenced; findable too once published).
 
-Eviction is least recently used and leaf first: a block goes before the block it extends, since a prefix without its
-beginning cannot be matched. Does not know sequences, leases or requests; a reference is a reference.
+What can be found, and what is evicted next, is the prefix index's business (`engine.prefix`): a block goes before the
+block it extends, since a prefix without its beginning cannot be matched. Does not know sequences, leases or requests; a
+reference is a reference.
 """
 
 from __future__ import annotations
 
-import heapq
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 
+from engine.blanks import Blanks, Stack
+from engine.prefix import DEFAULT_EVICTION, PrefixIndex, RadixTree, make_eviction
 from protocol.ids import BlockId
 from protocol.keys import BlockKey
-
-_HEAP_SLACK = 64  # stale heap entries tolerated beyond two per block before it is rebuilt
 
 
 class BlockPool:
@@ -28,44 +29,42 @@ class BlockPool:
         on_added: Callable[[BlockKey, BlockKey], None],
         on_removed: Callable[[BlockKey], None],
         enable_prefix_caching: bool = True,
+        eviction: str = DEFAULT_EVICTION,
+        make_index: Callable[..., PrefixIndex] = RadixTree,
+        blanks: Blanks | None = None,
     ) -> None:
+        """`eviction`: one of `engine.prefix.EVICTION_NAMES`. Raises ConfigError for another. `blanks`: where blank
+        blocks come from; None: all are there."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
-        self._on_added = on_added
-        self._on_removed = on_removed
         self._caching = enable_prefix_caching
-        self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: low ids are handed out first
-        self._references = [0] * num_blocks
+        self._blanks: Blanks = blanks or Stack(num_blocks)
+        self._references = array("I", bytes(4 * num_blocks))
         self._num_held = 0
-        self._keys: list[BlockKey | None] = [None] * num_blocks
-        self._parents: list[BlockKey | None] = [None] * num_blocks
-        self._checksums: list[int | None] = [None] * num_blocks
-        self._by_key: dict[BlockKey, BlockId] = {}
-        self._children: dict[BlockKey, set[BlockKey]] = {}  # cached children of a key
-        self._clock = 0
-        self._last_used = [0] * num_blocks
-        # (last_used, block) of leaves that may be evicted; entries that no longer hold are skipped when popped
-        self._leaves: list[tuple[int, BlockId]] = []
+        self._index = make_index(
+            num_blocks,
+            make_eviction(eviction, num_blocks),
+            on_added=on_added,
+            on_removed=on_removed,
+        )
 
     def take_over(self, earlier: BlockPool) -> None:
         """Begins with what can be found in a pool over the same memory that nobody uses any more, whoever still seems
         to hold it; nothing may have been allocated here. Announces every block."""
-        if self._num_held or self._by_key or self.num_blocks != earlier.num_blocks:
+        if self._num_held or len(self._index) or self.num_blocks != earlier.num_blocks:
             raise ValueError("a pool takes over before anything is in it, and from one of its size")
         if not self._caching:
+            self._blanks.keep_only(())
             return
-        self._keys, self._parents = list(earlier._keys), list(earlier._parents)
-        self._checksums, self._last_used = list(earlier._checksums), list(earlier._last_used)
-        self._by_key, self._clock = dict(earlier._by_key), earlier._clock
-        self._children = {key: set(children) for key, children in earlier._children.items()}
-        self._blank = [block for block in self._blank if self._keys[block] is None]
-        self._leaves = [
-            (self._last_used[b], b) for b in self._by_key.values() if self._is_evictable(b)
-        ]
-        heapq.heapify(self._leaves)
-        for key, parent in self.keys():
-            self._on_added(key, parent)
+        index, found = self._index, earlier._index
+        for key, parent, block in found.items():
+            checksum = found.checksum_of(block)
+            assert checksum is not None, "what is listed can be found"
+            index.add(block, key, parent, checksum, hits=found.hits_of(block))
+        for block in found.by_age():
+            index.let_go(block)
+        self._blanks.keep_only({block for _, _, block in index.items()})
 
     # -- what is there
 
@@ -76,59 +75,83 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out, including cached ones that it would evict."""
-        return self.num_blocks - self._num_held
+        """Blocks that `allocate` can hand out, including cached ones that it would evict. What there is no memory for
+        now is neither free nor held."""
+        return self._blanks.num_in_reach + self.num_cached
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can ever be held at once, as limits are now; what needs more never fits."""
+        return self._blanks.capacity
 
     @property
     def num_cached(self) -> int:
         """Unreferenced blocks that still hold a findable prefix."""
-        return self.num_free - len(self._blank)
+        return self._index.num_idle
 
     def keys(self) -> list[tuple[BlockKey, BlockKey]]:
-        """(key, parent) of every findable block."""
-        return [(key, self._parent_of(block)) for key, block in self._by_key.items()]
+        """(key, parent) of every findable block, parents first."""
+        return [(key, parent) for key, parent, _ in self._index.items()]
 
     def key_of(self, block: BlockId) -> BlockKey | None:
         """The key under which a block can be found."""
-        return self._keys[block]
+        return self._index.key_of(block)
 
     def checksum_of(self, block: BlockId) -> int | None:
         """The checksum that was published with a findable block."""
-        return self._checksums[block]
+        return self._index.checksum_of(block)
+
+    def hits_of(self, block: BlockId) -> int:
+        """How often a findable block was re-used since it was published; counted up to 255."""
+        return self._index.hits_of(block)
 
     def references_of(self, block: BlockId) -> int:
         return self._references[block]
 
-    def match_prefix(self, keys: Iterable[BlockKey]) -> list[BlockId]:
-        """The longest run of leading blocks that are findable. Takes no references: `retain` them before anything
-        is allocated."""
-        found: list[BlockId] = []
-        for key in keys:
-            block = self._by_key.get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    @property
+    def references(self) -> Sequence[int]:
+        """Of each block; to look at, as it changes."""
+        return self._references
+
+    def match_prefix(self, keys: Sequence[BlockKey]) -> list[BlockId]:
+        """The longest run of leading blocks of a chain that are findable. Takes no references: `retain` them before
+        anything is allocated."""
+        return self._index.match(keys)
 
     # -- references
 
     def allocate(self, count: int) -> list[BlockId] | None:
         """`count` blocks with one reference each and nothing findable in them, or None (and no change) when there
         are fewer than that free."""
-        if count > self.num_free:
-            return None
-        blocks = [self._take_blank() for _ in range(count)]
+        blanks = self._blanks
+        if count > blanks.num_ready:
+            self.make_way()  # what is evicted below is not among what leaves
+            blanks.prepare(count)
+            missing = count - blanks.num_ready
+            if missing > self._index.num_idle:
+                blanks.want(missing)
+                return None
+            if missing > 0:
+                for block in reversed(self._index.evict(missing)):
+                    blanks.put(block)
+        blocks = blanks.take(count)
         for block in blocks:
             self._references[block] = 1
+        self._num_held += count
         return blocks
+
+    def reused(self, blocks: Iterable[BlockId]) -> None:
+        """Somebody who holds these findable blocks found them and saves computing them: worth keeping."""
+        self._index.hit(blocks)
 
     def retain(self, blocks: Iterable[BlockId]) -> None:
         """One more reference to each of these held or cached blocks."""
         for block in blocks:
             if self._references[block] == 0:
-                if self._keys[block] is None:
+                if not self._index.is_findable(block):
                     raise ValueError(f"block {block} is blank and cannot be retained")
                 self._num_held += 1
+                self._index.hold(block)
             self._references[block] += 1
 
     def release(self, blocks: Sequence[BlockId]) -> None:
@@ -141,130 +164,58 @@ class BlockPool:
             if self._references[block] == 0:
                 self._let_go(block)
 
+    def _let_go(self, block: BlockId) -> None:
+        self._num_held -= 1
+        if self._index.is_findable(block):
+            self._index.let_go(block)
+        else:
+            self._blanks.put(block)
+
+    # -- memory that comes and goes
+
+    def want(self, count: int) -> None:
+        """Somebody waits for so many blocks beyond what is free."""
+        self._blanks.want(count)
+
+    def make_way(self) -> set[BlockId]:
+        """Gives up what can be found in blocks that are to leave, since there is less memory. Returns those that are
+        held: their holders should let go of them as soon as they can."""
+        if not self._blanks.is_leaving:
+            return set()
+        leaving = self._blanks.choose_leaving(self._references)
+        for block in leaving:
+            self.forget(block)
+        return {block for block in leaving if self._references[block]}
+
     # -- the prefix cache
 
     def publish(self, block: BlockId, key: BlockKey, parent: BlockKey, checksum: int) -> None:
         """Makes a held block findable. No-op when the key already is, or when prefix caching is off."""
         if self._references[block] == 0:
             raise ValueError(f"block {block} is not held and cannot be published")
-        if not self._caching or key in self._by_key:
-            return
-        if self._keys[block] is not None:
-            raise ValueError(f"block {block} is already published under another key")
-        self._keys[block], self._parents[block], self._checksums[block] = key, parent, checksum
-        self._by_key[key] = block
-        self._children.setdefault(parent, set()).add(key)
-        self._on_added(key, parent)
+        if self._caching:
+            self._index.add(block, key, parent, checksum)
 
     def forget(self, block: BlockId) -> None:
         """The content is bad: neither it nor what was computed from it can be found any more. Holders keep their
         references."""
-        key = self._keys[block]
-        if key is not None:
-            self._forget_tree(key)
-
-    def _forget_tree(self, root: BlockKey) -> None:
-        order = [root]
-        for key in order:
-            order.extend(self._children.get(key, ()))
-        for key in reversed(order):  # leaves first
-            block = self._by_key[key]
-            self._unpublish(block)
-            if self._references[block] == 0:
-                self._blank.append(block)
-
-    def _unpublish(self, block: BlockId) -> None:
-        key, parent = self._keys[block], self._parent_of(block)
-        if key is None:
-            raise ValueError(f"block {block} is not published")
-        self._keys[block] = self._parents[block] = self._checksums[block] = None
-        del self._by_key[key]
-        siblings = self._children[parent]
-        siblings.remove(key)
-        if not siblings:
-            del self._children[parent]
-            self._offer(self._by_key.get(parent))
-        self._on_removed(key)
-
-    def _parent_of(self, block: BlockId) -> BlockKey:
-        parent = self._parents[block]
-        if parent is None:
-            raise ValueError(f"block {block} is not published")
-        return parent
-
-    # -- eviction
-
-    def _take_blank(self) -> BlockId:
-        while not self._blank:
-            self._evict_one()
-        self._num_held += 1
-        return self._blank.pop()
-
-    def _evict_one(self) -> None:
-        while self._leaves:
-            last_used, block = heapq.heappop(self._leaves)
-            if last_used == self._last_used[block] and self._is_evictable(block):
-                self._unpublish(block)
-                self._blank.append(block)
-                return
-        self._evict_branch()
-
-    def _evict_branch(self) -> None:
-        """Every unreferenced block is followed by a held one (its holder let the beginning go): the follower can no
-        longer be found once its beginning goes, so it is forgotten with it."""
-        candidates = (b for b, key in enumerate(self._keys) if key and not self._references[b])
-        block = min(candidates, key=self._last_used.__getitem__)
-        self.forget(block)
-
-    def _let_go(self, block: BlockId) -> None:
-        self._num_held -= 1
-        self._clock += 1
-        self._last_used[block] = self._clock
-        if self._keys[block] is None:
-            self._blank.append(block)
-        else:
-            self._offer(block)
-
-    def _offer(self, block: BlockId | None) -> None:
-        """Puts a block in line for eviction if it may be evicted now."""
-        if block is None or not self._is_evictable(block):
-            return
-        if len(self._leaves) > 2 * self.num_blocks + _HEAP_SLACK:
-            self._leaves = [
-                (self._last_used[b], b) for b in self._by_key.values() if self._is_evictable(b)
-            ]
-            heapq.heapify(self._leaves)
-        else:
-            heapq.heappush(self._leaves, (self._last_used[block], block))
-
-    def _is_evictable(self, block: BlockId) -> bool:
-        key = self._keys[block]
-        return key is not None and self._references[block] == 0 and key not in self._children
+        if self._index.is_findable(block):
+            for each in self._index.remove(block):
+                self._blanks.put(each)
 
     # -- proof
 
     def validate(self) -> None:
         """Raises AssertionError unless every block is accounted for exactly once."""
-        held = {b for b in range(self.num_blocks) if self._references[b] > 0}
-        published = {b for b in range(self.num_blocks) if self._keys[b] is not None}
-        blank = set(self._blank)
-        cached = published - held
-        assert len(blank) == len(self._blank), "a block is blank twice"
+        blocks = range(self.num_blocks)
+        held = {b for b in blocks if self._references[b] > 0}
+        published = {b for b in blocks if self._index.is_findable(b)}
+        blanks = list(self._blanks)
+        blank = set(blanks)
+        assert len(blank) == len(blanks), "a block is blank twice"
         assert not blank & held, "a blank block is held"
         assert not blank & published, "a blank block is published"
-        assert blank | held | cached == set(range(self.num_blocks)), "a block is lost"
-        assert (self.num_held, self.num_cached) == (len(held), len(cached)), "counts drifted"
-        assert all(count >= 0 for count in self._references), "negative references"
-        self._validate_index(published)
-        in_line = set(self._leaves)
-        for block in cached:
-            if self._is_evictable(block):
-                assert (self._last_used[block], block) in in_line, f"leaf {block} is not in line"
-
-    def _validate_index(self, published: set[BlockId]) -> None:
-        assert set(self._by_key.values()) == published, "index and blocks disagree"
-        children: dict[BlockKey, set[BlockKey]] = {}
-        for key, block in self._by_key.items():
-            assert self._keys[block] == key, f"block {block} is indexed under another key"
-            children.setdefault(self._parent_of(block), set()).add(key)
-        assert children == self._children, "children drifted"
+        assert blank | held | published == set(blocks), "a block is lost"
+        assert self.num_held == len(held), "held blocks drifted"
+        assert self.num_cached == len(published - held), "cached blocks drifted"
+        self._index.validate()

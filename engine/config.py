@@ -56,17 +56,30 @@ class ModelConfig:
         windows = self.sliding_windows[layers.start : layers.stop]
         return replace(self, num_layers=len(layers), sliding_windows=windows)
 
-    def kv_layout(self, block_size: int, dtype: str) -> KvLayout:
-        """The shape of this model's KV cache. `dtype` as for `resolve_dtype`."""
+    def kv_layout(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> KvLayout:
+        """The shape of this model's KV cache. `dtype` as for `resolve_dtype`; `kv_dtype` as for `--kv-cache-dtype`:
+        auto means that dtype, fp8 and int8 quantise."""
         if block_size < 1:
             raise ConfigError(f"block size must be at least 1, not {block_size}")
-        return KvLayout(
-            num_layers=self.num_layers,
-            block_size=block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.resolve_dtype(dtype),
-        )
+        try:
+            return KvLayout(
+                num_layers=self.num_layers,
+                block_size=block_size,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                dtype=self._kv_dtype(self.resolve_dtype(dtype), kv_dtype),
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def _kv_dtype(self, dtype: str, wish: str) -> str:
+        if wish == "auto":
+            return dtype
+        if wish in DTYPE_BYTES and wish != dtype:
+            raise ConfigError(
+                f"KV in {wish} with a model in {dtype}: KV that is not quantised has the model's dtype"
+            )
+        return wish
 
 
 @dataclass(frozen=True, slots=True)

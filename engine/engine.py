@@ -25,6 +25,7 @@ from engine.model import ForwardPass, Model
 from engine.sampler import sample
 from engine.stage import Stage, split
 from engine.step import Step
+from engine.tensor_parallel.team import Leading, Team
 from engine.weights import Progress, load_weights
 from protocol.errors import ConfigError, InvalidRequest
 from protocol.ids import BlockId, RequestId
@@ -43,6 +44,7 @@ class Engine:
         pool: KvPool,
         fingerprint: str,
         stage: Stage | None = None,
+        team: Team | None = None,
     ) -> None:
         self.config = config
         self.kernels_name = model.kernels_name
@@ -50,6 +52,7 @@ class Engine:
         self.layout = pool.layout
         self.num_blocks = pool.num_blocks
         self.memory = pool.memory
+        self.dtype = pool.dtype  # that the model is computed in
         self.fingerprint = fingerprint
         self.stage = stage or split(config.num_layers, 1)[0]
         self._model = model
@@ -57,6 +60,8 @@ class Engine:
         self._pool = pool
         # The partly filled block behind which each sequence of the last step is known to be clean.
         self._clean_tails: dict[RequestId, BlockId] = {}
+        self.team = team
+        self._leading: Leading | None = None
 
     @classmethod
     def load(
@@ -68,6 +73,8 @@ class Engine:
         num_blocks: int,
         memory: memoryview | None = None,
         stage: Stage | None = None,
+        team: Team | None = None,
+        dtype: str | None = None,
         device: str = "cpu",
         num_threads: int = 1,
         load_format: str = "auto",
@@ -76,47 +83,60 @@ class Engine:
         cache_folder: Path | None = None,
         progress: Progress | None = None,
     ) -> Engine:
-        """Loads the weights and lays the KV pool out over `memory` (its own when None). The compute dtype is the
-        layout's. Raises ConfigError. `num_threads` is set for the whole process.
+        """Loads the weights and lays the KV pool out over `memory` (its own when None). `dtype` is what is
+        computed in; None = the layout's, which is then not quantised. Raises ConfigError. `num_threads` is set for the
+        whole process.
 
         `kernels` and `attention`: auto, native or torch. What is native is compiled once into `cache_folder`
         (`protocol.machine.cache_folder`); without a folder, or without a compiler, auto means torch. `device`: cpu or
         cuda, where auto means triton, and `memory` does not hold the KV: nobody may hand it over from there.
 
         `stage`: only these layers are loaded and have KV in `memory`; `config` and `layout` are the whole model's, as
-        the fingerprint is, which is equal at all stages."""
+        the fingerprint is, which is equal at all stages. `team`: only this rank's share is loaded, and of `memory`,
+        which all ranks have, only its heads are written."""
         set_threads(num_threads)
         place = find_device(device)
         own = stage or split(config.num_layers, 1)[0]
-        if own.size > 1 and place.type == "cuda":
-            raise ConfigError("a pipeline's stages compute on CPUs")
+        triton = place.type == "cuda" or "triton" in (kernels, attention)
+        _require_possible(layout, own, team, on_cuda=place.type == "cuda", triton=triton)
+        shard = None if team is None else team.shard
+        dtype = dtype or layout.dtype
         weights = load_weights(
             model_path,
             config,
-            TORCH_DTYPES[layout.dtype],
+            TORCH_DTYPES[dtype],
             load_format=load_format,
             progress=progress,
             device=place,
             stage=own,
+            shard=shard,
         )
         config = config.of_layers(own.layers)
-        pool = KvPool(layout.of_layers(config.num_layers), num_blocks, memory, place)
+        part, heads = (config, None) if shard is None else (shard.of(config), shard.kv_heads)
+        own_layout = layout.of_layers(config.num_layers)
+        pool = KvPool(own_layout, num_blocks, memory, place, heads, dtype)
         layers = make_kernels(
             kernels,
-            config,
+            part,
             weights,
             pool,
             num_threads=num_threads,
             cache_folder=cache_folder,
             compiling=partial(_tell_compiling, progress),
+            sums=None if team is None else team.ranks,
         )
         if attention == "auto" and layers.name == "torch":
             attention = "torch" if kernels == "auto" else attention  # why not was told already
-        geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
+        geometry = Geometry(part.num_heads, part.num_kv_heads, part.head_dim)
         backend = make_attention(attention, geometry, pool, cache_folder, crew_of(layers))
-        plain = Model(config, layers, backend, gives_logits=own.is_last)
+        plain = Model(part, layers, backend, gives_logits=own.is_last, share=team)
         model = with_graphs(plain, config, pool)
-        return cls(config, model, backend, pool, make_fingerprint(weights.digest, layout), own)
+        identity = make_fingerprint(weights.digest, layout, dtype)
+        return cls(config, model, backend, pool, identity, own, team)
+
+    def lead(self, leading: Leading) -> None:
+        """From now on the other ranks of the team are told each step."""
+        self._leading = leading
 
     def execute(
         self,
@@ -139,9 +159,12 @@ class Engine:
         ordered = [slices[index] for index in order]
         sampling = [piece for piece in ordered if piece.samples]
         with torch.inference_mode():
-            if self._attention.reads_whole_blocks:
-                self._clean(ordered)
-            output = self._model.forward(self._make_step(ordered, hidden), on_layer)
+            step = self._make_step(ordered, hidden)
+            dirty = self._find_dirty(ordered) if self._attention.reads_whole_blocks else None
+            if self._leading is None:
+                output = self.run(step, dirty, on_layer)
+            else:
+                output = self._leading.run(self.run, step, dirty, on_layer)
             if not self.stage.is_last:
                 if hidden is not None and hidden.passed_on is not None:
                     self._rows_of(hidden.passed_on, len(output)).copy_(output)
@@ -152,6 +175,19 @@ class Engine:
             if slices[index].samples:
                 results[index] = next(sampled)
         return results
+
+    def run(
+        self,
+        step: Step,
+        dirty: torch.Tensor | None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """A step that is checked and laid out: `execute` calls it, and a rank that does as another one says. `dirty`:
+        slots to be zeroed before. What `ForwardPass.forward` gives."""
+        with torch.inference_mode():
+            if dirty is not None:
+                self._pool.clear(dirty)
+            return self._model.forward(step, on_layer)
 
     def _check(self, piece: Slice) -> None:
         capacity = len(piece.block_table) * self.layout.block_size
@@ -165,7 +201,7 @@ class Engine:
     def _rows_of(self, memory: memoryview, num_tokens: int) -> torch.Tensor:
         """The first rows [tokens, hidden_size] of somebody's memory."""
         count = num_tokens * self.config.hidden_size
-        flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[self.layout.dtype], count=count)
+        flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[self.dtype], count=count)
         return flat.view(num_tokens, self.config.hidden_size)
 
     def _make_step(self, slices: Sequence[Slice], hidden: HiddenStates | None) -> Step:
@@ -214,10 +250,10 @@ class Engine:
                 f"token ids from {low} to {high} do not fit a vocabulary of {self.config.vocab_size}"
             )
 
-    def _clean(self, slices: Sequence[Slice]) -> None:
-        """Zeroes what lies behind single tokens in their last block, for attention that reads whole blocks and masks
-        what is not there yet: what an earlier holder or a corrupted transfer left must not be a NaN: 0 · NaN is NaN.
-        Once clean, a tail stays so while its sequence grows into it."""
+    def _find_dirty(self, slices: Sequence[Slice]) -> torch.Tensor | None:
+        """What lies behind single tokens in their last block, for attention that reads whole blocks and masks what is
+        not there yet: what an earlier holder or a corrupted transfer left must not be a NaN: 0 · NaN is NaN. Once
+        clean, a tail stays so while its sequence grows into it."""
         block_size = self.layout.block_size
         clean: dict[RequestId, BlockId] = {}
         dirty: list[np.ndarray] = []
@@ -229,9 +265,8 @@ class Engine:
             if self._clean_tails.get(piece.request_id) != block:
                 first = block * block_size + piece.start % block_size
                 dirty.append(np.arange(first, (block + 1) * block_size))
-        if dirty:
-            self._pool.clear(torch.from_numpy(np.concatenate(dirty)))
         self._clean_tails = clean
+        return torch.from_numpy(np.concatenate(dirty)) if dirty else None
 
 
 def _rows(slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
@@ -239,6 +274,18 @@ def _rows(slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
     ends = np.cumsum([piece.end - piece.start for piece in slices])
     rows = [int(end) - 1 for end, piece in zip(ends, slices, strict=True) if piece.samples]
     return None if len(rows) == num_tokens else torch.tensor(rows, dtype=torch.int64)
+
+
+def _require_possible(
+    layout: KvLayout, stage: Stage, team: Team | None, *, on_cuda: bool, triton: bool
+) -> None:
+    """Raises ConfigError for what does not go together."""
+    if stage.size > 1 and on_cuda:
+        raise ConfigError("a pipeline's stages compute on CPUs")
+    if team is not None and (stage.size > 1 or on_cuda):
+        raise ConfigError("ranks share whole models, on CPUs")
+    if layout.is_quantised and triton:
+        raise ConfigError(f"KV in {layout.dtype} is for CPUs: the Triton kernels do not read it")
 
 
 def _tell_compiling(progress: Progress | None) -> None:

@@ -131,6 +131,7 @@ class _Loop:
         if fresh is None:
             self._pool.release(cached)
             return False
+        self._pool.reused(cached)
         sequence.blocks = cached + fresh
         sequence.num_published = len(cached)
         sequence.num_computed = sequence.cached_tokens = len(cached) * block_size

@@ -16,6 +16,14 @@ from engine.kernels.base import Kernels
 from engine.step import Step
 
 
+class Share(Protocol):
+    """A rank's share of a model, and the others'."""
+
+    def whole_logits(self, own: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocab] from all ranks' parts of the vocabulary; at ranks but the first one nothing of use.
+        Raises PeerLost."""
+
+
 class ForwardPass(Protocol):
     """What an engine runs: `Model`, or one that replays it."""
 
@@ -23,7 +31,8 @@ class ForwardPass(Protocol):
 
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Logits `[rows, vocab]`, float32, until the next call; of a stage that is not the last one hidden states
-        `[tokens, hidden_size]`. `on_layer(l)` runs right after layer l's K and V are in the pool."""
+        `[tokens, hidden_size]`. `on_layer(l)` runs right after layer l's K and V are in the pool, all ranks' of them.
+        Raises PeerLost where another rank is lost."""
 
 
 class Model:
@@ -36,14 +45,17 @@ class Model:
         attention: Attention,
         *,
         gives_logits: bool = True,
+        share: Share | None = None,
     ) -> None:
-        """`gives_logits`: whether the last layer is among them; otherwise a pass gives hidden states."""
+        """`gives_logits`: whether the last layer is among them; otherwise a pass gives hidden states. `share`: of a
+        rank; None = the layers are whole."""
         self.kernels_name = kernels.name
         self.windows = frozenset(config.sliding_windows)  # that any layer has
         self._windows = config.sliding_windows
         self._kernels = kernels
         self._attention = attention
         self._gives_logits = gives_logits
+        self._share = share
 
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """As `ForwardPass.forward`."""
@@ -60,10 +72,13 @@ class Model:
         work = self._kernels.begin(step)
         for layer, window in enumerate(self._windows):
             queries, keys, values = self._kernels.project(layer, work)
-            if on_layer is not None:
+            if on_layer is not None and self._share is None:
                 on_layer(layer)
             seen = self._attention.attend(layer, plans[window], queries, keys, values)
             self._kernels.finish(layer, work, seen)
+            if on_layer is not None and self._share is not None:
+                on_layer(layer)
         if not self._gives_logits:
             return self._kernels.hidden(work)
-        return self._kernels.logits(work, step.rows)
+        logits = self._kernels.logits(work, step.rows)
+        return logits if self._share is None else self._share.whole_logits(logits)

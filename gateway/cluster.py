@@ -1,8 +1,9 @@
 """The cluster as the gateway sees it: who is there, and the calls and streams to them.
 
-One poll of the conductor per second for the view; one Events stream per worker, opened when the view or a placement
-first names it and opened again when it breaks. Whoever listens is told of every break at once: what was under way
-on a broken stream is lost, whether or not the worker lives. Knows nothing about single requests' lives or HTTP.
+One poll of the conductor per second for the view, ten until requests can be placed; one Events stream per worker,
+opened when the view or a placement first names it and opened again when it breaks. Whoever listens is told of every
+break at once: what was under way on a broken stream is lost, whether or not the worker lives. Knows nothing about
+single requests' lives or HTTP.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from protocol.wire import endpoint_from_wire, placement_from_wire, role_from_wir
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
+_UNREADY_POLL_INTERVAL_S = (
+    0.1  # while no request could be placed: the first one shall not find an old view
+)
 _CALL_TIMEOUT_S = 5.0
 # A view older than this says nothing about who is alive.
 _VIEW_LIFETIME_S = 5.0
@@ -95,7 +99,7 @@ class Cluster:
         """Keeps the view fresh until cancelled."""
         while True:
             await self.refresh()
-            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.sleep(POLL_INTERVAL_S if self.is_ready else _UNREADY_POLL_INTERVAL_S)
 
     async def refresh(self) -> None:
         """One look at the cluster; a failure leaves the old view to age."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvstore.disk.base import (
     DiskObject,
@@ -26,6 +26,7 @@ from kvstore.moves import Load, Store
 from kvstore.promises import Lease
 from kvstore.state import StoreState
 from kvstore.stored import StoredObject
+from protocol.held_tasks import HeldTasks
 from protocol.keys import BlockKey
 from protocol.timer import set_within
 
@@ -75,7 +76,7 @@ class Mover:
         self._writing_bytes = 0
         self._resting: asyncio.TimerHandle | None = None  # set while the disk is left alone
         self._loading: dict[int, asyncio.Future[None]] = {}  # by generation
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = HeldTasks()
         self._moved = asyncio.Event()  # replaced at each end
         self._disk_lost = asyncio.Event()
 
@@ -192,10 +193,10 @@ class Mover:
             self._loading[load.object.generation] = asyncio.get_running_loop().create_future()
             piece.append(load)
             if sum(one.object.length for one in piece) >= PIECE_BYTES:
-                self._hold(self._read(piece))
+                self._tasks.start(self._read(piece))
                 piece = []
         if piece:
-            self._hold(self._read(piece))
+            self._tasks.start(self._read(piece))
 
     async def loaded(self, lease: Lease) -> None:
         """Waits for the reads of this lease's objects, whoever began them."""
@@ -263,7 +264,7 @@ class Mover:
 
     def _begin(self, stores: Sequence[Store]) -> None:
         self._writing_bytes += sum(store.object.length for store in stores)
-        self._hold(self._write(stores))
+        self._tasks.start(self._write(stores))
 
     async def _write(self, stores: Sequence[Store]) -> None:
         assert self.disk is not None
@@ -326,11 +327,6 @@ class Mover:
         self._moved.set()
         self._moved = asyncio.Event()
         self._changed()
-
-    def _hold(self, body: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(body)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _settle(loaded: asyncio.Future[None]) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from kvstore.state import StoreState
 from kvstore.stored import Usage
 from kvstore.verification import Verifier, batched
 from protocol.errors import Overloaded
+from protocol.held_tasks import HeldTasks
 from protocol.keys import KEY_BYTES, BlockKey, pack_keys
 from protocol.pb import conductor_pb2, kvstore_pb2
 from protocol.request import Endpoint
@@ -98,7 +99,7 @@ class StoreService(LastingCalls):
         self._landings = Landings(transfer, segment)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvstore")
         self._commits: dict[str, asyncio.Task[tuple[BlockKey, ...]]] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = HeldTasks()
         self._timer = Timer(self._expire, clock)
         self._writer_ended = asyncio.Event()  # replaced at each end
         self.writes = LocalWrites(
@@ -159,7 +160,7 @@ class StoreService(LastingCalls):
             if self._landings.can_be_verified_here(window_id, landed):
                 corrupt = self._verified(reservation_id, landed, self._landings.corrupt(landed))
                 return kvstore_pb2.StoreCommitReply(corrupt=corrupt)
-            task = self._hold(self._verify(reservation_id, window_id, landed))
+            task = self._tasks.start(self._verify(reservation_id, window_id, landed))
             self._commits[reservation_id] = task
         # The caller may go away; what it committed is committed.
         return kvstore_pb2.StoreCommitReply(corrupt=await asyncio.shield(task))
@@ -169,7 +170,7 @@ class StoreService(LastingCalls):
     ) -> kvstore_pb2.StoreAbortReply:
         reservation = self._state.writers.abort(request.reservation_id, self._clock())
         if reservation is not None:
-            await asyncio.shield(self._hold(self._reclaim(reservation)))
+            await asyncio.shield(self._tasks.start(self._reclaim(reservation)))
         return kvstore_pb2.StoreAbortReply()
 
     async def Lease(
@@ -377,14 +378,8 @@ class StoreService(LastingCalls):
     def _expire(self) -> None:
         for reservation in self._state.expire(self._clock()):
             log.warning("writer abandoned reservation %s", reservation.reservation_id)
-            self._hold(self._reclaim(reservation))
+            self._tasks.start(self._reclaim(reservation))
         self._changed()
-
-    def _hold(self, body: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(body)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.replica import PoolPlan, ReplicaConfig
 from prefill_worker.ledger import Limits
+from prefill_worker.puts import MIN_HITS
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
 from transfer import FaultPlan
@@ -36,6 +37,12 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
     )
     prepare_ahead: int = option(
         4, help="waiting requests whose landing and prefix are fetched ahead, at least"
+    )
+    store_writes: str = option(
+        "all",
+        help="what is put into the home store: all blocks, or hot = those re-used in the worker's own memory: fewer "
+        "writes, and fewer hits (docs/engine-performance.md)",
+        choices=tuple(MIN_HITS),
     )
     max_put_blocks: int = option(64, help="blocks on their way to the home store at once")
     max_pending_puts: int = option(4096, help="blocks waiting for that; more are dropped")
@@ -83,6 +90,10 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
             raise ConfigError("--home-store does not go with --pipeline-parallel-size above 1")
         if self.can_switch_role:
             raise ConfigError("--role-switching does not go with --pipeline-parallel-size above 1")
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "--tensor-parallel-size does not go with --pipeline-parallel-size above 1"
+            )
 
     def faults(self) -> FaultPlan:
         """What goes wrong on purpose."""
@@ -107,11 +118,18 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
             max_pending_puts=self.max_pending_puts,
             max_prefetch_blocks=self._prefetch_limit(plan),
             num_layers=plan.layout.num_layers,
-            layered_loads="never" if self.pipeline_parallel_size > 1 else self.layered_loads,
+            layered_loads="never" if self._computes_in_several else self.layered_loads,
             num_stages=self.pipeline_parallel_size,
             policy=self.scheduling_policy,
             enable_prefix_caching=self.enable_prefix_caching,
+            prefix_eviction=self.prefix_eviction,
+            store_writes=self.store_writes,
         )
+
+    @property
+    def _computes_in_several(self) -> bool:
+        """Processes, of which only this one could wait for a layer's prefix."""
+        return self.pipeline_parallel_size > 1 or self.tensor_parallel_size > 1
 
     def _prefetch_limit(self, plan: PoolPlan) -> int:
         # Half: a store serves several workers, and its memory is often not much larger than theirs.

@@ -52,6 +52,11 @@ class GatewayLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryChanged:
+    """There may be memory for more blocks, or only for fewer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """A deadline that `PrefillState.next_deadline` announced may have passed."""
 
@@ -222,6 +227,7 @@ Event = (
     Submitted
     | CancelRequested
     | GatewayLost
+    | MemoryChanged
     | Tick
     | LandingGranted
     | LandingRefused

@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.blanks import Blanks
 from engine.block_pool import BlockPool
+from engine.prefix import DEFAULT_EVICTION
 from prefill_worker.actions import Action, Fail, PutItem, ReleaseLanding, WithdrawReservation
 from prefill_worker.events import Submitted
 from prefill_worker.load_or_compute import Layers, PrefixLoads
 from prefill_worker.prefetch import Prefetches
-from prefill_worker.puts import WriteBehind
+from prefill_worker.puts import MIN_HITS, WriteBehind
 from prefill_worker.queue import RequestQueue
 from prefill_worker.sequence import ENDED, Phase, Sequence
 from prefill_worker.tombstones import Tombstones
@@ -46,6 +48,8 @@ class Limits:
     num_stages: int = 1  # of a pipeline: as many steps are under way together
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
+    prefix_eviction: str = DEFAULT_EVICTION
+    store_writes: str = "all"
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -63,7 +67,9 @@ class Ledger:
         home_store: str | None,
         on_added: Callable[[BlockKey, BlockKey], None],
         on_removed: Callable[[BlockKey], None],
+        blanks: Blanks | None = None,
     ) -> None:
+        """`blanks`: the pool's, where they are not all there."""
         self.limits = limits
         self.home_store = home_store
         self.counters: Counter[str] = Counter()
@@ -72,21 +78,18 @@ class Ledger:
             limits.num_blocks,
             on_added=on_added,
             on_removed=self._unpublished,
+            eviction=limits.prefix_eviction,
             enable_prefix_caching=limits.enable_prefix_caching,
+            blanks=blanks,
         )
         self.puts = WriteBehind(
             self.pool,
             self.counters,
             max_in_flight=limits.max_put_blocks,
             max_pending=limits.max_pending_puts,
+            min_hits=MIN_HITS[limits.store_writes],
         )
-        self.loads = PrefixLoads(
-            profile,
-            Layers(limits.num_layers, limits.layered_loads),
-            block_bytes=limits.block_bytes,
-            block_size=limits.block_size,
-            chunk_tokens=limits.max_num_batched_tokens,
-        )
+        self.loads = _loads(limits, profile)
         self.prefetches = Prefetches(
             self.pool,
             self.counters,
@@ -117,6 +120,17 @@ class Ledger:
         self.admitted[sequence.request_id] = sequence
 
     # -- blocks
+
+    def too_long(self, sequence: Sequence) -> InvalidRequest | None:
+        """What is wrong with one that would need more blocks than there can be."""
+        num_needed = self.limits.blocks_for(sequence.num_tokens)
+        if num_needed <= (capacity := self.pool.capacity):
+            return None
+        return InvalidRequest(
+            f"the prompt needs {num_needed} KV blocks and the worker has {capacity}; "
+            "shorten it, or start workers with a larger --kv-cache-memory",
+            request=sequence.request_id,
+        )
 
     def publish(self, sequence: Sequence, index: int, checksum: int) -> None:
         """A block of the sequence is complete; if it is full, others may use it."""
@@ -198,6 +212,16 @@ class Ledger:
             if checksum is not None and self.pool.key_of(block) == key:
                 parent = sequence.parent_key(index)
                 self.puts.offer(PutItem(key=key, parent=parent, checksum=checksum, block=block))
+
+
+def _loads(limits: Limits, profile: PrefillProfile) -> PrefixLoads:
+    return PrefixLoads(
+        profile,
+        Layers(limits.num_layers, limits.layered_loads),
+        block_bytes=limits.block_bytes,
+        block_size=limits.block_size,
+        chunk_tokens=limits.max_num_batched_tokens,
+    )
 
 
 def as_retryable(error: MoonserveError) -> MoonserveError:

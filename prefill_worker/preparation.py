@@ -35,7 +35,11 @@ class Preparation:
             if sequence is None or not self._is_due(sequence, prepared):
                 return
             if not self._take_blocks(sequence):
-                return
+                error = ledger.too_long(sequence)  # there may be less memory than when it came
+                if error is None:
+                    return
+                ledger.fail(sequence, error, now)
+                continue
             ledger.dequeue(sequence)
             self._prepare(sequence, now)
             prepared.append(sequence)
@@ -55,6 +59,7 @@ class Preparation:
         if fresh is None:
             pool.release(cached)
             return False
+        pool.reused(cached)
         sequence.block_table = cached + fresh
         self._ledger.adopt_cached(sequence, 0, len(cached))
         return True

@@ -16,14 +16,25 @@ from protocol.ids import BlockId
 from protocol.keys import BlockKey
 from protocol.request import Endpoint
 
+MIN_HITS = {"all": 0, "hot": 1}
+"""Re-uses after which a block is put, by `--store-writes` (measured: docs/engine-performance.md)."""
+
 
 class WriteBehind:
     """One put under way at a time, so that puts take at most one core's leisure."""
 
     def __init__(
-        self, pool: BlockPool, counters: Counter[str], *, max_in_flight: int, max_pending: int
+        self,
+        pool: BlockPool,
+        counters: Counter[str],
+        *,
+        max_in_flight: int,
+        max_pending: int,
+        min_hits: int = 0,
     ) -> None:
+        """`min_hits`: what was not re-used so often since the pool has it is not put yet."""
         self._pool = pool
+        self._min_hits = min_hits
         self._counters = counters
         self._max_in_flight = max_in_flight
         self._max_pending = max_pending
@@ -60,8 +71,8 @@ class WriteBehind:
         self._known.discard(key)
 
     def offer(self, item: PutItem) -> None:
-        """Puts a published block in line, unless the store is known to have it."""
-        if item.key in self._known:
+        """Puts a published block in line, unless the store is known to have it or nobody came back for it enough."""
+        if item.key in self._known or self._pool.hits_of(item.block) < self._min_hits:
             return
         if len(self._pending) >= self._max_pending:
             self._counters["put_dropped_blocks"] += 1

@@ -139,6 +139,7 @@ class PrefillService:
             free_blocks=state.num_free_blocks,
             held_blocks=state.num_held_blocks,
             queued_tokens=state.queued_tokens,
+            num_blocks=state.pool.capacity,
         )
 
     def status(self) -> worker_pb2.WorkerStatus:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from engine.blanks import Blanks
 from engine.block_pool import BlockPool
 from prefill_worker import events as ev
 from prefill_worker.actions import Action
@@ -49,6 +50,7 @@ class PrefillState:
         home_store: str | None,
         on_added: Callable[[BlockKey, BlockKey], None],
         on_removed: Callable[[BlockKey], None],
+        blanks: Blanks | None = None,
     ) -> None:
         self._ledger = Ledger(
             limits,
@@ -56,6 +58,7 @@ class PrefillState:
             home_store=home_store,
             on_added=on_added,
             on_removed=on_removed,
+            blanks=blanks,
         )
         self._preparation = Preparation(self._ledger)
         self._handoffs = Handoffs(self._ledger)
@@ -71,6 +74,7 @@ class PrefillState:
             ev.Submitted: self._submitted,
             ev.CancelRequested: self._cancel_requested,
             ev.GatewayLost: self._gateway_lost,
+            ev.MemoryChanged: lambda _event, _now: None,
             ev.Tick: self._tick,
             ev.LandingGranted: self._preparation.landing_granted,
             ev.LandingRefused: self._preparation.landing_refused,
@@ -100,6 +104,7 @@ class PrefillState:
         ledger.out = []
         self._handlers[type(event)](event, now)
         self._steps.settle(now)
+        ledger.pool.make_way()  # what is held here ends soon by itself
         while ledger.returned:
             self._submitted(ledger.returned.pop(), now)
         self._preparation.admit(now)
@@ -235,14 +240,7 @@ class PrefillState:
                 f"{limits.max_model_len}",
                 **ids,
             )
-        num_needed = limits.blocks_for(sequence.num_tokens)
-        if num_needed > limits.num_blocks:
-            return InvalidRequest(
-                f"the prompt needs {num_needed} KV blocks and the worker has {limits.num_blocks}; "
-                "shorten it, or start workers with a larger --kv-cache-memory",
-                **ids,
-            )
-        return None
+        return self._ledger.too_long(sequence)
 
     # -- cancellation and deadlines
 

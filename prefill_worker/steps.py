@@ -135,6 +135,7 @@ class Steps:
         if len(cached) <= first:
             return
         pool.retain(cached[first:])
+        pool.reused(cached[first:])
         pool.release(table[first : len(cached)])
         table[first : len(cached)] = cached[first:]
         self._ledger.adopt_cached(sequence, first, len(cached))

@@ -12,10 +12,12 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from engine.block_pool import BlockPool
+from engine.elastic.serving import MemoryAtWork, show_memory
 from engine.replica import PoolPlan, Replica, loaded_replica
 from engine.stage import split
 from kvstore.block_client import BlockClient
 from kvstore.home_finder import HomeFinder, finding_home
+from prefill_worker import events as ev
 from prefill_worker.config import PrefillConfig
 from prefill_worker.landing import KvMemory
 from prefill_worker.landing_client import LandingClient
@@ -56,48 +58,32 @@ class PrefillWorker:
     ) -> None:
         """`earlier`: the pool of who had this memory before and has ended. `group`: whom this worker leads; the replica
         is its first stage then."""
-        plan = replica.plan
         self._config = config
         self._replica = replica
         self._transfer_address = transfer.address
         self._stats = transfer.stats
-        self._local_bytes_per_s = told.local_bytes_per_s(segment.buffer)
-        self._channels = Channels(config.cluster_token)
-        self._blocks = BlockLog()
-        measured, _ = replica.profiles
-        state = PrefillState(
-            config.limits(plan),
-            lease_prefix=new_id(config.instance_id),
-            profile=prefill_profile_from_wire(measured),
-            home_store=config.home_store,
-            on_added=self._blocks.added,
-            on_removed=self._blocks.removed,
+        self._local_bytes_per_s = (
+            told.local_bytes_per_s(segment.buffer)
+            if replica.elasticity is None
+            else told.local_bytes_per_s_beside(segment.nbytes)
         )
+        self._channels = Channels(config.cluster_token)
+        self._blocks = BlockLog(lambda: self.pool.keys())
+        state = self._make_state()
         self.pool = state.pool
         if earlier is not None:
             self.pool.take_over(earlier)
         self._registry, self._collector = registry, PrefixLoadCollector(state.prefix_loads)
-        self.service = PrefillService(
-            state,
-            engine=replica.thread,
-            memory=KvMemory(segment, plan.own_layout, plan.num_blocks),
-            transfer=transfer,
-            landings=LandingClient(
-                self._channels,
-                fingerprint=replica.fingerprint,
-                ttl_s=config.landing_ttl_s,
-                part_layers=_part_layers(plan) if group is not None else (),
-            ),
-            stores=BlockClient(self._channels, transfer),
-            landing_ttl_s=config.landing_ttl_s,
-            patience=config.transfer_patience(),
-            look_for_home=self._look_for_home,
-            group=group,
-        )
         self._group = group
+        self.service = self._make_service(state, transfer, segment)
+        self._memory = MemoryAtWork(
+            replica.elasticity, self.pool, lambda: self.service.post(ev.MemoryChanged())
+        )
         self._home_finder = self._make_home_finder()
         self._servicer = WorkerServicer(
-            self.service, block_size=plan.layout.block_size, vocab_size=replica.vocab_size
+            self.service,
+            block_size=replica.plan.layout.block_size,
+            vocab_size=replica.vocab_size,
         )
 
     async def run(
@@ -107,6 +93,7 @@ class PrefillWorker:
         taken, or what made going on pointless. No transfer writes to the pool any more when it returns or raises."""
         server = RpcServer(self._config.cluster_token)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._servicer, server.grpc)
+        worker_pb2_grpc.add_KvMemoryServicer_to_server(self._memory.servicer, server.grpc)
         add_services(server.grpc)
         self._registry.register(self._collector)
         try:
@@ -115,10 +102,11 @@ class PrefillWorker:
             async with (
                 member(self._config, registration, self._load, self._blocks) as seat,
                 finding_home(self._home_finder) as finding,
+                self._memory.coming_and_going() as moving,
             ):
                 lifecycle.ready(rpc=address, transfer=self._transfer_address)
                 of_group = (self._group.failed,) if self._group is not None else ()
-                watched = (self.service.failed, *seat.watched, *finding, *of_group)
+                watched = (self.service.failed, *seat.watched, *finding, *moving, *of_group)
                 await lifecycle.until_stopped(*watched)
                 await self._drain(seat, lifecycle)
         finally:
@@ -133,6 +121,41 @@ class PrefillWorker:
         seat.drain()
         if not await lifecycle.drained(self.service.drained(), self._config.drain_timeout_s):
             log.warning("stopping with requests under way")
+
+    def _make_state(self) -> PrefillState:
+        measured, _ = self._replica.profiles
+        return PrefillState(
+            self._config.limits(self._replica.plan),
+            lease_prefix=new_id(self._config.instance_id),
+            profile=prefill_profile_from_wire(measured),
+            home_store=self._config.home_store,
+            on_added=self._blocks.added,
+            on_removed=self._blocks.removed,
+            blanks=self._replica.blanks,
+        )
+
+    def _make_service(
+        self, state: PrefillState, transfer: TransferEngine, segment: Segment
+    ) -> PrefillService:
+        config, plan = self._config, self._replica.plan
+        landings = LandingClient(
+            self._channels,
+            fingerprint=self._replica.fingerprint,
+            ttl_s=config.landing_ttl_s,
+            part_layers=_part_layers(plan) if self._group is not None else (),
+        )
+        return PrefillService(
+            state,
+            engine=self._replica.thread,
+            memory=KvMemory(segment, plan.own_layout, plan.num_blocks),
+            transfer=transfer,
+            landings=landings,
+            stores=BlockClient(self._channels, transfer),
+            landing_ttl_s=config.landing_ttl_s,
+            patience=config.transfer_patience(),
+            look_for_home=self._look_for_home,
+            group=self._group,
+        )
 
     def _make_home_finder(self) -> HomeFinder | None:
         home_store, conductor = self._config.home_store, self._config.conductor
@@ -170,6 +193,7 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
             await _lead(config, transfer, registry, lifecycle)
             return
         async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
+            show_memory(replica.elasticity, registry)
             await PrefillWorker(config, replica, transfer, segment, registry).run(lifecycle)
 
 

@@ -1,7 +1,9 @@
 """Shape of the paged KV cache, and where each piece of a block lies.
 
 A *piece* is one block's K or V in one layer: `[block_size, num_kv_heads, head_dim]`, contiguous, tokens outermost, so
-that the first n tokens of a piece are its first n·token_bytes bytes.
+that the first n tokens of a piece are its first n·token_bytes bytes. Where KV is quantised, a head of a token is its
+codes, a byte each, and behind them their scale, a float32: a token is quantised once, when it is written, and nothing
+that is written later changes it.
 
 A worker's pool is layer-major: for each layer all K pieces, then all V pieces, so that a kernel sees one tensor
 `[num_blocks, block_size, num_kv_heads, head_dim]`. A stored object is block-major: the block's pieces back to back in
@@ -14,6 +16,13 @@ import hashlib
 from dataclasses import astuple, dataclass, replace
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of what a model may be computed in, and keep its KV in as it is."""
+
+QUANTISED_DTYPES = ("fp8", "int8")
+"""What KV may be kept in instead: fp8 is E4M3 (4 bits of exponent, 3 of mantissa, no infinity)."""
+
+SCALE_BYTES = 4
+KV_DTYPES = (*DTYPE_BYTES, *QUANTISED_DTYPES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +36,32 @@ class KvLayout:
     dtype: str
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"KV dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        if self.dtype not in KV_DTYPES:
+            raise ValueError(f"KV dtype {self.dtype!r} is not one of {', '.join(KV_DTYPES)}")
         if min(self.num_layers, self.block_size, self.num_kv_heads, self.head_dim) < 1:
             raise ValueError(f"every dimension of a KV layout is at least 1: {self}")
+        if self.is_quantised and self.head_dim % SCALE_BYTES:
+            raise ValueError(f"KV in {self.dtype} needs a head_dim that is a multiple of 4: {self}")
 
     def of_layers(self, num_layers: int) -> KvLayout:
         """The same blocks with so many of their layers: what one stage of a pipeline keeps."""
         return replace(self, num_layers=num_layers)
 
     @property
+    def is_quantised(self) -> bool:
+        return self.dtype in QUANTISED_DTYPES
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of a token's K (or V) in one layer."""
+        if self.is_quantised:
+            return self.head_dim + SCALE_BYTES
+        return self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token's K (or V) in one layer."""
-        return self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_kv_heads * self.head_bytes
 
     @property
     def piece_bytes(self) -> int:
@@ -65,12 +87,11 @@ class KvLayout:
         """Byte offset of piece `piece` (2·layer for K, 2·layer + 1 for V) of a block in a pool of `num_blocks`."""
         return (piece * num_blocks + block_id) * self.piece_bytes
 
-    def object_offset(self, piece: int) -> int:
-        """Byte offset of piece `piece` within a stored object."""
-        return piece * self.piece_bytes
 
-
-def fingerprint(weights_digest: str, layout: KvLayout) -> str:
-    """Identity of everything that determines a block's bytes. Workers pair only when theirs are equal."""
-    text = "|".join(("moonserve-kv-1", weights_digest, *map(str, astuple(layout))))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def fingerprint(weights_digest: str, layout: KvLayout, dtype: str | None = None) -> str:
+    """Identity of everything that determines a block's bytes. Workers pair only when theirs are equal. `dtype`: what
+    the model is computed in, where that is not the layout's own."""
+    parts = ["moonserve-kv-1", weights_digest, *map(str, astuple(layout))]
+    if dtype is not None and dtype != layout.dtype:
+        parts.append(dtype)
+    return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
 """What every long-lived process has in common: start, progress, readiness, signals, end.
 
-A process says how far it is on its status pipe (`--status-fd`), one JSON object per line, to whoever started it. It
-ends on SIGTERM or SIGINT, and when its parent dies, so that no orphan survives a killed launcher.
+A process says how far it is on its status pipe (`--status-fd`, `protocol.status`) to whoever started it. It ends on
+SIGTERM or SIGINT, and when its parent dies, so that no orphan survives a killed launcher.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from protocol import logs
+from protocol import logs, status
 from protocol.config import HelpRequested, load, option
 from protocol.errors import ConfigError
 
@@ -67,17 +66,17 @@ class Lifecycle:
 
     def progress(self, stage: str, fraction: float | None = None) -> None:
         """Says what takes time now; `fraction` of it is done."""
-        self._report({"stage": stage, "fraction": fraction})
+        self._report(status.Progress(stage, fraction))
 
     def ready(self, **facts: str) -> None:
         """Says that the process serves; `facts` such as its addresses go to the starter."""
         self._on_ready(self.stopping)
         log.info("ready %s", " ".join(f"{name}={value}" for name, value in facts.items()))
-        self._report({"ready": facts})
+        self._report(status.Ready(facts))
 
     def failed(self, message: str) -> None:
         """Says why the process cannot start."""
-        self._report({"failed": message})
+        self._report(status.Failed(message))
 
     async def until_stopped(self, *watched: asyncio.Future[Any]) -> None:
         """Returns when the process is told to stop; raises what ended one of the `watched` before that."""
@@ -94,12 +93,12 @@ class Lifecycle:
             await asyncio.wait({finishing}, timeout=timeout_s)
             return finishing.done()
 
-    def _report(self, entry: dict[str, object]) -> None:
+    def _report(self, report: status.Report) -> None:
         if self._status_fd is None:
             return
         # A starter that has gone away must not take its children down by a full or broken pipe.
         with contextlib.suppress(OSError):
-            os.write(self._status_fd, json.dumps(entry).encode() + b"\n")
+            status.write(self._status_fd, report)
 
 
 @contextlib.asynccontextmanager

@@ -31,7 +31,7 @@ class RedisServer:
     def __init__(self, *arguments: str, sentinel: Sequence[str] = ()) -> None:
         binary = shutil.which("redis-server")
         if binary is None:
-            pytest.skip("redis-server is not installed (.ci/system-packages)")
+            pytest.skip("needs redis-server (.ci/system-packages)")
         self._binary = binary
         self._arguments = arguments
         self._sentinel = sentinel

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,3 +83,14 @@ def test_state_files_are_pure() -> None:
 def test_the_proto_folder_is_no_python_package() -> None:
     """`proto` is also the import name of proto-plus, which ray[default] installs."""
     assert not list((ROOT / "proto").glob("*.py"))
+
+
+def test_who_computes_nothing_starts_without_torch_and_without_redis_where_there_is_none() -> None:
+    """Importing them takes longer than all else that such a process does before it serves."""
+    modules = ("conductor", "kvstore", "kvstore.directory", "gateway", "deploy")
+    imports = "; ".join(f"import {module}.__main__" for module in modules)
+    unwanted = "torch transformers redis matplotlib"
+    show = f"import sys; print(*sorted(set('{unwanted}'.split()) & set(sys.modules)))"
+    command = [sys.executable, "-c", f"{imports}; {show}"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == []

@@ -128,11 +128,26 @@ class TransferEngine:
             self._tell_removed(segment)
 
     def allocate(
-        self, nbytes: int, location: str = "cpu:0", *, readable: bool = False, name: str = ""
+        self,
+        nbytes: int,
+        location: str = "cpu:0",
+        *,
+        readable: bool = False,
+        name: str = "",
+        elastic: bool = False,
     ) -> Segment:
-        """New zeroed memory that peers on this host can map; all its pages are present."""
+        """New zeroed memory that peers on this host can map; all its pages are present, or with `elastic` those that
+        were written and not given back (`segment.memory.discard`). Raises ConfigError for elastic memory beside rdma,
+        whose devices keep pages where they were registered."""
+        if elastic and "rdma" in self._options.transports:
+            raise ConfigError(
+                "elastic memory does not go with rdma, whose devices pin what is registered: take rdma out of "
+                "--transports, or leave the memory fixed"
+            )
         return self._added(
-            self._hosted.segments.allocate(nbytes, location, readable=readable, name=name)
+            self._hosted.segments.allocate(
+                nbytes, location, readable=readable, name=name, elastic=elastic
+            )
         )
 
     def register(

@@ -71,10 +71,18 @@ class SegmentTable:
     def __len__(self) -> int:
         return len(self._segments)
 
-    def allocate(self, nbytes: int, location: str, *, readable: bool, name: str = "") -> Segment:
+    def allocate(
+        self,
+        nbytes: int,
+        location: str,
+        *,
+        readable: bool,
+        name: str = "",
+        elastic: bool = False,
+    ) -> Segment:
         if nbytes <= 0:
             raise InvalidRequest(f"a segment of {nbytes} bytes", param="nbytes")
-        memory = OwnedMemory(nbytes, name)
+        memory = OwnedMemory(nbytes, name, elastic=elastic)
         return self._add(memory.view, location, readable, name, memory)
 
     def register(

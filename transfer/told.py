@@ -35,6 +35,11 @@ def local_bytes_per_s(memory: memoryview) -> float:
     return nbytes / max(min(taken_s), 1e-9)
 
 
+def local_bytes_per_s_beside(nbytes: int) -> float:
+    """As `local_bytes_per_s`, of a process that would make pages of elastic memory resident by reading it."""
+    return local_bytes_per_s(memoryview(bytearray(b"\1") * min(nbytes, _COPIED_BYTES)))
+
+
 def _copied_s(source: memoryview, target: bytearray) -> float:
     began = time.perf_counter()
     target[:] = source

@@ -30,6 +30,7 @@ from protocol.keys import block_keys, root_key
 from protocol.process import host_identity
 from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
 from protocol.rpc import Channels
+from protocol.status import until_ready
 from protocol.wire import prefill_profile_from_wire
 from transfer import Segment
 
@@ -209,18 +210,8 @@ async def store_process(transports: str, nbytes: int) -> AsyncIterator[str]:
     )
     os.close(writing)
     try:
-        yield await asyncio.to_thread(_ready_address, reading)
+        yield (await until_ready(reading))["rpc"]
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         await process.wait()
-
-
-def _ready_address(reading: int) -> str:
-    with open(reading) as reports:
-        for line in reports:
-            report = json.loads(line)
-            if "ready" in report:
-                address: str = report["ready"]["rpc"]
-                return address
-    raise RuntimeError("the store ended before it was ready")

@@ -8,9 +8,7 @@ than 1 % of a core).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -18,9 +16,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.transfer.pair import PR_SET_PDEATHSIG, ContestantError, libc
+from protocol.status import NotReady, ready_facts
 
 READY_S = 60.0
 STOP_S = 10.0
@@ -118,21 +116,14 @@ def start_reporting(
         os.close(write_fd)
 
 
-def ready(child: Child, reports: int, timeout_s: float = READY_S) -> dict[str, Any]:
+def ready(child: Child, reports: int, timeout_s: float = READY_S) -> dict[str, str]:
     """What a process tells when it serves; closes `reports`. Raises ContestantError."""
-    give_up_at = time.monotonic() + timeout_s
-    told = b""
-    with os.fdopen(reports, "rb", buffering=0) as pipe:
-        while select.select([pipe], [], [], max(0.0, give_up_at - time.monotonic()))[0]:
-            read = pipe.read(65536)
-            if not read:
-                raise ContestantError(f"ended before it was ready: {child.last_words()}")
-            told += read
-            for line in told.splitlines():
-                if line.endswith(b"}") and "ready" in (report := json.loads(line)):
-                    facts: dict[str, Any] = report["ready"]
-                    return facts
-    raise ContestantError(f"not ready within {timeout_s:g} s")
+    try:
+        return ready_facts(reports, timeout_s)
+    except NotReady as error:
+        raise ContestantError(f"{error}: {child.last_words()}") from error
+    except TimeoutError as error:
+        raise ContestantError(f"not ready within {timeout_s:g} s") from error
 
 
 def until_listening(child: Child, port: int, timeout_s: float = READY_S) -> None:

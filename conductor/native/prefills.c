@@ -71,9 +71,9 @@ static double look(const Queue *queue, double now, double rank, double *num_dela
     double place = now + rank, passed_s = now - queue->began_at;
     int64_t before = number_up_to(queue, place);
     double left_s = queue->running_s - (passed_s > 0.0 ? passed_s : 0.0);
-    if (!queue->is_running || left_s < 0.0) left_s = 0.0;
+    if (queue->is_running == 0.0 || left_s < 0.0) left_s = 0.0;
     *num_delayed = queue->count - (double)before;
-    if (queue->is_running && place < queue->running_place && left_s > queue->step_s) {
+    if (queue->is_running != 0.0 && place < queue->running_place && left_s > queue->step_s) {
         *num_delayed += 1.0;
         left_s = queue->step_s;
     }
@@ -86,9 +86,9 @@ static double yields_s(double prefill_s, double queue_s, double slo_s, const Ter
     if (isinf(slo_s)) return patience_s;
     double left = slo_s > 0.0 ? 1.0 - queue_s / slo_s : 0.0;
     if (left < 0.0) left = 0.0;
-    if (terms->prices && prefill_s > slo_s * pow(left, terms->steepness))
+    if (terms->prices != 0.0 && prefill_s > slo_s * pow(left, terms->steepness))
         return terms->late * slo_s + terms->late_patience * prefill_s;
-    if (!terms->keeps_objective) return patience_s;
+    if (terms->keeps_objective == 0.0) return patience_s;
     double rest_s = slo_s - queue_s - prefill_s;
     if (rest_s < 0.0) rest_s = 0.0;
     return rest_s < patience_s ? rest_s : patience_s;
@@ -129,7 +129,7 @@ PUBLIC void prefills_weigh(const double *found, const double *queue_s, int64_t c
         int64_t i = rows[k];
         look_at(queues[k], terms, now, slo_s, prefill_s[i], queue_s[i], &rank[i], &wait_s[i], &added_s[i]);
         double cost_s = ttft_s[i] - queue_s[i] + wait_s[i] + terms->copy * copied_s[i];
-        score[i] = terms->counts_delayed ? cost_s + added_s[i] : cost_s;
+        score[i] = terms->counts_delayed != 0.0 ? cost_s + added_s[i] : cost_s;
     }
     for (int64_t i = 0; i < count; i++) {
         if (rank[i] > slo_s && wait_s[i] < slo_s) wait_s[i] = slo_s; /* no more is known than that it is late */

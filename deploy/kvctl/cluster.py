@@ -89,6 +89,7 @@ class Cluster:
         self, registry: Registry | None, chosen: Sequence[str], cluster_token: str
     ) -> None:
         self.registry = registry
+        self.token = cluster_token
         self._chosen = chosen
         self._channels = Channels(cluster_token)
         self._reached: set[Node] = set()

@@ -8,7 +8,7 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 
-from deploy.kvctl import drain, drop, ls, nodes, pin, replicas, stat, verify, watch
+from deploy.kvctl import drain, drop, limit, ls, nodes, pin, replicas, stat, verify, watch
 from deploy.kvctl.cluster import Cluster, require_target
 from deploy.kvctl.output import (
     EXIT_INTERRUPTED,
@@ -27,7 +27,7 @@ from protocol.errors import (
 )
 from protocol.registry.connect import connect
 
-VERBS = (ls, stat, nodes, replicas, pin, drop, verify, drain, watch)
+VERBS = (ls, stat, nodes, replicas, pin, drop, verify, drain, watch, limit)
 REGISTRY_ENV = "MOONSERVE_REGISTRY"
 TOKEN_ENV = "MOONSERVE_CLUSTER_TOKEN"
 
@@ -61,9 +61,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
 
 async def _run(arguments: Namespace, output: Output, environ: Mapping[str, str]) -> int:
     url = arguments.registry or environ.get(REGISTRY_ENV) or None
-    require_target(url, arguments.nodes)
+    if arguments.asks_stores:
+        require_target(url, arguments.nodes)
     token = environ.get(TOKEN_ENV, "")
-    registry = connect(url, cluster_token=token) if url else None
+    registry = connect(url, cluster_token=token) if url and arguments.asks_stores else None
     cluster = Cluster(registry, arguments.nodes, token)
     try:
         exit_code: int = await arguments.run(arguments, cluster, output)
@@ -75,7 +76,7 @@ async def _run(arguments: Namespace, output: Output, environ: Mapping[str, str])
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="moonserve kvctl",
-        description="Looks into a running KV store, and operates it.",
+        description="Looks into a running KV store, and operates it; limits what workers' KV takes of memory.",
         epilog=_EPILOG,
         formatter_class=RawDescriptionHelpFormatter,
     )

@@ -16,5 +16,5 @@ Verbs: TypeAlias = "_SubParsersAction[ArgumentParser]"  # argparse has no public
 def add(verbs: Verbs, name: str, run: Run, common: ArgumentParser, help: str) -> ArgumentParser:
     """The parser of one verb, for arguments of its own."""
     parser = verbs.add_parser(name, parents=[common], help=help, description=help)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, asks_stores=True)
     return parser

@@ -156,7 +156,7 @@ class UndividedState(DecodeState):
         num_tokens = len(request.token_ids)
         if self._draining:
             self._refuse(prompt, NoWorker("this decode worker is draining"), out)
-        elif self._limits.blocks_for(num_tokens) > self.num_blocks:
+        elif self._limits.blocks_for(num_tokens) > self._pool.capacity:
             self._refuse(prompt, InvalidRequest(f"{num_tokens} tokens do not fit here"), out)
         else:
             self._prompts[request.request_id] = prompt
@@ -242,6 +242,11 @@ class UndividedState(DecodeState):
         if self._schedule.has_preempted:
             return
         for prompt in [p for p in self._prompts.values() if self._is_waiting(p)]:
+            num_tokens = len(prompt.request.token_ids)
+            if self._limits.blocks_for(num_tokens) > self._pool.capacity:  # which was more before
+                self._drop_prompt(prompt.request.request_id)
+                self._refuse(prompt, InvalidRequest(f"{num_tokens} tokens do not fit here"), out)
+                continue
             # Of an earlier attempt: its blocks are written until that load has ended.
             if prompt.request.request_id in self._loading or not self._take_blocks(prompt):
                 return

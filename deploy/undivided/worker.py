@@ -10,6 +10,7 @@ from deploy.undivided.config import UndividedConfig
 from deploy.undivided.publishing import Publishing
 from deploy.undivided.service import UndividedService
 from deploy.undivided.state import UndividedState
+from engine.elastic.serving import show_memory
 from engine.replica import Replica, loaded_replica
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import WorkerServicer
@@ -98,6 +99,7 @@ def budget_of(replica: Replica, tbt_slo_s: float) -> StepBudget:
 
 async def serve(config: UndividedConfig, lifecycle: Lifecycle) -> None:
     """Runs the worker until the process is told to stop. Raises ConfigError when it cannot start."""
-    with serving(config) as (transfer, _):
+    with serving(config) as (transfer, registry):
         async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
+            show_memory(replica.elasticity, registry)
             await UndividedWorker(config, replica, transfer, segment).run(lifecycle)

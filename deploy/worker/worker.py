@@ -16,6 +16,7 @@ from deploy.worker.config import WorkerConfig
 from deploy.worker.servicer import RoleSwitchServicer
 from deploy.worker.turn import Turn
 from engine.block_pool import BlockPool
+from engine.elastic.serving import show_memory
 from engine.replica import Replica, loaded_replica
 from prefill_worker.worker import PrefillWorker
 from protocol.ids import Role
@@ -93,4 +94,5 @@ async def serve(config: WorkerConfig, lifecycle: Lifecycle) -> None:
     """Runs a worker of changing roles until the process is told to stop. Raises ConfigError when it cannot start."""
     with serving(config, config.faults()) as (transfer, registry):
         async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
+            show_memory(replica.elasticity, registry)
             await SwitchingWorker(config, replica, transfer, segment, registry).run(lifecycle)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import Geometry, Span
-from engine.kv_pool import KvPool
+from engine.kv_pool import TORCH_DTYPES, KvPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,14 @@ class ChunkAttention:
         self._grouped = geometry.num_heads != geometry.num_kv_heads
         self._pool = pool
         self._block_size = pool.layout.block_size
-        self._dtype = pool.keys[0].dtype
+        self._dtype = TORCH_DTYPES[pool.dtype]
 
     def plan(self, span: Span, row: int, window: int | None) -> Chunk:
         """`row`: the span's first row in the step."""
         end_row = row + span.end - span.start
-        if span.start == 0 and (window is None or span.end <= window):
+        sees_all = window is None or span.end <= window
+        # Where KV is quantised a chunk sees its own K and V as later ones will: cut elsewhere, it gives the same.
+        if span.start == 0 and sees_all and not self._pool.layout.is_quantised:
             return Chunk(row, end_row, None, span.end, None)
         begin = first_block(span, window, self._block_size)
         offset = begin * self._block_size
@@ -65,8 +67,10 @@ class ChunkAttention:
         if chunk.blocks is None:
             seen_keys, seen_values = keys[own], values[own]
         else:
-            seen_keys = _gather(self._pool.keys[layer], chunk.blocks)[: chunk.num_tokens]
-            seen_values = _gather(self._pool.values[layer], chunk.blocks)[: chunk.num_tokens]
+            seen_keys, seen_values = (
+                piece.flatten(0, 1)[: chunk.num_tokens]
+                for piece in self._pool.gather(layer, chunk.blocks)
+            )
         output = F.scaled_dot_product_attention(
             queries[own].transpose(0, 1)[None],
             seen_keys.transpose(0, 1)[None],
@@ -94,8 +98,3 @@ def plan_chunks(
 def first_block(span: Span, window: int | None, block_size: int) -> int:
     """The block of the oldest token that the span's first token sees."""
     return 0 if window is None else max(0, span.start - window + 1) // block_size
-
-
-def _gather(pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """The tokens of these blocks, in order."""
-    return pool.index_select(0, blocks).flatten(0, 1)

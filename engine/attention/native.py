@@ -1,4 +1,5 @@
-"""Attention for CPUs in C++ (`paged.cpp`): K and V are read where they lie, nothing is gathered or padded.
+"""Attention for CPUs in C++ (`paged.cpp`, and `quantised.cpp` over a quantised pool): K and V are read where they lie,
+nothing is gathered or padded.
 
 Makes a step's plan for the library and calls it; `protocol.native` compiles it. Single tokens are cut into pieces of
 what they see and prompts into tiles of tokens; threads share pieces, tiles and KV heads, and no result depends on how.
@@ -19,12 +20,14 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.base import Geometry, Span, singles_first
-from engine.kernels.compiling import load_kernels
+from engine.kernels.compiling import FLAGS, load_kernels
 from engine.kernels.library import Crew
 from engine.kv_pool import KvPool
 from protocol.native import CompilerError
 
 _SOURCE = Path(__file__).with_name("paged.cpp")
+_QUANTISED = Path(__file__).with_name("quantised.cpp")
+_CPP_TYPES = {"float32": "float", "bfloat16": "Bfloat16", "int8": "Int8", "fp8": "Fp8"}
 # Limits of paged.h.
 _MAX_HEADS = 128
 _MAX_HEAD_DIM = 256
@@ -45,6 +48,7 @@ class _Call(ctypes.Structure):
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
+        ("slot_stride", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("crew", ctypes.c_void_p),
         ("tables", ctypes.c_void_p),
@@ -88,9 +92,9 @@ class NativePagedAttention:
         self._keys = [piece.data_ptr() for piece in pool.keys]
         self._values = [piece.data_ptr() for piece in pool.values]
         self._pool = pool  # keeps the memory
-        library = load_kernels(_SOURCE, cache_folder)
+        library, name = _kernel_of(pool, cache_folder)
         self._crew = Crew(library, torch.get_num_threads()) if crew is None else crew
-        self._kernel = library[f"attend_{pool.layout.dtype}"]
+        self._kernel = library[name]
         pointer = ctypes.c_void_p
         self._kernel.argtypes = [pointer, ctypes.c_int64, pointer, pointer, pointer, pointer]
         self._kernel.restype = None
@@ -149,6 +153,7 @@ class NativePagedAttention:
             geometry.num_heads,
             geometry.num_kv_heads,
             geometry.head_dim,
+            self._pool.slot_stride,
             _NO_WINDOW if window is None else window,
             self._crew.address,
             at[0],
@@ -184,6 +189,14 @@ class NativePagedAttention:
             plan.address,
         )
         return output
+
+
+def _kernel_of(pool: KvPool, cache_folder: Path | None) -> tuple[ctypes.CDLL, str]:
+    """The library for such a pool, and the function's name in it."""
+    if not pool.layout.is_quantised:
+        return load_kernels(_SOURCE, cache_folder), f"attend_{pool.dtype}"
+    types = f"-DQUERIES={_CPP_TYPES[pool.dtype]}", f"-DPOOL={_CPP_TYPES[pool.layout.dtype]}"
+    return load_kernels(_QUANTISED, cache_folder, flags=(*FLAGS, *types)), "attend"
 
 
 def pieces_of(end: int, window: int | None) -> list[tuple[int, int]]:

@@ -1,11 +1,13 @@
 /* What both kernels are told of a step. One layer of the pool is keys and values [blocks, block_size, kv_heads,
- * head_dim]; a sequence's token t lies in the block that its table names at t / block_size.
+ * head_dim], or some neighbouring heads of those; a sequence's token t lies in the block that its table names at
+ * t / block_size. A quantised pool has rows of bytes instead of heads (quantise.h).
  *
  * Rule of both: nothing is read of the pool but tokens that a query of the step sees.
  */
 #pragma once
 
 #include "../native/crew.h"
+#include "codes.h"
 #include "vectors.h"
 
 constexpr int64_t MAX_HEADS = 128;
@@ -34,6 +36,7 @@ struct Tile {
 
 struct Plan {
     int64_t block_size, heads, kv_heads, head_dim;
+    int64_t slot_stride; /* elements of the pool from a token to the next one; at least kv_heads · head_size */
     int64_t window; /* tokens that a token sees, itself included */
     Crew *crew;
     const int64_t *tables;
@@ -47,10 +50,10 @@ struct Plan {
     double scale;    /* of scores, times log2 e: softmax is computed with powers of two */
 };
 
-template <typename T> struct Tensors {
+template <typename T, typename S = T> struct Tensors {
     const T *queries; /* [rows, heads, head_dim] */
     int64_t query_stride;
-    const T *keys, *values; /* one layer of the pool */
+    const S *keys, *values; /* one layer of the pool */
     T *out;                 /* [rows, heads, head_dim], contiguous */
 };
 
@@ -59,7 +62,7 @@ constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 /* The element at which a token's first KV head starts. */
 INLINE int64_t place(const Plan &plan, int64_t table, int64_t token) {
     const int64_t block = plan.tables[table + token / plan.block_size];
-    return (block * plan.block_size + token % plan.block_size) * plan.kv_heads * plan.head_dim;
+    return (block * plan.block_size + token % plan.block_size) * plan.slot_stride;
 }
 
 template <typename T> INLINE int64_t words_per_head(const Plan &plan) {

@@ -4,7 +4,8 @@
  * softmax never works across lanes. Keys are broadcast word by word against transposed queries, then
  * values against the weights. Both are products of the same small kernel, whose sums stay in registers. K and V are
  * copied once per tile of tokens into a few KiB that stay in the first-level cache, and only as far as they are seen.
- * Softmax is online, in float32; weights are rounded to the pool's dtype before they meet V.
+ * Softmax is online, in float32; weights are rounded to the dtype T of the queries before they meet V. S is what lies in
+ * the pool: codes become T where K and V are copied, their scales meet scores and weights.
  */
 #pragma once
 
@@ -31,14 +32,15 @@ struct Workspace {
     Integers positions[MAX_VECTORS];
     Words keys[KEY_TILE * MAX_HEAD_DIM / LANES];   /* [keys, words] */
     Words values[KEY_TILE * MAX_HEAD_DIM / LANES]; /* [keys / PER_WORD, head_dim]: neighbouring keys share a word */
+    float key_scales[KEY_TILE], value_scales[KEY_TILE]; /* of a quantised pool */
     Floats scores[KEY_TILE * WIDTH];
     Words weights[KEY_TILE * WIDTH];
 };
 
 /* What stays the same over a tile's work. */
-template <typename T> struct Work {
+template <typename T, typename S> struct Work {
     const Plan &plan;
-    const Tensors<T> &tensors;
+    const Tensors<T, S> &tensors;
     const Tile &tile;
     int64_t kv_head, group, words, dims; /* dims: head_dim, up to a multiple of HEIGHT */
     Workspace &space;
@@ -73,7 +75,7 @@ INLINE void multiply(Floats *out, const Floats *keep, const uint32_t *left, int6
 /* -- filling the workspace */
 
 /* Row r is token r / group with query head r % group. The lanes behind the last row repeat its token with queries of 0. */
-template <typename T> static void load_queries(const Work<T> &work, int64_t num_vectors) {
+template <typename T, typename S> static void load_queries(const Work<T, S> &work, int64_t num_vectors) {
     const Plan &plan = work.plan;
     const int64_t num_rows = work.tile.num_tokens * work.group;
     for (int64_t band = 0; band < num_vectors; band += WIDTH) {
@@ -108,29 +110,47 @@ INLINE void interleave(uint32_t *to, const Bfloat16 *const (&rows)[2], int64_t d
     for (int64_t d = 0; d < dims; d++) to[d] = rows[0][d].bits | (uint32_t)rows[1][d].bits << 16;
 }
 
+/* A token's K and V: where they lie, or unpacked into `space`, with their scales. */
+template <typename T> INLINE const T *head_of(const T *head, float *, T *, int64_t) { return head; }
+
+template <typename T, typename S> INLINE const T *head_of(const S *row, float *scale, T *space, int64_t dim) {
+    unpack(space, row, dim);
+    *scale = scale_of(row, dim);
+    return space;
+}
+
 /* K and V of `count` tokens from `first` on. Those outside of [oldest, end), which no row sees, are 0. */
-template <typename T>
-static void load_keys_and_values(const Work<T> &work, int64_t first, int64_t count, int64_t oldest, int64_t end) {
+template <typename T, typename S>
+static void load_keys_and_values(const Work<T, S> &work, int64_t first, int64_t count, int64_t oldest, int64_t end) {
     static const T zeros[MAX_HEAD_DIM] = {};
     const Plan &plan = work.plan;
-    uint32_t *keys = (uint32_t *)work.space.keys, *values = (uint32_t *)work.space.values;
-    const T *rows[PER_WORD<T>];
+    Workspace &space = work.space;
+    const int64_t dim = plan.head_dim;
+    uint32_t *keys = (uint32_t *)space.keys, *values = (uint32_t *)space.values;
+    T key_space[MAX_HEAD_DIM], value_space[PER_WORD<T>][MAX_HEAD_DIM];
+    const T *key, *rows[PER_WORD<T>];
     int64_t at = 0, left = 0; /* of this block */
     for (int64_t k = 0; k < count; k++) {
+        const int64_t part = k % PER_WORD<T>;
         const bool seen = first + k >= oldest && first + k < end;
         if (seen && left == 0) {
-            at = place(plan, work.tile.table, first + k) + work.kv_head * plan.head_dim;
+            at = place(plan, work.tile.table, first + k) + work.kv_head * head_size<S>(dim);
             left = plan.block_size - (first + k) % plan.block_size;
         }
-        keys[k * work.words + work.words - 1] = 0;
-        memcpy(keys + k * work.words, seen ? work.tensors.keys + at : zeros, plan.head_dim * sizeof(T));
-        rows[k % PER_WORD<T>] = seen ? work.tensors.values + at : zeros;
-        if (k % PER_WORD<T> == PER_WORD<T> - 1) {
-            uint32_t *to = values + k / PER_WORD<T> * work.dims;
-            interleave(to, rows, plan.head_dim);
-            for (int64_t d = plan.head_dim; d < work.dims; d++) to[d] = 0;
+        key = rows[part] = zeros;
+        space.key_scales[k] = space.value_scales[k] = 0.0f;
+        if (seen) {
+            key = head_of(work.tensors.keys + at, space.key_scales + k, key_space, dim);
+            rows[part] = head_of(work.tensors.values + at, space.value_scales + k, value_space[part], dim);
+            at += plan.slot_stride, left--;
         }
-        if (seen) at += plan.kv_heads * plan.head_dim, left--;
+        keys[k * work.words + work.words - 1] = 0;
+        memcpy(keys + k * work.words, key, dim * sizeof(T));
+        if (part == PER_WORD<T> - 1) {
+            uint32_t *to = values + k / PER_WORD<T> * work.dims;
+            interleave(to, rows, dim);
+            for (int64_t d = dim; d < work.dims; d++) to[d] = 0;
+        }
     }
 }
 
@@ -151,10 +171,18 @@ INLINE void hide(Floats *scores, const Integers *positions, int64_t first, int64
 INLINE Words as_weights(const float *, const Floats (&p)[1]) { return (Words)p[0]; }
 INLINE Words as_weights(const Bfloat16 *, const Floats (&p)[2]) { return join(p[0], p[1]); }
 
-/* Turns `count` rows of scores into weights; `keep` is what the sums so far are worth. */
+/* What codes of these keys are worth. */
+template <int VECTORS> INLINE void scale_scores(Floats *scores, const float *scales, int64_t count) {
+    for (int64_t k = 0; k < count; k++)
+#pragma GCC unroll 4
+        for (int n = 0; n < VECTORS; n++) scores[k * VECTORS + n] = scores[k * VECTORS + n] * splat(scales[k]);
+}
+
+/* Turns `count` rows of scores into weights; `keep` is what the sums so far are worth. Where there are `value_scales`, they
+ * go into the weights and not into the totals. */
 template <typename T, int VECTORS>
 INLINE void weigh_rows(const Floats *scores, Words *weights, int64_t count, Floats *highest, Floats *totals,
-                       float scale, Floats *keep) {
+                       float scale, const float *value_scales, Floats *keep) {
     Floats best[VECTORS], total[VECTORS];
     for (int n = 0; n < VECTORS; n++) best[n] = splat(HIDDEN);
     for (int64_t k = 0; k < count; k++)
@@ -173,31 +201,33 @@ INLINE void weigh_rows(const Floats *scores, Words *weights, int64_t count, Floa
             for (int i = 0; i < PER_WORD<T>; i++) {
                 p[i] = power_of_two(scores[(k + i) * VECTORS + n] * scale - best[n]);
                 total[n] = total[n] + p[i];
+                if (value_scales != nullptr) p[i] = p[i] * splat(value_scales[k + i]);
             }
             weights[k / PER_WORD<T> * VECTORS + n] = as_weights((const T *)0, p);
         }
     for (int n = 0; n < VECTORS; n++) totals[n] = total[n];
 }
 
-template <typename T, int VECTORS>
-static void attend_band(const Work<T> &work, int64_t band, int64_t first, int64_t count, bool partly) {
+template <int VECTORS, typename T, typename S>
+static void attend_band(const Work<T, S> &work, int64_t band, int64_t first, int64_t count, bool partly) {
     Workspace &space = work.space;
     const Words *queries = space.queries + band * work.words;
     Floats *sums = space.sums + band * work.dims, keep[VECTORS];
     for (int64_t k = 0; k < count; k += HEIGHT)
         multiply<T, VECTORS, false>(space.scores + k * VECTORS, nullptr, (const uint32_t *)space.keys + k * work.words,
                                     work.words, 1, queries, work.words);
+    if (QUANTISED<S>) scale_scores<VECTORS>(space.scores, space.key_scales, count);
     if (partly) hide<VECTORS>(space.scores, space.positions + band, first, count, work.plan.window);
     weigh_rows<T, VECTORS>(space.scores, space.weights, count, space.highest + band, space.totals + band,
-                           (float)work.plan.scale, keep);
+                           (float)work.plan.scale, QUANTISED<S> ? space.value_scales : nullptr, keep);
     for (int64_t d = 0; d < work.dims; d += HEIGHT)
         multiply<T, VECTORS, true>(sums + d * VECTORS, keep, (const uint32_t *)space.values + d, 1, work.dims,
                                    space.weights, count / PER_WORD<T>);
 }
 
 /* All bands against the keys from `first` on, of which the tile sees [oldest, end). */
-template <typename T>
-static void attend_keys(const Work<T> &work, int64_t num_vectors, int64_t first, int64_t oldest, int64_t end) {
+template <typename T, typename S>
+static void attend_keys(const Work<T, S> &work, int64_t num_vectors, int64_t first, int64_t oldest, int64_t end) {
     const int64_t count = least(KEY_TILE, (end - first + HEIGHT - 1) / HEIGHT * HEIGHT), window = work.plan.window;
     const int32_t *positions = (const int32_t *)work.space.positions;
     load_keys_and_values(work, first, count, oldest, end);
@@ -206,13 +236,13 @@ static void attend_keys(const Work<T> &work, int64_t num_vectors, int64_t first,
         const int64_t from = positions[band * LANES], to = positions[(band + width) * LANES - 1];
         if (first > to || from - (first + count - 1) >= window) continue;
         const bool partly = first + count - 1 > from || to - first >= window;
-        if (width == 1) attend_band<T, 1>(work, band, first, count, partly);
-        if (WIDTH > 1 && width == 2) attend_band<T, least(2, WIDTH)>(work, band, first, count, partly);
-        if (WIDTH > 2 && width == 3) attend_band<T, least(3, WIDTH)>(work, band, first, count, partly);
+        if (width == 1) attend_band<1>(work, band, first, count, partly);
+        if (WIDTH > 1 && width == 2) attend_band<least(2, WIDTH)>(work, band, first, count, partly);
+        if (WIDTH > 2 && width == 3) attend_band<least(3, WIDTH)>(work, band, first, count, partly);
     }
 }
 
-template <typename T> static void store_rows(const Work<T> &work) {
+template <typename T, typename S> static void store_rows(const Work<T, S> &work) {
     const Plan &plan = work.plan;
     const int64_t num_rows = work.tile.num_tokens * work.group;
     const int64_t num_vectors = (num_rows + LANES - 1) / LANES;
@@ -226,10 +256,10 @@ template <typename T> static void store_rows(const Work<T> &work) {
     }
 }
 
-template <typename T>
-static void attend_tile(const Plan &plan, const Tensors<T> &tensors, const Tile &tile, int64_t kv_head) {
+template <typename T, typename S>
+static void attend_tile(const Plan &plan, const Tensors<T, S> &tensors, const Tile &tile, int64_t kv_head) {
     Workspace space;
-    const Work<T> work = {plan,  tensors, tile, kv_head, plan.heads / plan.kv_heads, words_per_head<T>(plan),
+    const Work<T, S> work = {plan,  tensors, tile, kv_head, plan.heads / plan.kv_heads, words_per_head<T>(plan),
                           (plan.head_dim + HEIGHT - 1) / HEIGHT * HEIGHT, space};
     const int64_t num_vectors = (tile.num_tokens * work.group + LANES - 1) / LANES;
     load_queries(work, num_vectors);

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from engine.attention.base import Geometry, Span, singles_first
 from engine.attention.chunks import Chunk, ChunkAttention, first_block, plan_chunks
-from engine.kv_pool import KvPool
+from engine.kv_pool import TORCH_DTYPES, KvPool
 
 # Measured on one core with 1 MiB of L2: larger gathers are evicted before they are read.
 _GROUP_BYTES = 1 << 20
@@ -54,7 +54,7 @@ class TorchPagedAttention:
         self._pool = pool
         self._chunks = ChunkAttention(geometry, pool)
         self._block_size = pool.layout.block_size
-        self._dtype = pool.keys[0].dtype
+        self._dtype = TORCH_DTYPES[pool.dtype]
         self._group_blocks = max(1, _GROUP_BYTES // (2 * pool.layout.piece_bytes))
 
     def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
@@ -130,13 +130,12 @@ class TorchPagedAttention:
     def _attend_group(self, layer: int, group: _Group, queries: torch.Tensor) -> torch.Tensor:
         rows = group.end - group.first
         shape = (rows, group.num_blocks * self._block_size, self._kv_heads, self._head_dim)
-        keys = self._pool.keys[layer].index_select(0, group.blocks).view(shape)
-        values = self._pool.values[layer].index_select(0, group.blocks).view(shape)
+        keys, values = self._pool.gather(layer, group.blocks)
         folded = (rows, self._kv_heads, self._queries_per_kv, self._head_dim)
         output = F.scaled_dot_product_attention(
             queries[group.first : group.end].reshape(folded),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
+            keys.view(shape).transpose(1, 2),
+            values.view(shape).transpose(1, 2),
             attn_mask=group.mask,
         )
         return output.reshape(rows, self._heads * self._head_dim)

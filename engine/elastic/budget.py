@@ -118,6 +118,18 @@ class Budget:
             return 0
         return max(0, min(share.wanted, self.most(share) - share.held))
 
+    def spare_asked(self, share: Share) -> int:
+        """Frames above its floor that this model should give, if nothing in use lies in them: what another lacks and
+        cannot take now, or what is held too much. Who lacks some itself gives only to who holds less, until both hold
+        alike."""
+        asked = -self.free
+        for other in self._others(share):
+            missing = self.lacking(other) - self.room_untouched(other)
+            if self.lacking(share):
+                missing = min(missing, (share.held - other.held) // 2)
+            asked = max(asked, missing)
+        return max(0, min(asked, share.held - share.floor))
+
     def asked_back(self, share: Share) -> int:
         """Frames that this model should free for those that wait, or because there are fewer. Only who holds most is
         asked, for no more than makes both hold alike, and never for what lies under its floor."""

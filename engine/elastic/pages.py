@@ -1,14 +1,15 @@
 """The pages of one model and the blocks in them. Pure.
 
-A page is *unmapped*, *promised* (waits for frames that others give back), *mapping*, *mapped* or *unmapping*; only one
-that is promised, mapping or mapped may have blocks in use. Blocks come from the fullest page that has one free, so that
-the others empty and can be given back. Pages that are mapped are preferred, since blocks in one that is not yet must be
-waited for. Knows neither budgets nor other models.
+A page is *unmapped*, *promised* (waits for frames that others give back), *mapping*, *mapped*, *leaving* (no block of
+it is handed out any more, and it is unmapped once none is in use) or *unmapping*; only one that is promised, mapping,
+mapped or leaving may have blocks in use. Blocks come from the fullest page that has one free, so that the others empty
+and can be given back. Pages that are mapped are preferred, since blocks in one that is not yet must be waited for.
+Knows neither budgets nor other models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 
 from engine.elastic.paging import Paging
@@ -23,6 +24,7 @@ class PageState(Enum):
     PROMISED = "promised"
     MAPPING = "mapping"
     MAPPED = "mapped"
+    LEAVING = "leaving"
     UNMAPPING = "unmapping"
 
 
@@ -70,6 +72,8 @@ class Pages:
         self._blocks: dict[int, list[BlockId]] = {}  # free ones of pages that are held
         self._ready = _ByFullness(per_page)  # mapped
         self._coming = _ByFullness(per_page)  # promised or mapping
+        self._gone_soon = _ByFullness(per_page)  # leaving
+        self._leaving: dict[int, None] = {}
         self._is_used = bytearray(paging.num_blocks)
         self._pins: dict[int, int] = {}
         self.num_used = 0
@@ -79,13 +83,19 @@ class Pages:
 
     @property
     def num_held(self) -> int:
-        """Promised, mapping and mapped pages."""
+        """Promised, mapping, mapped and leaving pages."""
         return len(self._blocks)
 
     @property
     def num_free_blocks(self) -> int:
-        """In held pages."""
-        return self.num_held * self.paging.blocks_per_page - self.num_used
+        """In held pages that are not leaving."""
+        free = self.num_held * self.paging.blocks_per_page - self.num_used
+        return free - sum(len(self._blocks[page]) for page in self._leaving)
+
+    @property
+    def leaving(self) -> Collection[int]:
+        """Pages of which no block is handed out any more."""
+        return self._leaving.keys()
 
     @property
     def num_unmapped(self) -> int:
@@ -113,7 +123,7 @@ class Pages:
         return len(empty) - sum(page in empty for page in self._pins)
 
     def first_empty(self) -> int:
-        """The longest empty of them."""
+        """The longest empty one of them."""
         return next(page for page in self._ready.empty if page not in self._pins)
 
     @property
@@ -160,13 +170,21 @@ class Pages:
             if not 0 <= block < self.paging.num_blocks or not self._is_used[block]:
                 raise ValueError(f"block {block} is not in use and cannot be given back")
         for block in given:
-            page = block // self.paging.blocks_per_page
-            pages, used = self._list_of(page), self.used_in(page)
-            pages.remove(page, used)
-            self._blocks[page].append(block)
-            pages.add(page, used - 1)
-            self._is_used[block] = 0
-        self.num_used -= len(given)
+            self.give_one(block)
+
+    def give_one(self, block: BlockId) -> int:
+        """A block that is in use comes back; how many of its page still are."""
+        if not self._is_used[block]:
+            raise ValueError(f"block {block} is not in use and cannot be given back")
+        page = block // self.paging.blocks_per_page
+        free, pages = self._blocks[page], self._list_of(page)
+        used = self.paging.blocks_per_page - len(free)
+        pages.remove(page, used)
+        free.append(block)
+        pages.add(page, used - 1)
+        self._is_used[block] = 0
+        self.num_used -= 1
+        return used - 1
 
     def pages_of(self, blocks: Iterable[BlockId]) -> set[int]:
         return {block // self.paging.blocks_per_page for block in blocks}
@@ -209,10 +227,27 @@ class Pages:
         del self._blocks[page]
         return self._gone(page)
 
-    def begin_unmapping(self, page: int) -> None:
+    def leave(self, page: int) -> None:
+        """Its blocks come back and are not handed out again, until it is unmapped or stays after all."""
         self._require(page, PageState.MAPPED)
+        self._ready.remove(page, self.used_in(page))
+        self._states[page] = PageState.LEAVING
+        self._leaving[page] = None
+        self._gone_soon.add(page, self.used_in(page))
+
+    def stay(self, page: int) -> None:
+        self._require(page, PageState.LEAVING)
+        self._gone_soon.remove(page, self.used_in(page))
+        del self._leaving[page]
+        self._states[page] = PageState.MAPPED
+        self._ready.add(page, self.used_in(page))
+
+    def begin_unmapping(self, page: int) -> None:
         if self.used_in(page) or page in self._pins:
             raise ValueError(f"page {page} is in use or pinned")
+        if self._states[page] is PageState.LEAVING:
+            self.stay(page)
+        self._require(page, PageState.MAPPED)
         self._ready.remove(page, 0)
         del self._blocks[page]
         self._states[page] = PageState.UNMAPPING
@@ -244,7 +279,12 @@ class Pages:
             self._pins[page] -= 1
 
     def _list_of(self, page: int) -> _ByFullness:
-        return self._ready if self._states[page] is PageState.MAPPED else self._coming
+        match self._states[page]:
+            case PageState.MAPPED:
+                return self._ready
+            case PageState.LEAVING:
+                return self._gone_soon
+        return self._coming
 
     def _require(self, page: int, state: PageState) -> None:
         if self._states[page] is not state:
@@ -253,7 +293,14 @@ class Pages:
     # -- proof
 
     def promised(self) -> list[int]:
-        return [page for page, state in enumerate(self._states) if state is PageState.PROMISED]
+        return self.in_state(PageState.PROMISED)
+
+    def in_state(self, state: PageState) -> list[int]:
+        return [page for page, each in enumerate(self._states) if each is state]
+
+    def used(self) -> list[BlockId]:
+        """Blocks in use."""
+        return [block for block, used in enumerate(self._is_used) if used]
 
     def all_frames(self) -> Iterator[Frame]:
         for frames in self._frames.values():
@@ -263,16 +310,17 @@ class Pages:
         """Raises AssertionError unless every page and block is accounted for exactly once."""
         per_page = self.paging.blocks_per_page
         count = self._states.count
+        assert len(self._leaving) == count(PageState.LEAVING), "leaving pages drifted"
         assert len(set(self._unmapped)) == len(self._unmapped) == count(PageState.UNMAPPED)
         assert self.num_leaving == count(PageState.UNMAPPING), "pages on their way out drifted"
         assert self.num_used == sum(self._is_used), "blocks in use drifted"
         for page, state in enumerate(self._states):
             own = range(page * per_page, (page + 1) * per_page)
-            is_held = state in (PageState.PROMISED, PageState.MAPPING, PageState.MAPPED)
+            is_held = state not in (PageState.UNMAPPED, PageState.UNMAPPING)
             assert is_held == (page in self._blocks), (
                 f"page {page} is {state} and its blocks are not"
             )
-            has_frames = state in (PageState.MAPPING, PageState.MAPPED, PageState.UNMAPPING)
+            has_frames = state not in (PageState.UNMAPPED, PageState.PROMISED)
             assert has_frames == (page in self._frames), f"frames of page {page}"
             free = set(self._blocks.get(page, ()))
             used = {block for block in own if self._is_used[block]}
@@ -284,6 +332,7 @@ class Pages:
                 f"a block of page {page} is free twice"
             )
             assert (page in self._ready) == (state is PageState.MAPPED and bool(free))
+            assert (page in self._gone_soon) == (state is PageState.LEAVING and bool(free))
             assert page not in self._pins or is_held, f"pinned page {page} is {state}"
             if has_frames:
                 assert len(self._frames[page]) == self.paging.frames_per_page

@@ -12,9 +12,17 @@ Does not know which pages are mapped.
 from __future__ import annotations
 
 import math
+import mmap
 from dataclasses import dataclass
 
+from protocol.errors import ConfigError
 from protocol.layout import KvLayout
+
+SPAN_BYTES = 64 << 10
+"""What a worker gives and takes of each layer's K and V at once: fewer bytes cost more calls, more keep more memory
+where a single block is used."""
+MIN_PAGES = 16
+"""With fewer, one block in each would keep everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +47,27 @@ class Paging:
             blocks_per_page=span_bytes // layout.piece_bytes,
             span_bytes=span_bytes,
             frame_bytes=frame_bytes,
+        )
+
+    @classmethod
+    def within(cls, layout: KvLayout, nbytes: int) -> Paging:
+        """Pages of a worker's pool, at most `nbytes` of them: spans of about SPAN_BYTES, smaller ones where there would
+        be fewer than MIN_PAGES pages. A page is one frame. Raises ConfigError when not even one fits."""
+        smallest = math.lcm(layout.piece_bytes, mmap.PAGESIZE)
+        most = nbytes // (MIN_PAGES * layout.pieces_per_block)
+        span_bytes = smallest * max(1, min(-(-SPAN_BYTES // smallest), most // smallest))
+        page_bytes = span_bytes * layout.pieces_per_block
+        if page_bytes > nbytes:
+            raise ConfigError(
+                f"{nbytes} bytes of elastic KV do not hold a page of {page_bytes}, the least that the machine can take "
+                "back of all layers at once"
+            )
+        return cls(
+            num_pages=nbytes // page_bytes,
+            num_slabs=layout.pieces_per_block,
+            blocks_per_page=span_bytes // layout.piece_bytes,
+            span_bytes=span_bytes,
+            frame_bytes=page_bytes,
         )
 
     @property

@@ -47,6 +47,8 @@ class CModel(ctypes.Structure):
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
         ("vocab_size", ctypes.c_int64),
+        ("slot_stride", ctypes.c_int64),
+        ("pool_format", ctypes.c_int64),
         ("layers", ctypes.POINTER(CLayer)),
         ("lm_head", CMatrix),
         ("final_norm", ctypes.c_void_p),
@@ -89,6 +91,8 @@ class Library:
         self.embed = self.function("embed", pointer, pointer, pointer)
         self.project = self.function("project", pointer, pointer, count)
         self.finish = self.function("finish", pointer, pointer, count, pointer)
+        self.output = self.function("output", pointer, pointer, count, pointer, pointer)
+        self.feed = self.function("feed", pointer, pointer, count, pointer)
         self.logits = self.function("logits", pointer, pointer, pointer, count, pointer)
 
     @property

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.config import ModelConfig
-from engine.kernels.base import Heads
+from engine.kernels.base import Heads, Sums
 from engine.kernels.library import CLayer, CModel, CStep, Library
 from engine.kernels.packing import LANES, Arena, Matrix, pack, pack_gates, packed_bytes
 from engine.kv_pool import KvPool
@@ -25,6 +25,7 @@ from protocol.native import CompilerError
 
 _GROUP_ROWS = 256  # GROUP of layers.cpp
 _WORD_BYTES = 4
+_QUANTISED_FORMATS = {"int8": 1, "fp8": 2}  # `pool_format` of layers.cpp
 
 
 @dataclass(slots=True)
@@ -76,9 +77,12 @@ class NativeKernels:
         num_threads: int,
         cache_folder: Path | None,
         compiling: Callable[[], None] | None = None,
+        sums: Sums | None = None,
     ) -> None:
+        """`sums`: over the ranks that share the model, of which this is one's part; None = it is whole."""
         _check_limits(config, weights)
-        self._library = Library(pool.layout.dtype, cache_folder, compiling)
+        self._sums = sums
+        self._library = Library(pool.dtype, cache_folder, compiling)
         self._config = config
         self._dtype = weights.embedding.dtype
         self._pool = pool
@@ -112,6 +116,8 @@ class NativeKernels:
             config.num_kv_heads,
             config.head_dim,
             config.vocab_size,
+            pool.slot_stride,
+            _QUANTISED_FORMATS.get(pool.layout.dtype, 0),
             layers,
             self._lm_head.structure(),
             self._final_norm.data_ptr(),
@@ -152,7 +158,14 @@ class NativeKernels:
 
     def finish(self, layer: int, work: _Pass, seen: torch.Tensor) -> None:
         seen = seen.contiguous()
-        self._library.finish(self._address, work.address, layer, seen.data_ptr())
+        if self._sums is None:
+            self._library.finish(self._address, work.address, layer, seen.data_ptr())
+            return
+        part = torch.empty_like(work.hidden)
+        self._library.output(self._address, work.address, layer, seen.data_ptr(), part.data_ptr())
+        self._sums.add(work.hidden, part)
+        self._library.feed(self._address, work.address, layer, part.data_ptr())
+        self._sums.add(work.hidden, part)
 
     def hidden(self, work: _Pass) -> torch.Tensor:
         return work.hidden

@@ -30,8 +30,7 @@ class Counters:
     calls: int = 0  # of `admit` and `grow`, refused ones included, and of those that end a table
     admissions: int = 0  # those after a preemption included
     refusals: int = 0
-    growths: int = 0  # tables that got more blocks
-    reallocations: int = 0  # of them, those that could not go on behind the last block
+    reallocations: int = 0  # of tables that could not go on behind their last block
     blocks_taken_back: int = 0  # that somebody had ahead
     preemptions: int = 0
     preempted_tokens: int = 0  # whose KV was given up
@@ -124,7 +123,6 @@ class Allocator:
         more = self._take(missing, self.policy.ahead(request, self), holder)
         if more is None:
             return False
-        self.counters.growths += 1
         self.counters.reallocations += more[0] != last + 1
         gained = num_runs([last, *more]) - 1
         holder.blocks += more

@@ -5,6 +5,7 @@
  */
 #include "crew_life.h"
 #include "product.h"
+#include "quantise.h"
 #include "rows.h"
 
 constexpr int64_t GROUP = 256;      /* rows */
@@ -13,12 +14,15 @@ constexpr int64_t ROWS_AT_ONCE = 8; /* of an operation that is too short to be s
 struct Layer {
     Matrix qkv, o, gate_up, down;
     const float *input_norm, *qk_norm, *post_norm; /* qk_norm [heads + kv_heads, head_dim], or null */
-    void *keys, *values;                           /* this layer's part of the pool: [slots, kv_heads, head_dim] */
+    void *keys, *values;                           /* this layer's part of the pool: [slots, kv_heads, head_dim],
+                                                      * a slot every `slot_stride` elements */
 };
 
 struct Model {
     int64_t hidden_size, inner_size; /* inner_size is a multiple of 16 */
     int64_t heads, kv_heads, head_dim, vocab_size;
+    int64_t slot_stride;
+    int64_t pool_format; /* 0: heads as they are computed, 1: rows of int8, 2: rows of fp8 */
     const Layer *layers;
     Matrix lm_head;
     const float *final_norm;
@@ -53,6 +57,22 @@ static void shared_norm(const Model *model, const T *hidden, const float *weight
     });
 }
 
+template <typename T, typename S> static void quantise_heads(const Model *model, S *rows, const T *heads) {
+    const int64_t dim = model->head_dim;
+    for (int64_t head = 0; head < model->kv_heads; head++)
+        quantise(heads + head * dim, rows + head * (dim + SCALE_BYTES), dim);
+}
+
+/* A token's K or V into the pool. */
+template <typename T> static void store_heads(const Model *model, void *piece, const T *heads, int64_t slot) {
+    const int64_t place = slot * model->slot_stride;
+    switch (model->pool_format) {
+        case 1: return quantise_heads(model, (Int8 *)piece + place, heads);
+        case 2: return quantise_heads(model, (Fp8 *)piece + place, heads);
+        default: memcpy((T *)piece + place, heads, model->kv_heads * model->head_dim * sizeof(T));
+    }
+}
+
 /* Normalizes and rotates the heads of one token and stores its K and V. */
 template <typename T> static void place_token(const Model *model, const Layer *layer, const Step *step, int64_t token) {
     const int64_t dim = model->head_dim, kv_size = model->kv_heads * dim;
@@ -65,9 +85,8 @@ template <typename T> static void place_token(const Model *model, const Layer *l
         if (layer->qk_norm != nullptr) normalize(own, layer->qk_norm + head * dim, own, dim, model->epsilon);
         rotate(own, cosines, sines, dim);
     }
-    const int64_t place = step->slots[token] * kv_size;
-    memcpy((T *)layer->keys + place, heads + model->heads * dim, kv_size * sizeof(T));
-    memcpy((T *)layer->values + place, heads + rotated * dim, kv_size * sizeof(T));
+    store_heads(model, layer->keys, heads + model->heads * dim, step->slots[token]);
+    store_heads(model, layer->values, heads + rotated * dim, step->slots[token]);
 }
 
 template <typename T> static void project(const Model *model, const Step *step, const Layer *layer) {
@@ -97,6 +116,26 @@ template <typename T> static void finish(const Model *model, const Step *step, c
     }
 }
 
+/* What `finish` adds to the hidden states, in two parts for ranks that have a share of the layer each and sum theirs. */
+template <typename T> static void output(const Model *model, const Step *step, const Layer *layer, const T *seen, T *out) {
+    const int64_t size = model->hidden_size, seen_size = model->heads * model->head_dim;
+    for (int64_t first = 0; first < step->tokens; first += GROUP)
+        shared_product(model, layer->o, seen + first * seen_size, seen_size, least(GROUP, step->tokens - first),
+                       Store<T>{out + first * size, size, size});
+}
+
+template <typename T> static void feed(const Model *model, const Step *step, const Layer *layer, T *out) {
+    const int64_t size = model->hidden_size, inner_size = model->inner_size;
+    T *normed = (T *)model->normed, *inner = (T *)model->inner;
+    for (int64_t first = 0; first < step->tokens; first += GROUP) {
+        const int64_t rows = least(GROUP, step->tokens - first);
+        const T *hidden = (const T *)step->hidden + first * size;
+        shared_norm(model, hidden, layer->post_norm, rows, [](int64_t row) { return row; });
+        shared_product(model, layer->gate_up, normed, size, rows, Gate<T>{inner, inner_size});
+        shared_product(model, layer->down, inner, inner_size, rows, Store<T>{out + first * size, size, size});
+    }
+}
+
 template <typename T>
 static void logits(const Model *model, const Step *step, const int64_t *rows, int64_t count, float *output) {
     const int64_t size = model->hidden_size, vocab = model->vocab_size;
@@ -116,7 +155,8 @@ template <typename T> static void embed(const Model *model, const Step *step, co
 }
 
 /* embed: the tokens' hidden states. project: heads, rotated, with K and V in the pool. finish: `seen` [tokens, heads,
- * head_dim] and the MLP into the hidden states. logits: [count, vocab] of the tokens `rows`, or of the first `count`. */
+ * head_dim] and the MLP into the hidden states; output and feed give what these two add. logits: [count, vocab] of the
+ * tokens `rows`, or of the first `count`. */
 #define DEFINE(NAME, T)                                                                                                \
     extern "C" void embed_##NAME(const Model *model, const Step *step, const int64_t *token_ids) {                     \
         embed<T>(model, step, token_ids);                                                                              \
@@ -126,6 +166,12 @@ template <typename T> static void embed(const Model *model, const Step *step, co
     }                                                                                                                  \
     extern "C" void finish_##NAME(const Model *model, const Step *step, int64_t layer, const T *seen) {                \
         finish<T>(model, step, model->layers + layer, seen);                                                           \
+    }                                                                                                                  \
+    extern "C" void output_##NAME(const Model *model, const Step *step, int64_t layer, const T *seen, T *out) {        \
+        output<T>(model, step, model->layers + layer, seen, out);                                                      \
+    }                                                                                                                  \
+    extern "C" void feed_##NAME(const Model *model, const Step *step, int64_t layer, T *out) {                         \
+        feed<T>(model, step, model->layers + layer, out);                                                              \
     }                                                                                                                  \
     extern "C" void logits_##NAME(const Model *model, const Step *step, const int64_t *rows, int64_t count,            \
                                   float *output) {                                                                     \
@@ -155,6 +201,10 @@ extern "C" int32_t suits_many_rows([[maybe_unused]] int32_t is_bfloat16) {
     }                                                                                                                  \
     extern "C" void rotate_##NAME(T *head, const T *cosines, const T *sines, int64_t head_dim) {                       \
         rotate(head, cosines, sines, head_dim);                                                                        \
+    }                                                                                                                  \
+    extern "C" void quantise_##NAME(const T *head, void *row, int64_t head_dim, int64_t format) {                      \
+        if (format == 1) quantise(head, (Int8 *)row, head_dim);                                                        \
+        else quantise(head, (Fp8 *)row, head_dim);                                                                     \
     }                                                                                                                  \
     extern "C" void product_##NAME(const Matrix *matrix, const T *input, int64_t stride, int64_t rows, T *out,         \
                                    int64_t outputs) {                                                                  \

@@ -76,33 +76,6 @@ class Chains:
                 stuck.append(parent)
         return sorted(leaving, key=lambda key: (-len(self.to(key)), key))
 
-    def only_on(self, instance_id: InstanceId, max_keys: int) -> list[list[BlockKey]]:
-        """Blocks that no other instance holds, as runs of chains (first to last), each block once; stops after the
-        chain with which it has `max_keys`. O(all blocks)."""
-        alone = self._directory.only_on(instance_id)
-        # From the leaves, so that walks up find whole chains; what is left after them would be a circle.
-        inner = np.isin(alone, self._table.parents[alone])
-        starts = np.concatenate([alone[~inner], alone[inner]])
-        wanted = bytearray(int(alone.max(initial=0)) + 1)
-        np.frombuffer(wanted, np.uint8)[alone] = 1
-        runs: list[list[BlockKey]] = []
-        for start in starts.tolist():
-            if max_keys <= 0:
-                break
-            if run := self._take_run(start, wanted):
-                max_keys -= len(run)
-                runs.append(run)
-        return runs
-
-    def _take_run(self, slot: int, wanted: bytearray) -> list[BlockKey]:
-        """The blocks up from `slot` that are still wanted, first to last; they are not any more."""
-        run: list[BlockKey] = []
-        while slot < len(wanted) and wanted[slot]:
-            wanted[slot] = 0
-            run.append(self._table.key(slot))
-            slot = int(self._table.parents[slot])
-        return run[::-1]
-
     def _walk(self, slot: int) -> list[int]:
         """From a row towards its chain's first one, until nobody holds the next."""
         walked: list[int] = []

@@ -227,15 +227,6 @@ class Directory:
         held: npt.NDArray[np.bool_] = (self.table.holders[source.word][slots] & source.mask) != 0
         return held
 
-    def only_on(self, instance_id: InstanceId) -> Slots:
-        """The rows that no other instance holds."""
-        rows = self.table.in_use()
-        rows = rows[self.held_by(instance_id, rows)]
-        if not rows.size:
-            return rows
-        others = self._words(self._live & ~(1 << self._sources[instance_id].bit))
-        return rows[~self._is_held_among(others, rows)]
-
     def num_blocks(self, instance_id: InstanceId) -> int:
         """How many blocks an instance is known to hold; 0 when it is unknown."""
         source = self._sources.get(instance_id)

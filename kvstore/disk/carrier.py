@@ -3,7 +3,6 @@ loop. Knows nothing of what follows a group, nor of what is durable."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from kvstore.disk.object_io import ObjectIo, Pages
 from kvstore.disk.ring import Flight, Ring, Run, Way
 from kvstore.disk.segments import Segments
 from kvstore.disk.views import OutOfPages
+from protocol.held_tasks import HeldTasks
 
 RUN_BYTES = 2 * 2**20
 """Of one operation in the ring, and what is left of an object: two of 1 MiB together take less of the processor."""
@@ -37,7 +37,7 @@ class Carrier:
         self._io = io
         self._ring = ring
         self._landed = landed
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = HeldTasks()
 
     def begin(self, group: Group) -> None:
         """Writes it. Of several groups that are under way none touches another's pages."""
@@ -80,9 +80,7 @@ class Carrier:
         self._landed(group)
 
     def _begin_in_threads(self, group: Group) -> None:
-        task = asyncio.create_task(self._write(group))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._write(group))
 
     async def _write(self, group: Group) -> None:
         try:

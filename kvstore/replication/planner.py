@@ -83,19 +83,6 @@ class Planner:
         drops = self._lower(held, num_replicas, nodes, pins)
         return Plan(copies=tuple(copies), drops=drops, missing=len(keys) - len(held))
 
-    def plan_drain(self, node: InstanceId, nodes: Nodes, now: float, max_keys: int) -> Plan:
-        """Another home for blocks that only `node` has; those already on their way are left out, so ask again until
-        nothing comes and nothing is under way."""
-        copies: list[Copy] = []
-        planned: dict[InstanceId, int] = {}
-        for run in self._chains.only_on(node, max_keys):
-            waiting = [key for key in run if not self._ledger.expected(key, now)]
-            target = self._new_home(waiting, node, nodes, planned, now) if waiting else None
-            if target is not None:
-                planned[target.instance_id] = planned.get(target.instance_id, 0) + len(waiting)
-                copies += self._copy(waiting, target, nodes, now)
-        return Plan(copies=tuple(copies))
-
     def settled(self, copy: Copy, *, succeeded: bool, now: float) -> None:
         """What became of a copy; one that failed is planned again elsewhere."""
         if succeeded:
@@ -194,27 +181,6 @@ class Planner:
 
     def _takes(self, node: NodeView, now: float) -> bool:
         return node.takes_replicas and not self._ledger.is_shunned(node.instance_id, now)
-
-    def _new_home(
-        self,
-        run: Sequence[BlockKey],
-        leaving: InstanceId,
-        nodes: Nodes,
-        planned: dict[InstanceId, int],
-        now: float,
-    ) -> NodeView | None:
-        """Where the blocks before `run` are, or where there is most room once what is planned has come."""
-        parent = self._chains.parent(run[0])
-        near = self._replicas(parent, now) if parent else set()
-        total = max(1, self._directory.num_blocks(leaving))
-
-        def rank(node: NodeView) -> tuple[bool, float, str]:
-            # Blocks of the node that leaves take as much of another one as they take of it.
-            more = planned.get(node.instance_id, 0) / total
-            return node.instance_id not in near, node.used_share + more, node.instance_id
-
-        others = (n for n in nodes.values() if n.instance_id != leaving and self._takes(n, now))
-        return min(others, key=rank, default=None)
 
     def _copy(
         self, keys: Sequence[BlockKey], target: NodeView, nodes: Nodes, now: float

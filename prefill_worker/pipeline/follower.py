@@ -81,7 +81,7 @@ def facts_of(replica: Replica) -> pipeline_pb2.StageJoinReply:
 def row_bytes(replica: Replica) -> int:
     """Of one token's hidden states."""
     engine = replica.thread.engine
-    return engine.config.hidden_size * DTYPE_BYTES[replica.plan.layout.dtype]
+    return engine.config.hidden_size * DTYPE_BYTES[replica.plan.dtype]
 
 
 def own_memory(replica: Replica, segment: Segment) -> KvMemory:

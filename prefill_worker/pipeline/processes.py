@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -25,6 +24,7 @@ from protocol.config import to_flags
 from protocol.errors import ConfigError, PeerLost
 from protocol.pb import pipeline_pb2
 from protocol.rpc import Channels
+from protocol.status import NotReady, until_ready
 from transfer import Segment, TransferEngine
 
 _STOP_S = 5.0
@@ -109,22 +109,11 @@ async def _start(config: PrefillConfig, rank: int) -> _Started:
 
 
 async def _ready(read_fd: int, rank: int) -> str:
-    """Reads a follower's reports until it serves. Raises ConfigError when it will not."""
-    reader = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
-    )
+    """A follower's lean address, once it serves. Raises ConfigError when it will not."""
     try:
-        async for line in reader:
-            report = json.loads(line)
-            if "ready" in report:
-                address: str = report["ready"]["lean"]
-                return address
-            if "failed" in report:
-                raise ConfigError(f"pipeline stage {rank}: {report['failed']}")
-    finally:
-        transport.close()
-    raise ConfigError(f"pipeline stage {rank} ended before it was ready; see its log")
+        return (await until_ready(read_fd))["lean"]
+    except NotReady as error:
+        raise ConfigError(f"pipeline stage {rank}: {error}; see its log") from error
 
 
 def _require_equal(
@@ -144,7 +133,8 @@ async def _stop(started: _Started) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
     try:
-        await asyncio.wait_for(process.wait(), _STOP_S)
+        async with asyncio.timeout(_STOP_S):
+            await process.wait()
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

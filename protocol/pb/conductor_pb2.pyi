@@ -187,6 +187,7 @@ class Load(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     FREE_BYTES_FIELD_NUMBER: _builtins.int
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     num_running: _builtins.int
     free_blocks: _builtins.int
@@ -201,6 +202,8 @@ class Load(_message.Message):
     free_bytes: _builtins.int
     """stores: of their memory"""
     capacity_bytes: _builtins.int
+    num_blocks: _builtins.int
+    """workers: that can be held at once, as limits of memory are now; 0 = as registered"""
     @_builtins.property
     def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___Traffic]: ...
     @_builtins.property
@@ -222,10 +225,11 @@ class Load(_message.Message):
         steps: Global___Steps | None = ...,
         free_bytes: _builtins.int = ...,
         capacity_bytes: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "context_tokens", b"context_tokens", "free_blocks", b"free_blocks", "free_bytes", b"free_bytes", "held_blocks", b"held_blocks", "leased_blocks", b"leased_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting", "queued_tokens", b"queued_tokens", "steps", b"steps", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "context_tokens", b"context_tokens", "free_blocks", b"free_blocks", "free_bytes", b"free_bytes", "held_blocks", b"held_blocks", "leased_blocks", b"leased_blocks", "num_blocks", b"num_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting", "queued_tokens", b"queued_tokens", "steps", b"steps", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,6 +23,103 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class GetLimitsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLimitsRequest: _TypeAlias = GetLimitsRequest  # noqa: Y015
+
+@_typing.final
+class SetLimitsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CEILING_BYTES_FIELD_NUMBER: _builtins.int
+    FLOOR_BYTES_FIELD_NUMBER: _builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    ceiling_bytes: _builtins.int
+    """unset = as it is; whole pages of it count"""
+    floor_bytes: _builtins.int
+    budget_bytes: _builtins.int
+    """of all workers that share one with this one"""
+    def __init__(
+        self,
+        *,
+        ceiling_bytes: _builtins.int | None = ...,
+        floor_bytes: _builtins.int | None = ...,
+        budget_bytes: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_budget_bytes", b"_budget_bytes", "_ceiling_bytes", b"_ceiling_bytes", "_floor_bytes", b"_floor_bytes", "budget_bytes", b"budget_bytes", "ceiling_bytes", b"ceiling_bytes", "floor_bytes", b"floor_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_budget_bytes", b"_budget_bytes", "_ceiling_bytes", b"_ceiling_bytes", "_floor_bytes", b"_floor_bytes", "budget_bytes", b"budget_bytes", "ceiling_bytes", b"ceiling_bytes", "floor_bytes", b"floor_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__budget_bytes: _TypeAlias = _typing.Literal["budget_bytes"]  # noqa: Y015
+    _WhichOneofArgType__budget_bytes: _TypeAlias = _typing.Literal["_budget_bytes", b"_budget_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__ceiling_bytes: _TypeAlias = _typing.Literal["ceiling_bytes"]  # noqa: Y015
+    _WhichOneofArgType__ceiling_bytes: _TypeAlias = _typing.Literal["_ceiling_bytes", b"_ceiling_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__floor_bytes: _TypeAlias = _typing.Literal["floor_bytes"]  # noqa: Y015
+    _WhichOneofArgType__floor_bytes: _TypeAlias = _typing.Literal["_floor_bytes", b"_floor_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__budget_bytes) -> _WhichOneofReturnType__budget_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ceiling_bytes) -> _WhichOneofReturnType__ceiling_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__floor_bytes) -> _WhichOneofReturnType__floor_bytes | None: ...
+
+Global___SetLimitsRequest: _TypeAlias = SetLimitsRequest  # noqa: Y015
+
+@_typing.final
+class KvLimits(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FLOOR_BYTES_FIELD_NUMBER: _builtins.int
+    CEILING_BYTES_FIELD_NUMBER: _builtins.int
+    LARGEST_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    WANTED_BYTES_FIELD_NUMBER: _builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    floor_bytes: _builtins.int
+    ceiling_bytes: _builtins.int
+    largest_bytes: _builtins.int
+    """ceiling that the worker was started for"""
+    held_bytes: _builtins.int
+    """that count as taken"""
+    resident_bytes: _builtins.int
+    """that the machine spends"""
+    wanted_bytes: _builtins.int
+    """that requests wait for"""
+    budget_bytes: _builtins.int
+    """unset = shared with nobody"""
+    def __init__(
+        self,
+        *,
+        floor_bytes: _builtins.int = ...,
+        ceiling_bytes: _builtins.int = ...,
+        largest_bytes: _builtins.int = ...,
+        held_bytes: _builtins.int = ...,
+        resident_bytes: _builtins.int = ...,
+        wanted_bytes: _builtins.int = ...,
+        budget_bytes: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_budget_bytes", b"_budget_bytes", "budget_bytes", b"budget_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_budget_bytes", b"_budget_bytes", "budget_bytes", b"budget_bytes", "ceiling_bytes", b"ceiling_bytes", "floor_bytes", b"floor_bytes", "held_bytes", b"held_bytes", "largest_bytes", b"largest_bytes", "resident_bytes", b"resident_bytes", "wanted_bytes", b"wanted_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__budget_bytes: _TypeAlias = _typing.Literal["budget_bytes"]  # noqa: Y015
+    _WhichOneofArgType__budget_bytes: _TypeAlias = _typing.Literal["_budget_bytes", b"_budget_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__budget_bytes) -> _WhichOneofReturnType__budget_bytes | None: ...
+
+Global___KvLimits: _TypeAlias = KvLimits  # noqa: Y015
+
+@_typing.final
 class SwitchRoleRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

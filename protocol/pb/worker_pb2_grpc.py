@@ -509,3 +509,123 @@ class RoleSwitch:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class KvMemoryStub:
+    """Served by workers whose KV takes memory only where blocks live.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.GetLimits = channel.unary_unary(
+                '/moonserve.KvMemory/GetLimits',
+                request_serializer=protocol_dot_pb_dot_worker__pb2.GetLimitsRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_worker__pb2.KvLimits.FromString,
+                _registered_method=True)
+        self.SetLimits = channel.unary_unary(
+                '/moonserve.KvMemory/SetLimits',
+                request_serializer=protocol_dot_pb_dot_worker__pb2.SetLimitsRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_worker__pb2.KvLimits.FromString,
+                _registered_method=True)
+
+
+class KvMemoryServicer:
+    """Served by workers whose KV takes memory only where blocks live.
+    """
+
+    def GetLimits(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLimits(self, request, context):
+        """From now on. What is held above a lower ceiling is given back as soon as those who hold it let go: cached blocks and
+        preempted sequences at once, prompts that are under way when they end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KvMemoryServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'GetLimits': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLimits,
+                    request_deserializer=protocol_dot_pb_dot_worker__pb2.GetLimitsRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_worker__pb2.KvLimits.SerializeToString,
+            ),
+            'SetLimits': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLimits,
+                    request_deserializer=protocol_dot_pb_dot_worker__pb2.SetLimitsRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_worker__pb2.KvLimits.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moonserve.KvMemory', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moonserve.KvMemory', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class KvMemory:
+    """Served by workers whose KV takes memory only where blocks live.
+    """
+
+    @staticmethod
+    def GetLimits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.KvMemory/GetLimits',
+            protocol_dot_pb_dot_worker__pb2.GetLimitsRequest.SerializeToString,
+            protocol_dot_pb_dot_worker__pb2.KvLimits.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLimits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.KvMemory/SetLimits',
+            protocol_dot_pb_dot_worker__pb2.SetLimitsRequest.SerializeToString,
+            protocol_dot_pb_dot_worker__pb2.KvLimits.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -180,3 +180,49 @@ class RoleSwitchServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_RoleSwitchServicer_to_server(servicer: RoleSwitchServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class KvMemoryStub:
+    """Served by workers whose KV takes memory only where blocks live."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> KvMemoryAsyncStub: ...
+    GetLimits: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetLimitsRequest, _worker_pb2.KvLimits]
+    SetLimits: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetLimitsRequest, _worker_pb2.KvLimits]
+    """From now on. What is held above a lower ceiling is given back as soon as those who hold it let go: cached blocks and
+    preempted sequences at once, prompts that are under way when they end.
+    """
+
+@_typing.type_check_only
+class KvMemoryAsyncStub(KvMemoryStub):
+    """Served by workers whose KV takes memory only where blocks live."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    GetLimits: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetLimitsRequest, _worker_pb2.KvLimits]  # type: ignore[assignment]
+    SetLimits: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetLimitsRequest, _worker_pb2.KvLimits]  # type: ignore[assignment]
+    """From now on. What is held above a lower ceiling is given back as soon as those who hold it let go: cached blocks and
+    preempted sequences at once, prompts that are under way when they end.
+    """
+
+class KvMemoryServicer(metaclass=_abc_1.ABCMeta):
+    """Served by workers whose KV takes memory only where blocks live."""
+
+    @_abc_1.abstractmethod
+    def GetLimits(
+        self,
+        request: _worker_pb2.GetLimitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.KvLimits, _abc.Awaitable[_worker_pb2.KvLimits]]: ...
+
+    @_abc_1.abstractmethod
+    def SetLimits(
+        self,
+        request: _worker_pb2.SetLimitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.KvLimits, _abc.Awaitable[_worker_pb2.KvLimits]]:
+        """From now on. What is held above a lower ceiling is given back as soon as those who hold it let go: cached blocks and
+        preempted sequences at once, prompts that are under way when they end.
+        """
+
+def add_KvMemoryServicer_to_server(servicer: KvMemoryServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -94,7 +94,6 @@ def test_the_page_says_what_is_within_and_what_is_not() -> None:
             "prefills_prefill": [1.0, 1.1],
             "prefills_request": [],
             "prefills_landing": [],
-            "prefills_handoff": [],
         },
         "live": live,
         "simulated": simulated,
@@ -114,6 +113,7 @@ def test_the_page_says_what_is_within_and_what_is_not() -> None:
     assert "| TTFT p90, ms | 100 | 120 | +20.0% | +20% … +20% | NO |" in page
     assert "| TTFT p50, ms | 100 | 100 | +0.0% | +0% … +0% | yes |" in page
     assert "landing 1.00, 4.00" in page
+    assert "request 5.0 (the gateway's part 0.5, the way back 2.0, " in page
     assert "none of which decodes: prefill 1.00, 1.10" in page
     assert "ttft 12.5%" in page
     assert "is NOT met" in page

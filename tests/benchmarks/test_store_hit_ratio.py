@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from pathlib import Path
@@ -14,10 +13,8 @@ from benchmarks import store_hit_ratio
 from benchmarks.store_hit_ratio import Belady, Prompt, measure, prompts_of, replay
 from kvstore import eviction
 from protocol.keys import BlockKey
+from tests.public_trace import TRACE, needs_trace
 from traces.format import read_trace
-
-SHARED = Path(__file__).parents[2].parent / "shared" / "traces" / "conversation_trace.jsonl"
-TRACE = Path(os.environ.get("MOONSERVE_TRACE", SHARED))
 
 
 def prompt(*ids: int) -> Prompt:
@@ -79,7 +76,7 @@ def test_the_command_prints_a_table_and_writes_json(
 
 @pytest.mark.trace
 @pytest.mark.slow
-@pytest.mark.skipif(not TRACE.exists(), reason="the public trace is not here")
+@needs_trace
 def test_the_conversation_trace_hits_what_was_found_and_credit_beats_lru() -> None:
     prompts = prompts_of(read_trace(TRACE))
     lru = measure("lru", eviction.make("lru"), prompts, 3_000_000)

@@ -93,7 +93,7 @@ def test_this_projects_store_gives_back_what_was_put(
 @pytest.mark.slow  # as above
 def test_redis_gives_back_what_was_put_in_both_ways(tmp_path: Path) -> None:
     if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
+        pytest.skip("needs redis-server (.ci/system-packages)")
     redis = Contestant(
         name="redis",
         group="peer",

@@ -30,6 +30,7 @@ from protocol.metrics import scheduler_metrics
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from protocol.process import Lifecycle
 from protocol.rpc import Channels, RpcServer, failure_from_wire
+from protocol.status import until_ready
 from protocol.wire import layout_to_wire
 from tests.conductor.cluster import LAYOUT, chain
 from tests.patience import PATIENCE_S
@@ -314,31 +315,13 @@ async def test_a_cancelled_call_leaves_the_state_whole(rig: Rig) -> None:
     assert reply.placement.predicted_ttft_s == pytest.approx(1.0)
 
 
-async def ready_facts(reader: int) -> dict[str, str]:
-    """The facts of the ready report on a status pipe."""
-    loop = asyncio.get_running_loop()
-    stream = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reader, "rb")
-    )
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                entry = json.loads(await stream.readline())
-                if "ready" in entry:
-                    facts: dict[str, str] = entry["ready"]
-                    return facts
-    finally:
-        transport.close()
-
-
 async def test_the_process_body_serves_housekeeps_and_stops() -> None:
     reader, writer = os.pipe()
     flags = ["--lease-s", "0.2", "--heartbeat-interval-s", "0.02"]
     config = load(ConductorConfig, flags, prog="conductor", environ={})
     lifecycle = Lifecycle(writer)
     task = asyncio.create_task(serve(config, lifecycle))
-    facts = await ready_facts(reader)
+    facts = await asyncio.wait_for(until_ready(reader), PATIENCE_S)
     os.close(writer)
     channels = Channels(config.cluster_token)
     stub = conductor_pb2_grpc.ConductorStub(channels.to(facts["rpc"]))

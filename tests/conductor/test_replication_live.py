@@ -6,9 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 
@@ -19,11 +16,12 @@ from protocol.membership import BlockLog, Membership
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, directory_pb2
 from protocol.process import running
 from protocol.rpc import Channels
+from tests import processes
 from tests.conductor.test_conductor_service import registration, wish
 from tests.e2e.cluster import metric
-from tests.kvstore.directory.cluster import put_chain, read_chain, until, value
-from tests.kvstore.nodes import ROOT, TOKEN, running_node
-from tests.patience import PATIENCE_S
+from tests.kvstore.directory.cluster import put_chain, read_chain, value
+from tests.kvstore.nodes import TOKEN, running_node
+from tests.patience import PATIENCE_S, answered
 from tests.ports import free_port
 
 NUM_BLOCKS = 16
@@ -34,20 +32,8 @@ COOL_S = 5
 @contextlib.contextmanager
 def running_conductor(*flags: str) -> Iterator[str]:
     """Its address; ended by SIGTERM, with exit code 0."""
-    read_fd, write_fd = os.pipe()
-    command = [sys.executable, "-m", "conductor", "--status-fd", str(write_fd), *flags]
-    environment = {**os.environ, "MOONSERVE_CLUSTER_TOKEN": TOKEN}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[write_fd])
-    os.close(write_fd)
-    try:
-        with open(read_fd) as reports:
-            said = map(json.loads, reports)
-            yield next(report["ready"]["rpc"] for report in said if "ready" in report)
-        process.terminate()
-        assert process.wait(timeout=PATIENCE_S) == 0
-    finally:
-        process.kill()
-        process.wait()
+    with processes.running("conductor", *flags, token=TOKEN) as (_, facts):
+        yield facts["rpc"]
 
 
 class Conductor:
@@ -152,7 +138,7 @@ async def until_indexed(conductor: Conductor, **blocks: int) -> None:
         found = await conductor.indexed()
         return all(found.get(name) == count for name, count in blocks.items())
 
-    await until(as_wanted)
+    await answered(as_wanted)
 
 
 async def until_near(conductor: Conductor, keys: Sequence[BlockKey]) -> dict[str, object]:

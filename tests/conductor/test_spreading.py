@@ -7,10 +7,8 @@ first token is due. What counts is where uncached tokens, the work, were placed:
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,10 +22,9 @@ from protocol.keys import NO_PARENT, BlockKey
 from protocol.layout import KvLayout
 from protocol.profile import PrefillProfile
 from tests.conductor.cluster import worker
+from tests.public_trace import TRACE, needs_trace
 from traces.format import TOKENS_PER_HASH, TraceRecord, read_trace
 
-SHARED = Path(__file__).resolve().parents[3] / "shared/traces/conversation_trace.jsonl"
-TRACE = Path(os.environ.get("MOONSERVE_TRACE", SHARED))
 NUM_PREFILLS = 8
 CACHE_AWARE = ["global-cache-aware", "local-cache-aware", "session-affinity"]
 LAYOUT = KvLayout(
@@ -186,7 +183,7 @@ def test_cache_aware_policies_spread_the_work_of_a_shared_first_block(name: str)
 
 @pytest.mark.trace
 @pytest.mark.slow
-@pytest.mark.skipif(not TRACE.exists(), reason="the conversation trace is not here")
+@needs_trace
 @pytest.mark.parametrize("name", [*CACHE_AWARE, LongestPrefix.name])
 def test_the_conversation_trace_is_spread_too(name: str) -> None:
     records = read_trace(TRACE, 2_000)

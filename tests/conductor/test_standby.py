@@ -35,7 +35,7 @@ from protocol.registry.embedded import EmbeddedRegistry
 from protocol.rpc import Channels, failure_from_wire
 from tests.conductor.cluster import chain
 from tests.conductor.test_conductor_service import registration, wish
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, answered
 from tests.protocol.registry.conftest import served
 
 TOKEN = "secret"
@@ -86,9 +86,10 @@ class Cluster:
         return await self.channels.call(stub.Who, request, timeout_s=PATIENCE_S)
 
     async def until(self, name: str, condition: Callable[[leadership_pb2.WhoReply], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition(await self.who(name)):  # noqa: ASYNC110 - it is elsewhere
-                await asyncio.sleep(0.01)
+        async def holds() -> bool:
+            return condition(await self.who(name))
+
+        await answered(holds)
 
     def clients(self) -> Conductors:
         return Conductors(self.channels, ",".join(self.addresses.values()))
@@ -176,9 +177,7 @@ async def test_the_next_leader_learns_members_and_blocks_from_them(pair: Cluster
         assert reply.leads
         assert reply.epoch > epoch
         await call(conductors, "Report", report("r0"))  # of the former leader's placement
-        async with asyncio.timeout(PATIENCE_S):
-            while not await blocks_known(conductors):  # noqa: ASYNC110 - it is elsewhere
-                await asyncio.sleep(0.01)
+        await answered(lambda: blocks_known(conductors))
 
 
 async def test_the_next_leader_places_by_the_policy_that_was_set(pair: Cluster) -> None:
@@ -248,9 +247,7 @@ async def test_a_new_leader_says_that_nobody_is_there_only_after_a_lease(cluster
     await cluster.until("a", lambda reply: reply.leads)
     with pytest.raises(NotLeader, match="since just now"):
         await cluster.ask("a", "Place", wish("r0"))
-    async with asyncio.timeout(PATIENCE_S):
-        while (reply := await place_unless_young(cluster)) is None:  # noqa: ASYNC110 - it is elsewhere
-            await asyncio.sleep(0.02)
+    reply = await answered(lambda: place_unless_young(cluster))
     assert isinstance(failure_from_wire(reply.failure), NoWorker)
 
 

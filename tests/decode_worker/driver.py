@@ -10,6 +10,7 @@ from decode_worker.keeping import KeepingCosts
 from decode_worker.limits import Limits
 from decode_worker.state import DecodeState
 from engine.batch import Sampled, Slice
+from engine.blanks import Blanks
 from engine.block_pool import BlockPool
 from engine.lookahead.base import Policy
 from protocol.errors import PeerLost
@@ -40,8 +41,13 @@ def limits(**changes: int) -> Limits:
     return Limits(**{**values, **changes})
 
 
-def pool(num_blocks: int) -> BlockPool:
-    return BlockPool(num_blocks, on_added=lambda key, parent: None, on_removed=lambda key: None)
+def pool(num_blocks: int, blanks: Blanks | None = None) -> BlockPool:
+    return BlockPool(
+        num_blocks,
+        on_added=lambda key, parent: None,
+        on_removed=lambda key: None,
+        blanks=blanks,
+    )
 
 
 def next_token(position: int) -> int:
@@ -110,6 +116,11 @@ class PretendedMemory:
             self.store[item.key] = [self._slots[item.block, at] for at in range(BLOCK_SIZE)]
         return events.Kept(move_id=action.move_id, checksums=checksums, is_complete=True)
 
+    def lose(self, block: BlockId) -> None:
+        """Its page is gone."""
+        for at in range(BLOCK_SIZE):
+            self._slots.pop((block, at), None)
+
     def load(self, action: actions.LoadBlocks, *, failed: bool) -> events.BlocksLoaded:
         found = [] if failed else [self.store.get(key) for key in action.keys]
         num_good = found.index(None) if None in found else len(found)
@@ -128,9 +139,10 @@ class Driver:
         num_blocks: int = 16,
         policy: Policy | None = None,
         keeping: KeepingCosts | None = None,
+        blanks: Blanks | None = None,
         **changes: int,
     ) -> None:
-        self.pool = pool(num_blocks)
+        self.pool = pool(num_blocks, blanks)
         self.state = DecodeState(self.pool, limits(**changes), policy, keeping)
         self.now = 0.0
         self.log: list[actions.Action] = []  # everything so far

@@ -18,6 +18,7 @@ from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.request import Request, SamplingParams
 from protocol.rpc import Channels
 from protocol.wire import sampling_to_wire
+from tests.engine.kernels.calls import kernels_folder
 from tests.patience import PATIENCE_S
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine
 
@@ -26,14 +27,25 @@ NUM_BLOCKS = 64
 TOKEN = "secret"
 
 
-def load_engine(path: Path, num_blocks: int, memory: memoryview | None = None) -> Engine:
-    config = load_model_config(path)
-    layout = config.kv_layout(BLOCK_SIZE, "float32")
-    return Engine.load(path, config=config, layout=layout, num_blocks=num_blocks, memory=memory)
+def load_engine(
+    path: Path, num_blocks: int, memory: memoryview | None = None, kv_dtype: str = "auto"
+) -> Engine:
+    """Computes in float32, and, where KV is quantised, with native kernels: there a row's bits do not depend on its
+    batch, and so codes do not either."""
+    layout = layout_of(path, kv_dtype)
+    return Engine.load(
+        path,
+        config=load_model_config(path),
+        layout=layout,
+        dtype="float32",
+        num_blocks=num_blocks,
+        memory=memory,
+        cache_folder=kernels_folder() if layout.is_quantised else None,
+    )
 
 
-def layout_of(path: Path) -> KvLayout:
-    return load_model_config(path).kv_layout(BLOCK_SIZE, "float32")
+def layout_of(path: Path, kv_dtype: str = "auto") -> KvLayout:
+    return load_model_config(path).kv_layout(BLOCK_SIZE, "float32", kv_dtype)
 
 
 def coupled(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -55,11 +67,16 @@ class PrefillClient:
     """One request at a time."""
 
     def __init__(
-        self, path: Path, transfer: TransferEngine, channels: Channels, address: str
+        self,
+        path: Path,
+        transfer: TransferEngine,
+        channels: Channels,
+        address: str,
+        kv_dtype: str = "auto",
     ) -> None:
-        self.layout = layout_of(path)
+        self.layout = layout_of(path, kv_dtype)
         self.segment: Segment = transfer.allocate(self.layout.pool_bytes(NUM_BLOCKS))
-        self.engine = load_engine(path, NUM_BLOCKS, self.segment.buffer)
+        self.engine = load_engine(path, NUM_BLOCKS, self.segment.buffer, kv_dtype)
         self.root = root_key(self.engine.fingerprint)
         self.channels = channels
         self.transfer = transfer

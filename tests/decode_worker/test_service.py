@@ -121,10 +121,11 @@ async def world(
     num_blocks: int = 48,
     faults: FaultPlan | None = None,
     keeping: KeepingCosts | None = None,
+    kv_dtype: str = "auto",
     **limits: int,
 ) -> AsyncIterator[World]:
     values = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 512, **limits}
-    layout = layout_of(path)
+    layout = layout_of(path, kv_dtype)
     pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda _: None)
     state = DecodeState(pool, Limits(block_size=BLOCK_SIZE, **values), keeping=keeping)
     channels, server = Channels(TOKEN), RpcServer(TOKEN)
@@ -134,7 +135,7 @@ async def world(
         TransferEngine(cluster_token=TOKEN, faults=faults) as sender,
     ):
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
-        engine = load_engine(path, num_blocks, segment.buffer)
+        engine = load_engine(path, num_blocks, segment.buffer, kv_dtype)
         compute = EngineThread(engine)
         stores = BlockClient(channels, transfer)
         service = DecodeService(state, compute, transfer, segment, layout, stores=stores)
@@ -148,7 +149,7 @@ async def world(
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(service), server.grpc)
         worker_pb2_grpc.add_LandingServicer_to_server(LandingServicer(service, zone), server.grpc)
         address = await server.start("127.0.0.1", 0)
-        client = PrefillClient(path, sender, channels, address)
+        client = PrefillClient(path, sender, channels, address, kv_dtype)
         received = Received()
         work = asyncio.create_task(service.run(stop))
         ears = asyncio.create_task(received.listen(client, "gateway-0"))
@@ -176,11 +177,15 @@ async def refused(call: Awaitable[T], error: type[BaseException]) -> str:
     return str(caught.value)
 
 
+KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+
+
+@KV_DTYPES
 async def test_handed_off_requests_continue_exactly_as_the_coupled_engine(
-    model_path: Path,
+    model_path: Path, kv_dtype: str
 ) -> None:
     """Prompts around block borders, several in one batch."""
-    async with world(model_path) as w:
+    async with world(model_path, kv_dtype=kv_dtype) as w:
         prompts = [
             w.client.compute(prompt_of(length, length), 20)
             for length in (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 29)
@@ -196,8 +201,11 @@ async def test_handed_off_requests_continue_exactly_as_the_coupled_engine(
         await w.idle()
 
 
-async def test_a_shared_prefix_is_not_sent_and_changes_nothing(model_path: Path) -> None:
-    async with world(model_path) as w:
+@KV_DTYPES
+async def test_a_shared_prefix_is_not_sent_and_changes_nothing(
+    model_path: Path, kv_dtype: str
+) -> None:
+    async with world(model_path, kv_dtype=kv_dtype) as w:
         first = w.client.compute(prompt_of(30), 5)
         await w.complete(first)
         second = w.client.compute([*prompt_of(24), 1, 2, 3], 10)
@@ -228,9 +236,11 @@ async def test_a_corrupted_write_is_found_and_repaired(
         await w.idle()
 
 
-async def test_preemption_changes_no_token(model_path: Path) -> None:
+@KV_DTYPES
+async def test_preemption_changes_no_token(model_path: Path, kv_dtype: str) -> None:
     """Three sequences that together outgrow the pool."""
-    async with world(model_path, num_blocks=10, max_num_batched_tokens=12) as w:
+    few = {"num_blocks": 10, "max_num_batched_tokens": 12}
+    async with world(model_path, kv_dtype=kv_dtype, **few) as w:
         prompts = []
         for seed in range(3):
             prompts.append(w.client.compute(prompt_of(14, seed), 40))

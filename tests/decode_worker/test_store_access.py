@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,10 +17,9 @@ from protocol.request import Endpoint
 from protocol.rpc import Channels
 from tests.decode_worker.prefill_client import TOKEN, Prompt, coupled, layout_of
 from tests.decode_worker.test_service import World, prompt_of, world
-from tests.patience import PATIENCE_S
 from tests.ports import free_port
-from tests.prefill_worker.cluster import ReportedLifecycle
 from tests.random_models import make_model
+from tests.services import serving
 from transfer import TransferEngine
 
 NUM_TOKENS = 40
@@ -44,20 +42,14 @@ def costs_of(path: Path) -> KeepingCosts:
 @asynccontextmanager
 async def store_node() -> AsyncIterator[Endpoint]:
     """The product's store node."""
-    lifecycle = ReportedLifecycle()
     config = StoreConfig(instance_id="store-0", cluster_token=TOKEN, dram=4 * 2**20)
-    running = asyncio.create_task(serve_store(config, lifecycle))
-    facts = await asyncio.wait_for(lifecycle.facts, PATIENCE_S)
     channels = Channels(TOKEN)
-    try:
+    async with serving(serve_store, config) as facts:
         with TransferEngine(cluster_token=TOKEN) as transfer:
             client = BlockClient(channels, transfer)
             yield await client.locate(facts["rpc"])
             await client.close()
-    finally:
-        lifecycle.stopping.set()
-        await asyncio.wait_for(running, PATIENCE_S)
-        await channels.close()
+    await channels.close()
 
 
 async def crowd(w: World, expected: dict[int, list[int]]) -> None:
@@ -105,4 +97,5 @@ async def test_a_store_that_cannot_be_reached_costs_a_computation(model_path: Pa
         )
         w.service.home_found(gone)
         await until_counted(w, "keep_failures")
-        assert w.service.state.counters.recomputed_tokens > 0
+        # What was not put may still be in the pool, all of it where it gave way at a block's end.
+        await until_counted(w, "recomputed_tokens")

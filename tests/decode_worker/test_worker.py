@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -22,12 +21,13 @@ from protocol.keys import unpack_keys
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2
 from protocol.process import Lifecycle
 from protocol.rpc import Channels, RpcServer
+from protocol.status import Progress, Ready, reports
 from tests.decode_worker.prefill_client import BLOCK_SIZE, TOKEN, PrefillClient
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
-from tests.prefill_worker.cluster import ReportedLifecycle
 from tests.prometheus import scrape
 from tests.random_models import make_model
+from tests.services import serving
 from transfer import TransferEngine
 
 
@@ -38,7 +38,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def config_of(model_path: Path, tmp_path: Path, **changes: Any) -> DecodeConfig:
+def config_of(model_path: Path, **changes: Any) -> DecodeConfig:
     values = {
         "instance_id": "decode-0",
         "model": str(model_path),
@@ -46,7 +46,6 @@ def config_of(model_path: Path, tmp_path: Path, **changes: Any) -> DecodeConfig:
         "cluster_token": TOKEN,
         "block_size": BLOCK_SIZE,
         "kv_cache_memory": 1 << 20,
-        "cache_dir": str(tmp_path),
         **changes,
     }
     return DecodeConfig(**values)
@@ -86,15 +85,13 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
 
 @asynccontextmanager
 async def cluster(
-    model_path: Path, tmp_path: Path
+    model_path: Path,
 ) -> AsyncIterator[tuple[Conductor, PrefillClient, Lifecycle, asyncio.Task[None]]]:
     conductor, server, channels = Conductor(), RpcServer(TOKEN), Channels(TOKEN)
     conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, server.grpc)
     address = await server.start("127.0.0.1", 0)
     lifecycle = Lifecycle(None)
-    worker = asyncio.create_task(
-        serve(config_of(model_path, tmp_path, conductor=address), lifecycle)
-    )
+    worker = asyncio.create_task(serve(config_of(model_path, conductor=address), lifecycle))
     with TransferEngine(cluster_token=TOKEN) as transfer:
         try:
             registration = await asyncio.wait_for(conductor.registrations.get(), PATIENCE_S)
@@ -114,10 +111,8 @@ async def cluster(
             await server.stop(0)
 
 
-async def test_a_worker_registers_serves_announces_its_blocks_and_leaves(
-    model_path: Path, tmp_path: Path
-) -> None:
-    async with cluster(model_path, tmp_path) as (conductor, client, lifecycle, worker):
+async def test_a_worker_registers_serves_announces_its_blocks_and_leaves(model_path: Path) -> None:
+    async with cluster(model_path) as (conductor, client, lifecycle, worker):
         prompt = client.compute(list(range(20)), 6)
         await client.hand_off(prompt)
         tokens = 0
@@ -137,9 +132,9 @@ async def test_a_worker_registers_serves_announces_its_blocks_and_leaves(
 
 
 async def test_a_draining_worker_says_so_refuses_new_work_and_finishes_old(
-    model_path: Path, tmp_path: Path
+    model_path: Path,
 ) -> None:
-    async with cluster(model_path, tmp_path) as (conductor, client, lifecycle, worker):
+    async with cluster(model_path) as (conductor, client, lifecycle, worker):
         prompt = client.compute(list(range(20)), 300)
         await client.hand_off(prompt)
         lifecycle.stopping.set()
@@ -157,22 +152,16 @@ async def test_a_draining_worker_says_so_refuses_new_work_and_finishes_old(
         await asyncio.wait_for(worker, PATIENCE_S)
 
 
-async def test_a_worker_shows_what_its_transfer_engine_holds(
-    model_path: Path, tmp_path: Path
-) -> None:
-    port, lifecycle = free_port(), ReportedLifecycle()
-    config = config_of(model_path, tmp_path, metrics_port=port)
-    worker = asyncio.create_task(serve(config, lifecycle))
-    await asyncio.wait_for(lifecycle.facts, PATIENCE_S)
-    metrics = await asyncio.to_thread(scrape, port)
+async def test_a_worker_shows_what_its_transfer_engine_holds(model_path: Path) -> None:
+    port = free_port()
+    async with serving(serve, config_of(model_path, metrics_port=port)):
+        metrics = await asyncio.to_thread(scrape, port)
     assert "moonserve_transfer_segments 1.0" in metrics
-    lifecycle.stopping.set()
-    await asyncio.wait_for(worker, PATIENCE_S)
 
 
-def test_a_batch_must_hold_a_token_of_each_sequence(model_path: Path, tmp_path: Path) -> None:
+def test_a_batch_must_hold_a_token_of_each_sequence(model_path: Path) -> None:
     with pytest.raises(ConfigError, match="--max-num-batched-tokens 4"):
-        config_of(model_path, tmp_path, max_num_seqs=8, max_num_batched_tokens=4)
+        config_of(model_path, max_num_seqs=8, max_num_batched_tokens=4)
 
 
 def start(*flags: str, status_fd: int | None = None) -> subprocess.Popen[str]:
@@ -187,22 +176,20 @@ def start(*flags: str, status_fd: int | None = None) -> subprocess.Popen[str]:
     )
 
 
-def test_a_process_becomes_ready_and_ends_on_sigterm(model_path: Path, tmp_path: Path) -> None:
+def test_a_process_becomes_ready_and_ends_on_sigterm(model_path: Path) -> None:
     read_fd, write_fd = os.pipe()
-    flags = ("--model", str(model_path), "--kv-cache-memory", "1MiB", "--cache-dir")
-    process = start(*flags, str(tmp_path), status_fd=write_fd)
+    flags = ("--model", str(model_path), "--kv-cache-memory", "1MiB")
+    process = start(*flags, status_fd=write_fd)
     os.close(write_fd)
     stages: list[str] = []
-    with os.fdopen(read_fd) as status:
-        for line in status:
-            entry = json.loads(line)
-            stages.append(entry.get("stage", "ready"))
-            if "ready" in entry:
-                break
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=PATIENCE_S)
+    for report in reports(read_fd, PATIENCE_S):
+        match report:
+            case Progress(stage, _):
+                stages.append(stage)
+            case Ready():
+                process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
-    assert stages[-1] == "ready"
     assert "measuring" in stages
 
 

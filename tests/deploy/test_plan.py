@@ -12,6 +12,7 @@ from deploy.config import STOP_GRACE_S, ServeConfig
 from deploy.plan import ProcessSpec, conductor_spec, member_specs
 from deploy.undivided.config import UndividedConfig
 from deploy.worker.config import WorkerConfig
+from engine.elastic.config import LedgerConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from prefill_worker.config import PrefillConfig
@@ -59,6 +60,7 @@ def test_every_process_understands_its_flags_and_gets_the_shared_options() -> No
 
 def test_every_option_of_serve_reaches_a_process_or_is_the_launchers_own() -> None:
     launchers = {"conductors", "prefill_workers", "decode_workers", "store_nodes", "log_dir"}
+    launchers |= {"prefill_tensor_parallel_size", "decode_tensor_parallel_size"}
     known = {option.name for cls in CLASSES.values() for option in options_of(cls)}
     assert {option.name for option in options_of(ServeConfig)} <= known | launchers
 
@@ -179,3 +181,63 @@ def test_prefill_workers_can_be_groups() -> None:
     assert config.home_store is None
     with pytest.raises(ConfigError, match="--role-switching"):
         ServeConfig(pipeline_parallel_size=2, role_switching="on")
+
+
+def test_workers_of_either_kind_can_have_ranks_of_their_own_number() -> None:
+    """Each rank has a thread at least, however few cores there are."""
+    specs = members(tensor_parallel_size=2, decode_tensor_parallel_size=64)
+    prefill, decode = parsed(specs["prefill-0"]), parsed(specs["decode-0"])
+    assert isinstance(prefill, PrefillConfig)
+    assert isinstance(decode, DecodeConfig)
+    assert (prefill.tensor_parallel_size, decode.tensor_parallel_size) == (2, 64)
+    assert prefill.num_threads >= 2
+    assert decode.threads_per_rank >= 1
+    switching = members(tensor_parallel_size=2, role_switching="on")
+    assert getattr(parsed(switching["worker-0"]), "tensor_parallel_size") == 2  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_size": 0}, "at least 1"),
+        ({"decode_tensor_parallel_size": 4, "num_threads": 2}, "below the 4 ranks"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({"prefill_tensor_parallel_size": 2, "role_switching": "on"}, "--role-switching"),
+    ],
+)
+def test_ranks_that_cannot_be_had_are_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ServeConfig(**options)  # type: ignore[arg-type]
+
+
+def test_workers_share_a_budget_by_one_file_and_each_can_always_have_some_of_it() -> None:
+    config = ServeConfig(kv_memory_budget=800, prefill_workers=2, decode_workers=2)
+    specs = {s.instance_id: s for s in member_specs(config, "/model", "127.0.0.1:5", "/shares")}
+    for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+        worker = parsed(specs[name])
+        assert isinstance(worker, LedgerConfig)
+        assert worker.is_elastic
+        assert (worker.kv_memory_budget, worker.kv_memory_floor) == (800, 50)
+        assert worker.kv_memory_ledger == "/shares"
+    shared = ServeConfig(kv_memory_budget=800, kv_memory_ledger="/ours", kv_memory_floor=7)
+    [decode] = [
+        parsed(s)
+        for s in member_specs(shared, "/model", "127.0.0.1:5", "/shares")
+        if s.instance_id == "decode-0"
+    ]
+    assert isinstance(decode, LedgerConfig)
+    assert (decode.kv_memory_ledger, decode.kv_memory_floor) == ("/ours", 7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"elastic_kv_memory": True, "transports": ("rdma", "tcp")},
+        {"elastic_kv_memory": True, "pipeline_parallel_size": 2},
+        {"kv_memory_budget": 100, "kv_memory_floor": 51},
+        {"kv_memory_ledger": "/shares"},
+    ],
+)
+def test_memory_that_cannot_be_elastic_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"kv-memory|elastic"):
+        ServeConfig(**options)  # type: ignore[arg-type]

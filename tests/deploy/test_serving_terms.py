@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.serving_probe import Observations, PromptRun, StepRun, steps_between
+from deploy.serving_probe import steps_between
+from deploy.serving_runs import Observations, PromptRun, StepRun
 from deploy.serving_terms import terms_of
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile

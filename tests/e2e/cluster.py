@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.rpc import TOKEN_HEADER
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
+from tests.stopping import stop
 
 # One compute thread per worker, exact numbers, and objectives that nothing misses.
 UNHURRIED = (
@@ -85,6 +88,16 @@ class Cluster(LocalCluster):
             if "--instance-id" in arguments:
                 found[arguments[arguments.index("--instance-id") + 1]] = child.pid
         return found
+
+    @contextmanager
+    def stopped(self, instance_id: str) -> Iterator[None]:
+        """The process does nothing within the block, as if its machine had hung."""
+        pid = self.pids()[instance_id]
+        stop(pid)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
     def logs(self) -> str:
         """The end of every process's log, for a failing test's message."""

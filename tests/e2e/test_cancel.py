@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 
@@ -14,7 +12,6 @@ from tests.e2e.accounts import Accounts, accounts_of
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.raw_http import RawClient, read_events
 from tests.random_models import make_model
-from tests.stopping import stop
 
 pytestmark = pytest.mark.e2e
 
@@ -59,17 +56,6 @@ def accounts(cluster: Cluster) -> Iterator[Accounts]:
 def long_prompt(name: str) -> list[int]:
     """A different one for each name, so that nothing of it is cached."""
     return random.Random(name).choices(range(256), k=LONG)
-
-
-@contextmanager
-def stopped(cluster: Cluster, instance_id: str) -> Iterator[None]:
-    """The process does nothing within the block, as if its machine had hung."""
-    pid = cluster.pids()[instance_id]
-    stop(pid)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def wait_for_count(cluster: Cluster, accounts: Accounts, name: str, at_least: int) -> None:
@@ -160,7 +146,7 @@ def left_while_sending(cluster: Cluster, accounts: Accounts, attempt: int) -> bo
             "its landing",
             lambda: accounts.worker("decode-0").load.leased_blocks > 0 or is_handed_off(),
         )
-        with stopped(cluster, "decode-0"):
+        with cluster.stopped("decode-0"):
             # All is computed, but what was sent since the stop has not arrived.
             (first,) = read_events(client.reply(), 1)
             assert first["choices"][0]["finish_reason"] is None

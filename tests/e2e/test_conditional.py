@@ -30,7 +30,7 @@ FLAGS = (
 # No decode worker keeps to it beside a chunk, so that who asks for it is prefilled by a prefill worker.
 APART = {"x-slo-tbt-ms": "0.001"}
 NUM_TOKENS = 12
-LONG = 12_000
+LONG = 6_000
 ATTEMPTS = 6
 
 

@@ -13,7 +13,7 @@ from tests.transfer.tls.authority import Authority
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl (.ci/system-packages)")
 def test_a_request_is_served_with_encrypted_kv(tmp_path: Path) -> None:
     files = Authority(tmp_path).sign("cluster", names="IP:127.0.0.1")
     flags = {

@@ -49,11 +49,11 @@ def mapped_from_shm() -> set[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_everything(tmp_path: Path, number: int) -> None:
+def test_who_says_ready_serves_and_a_signal_stops_everything(tmp_path: Path, number: int) -> None:
     shm_before = set(os.listdir("/dev/shm"))
     cluster = Cluster(small_model(tmp_path), log_dir=tmp_path / "logs")
-    cluster.wait_until_ready()
     cluster.wait_for("the ready line", lambda: "moonserve is ready on" in cluster.output)
+    cluster.complete([1, 2, 3], max_tokens=1)
     assert f"curl {cluster.url}" in cluster.output
     pids = [p.pid for p in psutil.Process(cluster.process.pid).children(recursive=True)]
     assert len(pids) == 5

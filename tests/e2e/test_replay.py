@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.patience import PATIENCE_S
-from tests.traces.test_format_and_prompts import TRACE, needs_trace
+from tests.public_trace import TRACE, needs_trace
 
 pytestmark = pytest.mark.e2e
 

@@ -3,19 +3,15 @@ elsewhere, and when it wakes it is a member again and nothing it had is counted 
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
 from tests.random_models import make_model
-from tests.stopping import stop
 
 pytestmark = pytest.mark.e2e
 
@@ -31,16 +27,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     steps = ("--max-num-batched-tokens", "64", "--transfer-timeout-s", "5")
     with running_cluster(folder / "model", folder / "logs", *UNHURRIED, *both, *steps) as cluster:
         yield cluster
-
-
-@contextmanager
-def stopped(cluster: Cluster, instance_id: str) -> Iterator[None]:
-    pid = cluster.pids()[instance_id]
-    stop(pid)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def is_member(cluster: Cluster, instance_id: str) -> bool:
@@ -78,7 +64,7 @@ def test_a_silent_worker_is_removed_and_its_request_goes_on_elsewhere(
         asked = pool.submit(cluster.complete, prompt, **wish)
         cluster.wait_for("the request at work", is_caught)
         silent = (found or [f"{role}-0"])[0]
-        with stopped(cluster, silent):
+        with cluster.stopped(silent):
             cluster.wait_for("its removal", lambda: not is_member(cluster, silent))
             disturbed = asked.result()
             other = cluster.complete([1, 2, 3], max_tokens=2, **WISH)

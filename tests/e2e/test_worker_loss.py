@@ -1,4 +1,5 @@
-"""A worker that is killed costs time and nothing else: the request goes on with the one restarted in its place."""
+"""A worker that is killed, or a part of it, costs time and nothing else: the request goes on with the one restarted in
+its place. The decode worker has two ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2 as httpx
+import psutil
 import pytest
 
+from engine.config import load_model_config
+from engine.engine import Engine
+from engine.generate import generate
+from protocol.request import SamplingParams
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.random_models import make_model
 
@@ -21,9 +27,15 @@ pytestmark = pytest.mark.e2e
 MAX_MODEL_LEN = 16_384
 FLAGS = (
     *("--dtype", "float32", "--block-size", "32", "--kv-cache-memory", "32MiB"),
-    *("--max-num-batched-tokens", "64", "--ttft-slo", "10000", "--num-threads", "1"),
+    *("--max-num-batched-tokens", "64", "--ttft-slo", "10000"),
+    *("--num-threads", "2", "--decode-tensor-parallel-size", "2"),
 )
-STREAM = {"max_tokens": 300, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+STREAM: dict[str, Any] = {
+    "max_tokens": 300,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +74,7 @@ def streamed(
 def test_a_stream_goes_on_when_its_decode_worker_is_killed(cluster: Cluster) -> None:
     prompt = random.Random("decode").choices(range(256), k=40)
     killed: list[int] = []
+    [other_rank] = ranks(cluster, "decode-0")
 
     def on_tokens(count: int) -> None:
         if count >= 20 and not killed:
@@ -73,6 +86,48 @@ def test_a_stream_goes_on_when_its_decode_worker_is_killed(cluster: Cluster) -> 
         tokens = streamed(client, prompt, on_tokens)
     assert tokens == undisturbed, cluster.logs()
     cluster.wait_for("its successor", lambda: cluster.epoch("decode-0") > killed[0])
+    cluster.wait_for("the end of its other rank", lambda: has_ended(other_rank))
+
+
+def test_a_stream_goes_on_when_a_rank_of_its_decode_worker_is_killed(cluster: Cluster) -> None:
+    """The worker ends with its rank, says so, and starts again; the tokens are those of one engine all along."""
+    prompt = random.Random("rank").choices(range(256), k=40)
+    killed: list[int] = []
+
+    def on_tokens(count: int) -> None:
+        if count >= 20 and not killed:
+            killed.append(cluster.epoch("decode-0"))
+            for rank in ranks(cluster, "decode-0"):
+                rank.kill()
+
+    with cluster.client() as client:
+        assert streamed(client, prompt, on_tokens) == one_engines(cluster, prompt), cluster.logs()
+    cluster.wait_for("its successor", lambda: cluster.epoch("decode-0") > killed[0])
+    log = (cluster.log_dir / "decode-0.log").read_text()
+    assert "this worker ends, one of its ranks is lost" in log
+
+
+def ranks(cluster: Cluster, instance_id: str) -> list[psutil.Process]:
+    """A worker's ranks behind the first one."""
+    return psutil.Process(cluster.pids()[instance_id]).children()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether or not somebody has asked for its exit code."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def one_engines(cluster: Cluster, prompt: list[int]) -> list[int]:
+    """What one engine of one rank says."""
+    path = cluster.log_dir.parent / "model"
+    config = load_model_config(path)
+    layout = config.kv_layout(32, "float32")
+    engine = Engine.load(path, config=config, layout=layout, num_blocks=20)
+    sampling = SamplingParams(max_tokens=STREAM["max_tokens"], temperature=0.0)
+    return generate(engine, [prompt], sampling)[0].token_ids
 
 
 def test_a_prompt_is_read_anew_when_its_prefill_worker_is_killed(cluster: Cluster) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.gpu_check.cases import dense_attention
 from engine.attention import Attention, Geometry, Span
-from engine.kv_pool import KvPool
+from engine.kv_pool import TORCH_DTYPES, KvPool
+from engine.quantised import CODES, dequantise
 from protocol.layout import KvLayout
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -23,6 +24,7 @@ class Case:
 
     lengths: Sequence[tuple[int, int]]
     dtype: str = "float32"
+    kept: str | None = None  # what the pool is quantised to
     kv_heads: int = 2
     group: int = 3
     head_dim: int = 64
@@ -42,12 +44,13 @@ class Case:
             block_size=self.block_size,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            dtype=self.dtype,
+            dtype=self.kept or self.dtype,
         )
         tables = self._tables()
-        self.pool = KvPool(layout, int(max(map(max, tables))) + 2)
-        for piece in (*self.pool.keys, *self.pool.values):
-            piece.fill_(float("nan"))
+        self.pool = KvPool(layout, int(max(map(max, tables))) + 2, dtype=self.dtype)
+        self.pool.memory[:] = (
+            b"\xff" * self.pool.memory.nbytes
+        )  # NaN, be it an element, a scale or a code of fp8
         self.spans = [
             Span(start, end, table)
             for (start, end), table in zip(self.lengths, tables, strict=True)
@@ -81,7 +84,7 @@ class Case:
             for slot in self._slots(span, oldest).tolist():
                 if slot not in own:
                     shape = (2, self.kv_heads, self.head_dim)
-                    pair = torch.randn(shape, generator=generator).to(self.pool.keys[0].dtype)
+                    pair = torch.randn(shape, generator=generator).to(TORCH_DTYPES[self.dtype])
                     own[slot] = (pair[0], pair[1])
         slots = torch.tensor(list(own))
         self.pool.write(
@@ -92,11 +95,20 @@ class Case:
         )
         # As in the model: queries are a part of a wider tensor.
         shape = (self.num_tokens, self.geometry.num_heads + 2 * self.kv_heads, self.head_dim)
-        wide = (2 * torch.randn(shape, generator=generator)).to(self.pool.keys[0].dtype)
+        wide = (2 * torch.randn(shape, generator=generator)).to(TORCH_DTYPES[self.dtype])
         self.queries = wide[:, : self.geometry.num_heads]
         now = torch.cat([self._slots(span, span.start) for span in self.spans])
-        self.keys = self.pool.keys[0].flatten(0, 1)[now]
-        self.values = self.pool.values[0].flatten(0, 1)[now]
+        self.keys, self.values = (heads.to(TORCH_DTYPES[self.dtype]) for heads in self._read(now))
+
+    def _read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V that lie there."""
+        keys, values = (
+            pieces[0].flatten(0, 1)[slots] for pieces in (self.pool.keys, self.pool.values)
+        )
+        if self.kept is None:
+            return keys, values
+        code = CODES[self.kept]
+        return dequantise(keys, code, torch.float32), dequantise(values, code, torch.float32)
 
     def _slots(self, span: Span, first: int) -> torch.Tensor:
         """Where tokens [first, end) lie."""
@@ -134,10 +146,7 @@ class Case:
 
     def _dense(self, span: Span, queries: torch.Tensor) -> torch.Tensor:
         oldest = 0 if self.window is None else max(0, span.start - self.window + 1)
-        slots = self._slots(span, oldest)
-        keys, values = (
-            pieces[0].flatten(0, 1)[slots] for pieces in (self.pool.keys, self.pool.values)
-        )
+        keys, values = self._read(self._slots(span, oldest))
         return dense_attention(queries, keys, values, span.start, self.window, oldest)
 
     def check(self, found: torch.Tensor) -> None:

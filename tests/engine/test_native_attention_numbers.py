@@ -5,9 +5,10 @@ Every pool is NaN wherever no token may look (`Case`), so each of these tests al
 
 from __future__ import annotations
 
-import functools
+import ctypes
+import itertools
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.engine.attention_cases import Case
 from tests.thoroughness import examples
 
 DTYPES = ["float32", "bfloat16"]
+KEPT = [None, "int8", "fp8"]  # what the pool is quantised to
 # Single tokens of all kinds of lengths, whole prompts, and chunks behind cached tokens.
 MIXED = [(0, 1), (15, 16), (16, 17), (599, 600), (0, 2), (0, 17), (0, 130), (70, 75), (100, 301)]
 
@@ -43,9 +45,19 @@ def threads(count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("window", [None, 1, 20, 64, 200])
-def test_a_mixed_step_equals_dense_attention(dtype: str, window: int | None, kernels: Path) -> None:
-    case = Case(lengths=MIXED, dtype=dtype, window=window)
+def test_a_mixed_step_equals_dense_attention(
+    dtype: str, kept: str | None, window: int | None, kernels: Path
+) -> None:
+    case = Case(lengths=MIXED, dtype=dtype, kept=kept, window=window)
+    case.check(case.attend(backend(case, kernels)))
+
+
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize("head_dim", [4, 20, 40, 128, 256])
+def test_any_head_size_of_a_quantised_pool(kept: str, head_dim: int, kernels: Path) -> None:
+    case = Case(lengths=MIXED, dtype="bfloat16", kept=kept, head_dim=head_dim)
     case.check(case.attend(backend(case, kernels)))
 
 
@@ -64,9 +76,10 @@ def test_any_number_of_queries_per_kv_head(dtype: str, group: int, kernels: Path
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("block_size", [1, 8, 32, 100, 256, 512])
-def test_any_block_size(dtype: str, block_size: int, kernels: Path) -> None:
-    case = Case(lengths=MIXED, dtype=dtype, block_size=block_size, window=150)
+def test_any_block_size(dtype: str, kept: str | None, block_size: int, kernels: Path) -> None:
+    case = Case(lengths=MIXED, dtype=dtype, kept=kept, block_size=block_size, window=150)
     case.check(case.attend(backend(case, kernels)))
 
 
@@ -101,6 +114,7 @@ def test_sequences_share_blocks(kernels: Path) -> None:
             max_size=5,
         ),
         dtype=st.sampled_from(DTYPES),
+        kept=st.sampled_from(KEPT),
         kv_heads=st.integers(1, 4),
         group=st.integers(1, 8),
         head_dim=st.sampled_from([8, 24, 32, 64, 72, 128]),
@@ -116,10 +130,13 @@ def test_any_step_equals_dense_attention(case: Case, kernels: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("window", [None, 100])
-def test_threads_do_not_change_a_bit(dtype: str, window: int | None, kernels: Path) -> None:
+def test_threads_do_not_change_a_bit(
+    dtype: str, kept: str | None, window: int | None, kernels: Path
+) -> None:
     """Nor does what else is in the step."""
-    case = Case(lengths=[*MIXED, (4_999, 5_000)], dtype=dtype, window=window)
+    case = Case(lengths=[*MIXED, (4_999, 5_000)], dtype=dtype, kept=kept, window=window)
     found = []
     for count in (1, 2):
         with threads(count):
@@ -129,15 +146,17 @@ def test_threads_do_not_change_a_bit(dtype: str, window: int | None, kernels: Pa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("window", [None, 1, 50, 90])
 def test_how_a_prompt_is_cut_does_not_change_a_bit(
-    dtype: str, window: int | None, kernels: Path
+    dtype: str, kept: str | None, window: int | None, kernels: Path
 ) -> None:
     """For the same K and V, that is; a chunk of one token is decode's and only close."""
     cuts = [(0, 300), (0, 37), (37, 39), (39, 235), (235, 300)]
-    case = Case(lengths=cuts, dtype=dtype, window=window, num_shared=0)
-    case.pool.keys[0].copy_(torch.randn(case.pool.keys[0].shape))
-    case.pool.values[0].copy_(torch.randn(case.pool.values[0].shape))
+    case = Case(lengths=cuts, dtype=dtype, kept=kept, window=window, num_shared=0)
+    slots = case.pool.num_blocks * case.block_size
+    heads = torch.randn(2, slots, case.kv_heads, case.head_dim).to(case.queries.dtype)
+    case.pool.write(0, torch.arange(slots), *heads)
     case.spans = [type(span)(span.start, span.end, case.spans[0].blocks) for span in case.spans]
     case.queries = torch.cat([case.queries[:300], case.queries[:300]])
     found = case.attend(backend(case, kernels))
@@ -145,14 +164,24 @@ def test_how_a_prompt_is_cut_does_not_change_a_bit(
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiler flags of x86-64")
-@pytest.mark.parametrize("flag", ["-mno-avx512f", "-march=x86-64"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("flag", "dtype", "kept"),
+    [
+        *itertools.product(["-mno-avx512f", "-march=x86-64"], DTYPES, [None]),
+        ("-mno-avx512f", "bfloat16", "int8"),
+        ("-march=x86-64", "float32", "fp8"),
+    ],
+)
 def test_processors_without_avx512_compute_the_same(
-    flag: str, dtype: str, kernels: Path, monkeypatch: pytest.MonkeyPatch
+    flag: str, dtype: str, kept: str | None, kernels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    older = functools.partial(load_kernels, flags=(*FLAGS, flag))
-    monkeypatch.setattr(native_attention, "load_kernels", older)
-    case = Case(lengths=MIXED, dtype=dtype, head_dim=40, window=100)
+    def load_older(
+        source: Path, folder: Path | None, *, flags: Sequence[str] = FLAGS
+    ) -> ctypes.CDLL:
+        return load_kernels(source, folder, flags=(*flags, flag))
+
+    monkeypatch.setattr(native_attention, "load_kernels", load_older)
+    case = Case(lengths=MIXED, dtype=dtype, kept=kept, head_dim=40, window=100)
     case.check(case.attend(backend(case, kernels)))
 
 

@@ -67,11 +67,20 @@ async def test_memory_that_cannot_be_had_is_told_with_its_flag(model_path: Path)
         await load_replica(config, allocate, Lifecycle(None))  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize("name", ["block_size", "max_num_seqs", "num_threads"])
+@pytest.mark.parametrize(
+    "name", ["block_size", "max_num_seqs", "num_threads", "tensor_parallel_size"]
+)
 def test_nothing_is_less_than_one(name: str) -> None:
     flag = f"--{name.replace('_', '-')}"
     with pytest.raises(ConfigError, match=f"{flag} must be at least 1"):
         config_of(**{name: 0})
+
+
+def test_ranks_share_the_workers_threads() -> None:
+    """A worker takes the cores that it is given and never more."""
+    assert config_of(num_threads=4, tensor_parallel_size=2).threads_per_rank == 2
+    with pytest.raises(ConfigError, match="needs as many --num-threads"):
+        config_of(num_threads=1, tensor_parallel_size=2)
 
 
 def test_workers_read_their_options_without_torch() -> None:

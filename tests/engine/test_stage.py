@@ -40,12 +40,19 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def load(folder: Path, kernels: str, stage: Stage | None = None, dtype: str = "float32") -> Engine:
+def load(
+    folder: Path,
+    kernels: str,
+    stage: Stage | None = None,
+    dtype: str = "float32",
+    kv_dtype: str = "auto",
+) -> Engine:
     config = load_model_config(folder)
     return Engine.load(
         folder,
         config=config,
-        layout=config.kv_layout(16, dtype),
+        layout=config.kv_layout(16, dtype, kv_dtype),
+        dtype=dtype,
         num_blocks=24,
         stage=stage,
         kernels=kernels,
@@ -57,8 +64,10 @@ def load(folder: Path, kernels: str, stage: Stage | None = None, dtype: str = "f
 class Pipeline:
     """Stages one after another, each with its own pool."""
 
-    def __init__(self, folder: Path, kernels: str, counts: Sequence[int], dtype: str) -> None:
-        self.engines = [load(folder, kernels, stage, dtype) for stage in cut(counts)]
+    def __init__(
+        self, folder: Path, kernels: str, counts: Sequence[int], dtype: str, kv_dtype: str = "auto"
+    ) -> None:
+        self.engines = [load(folder, kernels, stage, dtype, kv_dtype) for stage in cut(counts)]
         config = self.engines[0].config
         nbytes = 256 * config.hidden_size * 4
         self._rooms = [allocate(nbytes) for _ in counts]
@@ -107,11 +116,12 @@ def test_any_cut_gives_the_same_bits(folder: Path, kernels: str, counts: tuple[i
     assert pipeline.pool() == bytes(whole.memory)
 
 
-def test_hidden_states_pass_in_the_compute_dtype(folder: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_hidden_states_pass_in_the_compute_dtype(folder: Path, kv_dtype: str) -> None:
     """In bfloat16 nothing is rounded between stages that is not rounded within one engine."""
     whole, pipeline = (
-        load(folder, "native", dtype="bfloat16"),
-        Pipeline(folder, "native", (1, 3), "bfloat16"),
+        load(folder, "native", dtype="bfloat16", kv_dtype=kv_dtype),
+        Pipeline(folder, "native", (1, 3), "bfloat16", kv_dtype),
     )
     for step in steps():
         assert pipeline.execute(step) == whole.execute(step)

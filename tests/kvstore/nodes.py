@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +19,13 @@ from protocol.pb import kvstore_pb2
 from protocol.request import Endpoint
 from protocol.rpc import Channels
 from tests.kvstore.plain_client import StoreClient
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, answered
+from tests.processes import running, stop
 from transfer import FaultPlan, Segment, TransferEngine, TransferOptions
 
 T = TypeVar("T")
 
 TOKEN = "store-tests"
-ROOT = Path(__file__).parents[2]
 UNIT = ALIGNMENT
 
 
@@ -44,8 +41,7 @@ class Node:
         self.process.wait()
 
     def stop(self) -> None:
-        self.process.terminate()
-        assert self.process.wait(timeout=PATIENCE_S) == 0
+        stop(self.process)
 
     def flip_byte(self, offset: int, segment_bytes: int) -> None:
         """Damages one byte of the node's segment behind its back."""
@@ -68,34 +64,9 @@ class Node:
 @contextlib.contextmanager
 def running_node(*flags: str, instance_id: str = "store-0") -> Iterator[Node]:
     """A node that is ready; ended by SIGTERM, with exit code 0, unless the test ended it."""
-    read_fd, write_fd = os.pipe()
-    command = [sys.executable, "-m", "kvstore", "--instance-id", instance_id, *flags]
-    environment = {**os.environ, "MOONSERVE_CLUSTER_TOKEN": TOKEN}
-    process = subprocess.Popen(
-        [*command, "--status-fd", str(write_fd), "--log-level", "error"],
-        cwd=ROOT,
-        env=environment,
-        pass_fds=[write_fd],
-    )
-    os.close(write_fd)
-    try:
-        node = Node(process, _ready_address(read_fd))
-        yield node
-        if process.poll() is None:
-            node.stop()
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _ready_address(read_fd: int) -> str:
-    with open(read_fd) as reports:
-        for line in reports:
-            report = json.loads(line)
-            if "ready" in report:
-                address: str = report["ready"]["rpc"]
-                return address
-    raise AssertionError("the node ended before it was ready")
+    named = ("--instance-id", instance_id, "--log-level", "error")
+    with running("kvstore", *named, *flags, token=TOKEN) as (process, facts):
+        yield Node(process, facts["rpc"])
 
 
 @contextlib.asynccontextmanager
@@ -120,12 +91,11 @@ async def until_stats(
 ) -> kvstore_pb2.StoreStatsReply:
     """The first statistics for which `holds`."""
 
-    async def poll() -> kvstore_pb2.StoreStatsReply:
-        while not holds(stats := await client.stats(store)):  # noqa: ASYNC110 - it is elsewhere
-            await asyncio.sleep(0.01)
-        return stats
+    async def ask() -> kvstore_pb2.StoreStatsReply | None:
+        stats = await client.stats(store)
+        return stats if holds(stats) else None
 
-    return await within(PATIENCE_S, poll())
+    return await answered(ask)
 
 
 async def within(timeout_s: float, body: Awaitable[T]) -> T:

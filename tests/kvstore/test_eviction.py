@@ -180,10 +180,9 @@ def fill(policy: EvictionPolicy, count: int, generation: int = 0) -> None:
         policy.used(record)
 
 
+@pytest.mark.parametrize("structures", ["native"], indirect=True)  # Python's take what they take
 @pytest.mark.parametrize("name", eviction.POLICY_NAMES)
 def test_a_policy_keeps_few_bytes_per_block(name: str) -> None:
-    if library.compiled() is None:
-        pytest.skip("Python's objects take what they take")
     policy = eviction.make(name)
     fill(policy, 50_000)
     assert policy.nbytes / 50_000 < (26 if name in ("lru", "fifo") else 50)

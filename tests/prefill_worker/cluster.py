@@ -4,8 +4,8 @@ gateway. Gates hold it at the boundaries where a test wants to look or to cancel
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,33 +24,25 @@ from prefill_worker.ledger import Limits
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import WorkerServicer
 from prefill_worker.state import PrefillState
+from protocol.keys import BlockKey
 from protocol.layout import KvLayout
 from protocol.pb import common_pb2, worker_pb2, worker_pb2_grpc
-from protocol.process import Lifecycle, host_identity
+from protocol.process import host_identity
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
 from protocol.rpc import Channels, RpcServer
 from protocol.wire import submission_to_wire
-from tests.patience import PATIENCE_S
+from tests.engine.tensor_parallel.teams import team
+from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
 from tests.prefill_worker.gates import GatedEngine, GatedLandings, GatedStores, ShiftedClock
 from transfer import FaultPlan, TransferEngine
 
 TOKEN = "secret"
 BLOCK_SIZE = 8
+LANDING_TTL_S = 30.0
 # A slow engine: whatever a store holds is worth reading.
 PROFILE = PrefillProfile(c0=0.1, c1=0.1, c2=0.0)
-
-
-class ReportedLifecycle(Lifecycle):
-    """Tells the test when a process part is ready, and where."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.facts: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
-
-    def ready(self, **facts: str) -> None:
-        self.facts.set_result(facts)
 
 
 @dataclass
@@ -166,6 +158,14 @@ class Cluster:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         return generate(self.reference, [token_ids], sampling)[0].token_ids
 
+    async def until_stored(self, store: Endpoint, keys: Sequence[BlockKey]) -> None:
+        """All of these blocks can be read there."""
+
+        async def stored() -> bool:
+            return all(await self.stores.exists(store, keys))
+
+        await answered(stored)
+
     async def assert_drained(self) -> None:
         """No block is held on either side."""
         async with asyncio.timeout(PATIENCE_S):
@@ -188,26 +188,31 @@ async def cluster(
     decode_blocks: int = 48,
     budget: int = 20,
     home_store: str | None = None,
-    landing_ttl_s: float = 30.0,
+    renewed_as_of_s: float = LANDING_TTL_S,
     profile: PrefillProfile = PROFILE,
     layered_loads: str = "auto",
     spare_wait_s: float = PATIENCE_S,
+    prefill_ranks: int = 1,
+    decode_ranks: int = 1,
 ) -> AsyncIterator[Cluster]:
-    """Everything in one process, torn down in reverse order."""
+    """Everything in one process, torn down in reverse order. Landings are renewed as often as those of
+    `renewed_as_of_s` must be."""
     layout = load_model_config(path).kv_layout(BLOCK_SIZE, "float32")
     faults, clock = FaultPlan(), ShiftedClock()
     async with AsyncExitStack() as stack:
         transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN, faults=faults))
         channels = Channels(TOKEN)
         stack.push_async_callback(channels.close)
-        decode, decoder = await stack.enter_async_context(decoding(path, decode_blocks))
-        segment = transfer.allocate(layout.pool_bytes(num_blocks))
-        thread = EngineThread(_load(path, layout, num_blocks, segment.buffer))
-        stack.callback(thread.close)
-        engine, stores = GatedEngine(thread), GatedStores(channels, transfer)
-        landings = GatedLandings(
-            channels, fingerprint=thread.engine.fingerprint, ttl_s=landing_ttl_s
+        decode, decoder = await stack.enter_async_context(
+            decoding(path, decode_blocks, ranks=decode_ranks)
         )
+        segment = transfer.allocate(layout.pool_bytes(num_blocks))
+        thread = stack.enter_context(
+            _loaded(path, layout, num_blocks, segment.buffer, prefill_ranks)
+        )
+        engine, stores = GatedEngine(thread), GatedStores(channels, transfer)
+        fingerprint = thread.engine.fingerprint
+        landings = GatedLandings(channels, fingerprint=fingerprint, ttl_s=LANDING_TTL_S)
         service = PrefillService(
             _make_state(
                 num_blocks, budget, home_store, layout, profile, layered_loads, spare_wait_s
@@ -217,7 +222,7 @@ async def cluster(
             transfer=transfer,
             landings=landings,
             stores=stores,
-            landing_ttl_s=landing_ttl_s,
+            landing_ttl_s=renewed_as_of_s,
             clock=clock,
         )
         stack.push_async_callback(service.stop)
@@ -232,7 +237,7 @@ async def cluster(
             stores=stores,
             landings=landings,
             faults=faults,
-            fingerprint=thread.engine.fingerprint,
+            fingerprint=fingerprint,
             prefill=prefill,
             decode=decode,
             decoder=decoder,
@@ -279,6 +284,19 @@ def _load(path: Path, layout: KvLayout, num_blocks: int, memory: memoryview | No
     return Engine.load(path, config=config, layout=layout, num_blocks=num_blocks, memory=memory)
 
 
+@contextmanager
+def _loaded(
+    path: Path, layout: KvLayout, num_blocks: int, memory: memoryview, ranks: int
+) -> Iterator[EngineThread]:
+    with ExitStack() as stack:
+        if ranks == 1:
+            engine = _load(path, layout, num_blocks, memory)
+        else:
+            shared = team(path, ranks, block_size=BLOCK_SIZE, num_blocks=num_blocks, memory=memory)
+            engine = stack.enter_context(shared)
+        yield stack.enter_context(closing(EngineThread(engine)))
+
+
 def _endpoint(name: str, rpc_address: str, transfer_address: str) -> Endpoint:
     return Endpoint(
         instance_id=name,
@@ -301,7 +319,9 @@ async def _served(service: PrefillService) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def decoding(path: Path, num_blocks: int) -> AsyncIterator[tuple[Endpoint, DecodeService]]:
+async def decoding(
+    path: Path, num_blocks: int, *, ranks: int = 1
+) -> AsyncIterator[tuple[Endpoint, DecodeService]]:
     """The product's decode worker, without its process."""
     layout = load_model_config(path).kv_layout(BLOCK_SIZE, "float32")
     pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda _: None)
@@ -309,9 +329,10 @@ async def decoding(path: Path, num_blocks: int) -> AsyncIterator[tuple[Endpoint,
         block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=1000
     )
     server, ended = RpcServer(TOKEN), asyncio.Event()
-    with TransferEngine(cluster_token=TOKEN) as transfer:
+    with ExitStack() as stack:
+        transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN))
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
-        thread = EngineThread(_load(path, layout, num_blocks, segment.buffer))
+        thread = stack.enter_context(_loaded(path, layout, num_blocks, segment.buffer, ranks))
         service = DecodeService(DecodeState(pool, limits), thread, transfer, segment, layout)
         zone = LandingZone(
             transfer_address=transfer.address,
@@ -331,7 +352,6 @@ async def decoding(path: Path, num_blocks: int) -> AsyncIterator[tuple[Endpoint,
             await asyncio.wait_for(working, PATIENCE_S)
             await server.stop(0)
             service.streams.close()
-            thread.close()
 
 
 @asynccontextmanager

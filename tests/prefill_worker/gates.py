@@ -13,6 +13,7 @@ from kvstore.block_client import BlockClient
 from kvstore.objects import ReadLease
 from prefill_worker.actions import CommitHandoff
 from prefill_worker.landing_client import LandingClient
+from protocol.ids import LeaseId
 from protocol.keys import BlockKey
 from protocol.request import Endpoint
 from protocol.rpc import Channels
@@ -96,11 +97,17 @@ class GatedStores(BlockClient):
 
 
 class GatedLandings(LandingClient):
-    """A landing client whose commits a test can hold."""
+    """A landing client whose commits a test can hold, and whose renewals it can wait for."""
 
     def __init__(self, channels: Channels, *, fingerprint: str, ttl_s: float) -> None:
         super().__init__(channels, fingerprint=fingerprint, ttl_s=ttl_s)
         self.gate = Gate()
+        self.renewed: asyncio.Queue[LeaseId] = asyncio.Queue()
+        """Those that decode workers accepted."""
+
+    async def renew(self, decode: Endpoint, lease_id: LeaseId) -> None:
+        await super().renew(decode, lease_id)
+        self.renewed.put_nowait(lease_id)
 
     async def commit(self, action: CommitHandoff) -> tuple[int, ...]:
         await self.gate.pass_through()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
+from protocol.status import until_ready
 from tests.prefill_worker.cluster import TOKEN
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT
 
 
 @asynccontextmanager
@@ -34,18 +32,8 @@ async def process_of(
     )
     os.close(write_fd)
     try:
-        yield process, await asyncio.to_thread(_ready_address, read_fd)
+        yield process, (await until_ready(read_fd))["rpc"]
     finally:
         if process.returncode is None:
             process.kill()
         await process.wait()
-
-
-def _ready_address(read_fd: int) -> str:
-    with open(read_fd) as reports:
-        for line in reports:
-            report = json.loads(line)
-            if "ready" in report:
-                address: str = report["ready"]["rpc"]
-                return address
-    raise AssertionError("the process ended before it was ready")

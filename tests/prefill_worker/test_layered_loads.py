@@ -14,7 +14,7 @@ import pytest
 
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, PrefixSource
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.cluster import BLOCK_SIZE, Cluster, cluster
 from tests.prefill_worker.processes import process_of
 from tests.random_models import make_model
@@ -60,9 +60,7 @@ async def stored_prompt(
         await writer.submit("w", PROMPT, max_tokens=1)
         await writer.ears.all_tokens("w")
         keys = writer.request("w", PROMPT).block_keys
-        async with asyncio.timeout(PATIENCE_S):
-            while not all(await writer.stores.exists(store, keys)):  # noqa: ASYNC110 - it is elsewhere
-                await asyncio.sleep(0.01)
+        await writer.until_stored(store, keys)
         yield Store(store, process)
 
 
@@ -76,9 +74,11 @@ async def reading(model_path: Path, *, spare_wait_s: float = PATIENCE_S) -> Asyn
 
 
 async def until_counted(c: Cluster, name: str) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not (await c.status()).counters.get(name):  # noqa: ASYNC110 - it is elsewhere
-            await asyncio.sleep(0.01)
+
+    async def count() -> int | None:
+        return (await c.status()).counters.get(name)
+
+    await answered(count)
 
 
 async def held_in_an_early_step(c: Cluster, store: Store) -> None:

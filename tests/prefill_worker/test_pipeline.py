@@ -25,7 +25,7 @@ from protocol.request import Endpoint, Placement, SamplingParams
 from protocol.rpc import Channels
 from protocol.wire import submission_to_wire
 from tests.engine.steps import random_prompt
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
 from tests.prefill_worker.cluster import BLOCK_SIZE, TOKEN, Ears, decoding, listening
 from tests.prefill_worker.processes import process_of
@@ -87,9 +87,11 @@ class Group:
 
     async def until_running(self) -> None:
         """A step of some request is under way."""
-        async with asyncio.timeout(PATIENCE_S):
-            while (await self.status()).load.num_running == 0:  # noqa: ASYNC110 - of another process
-                await asyncio.sleep(0.01)
+
+        async def running() -> int:
+            return (await self.status()).load.num_running
+
+        await answered(running)
 
     def followers(self) -> list[int]:
         """Their process ids."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,13 +21,14 @@ from protocol.config import load
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2_grpc
 from protocol.rpc import Channels
 from protocol.wire import endpoint_from_wire, submission_to_wire
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, answered
 from tests.ports import free_port
 from tests.prefill_worker.builders import make_placement, make_request
-from tests.prefill_worker.cluster import TOKEN, Ears, ReportedLifecycle, listening
+from tests.prefill_worker.cluster import TOKEN, Ears, listening
 from tests.prefill_worker.processes import process_of
 from tests.prometheus import scrape
 from tests.random_models import make_model
+from tests.services import serving
 
 
 @pytest.fixture(scope="module")
@@ -40,39 +38,25 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@asynccontextmanager
-async def running(serve: Callable[[Any, Any], Awaitable[None]], config: Any) -> AsyncIterator[str]:
-    """A part of the cluster in this process; gives its RPC address."""
-    lifecycle = ReportedLifecycle()
-    task = asyncio.ensure_future(serve(config, lifecycle))
-    facts = await asyncio.wait_for(lifecycle.facts, PATIENCE_S)
-    try:
-        yield facts["rpc"]
-    finally:
-        lifecycle.stopping.set()
-        await asyncio.wait_for(task, PATIENCE_S)
-
-
 async def until_member(
     channels: Channels, conductor: str, name: str, *, num_blocks: int = 0
 ) -> tuple[conductor_pb2.ClusterView, conductor_pb2.InstanceView]:
     stub = conductor_pb2_grpc.ConductorStub(channels.to(conductor))
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            view = await channels.call(
-                stub.GetCluster, conductor_pb2.GetClusterRequest(), timeout_s=PATIENCE_S
-            )
-            for instance in view.instances:
-                known = instance.indexed_blocks >= num_blocks
-                if instance.endpoint.instance_id == name and known:
-                    return view, instance
-            await asyncio.sleep(0.02)
+
+    async def ask() -> tuple[conductor_pb2.ClusterView, conductor_pb2.InstanceView] | None:
+        request = conductor_pb2.GetClusterRequest()
+        view = await channels.call(stub.GetCluster, request, timeout_s=PATIENCE_S)
+        named = (i for i in view.instances if i.endpoint.instance_id == name)
+        return next(((view, i) for i in named if i.indexed_blocks >= num_blocks), None)
+
+    return await answered(ask)
 
 
-async def test_a_process_joins_serves_stores_and_leaves(model_path: Path, tmp_path: Path) -> None:
+async def test_a_process_joins_serves_stores_and_leaves(model_path: Path) -> None:
     channels = Channels(TOKEN)
     conductor_config = ConductorConfig(cluster_token=TOKEN)
-    async with running(serve_conductor, conductor_config) as conductor:
+    async with serving(serve_conductor, conductor_config) as facts:
+        conductor = facts["rpc"]
         store_config = StoreConfig(
             instance_id="store-0", cluster_token=TOKEN, conductor=conductor, dram=4 * 2**20
         )
@@ -84,11 +68,10 @@ async def test_a_process_joins_serves_stores_and_leaves(model_path: Path, tmp_pa
             "--kv-cache-memory": "1MiB",
             "--conductor": conductor,
             "--home-store": "store-0",
-            "--cache-dir": str(tmp_path),
             "--metrics-port": str(metrics_port := free_port()),
         }
         async with (
-            running(serve_store, store_config),
+            serving(serve_store, store_config),
             process_of("prefill_worker", *(part for pair in flags.items() for part in pair)) as (
                 process,
                 rpc,

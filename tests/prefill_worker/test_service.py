@@ -23,11 +23,11 @@ from tests.prefill_worker.cluster import (
     BLOCK_SIZE,
     TOKEN,
     Cluster,
-    ReportedLifecycle,
     cluster,
 )
 from tests.prefill_worker.gates import Gate
 from tests.random_models import make_model
+from tests.services import serving
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +40,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def store_node(c: Cluster) -> AsyncIterator[Endpoint]:
     """The product's store node."""
-    lifecycle = ReportedLifecycle()
     config = StoreConfig(instance_id="store-0", cluster_token=TOKEN, dram=4 * 2**20)
-    running = asyncio.create_task(serve_store(config, lifecycle))
-    facts = await asyncio.wait_for(lifecycle.facts, PATIENCE_S)
-    try:
+    async with serving(serve_store, config) as facts:
         yield await c.stores.locate(facts["rpc"])
-    finally:
-        lifecycle.stopping.set()
-        await asyncio.wait_for(running, PATIENCE_S)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -101,9 +95,7 @@ async def test_prefixes_go_to_the_store_and_come_back_from_it(model_path: Path) 
         await writer.submit("w", prompt, max_tokens=1)
         await writer.ears.all_tokens("w")
         keys = writer.request("w", prompt).block_keys
-        async with asyncio.timeout(PATIENCE_S):
-            while not all(await writer.stores.exists(store, keys)):  # noqa: ASYNC110 - it is elsewhere
-                await asyncio.sleep(0.01)
+        await writer.until_stored(store, keys)
         async with cluster(model_path) as reader:
             source = PrefixSource(store=store, first_block=0, num_blocks=5)
             await reader.submit("r", prompt, sources=[source], max_tokens=5)
@@ -189,12 +181,15 @@ async def test_a_lost_connection_fails_the_request_and_frees_its_blocks(model_pa
         await c.assert_drained()
 
 
-async def test_leases_are_renewed_while_a_request_waits(model_path: Path) -> None:
-    async with cluster(model_path, landing_ttl_s=2.0) as c:
+async def test_a_lease_is_renewed_again_and_again_while_a_request_waits(model_path: Path) -> None:
+    """As often as leases much shorter than this one would need."""
+    async with cluster(model_path, renewed_as_of_s=0.03) as c:
         c.engine.gate.close()
         await c.submit("r", prompt_of(20), max_tokens=4)
         await at(c.engine.gate)
-        await asyncio.sleep(3.0)  # longer than the lease: what is tested is that time passes
+        async with asyncio.timeout(PATIENCE_S):
+            renewed = {await c.landings.renewed.get() for _ in range(3)}
+        assert len(renewed) == 1
         c.engine.gate.open()
         assert await c.ears.all_tokens("r") == c.expected(prompt_of(20), 4)
         await c.assert_drained()

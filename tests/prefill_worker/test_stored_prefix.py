@@ -13,7 +13,7 @@ import pytest
 from kvstore.store_speed import FORGET_AFTER_S
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, PrefixSource
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.cluster import BLOCK_SIZE, Cluster, cluster
 from tests.prefill_worker.processes import process_of
 from tests.random_models import make_model
@@ -45,19 +45,17 @@ async def put_into(c: Cluster, store: Endpoint, prompts: Sequence[Sequence[int]]
         await c.submit(f"w{number}", prompt, max_tokens=1)
         await c.ears.all_tokens(f"w{number}")
         keys = c.request(f"w{number}", prompt).block_keys
-        async with asyncio.timeout(PATIENCE_S):
-            while not all(await c.stores.exists(store, keys)):  # noqa: ASYNC110 - it is elsewhere
-                await asyncio.sleep(0.01)
+        await c.until_stored(store, keys)
 
 
 async def until_on_disk_only(c: Cluster, store: Endpoint, count: int) -> None:
     """Waits until the store has so many objects on disk and not in memory."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            stats = await c.stores.stats(store)
-            if stats.recovered == 1 and stats.num_on_disk == count:
-                return
-            await asyncio.sleep(0.01)
+
+    async def on_disk() -> bool:
+        stats = await c.stores.stats(store)
+        return stats.recovered == 1 and stats.num_on_disk == count
+
+    await answered(on_disk)
 
 
 @asynccontextmanager

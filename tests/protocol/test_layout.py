@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.layout import KvLayout, fingerprint
+from protocol.layout import KV_DTYPES, KvLayout, fingerprint
 
 layouts = st.builds(
     KvLayout,
     num_layers=st.integers(1, 3),
     block_size=st.integers(1, 4),
     num_kv_heads=st.integers(1, 2),
-    head_dim=st.integers(1, 4),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
+    head_dim=st.sampled_from([4, 8]),
+    dtype=st.sampled_from(KV_DTYPES),
 )
 
 
@@ -48,3 +48,27 @@ def test_the_fingerprint_changes_with_weights_and_with_every_dimension() -> None
     others.append(KvLayout(**dimensions, dtype="bfloat16"))
     prints = {fingerprint("w", layout) for layout in [base, *others]} | {fingerprint("v", base)}
     assert len(prints) == len(others) + 2
+
+
+def test_the_fingerprint_changes_with_what_kv_is_kept_in_and_with_what_it_is_computed_in() -> None:
+    dimensions = {"num_layers": 2, "block_size": 3, "num_kv_heads": 4, "head_dim": 8}
+    prints = {
+        fingerprint("w", KvLayout(**dimensions, dtype=kept), computed)
+        for kept in ("int8", "fp8")
+        for computed in ("float32", "bfloat16")
+    }
+    plain = KvLayout(**dimensions, dtype="float32")
+    assert len(prints) == 4
+    assert fingerprint("w", plain, "float32") == fingerprint("w", plain) not in prints
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_quantised_head_is_a_byte_per_element_and_its_scale(dtype: str) -> None:
+    layout = KvLayout(num_layers=3, block_size=16, num_kv_heads=4, head_dim=64, dtype=dtype)
+    assert (layout.head_bytes, layout.token_bytes) == (68, 272)
+    assert layout.block_bytes == 2 * 3 * 16 * 272
+
+
+def test_a_quantised_head_is_a_multiple_of_four_elements() -> None:
+    with pytest.raises(ValueError, match="int8 needs a head_dim that is a multiple of 4"):
+        KvLayout(num_layers=1, block_size=1, num_kv_heads=1, head_dim=6, dtype="int8")

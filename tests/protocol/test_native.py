@@ -12,7 +12,9 @@ from protocol import native
 from protocol.native import CompilerError, load_library
 from tests.compilers import has_compiler
 
-pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C compiler")
+pytestmark = pytest.mark.skipif(
+    not has_compiler(), reason="needs a C compiler (.ci/system-packages)"
+)
 
 
 def source(folder: Path, value: int) -> Path:
@@ -48,7 +50,7 @@ def test_what_a_source_includes_is_a_part_of_it(tmp_path: Path) -> None:
     assert len(list(cache.iterdir())) == 2
 
 
-@pytest.mark.skipif(not has_compiler("C++"), reason="no C++ compiler")
+@pytest.mark.skipif(not has_compiler("C++"), reason="needs a C++ compiler (.ci/system-packages)")
 def test_a_cpp_file_goes_to_the_cpp_compiler_and_the_first_time_is_told(tmp_path: Path) -> None:
     path = tmp_path / "twice.cpp"
     path.write_text(

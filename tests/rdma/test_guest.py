@@ -10,7 +10,8 @@ from tests.rdma.guest.machine import REPOSITORY, run, why_unavailable
 from tests.rdma.reports import Case, read
 
 INSIDE = Path(__file__).parent / "inside"
-GUEST_TIMEOUT_S = 1_200.0  # took 264 s alone on the machine, 984 s beside all other tests
+GUEST_TIMEOUT_S = 1_200.0
+"""With a cluster of five processes it took 264 s alone on the machine and 984 s beside all other tests."""
 UNAVAILABLE = why_unavailable()
 
 pytestmark = [

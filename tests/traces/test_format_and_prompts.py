@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError
+from tests.public_trace import TRACE, needs_trace
 from traces.format import TraceRecord, read_trace
 from traces.prompts import PromptBuilder, ideal_cached_tokens
-
-SHARED = Path(__file__).parents[2].parent / "shared" / "traces" / "conversation_trace.jsonl"
-TRACE = Path(os.environ.get("MOONSERVE_TRACE", SHARED))
-needs_trace = pytest.mark.skipif(not TRACE.exists(), reason="the public trace is not here")
 
 
 def record(length: int, *hash_ids: int, tokens_per_hash: int = 8) -> TraceRecord:

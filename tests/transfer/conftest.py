@@ -95,6 +95,10 @@ def _transports() -> list[str]:
     return ["shm", "tcp", *(["rdma"] if has_rdma else [])]
 
 
+LINKS = [name for name in _transports() if name != "shm"]
+"""Those that carry bytes over a link, on which they can be damaged: over shm the target copies."""
+
+
 @pytest.fixture(params=_transports())
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)

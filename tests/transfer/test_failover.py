@@ -269,11 +269,11 @@ def linked_namespace() -> Iterator[str]:
     """A network namespace with two links to this one: 10.97.0.1–2 and 10.97.1.1–2."""
     name = f"moonserve-test-{os.getpid()}"
     if shutil.which("ip") is None:
-        pytest.skip("needs iproute2 for network namespaces")
+        pytest.skip("needs ip (.ci/system-packages)")
     try:
         ip(f"netns add {name}")
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespace can be made here: {error.stderr.strip()}")
+        pytest.skip(f"needs root that may make network namespaces: {error.stderr.strip()}")
     try:
         try:
             for rail in range(2):
@@ -283,7 +283,7 @@ def linked_namespace() -> Iterator[str]:
                 ip(f"-n {name} addr add 10.97.{rail}.2/24 dev inner{rail}")
                 ip(f"-n {name} link set inner{rail} up")
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"no virtual links can be made here: {error.stderr.strip()}")
+            pytest.skip(f"needs a kernel with virtual links (veth): {error.stderr.strip()}")
         yield name
     finally:
         ip(f"netns delete {name}")

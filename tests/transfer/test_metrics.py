@@ -11,7 +11,7 @@ from prometheus_client.exposition import generate_latest
 
 from protocol.errors import Cancelled, InvalidRequest, MoonserveError, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.transfer.conftest import Pair, PeerInProcess
+from tests.transfer.conftest import LINKS, Pair, PeerInProcess
 from transfer import FaultPlan, Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.metrics import TransferCollector
 from transfer.stats import Incident, PathStats
@@ -73,9 +73,8 @@ def test_what_an_engine_holds_is_shown(pair: Pair) -> None:
     assert far.of("open_windows") == 0
 
 
+@pytest.mark.parametrize("transport", LINKS, indirect=True)
 def test_a_damaged_slice_is_counted_and_sent_again(make_engine: Make, transport: str) -> None:
-    if transport == "shm":
-        pytest.skip("the target copies; there is no link to damage a slice on")
     near, far = make_engine(faults=FaultPlan(corrupt_slices=1)), make_engine()
     memory, local = far.allocate(4096), near.allocate(4096)
     window_id = far.open_window(memory, [(0, 4096)])

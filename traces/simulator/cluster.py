@@ -263,8 +263,7 @@ class Cluster:
             )
 
     def _computed(self, node: PrefillNode, journey: Journey, prompt: Prompt, now: float) -> None:
-        overheads = self._overheads_of(prompt.request_id)
-        back_s = overheads.back_s + (overheads.late_back_s if computes(node) else 0.0)
+        back_s = self._host.back_s(node.name, goes_on=computes(node))
         self.gateway.first_token(journey, prompt, now, back_s)
         if journey.end is not None:
             del self._journey_of[prompt.request_id]
@@ -272,10 +271,12 @@ class Cluster:
             self._hand_off(prompt.request_id, now)
 
     def _hand_off(self, request_id: str, now: float) -> None:
-        """All is computed and sent. What a handoff takes is seen by clients, and so counts from the first token's
-        coming to them."""
-        overheads = self._overheads_of(request_id)
-        self._after(overheads.back_s + overheads.handoff_s, TakeOver(request_id), now)
+        """All is computed and sent. What a handoff takes is counted from the first token's coming to its client."""
+        if (journey := self._journey_of.get(request_id)) is not None:
+            node = self._machines_of(journey)[0]
+            handoff_s = self._host.handoff_s(node.name, goes_on=computes(node))
+            back_s = self._host.back_s(node.name, goes_on=computes(node))
+            self._after(back_s + handoff_s, TakeOver(request_id), now)
 
     def _overheads_of(self, request_id: str) -> Overheads:
         journey = self._journey_of.get(request_id)

@@ -69,7 +69,6 @@ class Host:
         overheads, crowding = self._overheads, self._crowding
         request = self._of(crowding.request, crowding.request_beside_prefills, name)
         landing = self._of(crowding.landing, crowding.landing_beside_prefills, name)
-        handoff = self._of(crowding.handoff, crowding.handoff_beside_prefills, name)
         return Overheads(
             request_s=overheads.request_s * request,
             gateway_s=overheads.gateway_s,
@@ -77,8 +76,18 @@ class Host:
             late_back_s=overheads.late_back_s,
             turnover_s=overheads.turnover_s,
             landing_s=overheads.landing_s * landing,
-            handoff_s=overheads.handoff_s * handoff,
+            handoff_s=overheads.handoff_s,
         )
+
+    def back_s(self, name: str, *, goes_on: bool) -> float:
+        """What a first token's way takes now from a machine that goes on with another prompt, or does not."""
+        late_s = self._overheads.late_back_s if goes_on else 0.0
+        return self.overheads_beside(name).back_s + late_s
+
+    def handoff_s(self, name: str, *, goes_on: bool) -> float:
+        """What the handoff of a prompt takes now whose machine goes on with another, or does not."""
+        num_prefills = self._others(name).count(False) + goes_on
+        return self._overheads.handoff_s * _at(self._crowding.handoff, num_prefills)
 
     def _of(
         self, beside_decoding: Sequence[float], beside_prefills: Sequence[float], name: str | None

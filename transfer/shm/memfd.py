@@ -3,11 +3,15 @@
 Owns the layout of such a file: the data, then one page whose first byte says whether the segment is
 still registered. Its seals are the rule: nobody can shrink it under a reader (SIGBUS) and, once the
 owner has mapped it, nobody can ever map it writable again. Linux ≥ 5.1.
+
+Elastic memory, whose pages are made when they are written and can be given back, does without the second seal, which
+forbids holes too: peers are passed a descriptor that is only for reading instead. A hole reads as zeros everywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -21,9 +25,12 @@ from transfer.base import Rows
 from transfer.native import address_of, data_plane
 
 _F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python names it from 3.14 on
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEALS = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE
 _PAGE = mmap.PAGESIZE
 _LIVE = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, Linux ≥ 5.14
 _HUGE_BYTES = 4 << 20
 """From here on a rounding up to 2 MiB is affordable; where the kernel gives huge pages to shared memory
@@ -36,9 +43,9 @@ def _marker(nbytes: int) -> int:
 
 
 class OwnedMemory:
-    """A sealed memfd and the only writable mapping of it, with every page already present."""
+    """A sealed memfd and the only writable mapping of it, with every page already present; or, `elastic`, with none."""
 
-    def __init__(self, nbytes: int, name: str = "") -> None:
+    def __init__(self, nbytes: int, name: str = "", *, elastic: bool = False) -> None:
         """`name` shows in the process's maps. Raises ConfigError when this process or this host cannot have that much
         more."""
         try:
@@ -48,13 +55,38 @@ class OwnedMemory:
             weakref.finalize(self, os.close, self.fd)
             os.ftruncate(self.fd, _marker(nbytes) + _PAGE)
             self._map = mmap.mmap(self.fd, 0, flags=mmap.MAP_SHARED)
-            _populate(self._map)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            if not elastic:
+                _populate(self._map)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS if elastic else _SEALS)
+            self.lent_fd = self._for_reading() if elastic else self.fd
         except OSError as error:
             raise _exhausted(nbytes, error) from error
+        self.is_elastic = elastic
         self._marker = _marker(nbytes)
         self._map[self._marker] = _LIVE
         self.view = memoryview(self._map)[:nbytes]
+
+    def _for_reading(self) -> int:
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, fd)
+        return fd
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """The pages of these whole pages' bytes are there afterwards, their content as it was: zeros where there was a
+        hole. Raises OSError when the machine has no memory for that."""
+        _advise(address_of(self.view) + offset, nbytes, _MADV_POPULATE_WRITE)
+
+    def discard(self, offset: int, nbytes: int) -> None:
+        """Gives the pages of these whole pages' bytes back to the machine: zeros from now on, in every mapping. Only of
+        elastic memory."""
+        if not self.is_elastic:
+            raise ValueError("only elastic memory has pages to give back")
+        _advise(address_of(self.view) + offset, nbytes, mmap.MADV_REMOVE)
+
+    @property
+    def resident_bytes(self) -> int:
+        """What the machine spends on it, whoever maps it."""
+        return os.fstat(self.fd).st_blocks * 512  # the unit of st_blocks, whatever st_blksize says
 
     def retire(self) -> None:
         """Peers that still map it see from now on that its content means nothing."""
@@ -65,9 +97,9 @@ class PeerMemory:
     """A peer's memfd, mapped read-only; owns neither the content nor the passed descriptor."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Raises PeerLost when the file is not sealed as `OwnedMemory` seals it or too small."""
+        """Raises PeerLost when the file is not sealed as every `OwnedMemory` seals it or too small."""
         try:
-            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS == _SIZE_SEALS
             size = os.fstat(fd).st_size
             if not sealed or not 0 < nbytes <= size - _PAGE:
                 raise PeerLost("the peer offered memory that could change under us")
@@ -115,6 +147,15 @@ def _populate(memory: mmap.mmap) -> None:
         if error.errno != errno.EINVAL:
             raise
         np.frombuffer(memory, np.uint8)[::_PAGE] = 0  # an older kernel
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    """Unlike mmap.madvise it releases the interpreter lock: a page of a pool takes a millisecond."""
+    if _libc.madvise(address, nbytes, advice):
+        number = ctypes.get_errno()
+        if advice == _MADV_POPULATE_WRITE and number == errno.EINVAL:
+            return  # an older kernel: pages are made when they are written
+        raise OSError(number, f"madvise({advice}): {os.strerror(number)}")
 
 
 def _exhausted(nbytes: int, error: OSError) -> ConfigError:

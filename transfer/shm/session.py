@@ -155,7 +155,7 @@ class ShmSession(StreamSession):
             window_id=0 if segment.memory else segment.base,
             nbytes=segment.nbytes,
         )
-        return self._connection.pass_at_once(encode(offer), lent.fd)
+        return self._connection.pass_at_once(encode(offer), lent.lent_fd)
 
     def view(self, segment_id: int, offset: int, length: int, deadline_at: float) -> memoryview:
         if segment_id not in self._sources:

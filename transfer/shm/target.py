@@ -75,7 +75,7 @@ class ShmTarget(StreamTarget):
         lent = segment.memory or self._markers.of(segment)
         base = 0 if segment.memory else segment.base
         reply = Header(kind=Kind.REPLY, source_id=base, nbytes=segment.nbytes)
-        self.connection.send(encode(reply), lent.fd if lent is not None else None)
+        self.connection.send(encode(reply), lent.lent_fd if lent is not None else None)
 
     def _accept_offer(self, header: Header, fd: int | None) -> None:
         if fd is None or header.source_id in self._offered:

@@ -7,7 +7,7 @@ somebody had measured; never less than what comes. Equal seeds give equal loads.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +97,3 @@ def _synthetic(lengths: Lengths, count: int, per_s: float, seed: int) -> Iterato
         at += draw.expovariate(per_s)
         prompt, output, tenant = lengths(draw, number / count)
         yield Wish(at, prompt, output, limit_of(output, draw), tenant)
-
-
-def total_output(wishes: Iterable[Wish]) -> int:
-    return sum(wish.output for wish in wishes)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import os
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +19,7 @@ from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-f
 from benchmarks.store import client
 from benchmarks.store.workload import POOL_BYTES, Batch, Load
 from benchmarks.transfer.workload import MIB
+from protocol import status
 
 LOCAL_BUFFER_BYTES = 64 * MIB
 """What get_buffer allocates from."""
@@ -105,7 +104,7 @@ def main() -> None:
     parser.add_argument("status", type=int, help="file descriptor to report on")
     arguments = parser.parse_args()
     store = connected(arguments.master, arguments.segment_bytes)
-    os.write(arguments.status, json.dumps({"ready": {}}).encode() + b"\n")
+    status.write(arguments.status, status.Ready({}))
     signal.sigwait({signal.SIGTERM})
     store.close()
 

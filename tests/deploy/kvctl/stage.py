@@ -17,8 +17,9 @@ from kvstore.client import plain_key
 from kvstore.objects import PutObject
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
-from tests.kvstore.directory.cluster import asking, running_directory, until
+from tests.kvstore.directory.cluster import asking, running_directory
 from tests.kvstore.nodes import TOKEN, Node, connected, running_node
+from tests.patience import answered
 from tests.ports import free_port
 
 SEGMENT_BYTES = 8 * 2**20
@@ -46,7 +47,7 @@ class Stage:
                     return all(await questions.holders(keys))
 
                 await questions.until_in_step(*self.nodes)
-                await until(indexed)
+                await answered(indexed)
 
         asyncio.run(body())
 

@@ -30,8 +30,9 @@ from tests.deploy.kvctl.stage import (
     put_chain,
     stage,
 )
-from tests.kvstore.nodes import ROOT, TOKEN, running_node
+from tests.kvstore.nodes import TOKEN, running_node
 from tests.patience import PATIENCE_S
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.slow  # each test starts three or four processes of its own
 

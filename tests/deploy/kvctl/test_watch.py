@@ -13,8 +13,9 @@ from typing import Any
 
 from kvstore.client import plain_key
 from tests.deploy.kvctl.stage import ENVIRON, SEGMENT_BYTES, Stage, get, put, stage
-from tests.kvstore.nodes import ROOT, running_node
+from tests.kvstore.nodes import running_node
 from tests.patience import PATIENCE_S
+from tests.processes import ROOT
 
 
 class Watch:

@@ -24,6 +24,7 @@ _EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
 class Functions:
     normalize: Call
     rotate: Call
+    quantise: Call
     product: Call
     gate: Call
 
@@ -38,6 +39,7 @@ def library(dtype: torch.dtype, processor: str = "native") -> Functions:
     return Functions(
         normalize=compiled.function("normalize", pointer, pointer, pointer, count, number),
         rotate=compiled.function("rotate", pointer, pointer, pointer, count),
+        quantise=compiled.function("quantise", pointer, pointer, count, count),
         product=compiled.function("product", pointer, pointer, count, count, pointer, count),
         gate=compiled.function("gate", pointer, pointer, count, count, pointer),
     )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
-import os
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TypeVar
 
 from kvstore.objects import PutObject
@@ -16,8 +12,9 @@ from protocol.checksum import checksum
 from protocol.keys import BlockKey, pack_keys
 from protocol.pb import directory_pb2, directory_pb2_grpc
 from protocol.rpc import Channels
-from tests.kvstore.nodes import ROOT, TOKEN, connected, key, running_node
-from tests.patience import PATIENCE_S
+from tests.kvstore.nodes import TOKEN, connected, key, running_node
+from tests.patience import PATIENCE_S, answered
+from tests.processes import running
 
 T = TypeVar("T")
 
@@ -27,34 +24,9 @@ OBJECT_BYTES = 4096
 @contextlib.contextmanager
 def running_directory(*flags: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """Ended by SIGTERM, with exit code 0, unless the test ended it."""
-    read_fd, write_fd = os.pipe()
-    command = [sys.executable, "-m", "kvstore.directory", "--instance-id", "directory-0"]
-    process = subprocess.Popen(
-        [
-            *command,
-            "--port",
-            str(port),
-            "--status-fd",
-            str(write_fd),
-            "--log-level",
-            "error",
-            *flags,
-        ],
-        cwd=ROOT,
-        env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": TOKEN},
-        pass_fds=[write_fd],
-    )
-    os.close(write_fd)
-    try:
-        with open(read_fd) as reports:
-            assert any("ready" in json.loads(line) for line in reports), "it ended at once"
+    named = ("--instance-id", "directory-0", "--port", str(port), "--log-level", "error")
+    with running("kvstore.directory", *named, *flags, token=TOKEN) as (process, _):
         yield process
-        if process.poll() is None:
-            process.terminate()
-            assert process.wait(timeout=PATIENCE_S) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 @contextlib.contextmanager
@@ -111,7 +83,7 @@ class Questions:
             described = all(node.endpoint.transfer_address for node in nodes.values())
             return set(nodes) == set(names) and described and all(n.in_step for n in nodes.values())
 
-        await until(as_wanted)
+        await answered(as_wanted)
 
 
 @contextlib.asynccontextmanager
@@ -125,16 +97,6 @@ async def asking(port: int, address: str = "") -> AsyncIterator[Questions]:
         yield Questions(stub, channels)
     finally:
         await channels.close()
-
-
-async def until(holds: Callable[[], Awaitable[bool]], timeout_s: float = PATIENCE_S) -> None:
-    """Returns once `holds`; it is another process's state, so it can only be asked for."""
-
-    async def poll() -> None:
-        while not await holds():  # noqa: ASYNC110 - it is elsewhere
-            await asyncio.sleep(0.05)
-
-    await asyncio.wait_for(poll(), timeout_s)
 
 
 def value(number: int) -> bytes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,19 +88,6 @@ def test_a_change_of_tier_without_a_parent_keeps_the_parent() -> None:
     assert fed.directory.num_in_memory(A) == 1
 
 
-def test_what_only_one_node_has_comes_as_runs_of_chains_each_block_once() -> None:
-    fed = Fed()
-    fed.hold(A, *range(8))
-    fed.hold(B, 0, 1)
-    runs = fed.chains.only_on(A, max_keys=100)
-    assert sorted(block for run in runs for block in run) == sorted(KEYS[2:])
-    for run in runs:
-        numbers = [KEYS.index(block) for block in run]
-        assert all(PARENT_OF[child] == parent for parent, child in itertools.pairwise(numbers))
-    assert fed.chains.only_on(B, max_keys=100) == []
-    assert len(fed.chains.only_on(A, max_keys=1)) == 1
-
-
 def test_what_follows_on_a_block_is_told_per_node() -> None:
     fed = Fed()
     fed.hold(A, 0, 1, 2, 3, 4)
@@ -118,7 +103,6 @@ def test_a_circle_of_parents_ends() -> None:
     fed = Fed()
     fed.take(A, Changes(added=key(0) + key(1), parents=key(1) + key(0), in_memory=b"\1\1"))
     assert len(fed.chains.to(key(0))) == MAX_CHAIN
-    assert sum(map(len, fed.chains.only_on(A, max_keys=100))) == 2
     fed.lose(A, 0, 1)
     assert len(fed.directory) == 0
 

@@ -20,11 +20,10 @@ from tests.kvstore.directory.cluster import (
     read_chain,
     running_directory,
     running_store,
-    until,
     value,
 )
 from tests.kvstore.nodes import TOKEN, connected
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, answered
 from tests.ports import free_port
 from tests.stopping import stop
 
@@ -38,7 +37,7 @@ async def until_held(asks: Questions, keys: list[BlockKey], *names: str) -> None
     async def as_wanted() -> bool:
         return all(set(holders) == set(names) for holders in await asks.holders(keys))
 
-    await until(as_wanted)
+    await answered(as_wanted)
 
 
 async def test_what_nodes_store_and_remove_is_known_within_moments() -> None:
@@ -105,7 +104,7 @@ async def test_a_killed_node_is_dropped_and_announces_its_disk_again_when_it_is_
                     async def on_disk() -> bool:
                         return (await client.stats(store)).disk_live_bytes >= 8 * 4096
 
-                    await until(on_disk)
+                    await answered(on_disk)
                 process.kill()
                 process.wait()
             await until_held(asks, keys[:2], "a")
@@ -123,7 +122,7 @@ async def until_tier(asks: Questions, key: BlockKey, tiers: dict[str, int]) -> N
     async def as_wanted() -> bool:
         return (await asks.holders([key]))[0] == tiers
 
-    await until(as_wanted)
+    await answered(as_wanted)
 
 
 @pytest.mark.slow  # nodes learn at their next renewal, up to 3 s later, that the registry was lost with the directory
@@ -162,7 +161,7 @@ async def test_a_stopped_node_keeps_its_place_and_is_in_step_again_when_it_wakes
                 async def silent() -> bool:
                     return not (await asks.nodes())["a"].in_step
 
-                await until(silent)
+                await answered(silent)
                 await until_held(asks, keys, "a")
             finally:
                 os.kill(process.pid, signal.SIGCONT)

@@ -16,7 +16,7 @@ def mounted(folder: Path, nbytes: int) -> Iterator[Path]:
     folder.mkdir()
     refused = _mount("-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder))
     if refused:
-        pytest.skip(f"no mounts here: {refused}")
+        pytest.skip(f"needs root that may mount (CAP_SYS_ADMIN): {refused}")
     try:
         yield folder
     finally:
@@ -45,11 +45,11 @@ def mounted_ext4(folder: Path, nbytes: int = 64 * 2**20) -> Iterator[Path]:
     try:
         subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no ext4 here: {error}")
+        pytest.skip(f"needs e2fsprogs (.ci/system-packages): {error}")
     folder.mkdir()
     refused = _mount("-o", "loop", str(image), str(folder))
     if refused:
-        pytest.skip(f"no mounts here: {refused}")
+        pytest.skip(f"needs root that may mount (CAP_SYS_ADMIN): {refused}")
     try:
         yield folder
     finally:

@@ -14,7 +14,7 @@ from kvstore.disk.files import FileCalls
 from kvstore.disk.tier import DiskOptions
 from tests.kvstore.disk.hanging import Clock, HangingCalls, stuck, until_it_hangs
 from tests.kvstore.disk.mounts import frozen, mounted_ext4
-from tests.kvstore.disk.tiers import CAPACITY, SMALL, Stand, opened, written
+from tests.kvstore.disk.tiers import CAPACITY, NO_RING, SMALL, Stand, opened, written
 
 LIMIT_S = SMALL.time_limit_s
 
@@ -128,7 +128,7 @@ async def test_reads_in_the_ring_are_answered_at_the_limit_and_their_slots_come_
     async with opened(tmp_path, options) as stand:
         ring = stand.tier._ring
         if ring is None:
-            pytest.skip("no io_uring here, or no liburing")
+            pytest.skip(NO_RING)
         await stand.put([written(1)])
         read, memory = read_of(stand, 1)
         task = asyncio.create_task(stand.tier.read([read]))

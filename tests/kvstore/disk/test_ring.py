@@ -21,7 +21,7 @@ from kvstore.disk.base import PAGE, DiskRead, DiskWrite
 from kvstore.disk.ring import MAX_BUFFERS, NUM_SLOTS, Flight, Ring, Run, Way
 from kvstore.disk.views import MAX_PAGES, OutOfPages
 from kvstore.disk.waits import Waits
-from tests.kvstore.disk.tiers import SMALL, opened, written
+from tests.kvstore.disk.tiers import NO_RING, SMALL, opened, written
 from tests.thoroughness import examples
 
 FILE_PAGES = 96
@@ -41,7 +41,7 @@ def file(tmp_path: Path) -> Iterator[int]:
 def ring_or_skip() -> Ring:
     ring = Ring.opened(Waits(), memoryview(b""))
     if ring is None:
-        pytest.skip("no io_uring here, or no liburing")
+        pytest.skip(NO_RING)
     return ring
 
 

@@ -18,6 +18,7 @@ from protocol.keys import BlockKey
 SEGMENT = 64 * 2**10
 CAPACITY = 8 * SEGMENT
 SMALL = DiskOptions(segment_bytes=SEGMENT, num_threads=2, sync_interval_s=0.0)
+NO_RING = "needs a kernel that permits io_uring, and pip install 'moonserve[uring]'"
 
 
 def content_of(number: int, length: int) -> bytes:

@@ -6,11 +6,7 @@ Nodes keep their ids, flags and folders over restarts. The registry is whatever 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +17,11 @@ from kvstore.client import KvStore, plain_key
 from kvstore.client.backstage import Backstage
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
+from protocol.status import NotReady
+from tests import processes
 from tests.kvstore.client.pools import BOTH, running_registry, store_of, until
 from tests.kvstore.faults.values import value_of
-from tests.kvstore.nodes import ROOT, TOKEN, Node
+from tests.kvstore.nodes import TOKEN, Node
 from tests.patience import PATIENCE_S
 from tests.stopping import stop
 
@@ -33,32 +31,23 @@ SHORT_RIGHTS = ("--reservation-ttl-s", "2", "--lease-ttl-s", "2")
 
 
 class Starting:
-    """A process on its way: several start at once."""
+    """A node on its way: several start at once."""
 
-    def __init__(
-        self, arguments: Iterable[str], environment: Mapping[str, str], output: Path
-    ) -> None:
+    def __init__(self, flags: Iterable[str], environment: Mapping[str, str], output: Path) -> None:
         self.output = output
-        self._status, write_fd = os.pipe()
         with output.open("ab") as said:
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments, "--status-fd", str(write_fd)],
-                cwd=ROOT,
-                env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": TOKEN, **environment},
-                pass_fds=[write_fd],
-                stderr=said,
+            self._starting = processes.start(
+                "kvstore", *flags, token=TOKEN, environment=environment, stderr=said
             )
-        os.close(write_fd)
+        self.process = self._starting.process
 
     def ready(self) -> Node:
         """Raises ChildProcessError, with what it said, when it ends instead."""
-        with open(self._status) as reports:
-            for line in reports:
-                report = json.loads(line)
-                if "ready" in report:
-                    return Node(self.process, report["ready"]["rpc"])
-        self.process.wait()
-        raise ChildProcessError(self.output.read_text())
+        try:
+            return Node(self.process, self._starting.facts()["rpc"])
+        except NotReady:
+            self.process.wait()
+            raise ChildProcessError(self.output.read_text()) from None
 
 
 @dataclass(slots=True)
@@ -80,9 +69,9 @@ class Pool:
         if self.ssd:
             disk = self.disks.setdefault(node_id, self.folder / node_id)
             ssd = ("--ssd", f"{disk}:{self.ssd}")
-        arguments = ["-m", "kvstore", "--instance-id", node_id, "--join", self.registry]
+        named = ("--instance-id", node_id, "--join", self.registry)
         output = self.folder / f"{node_id}.log"
-        return Starting([*arguments, *ssd, *self.flags, *flags], self.environment, output)
+        return Starting([*named, *ssd, *self.flags, *flags], self.environment, output)
 
     def start(self, *node_ids: str) -> None:
         starting = {node_id: self.begin(node_id) for node_id in node_ids}

@@ -17,10 +17,10 @@ from tests.kvstore.directory.cluster import (
     read_chain,
     running_directory,
     running_store,
-    until,
     value,
 )
 from tests.kvstore.nodes import connected
+from tests.patience import answered
 from tests.ports import free_port
 
 WANTED = b"".join(map(value, range(1, 9)))
@@ -36,7 +36,7 @@ async def until_replicas(asks: Questions, keys: list[BlockKey], count: int) -> s
         found = holders[0]
         return all(nodes == found for nodes in holders) and len(found) == count
 
-    await until(as_wanted)
+    await answered(as_wanted)
     return found
 
 
@@ -112,7 +112,7 @@ async def test_a_death_in_the_middle_of_a_copy_leaves_nothing_reserved(victim: s
             async def begun() -> bool:
                 return (await asks.nodes())["target"].num_objects > 0 or change.done()
 
-            await until(begun)
+            await answered(begun)
             processes[victim].kill()
             processes[victim].wait()
             await asyncio.wait({change})
@@ -129,4 +129,4 @@ async def until_nothing_is_reserved(rpc_address: str) -> None:
             stats = await client.stats(store)
             return not stats.reserved_bytes and not stats.leased_bytes
 
-        await until(balanced)
+        await answered(balanced)

@@ -286,22 +286,6 @@ def test_replicas_of_a_node_that_does_not_tell_its_pins_stay_and_so_do_pinned_on
     assert lowered(cluster, Pins(pinned=pinned, unknown=frozenset({InstanceId("b")}))) == []
 
 
-def test_a_node_that_drains_hands_on_what_only_it_has_next_to_what_leads_to_it() -> None:
-    cluster = Cluster(a="h1", b="h2", c="h3")
-    cluster.free(c=100)
-    cluster.change("a", draining=True)
-    cluster.hold("a", [*range(4), *range(1000, 1003)])
-    cluster.hold("b", range(2))
-    plan = cluster.planner.plan_drain(InstanceId("a"), cluster.nodes, cluster.now, 100)
-    moved = {copy.target: numbers(copy.keys) for copy in plan.copies}
-    assert moved == {"b": [2, 3], "c": [1000, 1001, 1002]}
-    again = cluster.planner.plan_drain(InstanceId("a"), cluster.nodes, cluster.now, 100)
-    assert again.copies == ()
-    for copy in plan.copies:
-        cluster.carry_out(copy)
-    assert cluster.directory.only_on(InstanceId("a")).size == 0
-
-
 class AnyHistory(RuleBasedStateMachine):
     """Three chains over five nodes of three hosts, which are read, copied, dropped, lost and brought back."""
 

@@ -232,7 +232,7 @@ async def test_no_cancellation_is_lost_at_whatever_moment_it_comes(
     await registry.renew(joined)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl (.ci/system-packages)")
 async def test_tls_is_used_and_a_stranger_is_refused(
     redis_server: RedisServer, open_redis: OpenRedis, tmp_path: Path
 ) -> None:

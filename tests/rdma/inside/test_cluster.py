@@ -1,37 +1,101 @@
 """The whole cluster over verbs: one request whose KV takes no other way than RDMA, token for token right.
 
-What is right the host has computed with transformers (tests/rdma/test_guest.py): importing it here is slow.
+Its parts are those of `moonserve serve`, in one process: each interpreter of its own would take a minute here to import
+what it needs. Two processes over verbs are test_transport_contract.py's. What is right the host has computed with
+transformers (tests/rdma/test_guest.py), for the same reason.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import urllib.request
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import Cluster
+from conductor.config import ConductorConfig
+from conductor.service import serve as serve_conductor
+from decode_worker.config import DecodeConfig
+from decode_worker.worker import serve as serve_decode
+from gateway.config import GatewayConfig
+from gateway.server import serve as serve_gateway
+from kvstore.config import StoreConfig
+from kvstore.node import serve as serve_store
+from models import demo_model_path
+from prefill_worker.config import PrefillConfig
+from prefill_worker.worker import serve as serve_prefill
+from tests.patience import PATIENCE_S, answered
 from tests.rdma.expected import NUM_TOKENS, PROMPT, Expected
+from tests.services import serving
 
 pytestmark = pytest.mark.timeout(840)
 
-START_TIMEOUT_S = 720.0  # three interpreters import torch, emulated, beside other tests
+START_TIMEOUT_S = 720.0  # emulated, beside other tests
 RESULTS = Path("/run/job")
+TRANSPORTS = ("rdma",)
+MIB = 1 << 20
+BLOCK_SIZE = 16
 
 
-def test_a_request_is_served_with_its_kv_over_rdma(tmp_path: Path) -> None:
-    # Compiling takes minutes on emulated processors.
-    flags = ("--transports", "rdma", "--num-threads", "1", "--kernels", "torch")
-    small = ("--kv-cache-memory", "64MiB", "--dram", "64MiB")
-    cluster = Cluster(None, *flags, *small, log_dir=tmp_path / "logs")
-    try:
-        cluster.wait_until_ready(START_TIMEOUT_S)
-        answer = cluster.complete(
-            PROMPT, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, return_token_ids=True
+def ask(url: str) -> dict[str, Any]:
+    wish = {
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    body = json.dumps({"prompt": PROMPT, **wish}).encode()
+    question = urllib.request.Request(f"{url}/v1/completions", body)
+    question.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(question, timeout=START_TIMEOUT_S) as reply:
+        answer: dict[str, Any] = json.load(reply)
+    return answer
+
+
+def shown(url: str) -> dict[str, dict[str, Any]]:
+    """Instances by id."""
+    with urllib.request.urlopen(f"{url}/v1/cluster", timeout=PATIENCE_S) as reply:
+        return {each["instance_id"]: each for each in json.load(reply)["instances"]}
+
+
+async def test_a_request_is_served_with_its_kv_over_rdma(tmp_path: Path) -> None:
+    """From prefill to decode worker, and into the store."""
+    async with AsyncExitStack() as stack:
+
+        async def start(serve: Any, config: Any) -> dict[str, str]:
+            return await stack.enter_async_context(serving(serve, config, START_TIMEOUT_S))
+
+        conductor = await start(serve_conductor, ConductorConfig(cluster_token="t"))
+        common = {"cluster_token": "t", "conductor": conductor["rpc"]}
+        kv = {"transports": TRANSPORTS, **common}
+        # Compiling and measuring take minutes on emulated processors.
+        small = {"kv_cache_memory": 64 * MIB, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+        model = {"model": str(demo_model_path()), "block_size": BLOCK_SIZE, "kernels": "torch"}
+        worker = {**kv, **model, **small, "cache_dir": str(tmp_path)}
+        await start(serve_store, StoreConfig(instance_id="store-0", dram=64 * MIB, **kv))
+        await start(
+            serve_prefill, PrefillConfig(instance_id="prefill-0", home_store="store-0", **worker)
         )
-        counters = cluster.counters("prefill-0")
-    finally:
-        assert cluster.stop() == 0, cluster.output + cluster.logs()
-    choice = answer["choices"][0]
-    assert counters["handed_off_requests"] == 1
-    found = Expected(choice["prompt_token_ids"], choice["token_ids"])
-    assert found == Expected.read(RESULTS)
+        await start(serve_decode, DecodeConfig(instance_id="decode-0", **worker))
+        gateway = GatewayConfig(model=str(demo_model_path()), port=0, **common)
+        url = (await start(serve_gateway, gateway))["http"]
+
+        async def complete() -> bool:
+            return len(await asyncio.to_thread(shown, url)) == 3
+
+        await answered(complete, START_TIMEOUT_S)
+        answer = await asyncio.to_thread(ask, url)
+        [choice] = answer["choices"]
+        assert Expected(choice["prompt_token_ids"], choice["token_ids"]) == Expected.read(RESULTS)
+
+        async def stored() -> bool:
+            instances = await asyncio.to_thread(shown, url)
+            return (
+                instances["store-0"]["indexed_blocks"]
+                == len(choice["prompt_token_ids"]) // BLOCK_SIZE
+            )
+
+        await answered(stored, START_TIMEOUT_S)

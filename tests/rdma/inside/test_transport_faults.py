@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from protocol.errors import PeerLost
+from tests.patience import until
 from tests.transfer.conftest import TOKEN, PeerInProcess
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.rdma import device_rail
@@ -24,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 LARGE = 1 << 20
-LARGE_S = float(os.environ.get("MOONSERVE_RDMA_LARGE_S", "20"))
+LARGE_S = float(os.environ.get("MOONSERVE_RDMA_LARGE_S", "3"))
 """How long 1 MiB transfers are repeated."""
 
 
@@ -109,8 +110,8 @@ def test_a_thousand_small_transfers_of_all_sizes(engine: TransferEngine, shared:
 def test_as_many_large_transfers_as_time_allows(
     engine: TransferEngine, shared: Remote, record_property: Callable[[str, object], None]
 ) -> None:
-    until, rounds = time.monotonic() + LARGE_S, 0
-    while not rounds or time.monotonic() < until:
+    ends_at, rounds = time.monotonic() + LARGE_S, 0
+    while not rounds or time.monotonic() < ends_at:
         there_and_back(engine, shared, [(i * LARGE, LARGE) for i in range(8)], rounds)
         rounds += 1
     record_property("large_transfers", 16 * rounds)
@@ -157,13 +158,6 @@ def test_queue_pairs_forced_to_fail_mid_batch_are_replaced(
     assert len(made) > 1
 
 
-def test_an_idle_engine_takes_no_time(engine: TransferEngine, shared: Remote) -> None:
-    there_and_back(engine, shared, [(0, 4096)], 9)  # the peer's memory is registered for writes now
-    before = time.process_time()
-    time.sleep(2)  # the claim is about doing nothing for a while
-    assert time.process_time() - before < 0.1
-
-
 def resources() -> str:
     """What the kernel counts for each device: queue pairs, completion queues, regions, contexts."""
     shown = subprocess.run(["rdma", "resource", "show"], capture_output=True, text=True, check=True)
@@ -181,19 +175,11 @@ def test_nothing_is_left_after_cycles_of_connecting_and_closing(shared: Remote) 
 
     idle = resources()
     cycle(0)
-    assert wait_until_equal(resources, idle), (resources(), idle)
+    until(lambda: resources() == idle)  # the other process closes its end in its own time
     before = left()
     for number in range(1, 6):
         cycle(number)
-    assert wait_until_equal(left, before), (left(), before)
-
-
-def wait_until_equal(look: Callable[[], object], expected: object) -> bool:
-    """The other process closes its end in its own time."""
-    until = time.monotonic() + 20
-    while look() != expected and time.monotonic() < until:
-        time.sleep(0.1)
-    return look() == expected
+    until(lambda: left() == before)
 
 
 def link(interface: str, state: str) -> None:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
+from tests.public_trace import TRACE, needs_trace
 from traces.format import TraceRecord, read_trace
 from traces.reproduction import figure_1, figure_9, table_2
 from traces.reproduction.figure import CONVERSATION, Subject
 from traces.reproduction.testbed import effective
 
-SHARED = Path(__file__).resolve().parents[4] / "shared/traces/conversation_trace.jsonl"
-TRACE = Path(os.environ.get("MOONSERVE_TRACE", SHARED))
 SPEED = 1.6
 
 pytestmark = [
     pytest.mark.trace,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not TRACE.exists(), reason="the trace is not here (moonserve traces fetch)"),
+    needs_trace,
 ]
 
 

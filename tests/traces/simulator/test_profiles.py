@@ -113,7 +113,7 @@ def test_what_serving_adds_is_read_back_and_checked(tmp_path: Path) -> None:
         ({"crowding": {"gaps": [[0, 0]]}}, "none below 0 and some above"),
         (
             {"crowding": [1, 2]},
-            "crowding may have decode, decode_batch, gaps, handoff, handoff_beside_prefills, landing, ",
+            "crowding may have decode, decode_batch, gaps, handoff, landing, ",
         ),
     ],
 )

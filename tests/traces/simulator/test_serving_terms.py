@@ -89,21 +89,29 @@ def test_a_prompt_right_after_another_is_delayed_by_its_handoff() -> None:
 
 
 def test_overheads_are_larger_beside_machines_at_work() -> None:
-    """The first request decodes when the second one comes: its way, landing and handoff take twice, thrice, four times
-    as long; 1 s of computing, steps of 50 ms."""
+    """The first request decodes when the second one comes: its way and landing take twice and thrice as long; 1 s of
+    computing."""
     model = replace(
         MODEL,
-        overheads=Overheads(request_s=0.25, landing_s=0.125, handoff_s=0.25),
-        crowding=Crowding(
-            prefill=(1.0,), request=(1.0, 2.0), landing=(1.0, 3.0), handoff=(1.0, 4.0)
-        ),
+        overheads=Overheads(request_s=0.25, landing_s=0.125),
+        crowding=Crowding(prefill=(1.0,), request=(1.0, 2.0), landing=(1.0, 3.0)),
     )
     first, second = simulate(
         spec(model=model), [request(0.0, 100, 200), request(3.0, 100, 2, base=50)]
     ).outcomes
     assert first.ttft_s == NEAR(0.25 + 0.125 + 1.0)
     assert second.ttft_s == NEAR(0.5 + 0.375 + 1.0)
-    assert second.mean_gap_s == NEAR(1.0 + 0.05, abs=0.05)
+
+
+def test_a_handoff_takes_longer_while_its_machine_goes_on_with_the_next_prompt() -> None:
+    """Four times 250 ms, then as long as alone; steps of 50 ms."""
+    crowding = Crowding(prefill=(1.0,), handoff=(1.0, 4.0))
+    model = replace(MODEL, overheads=Overheads(handoff_s=0.25), crowding=crowding)
+    first, second = simulate(
+        spec(model=model), [request(0.0, 100, 2), request(0.0, 100, 2, base=50)]
+    ).outcomes
+    assert first.mean_gap_s == NEAR(1.0 + 0.05)
+    assert second.mean_gap_s == NEAR(0.25 + 0.05)
 
 
 def test_a_landing_is_asked_for_while_an_earlier_prompt_computes() -> None:
@@ -241,19 +249,27 @@ def test_company_that_decodes_is_other_company_than_prefill_machines() -> None:
         prefill_beside_prefills=(1.0, 1.1),
         landing=(1.0, 4.0),
         landing_beside_prefills=(1.0, 1.3),
-        handoff=(1.0, 3.0),
     )
-    host = Host(crowding, Overheads(landing_s=0.01, handoff_s=0.01))
+    host = Host(crowding, Overheads(landing_s=0.01))
     host.note("prefill-0", True, decodes=False)
     host.note("prefill-1", True, decodes=False)
     assert host.prefill_slowdown("prefill-0")() == 1.1
     assert host.overheads_beside("prefill-0").landing_s == NEAR(0.013)
-    assert host.overheads_beside("prefill-0").handoff_s == NEAR(0.03), "told apart nowhere"
     host.note("decode-0", True, decodes=True)
     assert host.prefill_slowdown("prefill-0")() == 2.0
     assert host.overheads_beside("prefill-0").landing_s == NEAR(0.04)
     host.note("prefill-1", False, decodes=False)
     assert host.prefill_slowdown("prefill-0")() == 1.5
+
+
+def test_a_handoff_takes_longer_beside_prefill_machines_its_own_too() -> None:
+    host = Host(Crowding(handoff=(1.0, 3.0, 4.0)), Overheads(handoff_s=0.01))
+    for name in ("prefill-0", "prefill-1", "decode-0"):
+        host.note(name, True, decodes=name == "decode-0")
+    assert host.handoff_s("prefill-0", goes_on=False) == NEAR(0.03)
+    assert host.handoff_s("prefill-0", goes_on=True) == NEAR(0.04)
+    host.note("prefill-1", False, decodes=False)
+    assert host.handoff_s("prefill-0", goes_on=False) == NEAR(0.01)
 
 
 @settings(max_examples=30, deadline=None)
@@ -301,3 +317,13 @@ def test_a_prompt_that_begins_finds_all_that_was_computed_before(mixes: bool) ->
     records = [request(0.0, 150, 1, shared), request(0.0, 150, 1, shared, base=90)]
     _, journeys = run_checked(spec(mixes_prompts=mixes, chunk_tokens=100), records)
     assert [journey.cached_tokens for journey in journeys] == [0, 100]
+
+
+def test_the_second_token_comes_after_the_first_however_late_that_one_is() -> None:
+    """A way back of 0.5 s beside the next prompt, a handoff of 0.1 s behind it; steps of 50 ms."""
+    overheads = Overheads(request_s=0.5, back_s=0.1, late_back_s=0.4, handoff_s=0.1)
+    first, _ = simulate(
+        spec(model=replace(MODEL, overheads=overheads)),
+        [request(0.0, 100, 2), request(0.0, 100, 2, base=50)],
+    ).outcomes
+    assert first.mean_gap_s == NEAR(0.1 + 0.05)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
+from tests.public_trace import TRACE, needs_trace
 from traces.format import TraceRecord, read_trace
 from traces.simulator.profiles import LLAMA3_70B_8XA800
 from traces.simulator.results import SimulationResult
 from traces.simulator.run import simulate
 from traces.simulator.spec import ClusterSpec, CoupledSpec
 
-SHARED = Path(__file__).resolve().parents[4] / "shared/traces/conversation_trace.jsonl"
-TRACE = Path(os.environ.get("MOONSERVE_TRACE", SHARED))
-
 pytestmark = [
     pytest.mark.trace,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not TRACE.exists(), reason="the trace is not here (moonserve traces fetch)"),
+    needs_trace,
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import islice, takewhile
 from pathlib import Path
 from random import Random
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError
+from tests.public_trace import TRACE, needs_trace
 from tests.thoroughness import examples
 from tests.traces.synthesis.laws import check_laws
 from tests.traces.synthesis.test_threads import specs
@@ -26,8 +26,6 @@ from traces.synthesis.threads import requests_of
 from traces.synthesis.workload import WorkloadSpec
 
 SMALL = Path(__file__).parent / "small.jsonl"
-SHARED = Path(__file__).parents[3].parent / "shared" / "traces" / "conversation_trace.jsonl"
-TRACE = Path(os.environ.get("MOONSERVE_TRACE", SHARED))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +65,7 @@ def test_the_statistics_of_a_small_trace_carry_over(small: list[TraceRecord], se
     assert_alike(analyze(small), analyze(records))
 
 
-@pytest.mark.skipif(not TRACE.exists(), reason="the public trace is not here")
+@needs_trace
 @pytest.mark.trace
 @pytest.mark.parametrize("seed", range(2))
 def test_the_statistics_of_the_public_trace_carry_over(seed: int) -> None:

@@ -45,7 +45,7 @@ def child() -> Iterator[Child]:
     try:
         child.other.read(address_of(probe), child.address, one_row(0, 0, 8), to_column=LOCAL)
     except PermissionError:
-        pytest.skip("process_vm_readv is not permitted here")
+        pytest.skip("needs process_vm_readv of a child (CAP_SYS_PTRACE, or ptrace_scope 0 or 1)")
     finally:
         yield child
         child.end()

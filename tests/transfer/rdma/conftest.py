@@ -29,11 +29,6 @@ def transport() -> str:
     return "rdma"
 
 
-@pytest.fixture
-def peer() -> None:
-    pytest.skip("the devices of a test's memory do not reach another process")
-
-
 @pytest.fixture(autouse=True)
 def rdma_in_memory(
     wire: Wire, fabrics: list[FakeFabric], monkeypatch: pytest.MonkeyPatch

@@ -128,3 +128,42 @@ def test_rows_are_copied_to_their_places_and_verified() -> None:
     assert into[100:3100] == owned.view[10:3010]
     borrowed.close()
     owned.retire()
+
+
+def test_elastic_memory_has_only_the_pages_that_were_written_and_gives_them_back() -> None:
+    owned = OwnedMemory(1 << 20, elastic=True)
+    before = owned.resident_bytes
+    assert before <= 2 * mmap.PAGESIZE  # the marker's
+    owned.view[: 1 << 19] = b"x" * (1 << 19)
+    owned.populate(1 << 19, 1 << 18)
+    assert owned.resident_bytes == before + (1 << 19) + (1 << 18)
+    owned.discard(0, 1 << 20)
+    assert owned.resident_bytes == before
+    owned.retire()
+
+
+def test_who_borrows_elastic_memory_reads_zeros_in_its_holes_and_can_neither_write_nor_shrink() -> (
+    None
+):
+    owned = OwnedMemory(1 << 20, elastic=True)
+    borrowed = PeerMemory(owned.lent_fd, 1 << 20)
+    owned.view[:3] = b"abc"
+    assert bytes(borrowed.view[:3]) == b"abc"
+    owned.discard(0, 1 << 20)
+    assert bytes(borrowed.view[:3]) == b"\0\0\0"
+    assert borrowed.live
+    with pytest.raises(PermissionError):
+        mmap.mmap(owned.lent_fd, 0)
+    with pytest.raises(OSError, match="ad file descriptor"):
+        os.pwrite(owned.lent_fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(owned.fd, 0)
+    borrowed.close()
+    owned.retire()
+
+
+def test_fixed_memory_keeps_its_pages() -> None:
+    owned = OwnedMemory(4096)
+    with pytest.raises(ValueError, match="only elastic"):
+        owned.discard(0, 4096)
+    owned.retire()

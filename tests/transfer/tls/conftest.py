@@ -16,7 +16,7 @@ from transfer import TransferEngine, TransferOptions
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     if shutil.which("openssl") is None:
-        pytest.skip("the openssl command makes the certificates")
+        pytest.skip("needs openssl (.ci/system-packages)")
     return Authority(tmp_path_factory.mktemp("authority"))
 
 

@@ -1,0 +1,342 @@
+"""What a quantised KV cache loses and what it wins: `python -m benchmarks.engine.kv_error`.
+
+*Error*: the demo model in float32 reads files of this repository, which it was not trained on, half of each as a prompt
+and the rest token by token as in decode. Its logits are compared with those over a float32 cache, for each dtype, block
+size and share of a scale. Then it continues the prompts greedily, and so does each of the others. *Speed*: native
+kernels in bfloat16, in turns, one core, processor time; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from benchmarks.engine import random_llama
+from benchmarks.engine.kv_scales import GRANULARITIES, RememberingPool
+from benchmarks.engine.shapes import DEMO_FOLDER
+from benchmarks.measure import median, table, write_json
+from benchmarks.turns import in_turns, tell
+from engine.attention import Geometry, Span
+from engine.attention.torch_paged import TorchPagedAttention
+from engine.batch import Slice
+from engine.config import load_model_config
+from engine.engine import Engine, set_threads
+from engine.kernels import TorchKernels
+from engine.kv_pool import TORCH_DTYPES, KvPool
+from engine.model import Model
+from engine.step import Step
+from engine.weights import load_weights
+from protocol.ids import RequestId
+from protocol.layout import QUANTISED_DTYPES
+from protocol.machine import cache_folder
+from protocol.request import SamplingParams
+
+REPOSITORY = Path(__file__).parent.parent.parent
+TEXTS = (
+    "engine/config.py",
+    "engine/sampler.py",
+    "protocol/wire.py",
+    "protocol/membership.py",
+    "transfer/windows.py",
+    "gateway/detokenize.py",
+    "conductor/columns.py",
+    "kvstore/catalog.py",
+    "conductor/roles.py",
+    "decode_worker/allotment.py",
+    "engine/weights.py",
+    "kvstore/state.py",
+    "prefill_worker/state.py",
+    "protocol/rpc.py",
+    "traces/replay.py",
+    "transfer/scatter.py",
+)
+PROMPT, ANSWER = 256, 256
+BLOCK_SIZES = (16, 32, 128, 512)
+_PREFILL, _CHUNK = 2048, 512
+
+
+# -- error
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How K and V are kept. `kept` None: as they are computed."""
+
+    dtype: str
+    kept: str | None = None
+    granularity: str = ""
+    block_size: int = 32
+
+    @property
+    def label(self) -> tuple[str, str, str]:
+        size = str(self.block_size) if self.granularity == "block, head" else "any"
+        return self.kept or self.dtype, self.granularity or "–", size
+
+
+class Reader:
+    """A model over a pool of its own, all of whose sequences move together."""
+
+    def __init__(self, variant: Variant, num_texts: int) -> None:
+        config = load_model_config(DEMO_FOLDER)
+        weights = load_weights(DEMO_FOLDER, config, TORCH_DTYPES[variant.dtype])
+        layout = config.kv_layout(variant.block_size, variant.dtype)
+        self._size = variant.block_size
+        self._per_text = layout.blocks_for(PROMPT + ANSWER)
+        num_blocks = num_texts * self._per_text
+        if variant.kept is None:
+            pool = KvPool(layout, num_blocks)
+        else:
+            pool = RememberingPool(layout, num_blocks, variant.kept, variant.granularity)
+        geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
+        kernels = TorchKernels(config, weights, pool)
+        self._model = Model(config, kernels, TorchPagedAttention(geometry, pool))
+
+    def read(self, texts: torch.Tensor, start: int) -> torch.Tensor:
+        """texts [texts, tokens] whose tokens lie at positions from `start` on → logits [texts, tokens, vocabulary]."""
+        count, length = texts.shape
+        own = torch.arange(start, start + length)
+        first = torch.arange(count)[:, None] * self._per_text
+        slots = (first + own // self._size) * self._size + own % self._size
+        step = Step(
+            token_ids=texts.flatten(),
+            positions=own.repeat(count),
+            longest=start + length,
+            slots=slots.flatten(),
+            spans=[
+                Span(start, start + length, np.arange(row, row + self._per_text))
+                for row in first.flatten().tolist()
+            ],
+            rows=None,
+        )
+        return self._model.forward(step).view(count, length, -1)
+
+
+def logits_along(variant: Variant, texts: torch.Tensor) -> torch.Tensor:
+    """[texts, PROMPT + ANSWER, vocabulary]: behind each token of the texts."""
+    reader = Reader(variant, len(texts))
+    prompts = [reader.read(texts[:, :PROMPT], 0)]
+    steps = [reader.read(texts[:, at : at + 1], at) for at in range(PROMPT, PROMPT + ANSWER)]
+    return torch.cat(prompts + steps, 1)
+
+
+def continued(variant: Variant, texts: torch.Tensor) -> torch.Tensor:
+    """[texts, ANSWER]: what it says itself behind the prompts."""
+    reader = Reader(variant, len(texts))
+    said = [reader.read(texts[:, :PROMPT], 0)[:, -1:].argmax(-1)]
+    for at in range(PROMPT, PROMPT + ANSWER - 1):
+        said.append(reader.read(said[-1], at).argmax(-1))
+    return torch.cat(said, 1)
+
+
+def variants() -> Iterator[Variant]:
+    yield Variant("bfloat16")
+    for kept in QUANTISED_DTYPES[::-1]:
+        for granularity in GRANULARITIES:
+            for size in BLOCK_SIZES if granularity == "block, head" else (32,):
+                yield Variant("float32", kept, granularity, size)
+
+
+def errors(texts: torch.Tensor) -> list[dict[str, Any]]:
+    """A row per variant."""
+    plain = Variant("float32")
+    expected, said = logits_along(plain, texts), continued(plain, texts)
+    rows = [_row(plain, expected, said, expected, said, texts)]
+    for variant in variants():
+        tell(" · ".join(variant.label))
+        found = logits_along(variant, texts), continued(variant, texts)
+        rows.append(_row(variant, *found, expected, said, texts))
+    return rows
+
+
+def _row(
+    variant: Variant,
+    found: torch.Tensor,
+    answers: torch.Tensor,
+    expected: torch.Tensor,
+    said: torch.Tensor,
+    texts: torch.Tensor,
+) -> dict[str, Any]:
+    difference = (found - expected).abs()
+    same = answers == said
+    return {
+        "kv": variant.label,
+        "mean": float(difference.mean()),
+        "max": float(difference.max()),
+        "perplexity": _perplexity(found, texts),
+        "same_choice": float((found.argmax(-1) == expected.argmax(-1)).float().mean()),
+        "same_answer": float(same.float().mean()),
+        "before_other": float(same.long().cumprod(1).sum(1).float().mean()),
+    }
+
+
+def _perplexity(logits: torch.Tensor, texts: torch.Tensor) -> float:
+    loss = F.cross_entropy(logits[:, PROMPT - 1 : -1].flatten(0, 1), texts[:, PROMPT:].flatten())
+    return float(loss.exp())
+
+
+def read_texts() -> torch.Tensor:
+    """[texts, PROMPT + ANSWER]."""
+    tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
+    contents = [(REPOSITORY / name).read_text(encoding="utf-8") for name in TEXTS]
+    tokens = [tokenizer.encode(content).ids[: PROMPT + ANSWER] for content in contents]
+    return torch.tensor(tokens)
+
+
+# -- speed
+
+Shape = tuple[str, int, int]  # name, sequences (0: a prompt), tokens of each
+SHAPES: tuple[Shape, ...] = (
+    ("B1 C512", 1, 512),
+    ("B8 C512", 8, 512),
+    ("B1 C2048", 1, 2048),
+    ("B8 C2048", 8, 2048),
+    ("B32 C2048", 32, 2048),
+    (f"prompt of {_PREFILL}", 0, _PREFILL),
+)
+
+
+def load(folder: Path, kv_dtype: str) -> Engine:
+    config = load_model_config(folder)
+    layout = config.kv_layout(32, "bfloat16", kv_dtype)
+    num_blocks = max(max(1, batch) * layout.blocks_for(tokens) for _, batch, tokens in SHAPES)
+    return Engine.load(
+        folder,
+        config=config,
+        layout=layout,
+        dtype="bfloat16",
+        num_blocks=num_blocks,
+        kernels="native",
+        attention="native",
+        cache_folder=cache_folder(os.environ, Path.home()),
+    )
+
+
+def seconds(engine: Engine, shape: Shape) -> float:
+    """Of one step, or of a prompt in chunks. Processor time of the one thread."""
+    _, batch, tokens = shape
+    if batch:
+        steps = [[_slice(engine, row, tokens - 1, tokens) for row in range(batch)]] * 5
+    else:
+        cuts = range(0, tokens, _CHUNK)
+        steps = [[_slice(engine, 0, first, first + _CHUNK)] for first in cuts]
+    began = time.process_time()
+    for step in steps:
+        engine.execute(step)
+    return (time.process_time() - began) / (len(steps) if batch else 1)
+
+
+def _slice(engine: Engine, row: int, start: int, end: int) -> Slice:
+    per_row = engine.layout.blocks_for(end)
+    return Slice(
+        request_id=RequestId(f"row-{row}"),
+        token_ids=[token % engine.config.vocab_size for token in range(end)],
+        start=start,
+        end=end,
+        block_table=range(row * per_row, (row + 1) * per_row),
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        num_prompt_tokens=end,
+        samples=True,
+    )
+
+
+def speeds(model: str, folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """A row per KV dtype."""
+    engines = {name: load(folder, name) for name in ("bfloat16", *QUANTISED_DTYPES[::-1])}
+    for engine in engines.values():
+        for shape in SHAPES:  # blocks hold something, and are there
+            seconds(engine, shape)
+    times: dict[tuple[str, Shape], list[float]] = {}
+    for name, shape in in_turns(list(engines), SHAPES, rounds):
+        times.setdefault((name, shape), []).append(seconds(engines[name], shape))
+    return [
+        {
+            "model": model,
+            "kv": name,
+            "bytes_per_token": engine.layout.block_bytes // engine.layout.block_size,
+            "seconds": {shape[0]: median(times[name, shape]) for shape in SHAPES},
+        }
+        for name, engine in engines.items()
+    ]
+
+
+# -- tables
+
+
+def error_table(rows: Sequence[dict[str, Any]]) -> str:
+    headers = (
+        *("KV", "a scale per", "block size", "mean error", "max error", "perplexity"),
+        *("same choice", "same answer", "tokens before another"),
+    )
+    cells = [
+        [
+            *row["kv"],
+            f"{row['mean']:.4f}",
+            f"{row['max']:.3f}",
+            f"{row['perplexity']:.4f}",
+            f"{100 * row['same_choice']:.2f} %",
+            f"{100 * row['same_answer']:.1f} %",
+            f"{row['before_other']:.0f}",
+        ]
+        for row in rows
+    ]
+    return table(headers, cells)
+
+
+def speed_table(rows: Sequence[dict[str, Any]]) -> str:
+    names = [name for name, _, _ in SHAPES]
+    headers = ["", "KV", "bytes per token", *names[:-1], f"{names[-1]}, tokens/s"]
+    cells = [
+        [
+            row["model"],
+            row["kv"],
+            f"{row['bytes_per_token']:,}",
+            *(f"{1000 * row['seconds'][name]:.2f}" for name in names[:-1]),
+            f"{_PREFILL / row['seconds'][names[-1]]:,.0f}",
+        ]
+        for row in rows
+    ]
+    return table(headers, cells)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="kv_error", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="of speed")
+    parser.add_argument("--only", nargs="*", default=("error", "speed"), help="error, speed")
+    parser.add_argument("--models", nargs="*", default=("demo", "110M"), help="of speed")
+    parser.add_argument("--json", type=Path, default=Path("out/engine_kv_error.json"))
+    arguments = parser.parse_args()
+    set_threads(1)
+    figures: dict[str, Any] = {}
+    if "error" in arguments.only:
+        with torch.inference_mode():
+            figures["errors"] = errors(read_texts())
+        print(error_table(figures["errors"]) + "\n")
+    if "speed" in arguments.only:
+        with tempfile.TemporaryDirectory() as own:
+            if "110M" in arguments.models:
+                random_llama.write(Path(own))
+            folders = {"demo": DEMO_FOLDER, "110M": Path(own)}
+            figures["speeds"] = [
+                row
+                for model in arguments.models
+                for row in speeds(model, folders[model], arguments.rounds)
+            ]
+        print(speed_table(figures["speeds"]))
+    write_json(arguments.json, figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

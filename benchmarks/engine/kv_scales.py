@@ -1,0 +1,64 @@
+"""Pools of float32 that remember only what a quantised one would, with scales that more or fewer elements share.
+
+For `kv_error`, which compares them; workers have scales per token and head (`engine.quantised`). A scale per block must
+grow with its tokens: what was written before is quantised again, from codes, as a worker would have to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from engine.kv_pool import KvPool
+from engine.quantised import CODES, Code
+from protocol.layout import KvLayout
+
+GRANULARITIES = ("token, head", "token", "block, head")
+_LEAST = 1e-30
+
+
+class RememberingPool(KvPool):
+    """Torch kernels and attention only: its tensors are floats, whatever its layout says."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, kept: str, granularity: str) -> None:
+        super().__init__(layout, num_blocks)
+        self.layout = replace(
+            layout, dtype=kept
+        )  # so that attention reads a chunk's own K and V here, too
+        self._rounding = CODES[kept]
+        self._granularity = granularity
+        shape = (num_blocks, layout.num_kv_heads)
+        self._highest = [torch.zeros(shape) for _ in range(2 * layout.num_layers)]
+
+    def write(
+        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        for part, (piece, heads) in enumerate(((self.keys, keys), (self.values, values))):
+            if self._granularity == "block, head":
+                self._write_blocks(piece[layer], self._highest[2 * layer + part], slots, heads)
+                continue
+            shared = (-1,) if self._granularity == "token, head" else (-2, -1)
+            highest = heads.abs().amax(shared, keepdim=True)
+            piece[layer].flatten(0, 1)[slots] = rounded(heads, highest, self._rounding)
+
+    def _write_blocks(
+        self, piece: torch.Tensor, highest: torch.Tensor, slots: torch.Tensor, heads: torch.Tensor
+    ) -> None:
+        """`highest` [blocks, kv_heads] grows; a block's first token begins it anew."""
+        size = self.layout.block_size
+        blocks = slots // size
+        begun = blocks[slots % size == 0]
+        highest[begun], piece[begun] = 0.0, 0.0
+        before = highest.clone()
+        magnitudes = heads.abs().amax(-1)
+        highest.scatter_reduce_(0, blocks[:, None].expand_as(magnitudes), magnitudes, "amax")
+        grown = torch.nonzero((highest > before).any(-1)).flatten()
+        piece[grown] = rounded(piece[grown], highest[grown][:, None, :, None], self._rounding)
+        piece.flatten(0, 1)[slots] = rounded(heads, highest[blocks][..., None], self._rounding)
+
+
+def rounded(numbers: torch.Tensor, highest: torch.Tensor, code: Code) -> torch.Tensor:
+    """What is left of `numbers` when `highest` gets the highest code."""
+    scales = highest.clamp_min(_LEAST) / code.highest
+    return code.round(numbers / scales).to(code.dtype).float() * scales

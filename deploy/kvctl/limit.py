@@ -1,0 +1,180 @@
+"""`kvctl limits` and `kvctl limit TARGET [CEILING]`: what workers' KV may take of their host's memory, now.
+
+These are about workers, not store nodes: the gateway says where they are (--url), or --node HOST:PORT does. TARGET is a
+worker's id, or the model's name for all its workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.explain import DEFAULT_URL, KEY_ENV, URL_ENV
+from deploy.gateway_view import cluster_view
+from deploy.kvctl import verb
+from deploy.kvctl.cluster import CALL_TIMEOUT_S, Cluster
+from deploy.kvctl.output import (
+    EXIT_NOT_FOUND,
+    EXIT_OK,
+    EXIT_UNREACHABLE,
+    EXIT_USAGE,
+    Output,
+    Table,
+    bar,
+    size,
+)
+from protocol.config import parse_bytes
+from protocol.errors import ConfigError, MoonserveError, NoWorker, PeerLost
+from protocol.ids import Role
+from protocol.pb import worker_pb2, worker_pb2_grpc
+from protocol.rpc import Channels
+
+COLUMNS = ("worker", "role", "resident", ">floor", ">ceiling", ">at most", ">waits for", ">budget")
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Where one is."""
+
+    name: str
+    role: str
+    rpc_address: str
+
+
+Outcome = worker_pb2.KvLimits | MoonserveError
+
+
+def add_to(verbs: verb.Verbs, common: ArgumentParser) -> None:
+    show = verb.add(verbs, "limits", run_limits, common, "show what workers' KV may take")
+    change = verb.add(verbs, "limit", run_limit, common, "change what workers' KV may take")
+    change.add_argument("target", metavar="MODEL_OR_INSTANCE", help="a worker, or all of a model")
+    change.add_argument("ceiling", nargs="?", type=_bytes, help="at most so much, as 4GiB")
+    change.add_argument("--floor", type=_bytes, help="of a shared budget, always so much")
+    change.add_argument("--budget", type=_bytes, help="of all workers that share it")
+    for parser in (show, change):
+        parser.set_defaults(asks_stores=False)
+        parser.add_argument(
+            "--url", default=os.environ.get(URL_ENV, DEFAULT_URL), help="of the gateway"
+        )
+
+
+async def run_limits(arguments: Namespace, cluster: Cluster, output: Output) -> int:
+    workers, _ = await _workers(arguments, cluster)
+    request = worker_pb2.GetLimitsRequest()
+    async with _calling(cluster) as channels:
+        outcomes = await asyncio.gather(
+            *(_call(channels, each, "GetLimits", request) for each in workers)
+        )
+    return _show(workers, outcomes, output)
+
+
+async def run_limit(arguments: Namespace, cluster: Cluster, output: Output) -> int:
+    if arguments.ceiling is None and arguments.floor is None and arguments.budget is None:
+        raise ConfigError("nothing to change: give a ceiling, --floor or --budget")
+    workers, models = await _workers(arguments, cluster)
+    if arguments.target not in models:
+        workers = [each for each in workers if each.name == arguments.target]
+    if not workers:
+        raise NoWorker(f"{arguments.target} is neither a worker nor the model of any")
+    request = worker_pb2.SetLimitsRequest(
+        ceiling_bytes=arguments.ceiling,
+        floor_bytes=arguments.floor,
+        budget_bytes=arguments.budget,
+    )
+    async with _calling(cluster) as channels:
+        # One after the other: floors that are lowered make room for those that are raised.
+        outcomes = [await _call(channels, each, "SetLimits", request) for each in workers]
+    return _show(workers, outcomes, output)
+
+
+async def _workers(arguments: Namespace, cluster: Cluster) -> tuple[list[Worker], list[str]]:
+    """And the names of their model. Raises MoonserveError."""
+    if arguments.nodes:
+        if any(":" not in node for node in arguments.nodes):
+            raise ConfigError("a worker's --node is its HOST:PORT; its id goes after the verb")
+        # Whoever is named by its address is meant, whatever the target.
+        named = getattr(arguments, "target", "")
+        return [Worker(named or node, "", node) for node in arguments.nodes], [named]
+    view = await asyncio.to_thread(cluster_view, arguments.url, os.environ.get(KEY_ENV, ""))
+    workers = [
+        Worker(each["instance_id"], each["role"], each["rpc_address"])
+        for each in view["instances"]
+        if each["role"] in (Role.PREFILL, Role.DECODE)
+    ]
+    return sorted(workers, key=lambda each: each.name), list(view["models"])
+
+
+@contextlib.asynccontextmanager
+async def _calling(cluster: Cluster) -> AsyncIterator[Channels]:
+    """Channels that are closed at the block's end."""
+    channels = Channels(cluster.token)
+    try:
+        yield channels
+    finally:
+        await channels.close()
+
+
+async def _call(channels: Channels, worker: Worker, method: str, request: Any) -> Outcome:
+    stub = worker_pb2_grpc.KvMemoryStub(channels.to(worker.rpc_address))
+    try:
+        limits: worker_pb2.KvLimits = await channels.call(
+            getattr(stub, method), request, timeout_s=CALL_TIMEOUT_S
+        )
+        return limits
+    except MoonserveError as error:
+        return error
+
+
+def _show(workers: list[Worker], outcomes: list[Outcome], output: Output) -> int:
+    """Prints what each said; the exit code."""
+    table = Table(output, *COLUMNS)
+    for worker, outcome in zip(workers, outcomes, strict=True):
+        if isinstance(outcome, MoonserveError):
+            output.record(worker=worker.name, role=worker.role, error=outcome.message)
+            output.problem(f"{worker.name}: {outcome.message}")
+        else:
+            output.record(worker=worker.name, role=worker.role, **_as_json(outcome))
+            table.add(worker.name, worker.role, *_cells(outcome))
+    table.flush()
+    failures = [each for each in outcomes if isinstance(each, MoonserveError)]
+    if not failures:
+        return EXIT_OK
+    if any(isinstance(each, PeerLost) for each in failures):
+        return EXIT_UNREACHABLE
+    return EXIT_USAGE if len(failures) == len(outcomes) else EXIT_NOT_FOUND
+
+
+def _cells(limits: worker_pb2.KvLimits) -> tuple[str, ...]:
+    share = limits.resident_bytes / limits.ceiling_bytes
+    return (
+        f"{bar(share)} {size(limits.resident_bytes)}",
+        size(limits.floor_bytes),
+        size(limits.ceiling_bytes),
+        size(limits.largest_bytes),
+        size(limits.wanted_bytes),
+        size(limits.budget_bytes) if limits.HasField("budget_bytes") else "its own",
+    )
+
+
+def _as_json(limits: worker_pb2.KvLimits) -> dict[str, int | None]:
+    return {
+        "resident_bytes": limits.resident_bytes,
+        "held_bytes": limits.held_bytes,
+        "floor_bytes": limits.floor_bytes,
+        "ceiling_bytes": limits.ceiling_bytes,
+        "largest_bytes": limits.largest_bytes,
+        "wanted_bytes": limits.wanted_bytes,
+        "budget_bytes": limits.budget_bytes if limits.HasField("budget_bytes") else None,
+    }
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error

@@ -1,0 +1,206 @@
+"""The memory of a worker's pool as it comes and goes: limits from outside, and the work that is done beside requests.
+
+`run` it beside the worker: pages are populated ahead and given back by another thread, one at a time, since populating
+one that is just given back would leave it resident without being counted. Decides nothing; that is
+`engine.elastic.paged_blanks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.elastic.paged_blanks import GiveBack, PagedBlanks, Populate
+from engine.elastic.paging import Paging
+from engine.elastic.seat import Seat
+from engine.elastic.supply import Unshared
+from protocol.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 0.5
+"""Who waits looks so often by itself: a dead neighbour rings no bell."""
+TELL_S = 1.0
+"""How often others are told what could be spared, as heartbeats tell the rest."""
+
+
+class Memory(Protocol):
+    """What pages are made of (`transfer.shm.memfd.OwnedMemory`)."""
+
+    @property
+    def resident_bytes(self) -> int: ...
+    def populate(self, offset: int, nbytes: int) -> None: ...
+    def discard(self, offset: int, nbytes: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one worker, in bytes."""
+
+    floor: int
+    ceiling: int
+    largest: int  # ceiling that there are addresses for
+    held: int  # that count as taken
+    resident: int  # that the machine spends
+    wanted: int
+    budget: int | None  # of all workers that share; None: shared with nobody
+
+
+class Elasticity:
+    """One pool's. `references`: of each block, once there is a pool."""
+
+    def __init__(
+        self,
+        paging: Paging,
+        memory: Memory,
+        seat: Seat | None = None,
+        *,
+        floor: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.paging = paging
+        self._memory = memory
+        self._seat = seat
+        self._floor = floor
+        self._clock = clock
+        self._due = asyncio.Event()
+        self.references: Sequence[int] = ()
+        self.num_populated = self.num_given_back = 0  # pages
+        supply = Unshared(paging.num_pages) if seat is None else seat
+        self.blanks = PagedBlanks(paging, supply, on_work=self._due.set)
+
+    def forget_all(self) -> None:
+        """Nothing that was written counts, and nobody has blocks yet: the machine has everything back."""
+        self._memory.discard(0, self.paging.range_bytes)
+
+    # -- limits
+
+    def limits(self) -> Limits:
+        page_bytes = self.paging.page_bytes
+        return Limits(
+            floor=self._floor,
+            ceiling=self.blanks.ceiling * page_bytes,
+            largest=self.paging.range_bytes,
+            held=self.blanks.num_held_pages * page_bytes,
+            resident=self._memory.resident_bytes,
+            wanted=self.blanks.num_wanted_pages * page_bytes,
+            budget=None if self._seat is None else self._seat.budget,
+        )
+
+    def limit(
+        self, *, floor: int | None = None, ceiling: int | None = None, budget: int | None = None
+    ) -> None:
+        """New figures in bytes, from now on; those that are None stay. Raises InvalidRequest for a ceiling below a page
+        or above the addresses, ConfigError for floors that do not fit. Events must be told afterwards, so that what is
+        too much is let go of."""
+        if budget is not None:
+            if self._seat is None:
+                raise InvalidRequest("this worker shares no budget; see --kv-memory-budget")
+            self._seat.resize(budget)
+        page_bytes = self.paging.page_bytes
+        pages = self.blanks.ceiling if ceiling is None else ceiling // page_bytes
+        if not 0 < pages <= self.paging.num_pages:
+            raise InvalidRequest(
+                f"a ceiling of {ceiling} bytes is not between a page, {page_bytes} bytes, and what there are addresses "
+                f"for, {self.paging.range_bytes} bytes (--kv-cache-memory)"
+            )
+        lowest = self._floor if floor is None else floor
+        if floor is None:
+            lowest = min(lowest, pages * page_bytes)
+        if not 0 <= lowest <= pages * page_bytes:
+            raise InvalidRequest(f"a floor of {lowest} bytes above the ceiling")
+        if self._seat is not None:
+            self._seat.limit(lowest, pages * page_bytes)
+        self._floor = lowest
+        self.blanks.limit(pages)
+
+    # -- the work
+
+    async def run(self, on_change: Callable[[], None]) -> None:
+        """`on_change`: blocks may be had that could not be, or are to be let go of. Ends when it is cancelled."""
+        with self._listening():
+            self._due.set()
+            while True:
+                await self._wait()
+                await asyncio.sleep(0)  # whatever comes of a look, requests have their turn
+                self._due.clear()
+                self._look(on_change)
+                while (action := self.blanks.next_action(self._clock())) is not None:
+                    await self._do(action)
+                    if isinstance(action, GiveBack):
+                        self._look(on_change)
+
+    def _look(self, on_change: Callable[[], None]) -> None:
+        blanks = self.blanks
+        if self._seat is not None:
+            if self.references:
+                blanks.tell_spare(self.references)
+            self._seat.look()
+        waited = blanks.num_wanted_pages
+        if not waited and not blanks.is_leaving:
+            return
+        blanks.want_nothing()
+        on_change()
+        if waited:
+            blanks.tell_wish()  # again, or that it is over
+
+    async def _do(self, action: Populate | GiveBack) -> None:
+        doing = asyncio.ensure_future(asyncio.to_thread(self._perform, action))
+        try:
+            await asyncio.shield(doing)
+        finally:  # a page on its way out must not be lost to who runs this next
+            await asyncio.wait({doing})
+            self._done(action)
+
+    def _done(self, action: Populate | GiveBack) -> None:
+        if isinstance(action, GiveBack):
+            self.num_given_back += 1
+            self.blanks.given_back(action)
+        else:
+            self.num_populated += 1
+
+    def _perform(self, action: Populate | GiveBack) -> None:
+        for offset in self.paging.spans(action.page):
+            if isinstance(action, GiveBack):
+                self._memory.discard(offset, self.paging.span_bytes)
+            else:
+                self._memory.populate(offset, self.paging.span_bytes)
+
+    async def _wait(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_s()):
+                await self._due.wait()
+
+    def _wait_s(self) -> float | None:
+        waits = [] if self._seat is None else [TELL_S]
+        if self.blanks.num_wanted_pages:
+            waits.append(LOOK_AGAIN_S)
+        if (wake_at := self.blanks.wake_at()) is not None:
+            waits.append(max(0.0, wake_at - self._clock()))
+        return min(waits, default=None)
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        if self._seat is None:
+            yield
+            return
+        loop, bell = asyncio.get_running_loop(), self._seat.bell
+        loop.add_reader(bell, self._rung)
+        try:
+            yield
+        finally:
+            loop.remove_reader(bell)
+
+    def _rung(self) -> None:
+        assert self._seat is not None, "who shares nothing has no bell"
+        self._seat.answer()
+        self._due.set()
+
+    def close(self) -> None:
+        if self._seat is not None:
+            self._seat.close()

@@ -1,0 +1,243 @@
+"""One budget of memory among the workers of a host: a file that they all map, with a row for each.
+
+    header: what the file is, the budget
+    row:    whose it is, floor, ceiling, held, spare, wanted, and until when those two count; bytes, monotonic seconds
+
+Its rules: a row is its owner's to write, and counts while that process lives, which the kernel knows: it holds a lock
+on the row's byte of the file, which ends with it. So a dead worker's share is free at once. Whoever takes memory looks
+at all rows and changes its own under one lock; giving back needs none. A process that was stopped inside of that lock
+holds up nobody: others find no memory for as long. The arithmetic is `engine.elastic.budget`'s. Linux ≥ 3.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.elastic.budget import Budget, Share
+from protocol.errors import ConfigError
+
+MAGIC = b"moonserve-kv-1\0\0"
+NUM_ROWS = 64
+NAME_BYTES = 40
+WISH_S = 2.0
+"""A wish that is not repeated for so long counts no more: who waits repeats it every half second."""
+SPARE_S = 3.0
+"""Likewise what can be spared, which is said every second: nobody waits for what a process that was stopped has."""
+_HEADER = struct.Struct(f"<{len(MAGIC)}sQ")
+_ROW = struct.Struct(f"<{NAME_BYTES}sQQQQQdd")
+_ROW_BYTES = 128
+_FIELDS_AT = (
+    NAME_BYTES  # floor, ceiling, held, spare, wanted, and until when wanted and spare: 8 bytes each
+)
+_FILE_BYTES = _ROW_BYTES * (1 + NUM_ROWS)
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
+_LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One living worker's."""
+
+    number: int
+    name: str
+    floor: int
+    ceiling: int
+    held: int
+    spare: int  # could be given back without preempting anybody
+    wanted: int
+
+
+class Ledger:
+    """The file as one process sees it."""
+
+    def __init__(
+        self, path: Path, *, budget: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Makes the file where there is none. The budget is the one in the file while anybody lives in it. Raises
+        ConfigError."""
+        if budget < 1:
+            raise ConfigError(f"a budget of {budget} bytes for KV is none")
+        self.path = path
+        self._clock = clock
+        self._own: set[int] = set()  # rows
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with self._locked() as is_locked:
+                if not is_locked:
+                    raise ConfigError(f"{path} is locked for too long")
+                self._begin(budget)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot hold the workers' shares: {error}") from error
+
+    def _begin(self, budget: int) -> None:
+        if os.fstat(self._fd).st_size < _FILE_BYTES:
+            os.ftruncate(self._fd, _FILE_BYTES)
+            os.pwrite(self._fd, MAGIC, 0)
+        self._map = mmap.mmap(self._fd, _FILE_BYTES)
+        if self._map[: len(MAGIC)] != MAGIC:
+            raise ConfigError(f"{self.path} is another kind of file")
+        if not self.rows():
+            _HEADER.pack_into(self._map, 0, MAGIC, budget)
+
+    @property
+    def budget(self) -> int:
+        budget: int = _HEADER.unpack_from(self._map)[1]
+        return budget
+
+    def resize(self, budget: int) -> None:
+        """Another budget from now on; what is held beyond it is asked back. Raises ConfigError when it does not hold
+        all floors, or the lock is not to be had."""
+        with self._locked() as is_locked:
+            floors = sum(row.floor for row in self.rows())
+            if not is_locked or budget < max(1, floors):
+                raise ConfigError(f"a budget of {budget} bytes, where all floors are {floors}")
+            _HEADER.pack_into(self._map, 0, MAGIC, budget)
+
+    def rows(self) -> list[Row]:
+        """Of the living."""
+        found = []
+        now = self._clock()
+        for number in range(NUM_ROWS):
+            if not self._map[_place(number)] or not self._is_alive(number):
+                continue
+            name, floor, ceiling, held, spare, wanted, wish_until, spare_until = _ROW.unpack_from(
+                self._map, _place(number)
+            )
+            text = name.rstrip(b"\0").decode(errors="replace")
+            wanted = wanted if wish_until > now else 0
+            spare = spare if spare_until > now else 0
+            found.append(Row(number, text, floor, ceiling, held, spare, wanted))
+        return found
+
+    def claim(self, name: str, floor: int, ceiling: int) -> int:
+        """The number of a row that is this process's from now on. Raises ConfigError when floors do not fit, or all
+        rows are taken."""
+        with self._locked() as is_locked:
+            rows = self.rows()
+            _check(self.budget, floor, ceiling, rows)
+            taken = {row.number for row in rows}
+            number = next((n for n in range(NUM_ROWS) if n not in taken), None)
+            if number is None or not is_locked or not self._keep_alive(number):
+                raise ConfigError(f"{self.path} has no row left for {name}")
+            self._own.add(number)
+            label = name.encode()[: NAME_BYTES - 1]
+            _ROW.pack_into(self._map, _place(number), label, floor, ceiling, 0, 0, 0, 0.0, 0.0)
+        return number
+
+    def limit(self, number: int, floor: int, ceiling: int) -> None:
+        """Raises ConfigError for a floor that does not fit beside the others'."""
+        with self._locked() as is_locked:
+            _check(self.budget, floor, ceiling, [r for r in self.rows() if r.number != number])
+            if not is_locked:
+                raise ConfigError(f"{self.path} is locked for too long")
+            struct.pack_into("<QQ", self._map, _place(number) + _FIELDS_AT, floor, ceiling)
+
+    def take(self, number: int, count: int, unit: int) -> int:
+        """At most `count` times `unit` bytes more for this row; how often, now."""
+        with self._locked() as is_locked:
+            if not is_locked:
+                return 0
+            own, budget = self.share_of(number)
+            taken = min(count, budget.room_untouched(own) // unit)
+            self._set(number, 2, own.held + taken * unit)
+            return taken
+
+    def give(self, number: int, nbytes: int) -> None:
+        """Its own row's alone, and less: needs no lock."""
+        self._set(number, 2, self._get(number, 2) - nbytes)
+
+    def spare(self, number: int, nbytes: int) -> None:
+        """For a while (SPARE_S)."""
+        self._set(number, 3, nbytes)
+        until = self._clock() + SPARE_S
+        struct.pack_into("<d", self._map, _place(number) + _FIELDS_AT + 48, until)
+
+    def want(self, number: int, nbytes: int) -> None:
+        """For a while (WISH_S)."""
+        until = self._clock() + WISH_S
+        struct.pack_into("<Qd", self._map, _place(number) + _FIELDS_AT + 32, nbytes, until)
+
+    def share_of(self, number: int) -> tuple[Share, Budget]:
+        """The row as a share among all others'."""
+        budget = Budget(self.budget)
+        own: Share | None = None
+        for row in self.rows():
+            share = Share(floor=row.floor, ceiling=row.ceiling, held=row.held, wanted=row.wanted)
+            share.empty = min(row.spare, row.held)
+            budget.add(share)
+            own = share if row.number == number else own
+        assert own is not None, "a process sees its own row"
+        return own, budget
+
+    @property
+    def identity(self) -> str:
+        """The same for all who share it, whatever they call the file."""
+        status = os.fstat(self._fd)
+        return f"{status.st_dev:x}-{status.st_ino:x}"
+
+    def close(self) -> None:
+        """Its rows are nobody's from now on."""
+        self._map.close()
+        os.close(self._fd)
+
+    # -- bytes and locks
+
+    def _get(self, number: int, field: int) -> int:
+        value: int = struct.unpack_from("<Q", self._map, _place(number) + _FIELDS_AT + 8 * field)[0]
+        return value
+
+    def _set(self, number: int, field: int, value: int) -> None:
+        struct.pack_into("<Q", self._map, _place(number) + _FIELDS_AT + 8 * field, value)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Whether it was to be had; given up soon, since its holder may have been stopped."""
+        for _ in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_LOCK_PAUSE_S)
+                continue
+            try:
+                yield True
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            return
+        yield False
+
+    def _keep_alive(self, number: int) -> bool:
+        """Until this process ends. Locks of this kind belong to the open file, and are told apart from flock's."""
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _byte(number))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def _is_alive(self, number: int) -> bool:
+        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _byte(number))
+        kind: int = _FLOCK.unpack(answer)[0]
+        return kind != fcntl.F_UNLCK or number in self._own
+
+
+def _byte(number: int) -> bytes:
+    return _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+
+
+def _place(number: int) -> int:
+    return _ROW_BYTES * (1 + number)
+
+
+def _check(budget: int, floor: int, ceiling: int, others: list[Row]) -> None:
+    shares = [Share(floor=row.floor, ceiling=row.ceiling) for row in others]
+    try:
+        Budget(budget).check(floor, ceiling, others=shares)
+    except ValueError as error:
+        raise ConfigError(f"{error}; the budget is {budget} bytes") from error

@@ -1,0 +1,103 @@
+"""A worker's seat at the ledger of its host: what it takes, gives and asks for, in pages of its own, and a bell that
+others ring when something has changed for it.
+
+The bell is a datagram socket in Linux's abstract namespace, so nothing is left behind by who dies; a ring that is lost
+costs the time until whoever waits looks again by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+from engine.elastic.ledger import Ledger
+from protocol.errors import ConfigError
+
+
+class Seat:
+    """`engine.elastic.supply.Supply` of one worker among several. Not thread-safe."""
+
+    def __init__(
+        self, ledger: Ledger, name: str, *, page_bytes: int, floor: int, ceiling: int
+    ) -> None:
+        """`floor` and `ceiling` in bytes. Raises ConfigError."""
+        self._ledger = ledger
+        self._page_bytes = page_bytes
+        self._number = ledger.claim(name, floor, ceiling)
+        self._asked = 0
+        self._spare = 0
+        self.bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.bell.setblocking(False)
+        try:
+            self.bell.bind(self._address(self._number))
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be rung at by the other workers: {error}") from error
+
+    def take(self, count: int) -> int:
+        return self._ledger.take(self._number, count, self._page_bytes)
+
+    def give(self, count: int) -> None:
+        self._ledger.give(self._number, count * self._page_bytes)
+        self._ring(only_waiting=True)
+        self.look()
+
+    def room(self) -> int:
+        own, budget = self._ledger.share_of(self._number)
+        return budget.room(own) // self._page_bytes
+
+    def most(self) -> int:
+        own, budget = self._ledger.share_of(self._number)
+        return budget.most(own) // self._page_bytes
+
+    def want(self, count: int) -> None:
+        self._ledger.want(self._number, count * self._page_bytes)
+        if count:
+            self._ring()
+
+    def spare(self, count: int) -> None:
+        self._spare = count
+        self._ledger.spare(self._number, count * self._page_bytes)
+
+    def asked_back(self) -> int:
+        return self._asked
+
+    def look(self) -> None:
+        """What others wait for, from now on until the next look. Who waits itself gives only to those that hold less;
+        who does not, all that it can spare."""
+        own, budget = self._ledger.share_of(self._number)
+        asked = -(-budget.spare_asked(own) // self._page_bytes)
+        self._asked = min(asked, max(0, own.held - own.floor) // self._page_bytes)
+
+    def limit(self, floor: int, ceiling: int) -> None:
+        """In bytes. Raises ConfigError."""
+        self._ledger.limit(self._number, floor, ceiling)
+
+    @property
+    def budget(self) -> int:
+        """In bytes, of all."""
+        return self._ledger.budget
+
+    def resize(self, budget: int) -> None:
+        """The budget of all, in bytes. Raises ConfigError."""
+        self._ledger.resize(budget)
+        self._ring()
+        self.look()
+
+    def answer(self) -> None:
+        """Takes what rang."""
+        with contextlib.suppress(BlockingIOError):
+            while self.bell.recv(1):
+                pass
+
+    def close(self) -> None:
+        self.bell.close()
+        self._ledger.close()
+
+    def _ring(self, *, only_waiting: bool = False) -> None:
+        for row in self._ledger.rows():
+            if row.number != self._number and (row.wanted or not only_waiting):
+                with contextlib.suppress(OSError):  # gone, or its bell rings already
+                    self.bell.sendto(b"!", self._address(row.number))
+
+    def _address(self, number: int) -> str:
+        return f"\0moonserve-kv-{self._ledger.identity}-{number}"

@@ -1,0 +1,133 @@
+"""A worker's elastic memory while it serves: the background work, the RPC that changes limits, and the metrics.
+
+Also of a worker whose memory is fixed, which then only says so. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import grpc.aio
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.block_pool import BlockPool
+from engine.elastic.elasticity import Elasticity, Limits
+from protocol.errors import InvalidRequest
+from protocol.pb import worker_pb2, worker_pb2_grpc
+from protocol.process import running
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class MemoryAtWork:
+    """`elasticity`: None where the memory is fixed. `on_change`: tells the worker's state."""
+
+    def __init__(
+        self, elasticity: Elasticity | None, pool: BlockPool, on_change: Callable[[], None]
+    ) -> None:
+        self.servicer = KvMemoryServicer(elasticity, on_change)
+        self._elasticity = elasticity
+        self._on_change = on_change
+        if elasticity is not None:
+            elasticity.references = pool.references
+
+    @contextlib.asynccontextmanager
+    async def coming_and_going(self) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
+        """Pages come and go while the block lasts; gives the task that sees to it."""
+        if self._elasticity is None:
+            yield ()
+            return
+        async with running(self._elasticity.run(self._on_change)) as task:
+            yield (task,)
+
+
+class KvMemoryServicer(worker_pb2_grpc.KvMemoryServicer):
+    """Serves `KvMemory`."""
+
+    def __init__(self, elasticity: Elasticity | None, on_change: Callable[[], None]) -> None:
+        self._elasticity = elasticity
+        self._on_change = on_change
+
+    async def GetLimits(
+        self, request: worker_pb2.GetLimitsRequest, context: Context
+    ) -> worker_pb2.KvLimits:
+        return to_wire(self._require().limits())
+
+    async def SetLimits(
+        self, request: worker_pb2.SetLimitsRequest, context: Context
+    ) -> worker_pb2.KvLimits:
+        """Raises InvalidRequest, or ConfigError for floors that the budget does not hold."""
+        elasticity = self._require()
+        elasticity.limit(
+            floor=request.floor_bytes if request.HasField("floor_bytes") else None,
+            ceiling=request.ceiling_bytes if request.HasField("ceiling_bytes") else None,
+            budget=request.budget_bytes if request.HasField("budget_bytes") else None,
+        )
+        self._on_change()
+        return to_wire(elasticity.limits())
+
+    def _require(self) -> Elasticity:
+        if self._elasticity is None:
+            raise InvalidRequest(
+                "this worker's KV memory is fixed; start it with --elastic-kv-memory"
+            )
+        return self._elasticity
+
+
+def to_wire(limits: Limits) -> worker_pb2.KvLimits:
+    return worker_pb2.KvLimits(
+        floor_bytes=limits.floor,
+        ceiling_bytes=limits.ceiling,
+        largest_bytes=limits.largest,
+        held_bytes=limits.held,
+        resident_bytes=limits.resident,
+        wanted_bytes=limits.wanted,
+        budget_bytes=limits.budget,
+    )
+
+
+def show_memory(elasticity: Elasticity | None, registry: CollectorRegistry) -> None:
+    """Its metrics, from now on."""
+    if elasticity is not None:
+        registry.register(ElasticityCollector(elasticity))
+
+
+_GAUGES = (
+    ("ceiling", "May be taken."),
+    ("floor", "Can always be had."),
+    ("held", "Count as taken."),
+    ("resident", "What the machine spends."),
+    ("wanted", "What requests wait for."),
+)
+
+
+class ElasticityCollector(Collector):
+    """What Prometheus reads of it, in the asking thread."""
+
+    def __init__(self, elasticity: Elasticity) -> None:
+        self._elasticity = elasticity
+
+    def collect(self) -> Iterator[Metric]:
+        limits = self._elasticity.limits()
+        for name, text in _GAUGES:
+            yield GaugeMetricFamily(
+                f"moonserve_kv_memory_{name}_bytes", text, value=getattr(limits, name)
+            )
+        if limits.budget is not None:
+            yield GaugeMetricFamily(
+                "moonserve_kv_memory_budget_bytes",
+                "Of all workers of the host.",
+                value=limits.budget,
+            )
+        for name, text, count in (
+            ("populated", "Pages that were there before they were written.", "num_populated"),
+            ("given_back", "Pages that the machine was given back.", "num_given_back"),
+        ):
+            yield CounterMetricFamily(
+                f"moonserve_kv_memory_pages_{name}", text, value=getattr(self._elasticity, count)
+            )

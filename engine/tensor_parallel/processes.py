@@ -1,0 +1,203 @@
+"""The ranks behind rank 0 as processes: started, joined, told, watched, ended.
+
+They run on rank 0's host, start while it loads its own share, and die with it, whatever ends it. The rule: a team is
+whole or lost. When a rank has died, or does not come, every step fails from then on, and the worker ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import ModelConfig
+from engine.engine import Engine
+from engine.replica import ReplicaConfig, cache_folder_of
+from engine.shard import shards
+from engine.step import Step
+from engine.tensor_parallel import steps
+from engine.tensor_parallel.config import rank_config
+from engine.tensor_parallel.meeting import Meeting, arrange
+from engine.tensor_parallel.rank import facts
+from engine.tensor_parallel.team import Leading, Team
+from protocol.config import to_flags
+from protocol.errors import ConfigError, PeerLost
+from protocol.process import Lifecycle
+from protocol.status import NotReady, until_ready
+
+log = logging.getLogger(__name__)
+
+_STOP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    rank: int
+    process: asyncio.subprocess.Process
+    ready: asyncio.Task[dict[str, str]]
+
+
+class RankProcesses:
+    """All ranks but the first of one worker; `engine.tensor_parallel.team.Others`, too."""
+
+    def __init__(self, config: ReplicaConfig, lifecycle: Lifecycle) -> None:
+        self._config = config
+        self._lifecycle = lifecycle
+        self._loop = asyncio.get_running_loop()
+        self._meeting: Meeting | None = None
+        self._sockets: list[socket.socket] = []
+        self._started: list[_Started] = []
+        self._watching: asyncio.Task[None] | None = None
+        self.lost: PeerLost | None = None
+
+    async def start(self, model: ModelConfig, *, num_blocks: int, pool_fd: int) -> Team:
+        """Starts them; what rank 0's engine is loaded with. `pool_fd`: memory that they can map and write. Raises
+        ConfigError for a model that cannot be shared so."""
+        config, size = self._config, self._config.tensor_parallel_size
+        shard = shards(model, size)[0]
+        folder = cache_folder_of(config)
+        self._lifecycle.progress("compiling kernels", 0.0)
+        self._meeting = await asyncio.to_thread(arrange, config.kernels, size, folder)
+        for rank in range(1, size):
+            await self._start(rank, self._meeting, num_blocks, pool_fd)
+        ranks = self._meeting.join(0, size, self._sockets, folder)
+        return Team(shard=shard, ranks=ranks, vocab_size=model.vocab_size)
+
+    async def _start(self, rank: int, meeting: Meeting, num_blocks: int, pool_fd: int) -> None:
+        own, other = steps.pair()
+        self._sockets.append(own)
+        read_fd, write_fd = os.pipe()
+        flags = to_flags(
+            rank_config(
+                self._config,
+                rank,
+                num_blocks=num_blocks,
+                pool_fd=pool_fd,
+                steps_fd=other.fileno(),
+                meeting_fd=meeting.fd,
+                meeting_file=None if meeting.file is None else str(meeting.file),
+                status_fd=write_fd,
+            )
+        )
+        handed = [write_fd, pool_fd, other.fileno()]
+        if meeting.fd is not None:
+            handed.append(meeting.fd)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "engine.tensor_parallel", *flags, pass_fds=handed
+            )
+        finally:
+            other.close()  # so that it is closed when that process ends
+            os.close(write_fd)
+        ready = asyncio.create_task(until_ready(read_fd))
+        self._started.append(_Started(rank, process, ready))
+
+    async def join(self, engine: Engine) -> None:
+        """Once rank 0's `engine` is loaded: from now on it leads. Raises ConfigError when a rank cannot start or would
+        compute something else."""
+        for each in self._started:
+            try:
+                told = await each.ready
+            except NotReady as error:
+                raise ConfigError(f"rank {each.rank}: {error.message}") from error
+            if told != facts(engine):
+                raise ConfigError(f"rank {each.rank} is {told}, and rank 0 {facts(engine)}")
+        assert engine.team is not None
+        self._watching = asyncio.create_task(self._watch())
+        await asyncio.to_thread(engine.team.ranks.connect)
+        engine.lead(Leading(self))
+
+    async def _watch(self) -> None:
+        """The team is lost as soon as one has ended."""
+        ends = [asyncio.ensure_future(each.process.wait()) for each in self._started]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        ended = [
+            f"rank {each.rank} (exit code {each.process.returncode})"
+            for each in self._started
+            if each.process.returncode is not None
+        ]
+        self._lose(f"{', '.join(ended)} ended")
+
+    def _lose(self, what: str) -> None:
+        """Ends the worker, in order: what is under way fails, and the conductor hears that it leaves."""
+        if self.lost is None:
+            self.lost = PeerLost(what)
+            log.error("this worker ends, one of its ranks is lost: %s", what)
+            self._hang_up()
+            self._lifecycle.stopping.set()
+
+    def _hang_up(self) -> None:
+        """Whoever waits for steps, or for another rank, ends."""
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    # -- `Others`, in the engine's thread
+
+    def tell(self, step: Step, dirty: torch.Tensor | None) -> None:
+        if self.lost is not None:
+            raise PeerLost(f"a rank is lost: {self.lost.message}")
+        steps.send(self._sockets, steps.encode(step, dirty))
+
+    def give_up(self, error: BaseException) -> None:
+        self._hang_up()
+        self._loop.call_soon_threadsafe(self._lose, f"{type(error).__name__} in a step: {error}")
+
+    # -- the end
+
+    async def stop(self) -> None:
+        """Ends all of them."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
+        self._hang_up()
+        await asyncio.gather(*(_stop(each) for each in self._started))
+        for each in self._sockets:
+            each.close()
+        if self._meeting is not None:
+            self._meeting.close()
+
+
+@contextlib.asynccontextmanager
+async def other_ranks(
+    config: ReplicaConfig, lifecycle: Lifecycle
+) -> AsyncIterator[RankProcesses | None]:
+    """None for a worker of one rank. They have ended when the block is left. Raises PeerLost then, if the team was
+    lost meanwhile."""
+    if config.tensor_parallel_size == 1:
+        yield None
+        return
+    processes = RankProcesses(config, lifecycle)
+    try:
+        yield processes
+    finally:
+        await processes.stop()
+    if processes.lost is not None:
+        raise processes.lost
+
+
+async def _stop(started: _Started) -> None:
+    process = started.process
+    is_ready = started.ready.done() and started.ready.exception() is None
+    if not is_ready:  # it does not listen yet
+        started.ready.cancel()
+        await asyncio.wait({started.ready})
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _STOP_S)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

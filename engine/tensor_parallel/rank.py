@@ -1,0 +1,86 @@
+"""A rank behind rank 0 from start to stop: its share of the weights, its heads of the pool, the steps that it is told.
+
+It ends with rank 0: when that closes its end of the socket, orderly or not. Signals that reach the whole group, such as
+Ctrl-C, are rank 0's to answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import socket
+from pathlib import Path
+
+from engine.config import load_model_config
+from engine.engine import Engine
+from engine.hub import resolve_model
+from engine.replica import cache_folder_of
+from engine.shard import shards
+from engine.tensor_parallel import steps
+from engine.tensor_parallel.config import RankConfig
+from engine.tensor_parallel.meeting import Meeting
+from engine.tensor_parallel.team import Team
+from protocol.errors import PeerLost
+from protocol.process import Lifecycle
+
+log = logging.getLogger(__name__)
+
+
+async def serve(config: RankConfig, lifecycle: Lifecycle) -> None:
+    """Does as rank 0 says until that ends. Raises ConfigError when it cannot start."""
+    with socket.socket(fileno=config.steps_fd) as connection:
+        lifecycle.progress("reading configuration")
+        path = await asyncio.to_thread(resolve_model, config.model)
+        engine = await asyncio.to_thread(_load, config, path, connection, lifecycle)
+        lifecycle.ready(**facts(engine))
+        await asyncio.to_thread(_follow, engine, connection)
+
+
+def facts(engine: Engine) -> dict[str, str]:
+    """What ranks must agree in."""
+    return {
+        "fingerprint": engine.fingerprint,
+        "kernels": engine.kernels_name,
+        "attention": engine.attention_name,
+    }
+
+
+def _load(
+    config: RankConfig, path: Path, connection: socket.socket, lifecycle: Lifecycle
+) -> Engine:
+    model = load_model_config(path)
+    rank, size, folder = (
+        config.tensor_parallel_rank,
+        config.tensor_parallel_size,
+        cache_folder_of(config),
+    )
+    layout = model.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
+    file = None if config.meeting_file is None else Path(config.meeting_file)
+    ranks = Meeting(config.meeting_fd, file).join(rank, size, [connection], folder)
+    pool = mmap.mmap(config.pool_fd, layout.pool_bytes(config.num_blocks))
+    return Engine.load(
+        path,
+        config=model,
+        layout=layout,
+        num_blocks=config.num_blocks,
+        memory=memoryview(pool),
+        team=Team(shard=shards(model, size)[rank], ranks=ranks, vocab_size=model.vocab_size),
+        dtype=model.resolve_dtype(config.dtype),
+        num_threads=config.threads_per_rank,
+        kernels=config.kernels,
+        attention=config.kernels,
+        load_format=config.load_format,
+        cache_folder=folder,
+        progress=lifecycle.progress,
+    )
+
+
+def _follow(engine: Engine, connection: socket.socket) -> None:
+    assert engine.team is not None
+    try:
+        engine.team.ranks.connect()
+        while (message := steps.receive(connection)) is not None:
+            engine.run(*steps.decode(message))
+    except PeerLost as error:
+        log.warning("ending: %s", error)

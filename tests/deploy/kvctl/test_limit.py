@@ -1,0 +1,100 @@
+"""`kvctl limit` and `limits` against a worker's own servicer: what is shown, changed, refused, and the exit codes.
+
+With a whole cluster, by a worker's id: `tests/e2e/test_elastic_memory.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from deploy.kvctl.main import main as kvctl
+from deploy.kvctl.output import EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
+from engine.elastic.serving import KvMemoryServicer
+from protocol.pb import worker_pb2_grpc
+from protocol.rpc import RpcServer
+from tests.engine.elastic.test_elasticity import MIB, Worker
+from tests.ports import free_port
+
+TOKEN = "secret"
+ENVIRON = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}
+
+
+@asynccontextmanager
+async def serving(worker: Worker | None) -> AsyncIterator[str]:
+    """A worker's address; None: one whose memory is fixed."""
+    server = RpcServer(TOKEN)
+    servicer = (
+        KvMemoryServicer(None, lambda: None)
+        if worker is None
+        else KvMemoryServicer(worker.elasticity, worker.on_change)
+    )
+    worker_pb2_grpc.add_KvMemoryServicer_to_server(servicer, server.grpc)
+    address = await server.start("127.0.0.1", 0)
+    try:
+        yield address
+    finally:
+        await server.stop(0.0)
+
+
+async def test_a_ceiling_is_changed_in_whole_pages_and_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    worker = Worker()
+    page = worker.paging.page_bytes
+    async with serving(worker) as address:
+        arguments = ["--node", address, "--json"]
+        asked = ["limit", "worker", str(2 * page + 1)]
+        assert await asyncio.to_thread(kvctl, [*arguments, *asked], ENVIRON) == EXIT_OK
+        changed = json.loads(capsys.readouterr().out)
+        assert changed["ceiling_bytes"] == 2 * page
+        assert worker.changed.is_set(), "who holds too much was told"
+        assert await asyncio.to_thread(kvctl, [*arguments, "limits"], ENVIRON) == EXIT_OK
+        assert json.loads(capsys.readouterr().out) == {**changed, "worker": address}
+        assert await asyncio.to_thread(kvctl, [*arguments[:2], "limits"], ENVIRON) == EXIT_OK
+        table = capsys.readouterr().out.splitlines()
+        assert table[0].split()[:3] == ["worker", "role", "resident"]
+        assert "its own" in table[1]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["limit", "w", "1KiB"],  # less than a page
+        ["limit", "w", "1TiB"],  # beyond the addresses
+        ["limit", "w", "1MiB", "--floor", "2MiB"],
+        ["limit", "w", "--budget", "1GiB"],  # shares none
+        ["limit", "w"],
+        ["limit", "w", "much"],
+        ["--node", "worker-0", "limits"],
+    ],
+)
+async def test_what_cannot_be_is_refused_and_changes_nothing(asked: list[str]) -> None:
+    worker = Worker()
+    before = worker.elasticity.limits()
+    async with serving(worker) as address:
+        code = await asyncio.to_thread(kvctl, ["--node", address, *asked], ENVIRON)
+    assert code == EXIT_USAGE
+    assert worker.elasticity.limits() == before
+
+
+async def test_a_worker_whose_memory_is_fixed_says_how_to_change_that(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with serving(None) as address:
+        code = await asyncio.to_thread(kvctl, ["--node", address, "limit", "w", str(MIB)], ENVIRON)
+    assert code == EXIT_USAGE
+    assert "--elastic-kv-memory" in capsys.readouterr().err
+
+
+def test_a_worker_or_a_gateway_that_does_not_answer_is_told_apart_from_a_refusal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    assert kvctl(["--node", nobody, "limits"], ENVIRON) == EXIT_UNREACHABLE
+    assert kvctl(["limits", "--url", f"http://{nobody}"], ENVIRON) == EXIT_UNREACHABLE
+    assert "--url" in capsys.readouterr().err

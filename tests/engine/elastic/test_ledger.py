@@ -1,0 +1,259 @@
+"""Workers that share a budget: who may take what, and what the dead, the stopped and the greedy change about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.elastic.ledger import SPARE_S, WISH_S, Ledger
+from engine.elastic.seat import Seat
+from protocol.errors import ConfigError
+
+MIB = 1 << 20
+BUDGET = 16 * MIB
+
+# Takes memory by the MiB until there is none, says how much, and waits to be killed.
+GREEDY = """
+import sys
+from pathlib import Path
+from engine.elastic.ledger import Ledger
+ledger = Ledger(Path(sys.argv[1]), budget=16 << 20)
+row = ledger.claim(sys.argv[2], 0, 1 << 40)
+total = 0
+while sum(each.held for each in ledger.rows()) < 16 << 20:  # the lock may be too busy at times
+    total += ledger.take(row, 1, 1 << 20)
+print(total, flush=True)
+sys.stdin.read()
+"""
+
+# Stops while it has the lock.
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from engine.elastic.ledger import Ledger
+ledger = Ledger(Path(sys.argv[1]), budget=16 << 20)
+with ledger._locked():
+    print("locked", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+print("gone on", flush=True)
+"""
+
+
+def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def says(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "shares"
+
+
+@pytest.fixture
+def ledger(path: Path) -> Iterator[Ledger]:
+    made = Ledger(path, budget=BUDGET)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def seat(path: Path) -> Iterator[Callable[..., Seat]]:
+    """Seats of other processes, as far as the kernel's locks are concerned."""
+    made: list[Seat] = []
+
+    def make(name: str, floor: int = 0, clock: Clock | None = None) -> Seat:
+        ledger = Ledger(path, budget=BUDGET, clock=clock or Clock())
+        try:
+            made.append(Seat(ledger, name, page_bytes=MIB, floor=floor, ceiling=BUDGET))
+        except ConfigError:
+            ledger.close()
+            raise
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_processes_that_take_at_once_never_get_more_than_the_budget(
+    path: Path, ledger: Ledger
+) -> None:
+    greedy = [start(GREEDY, str(path), f"worker-{i}") for i in range(3)]
+    try:
+        assert sum(int(says(process)) for process in greedy) == 16
+        assert sum(row.held for row in ledger.rows()) == BUDGET
+    finally:
+        for process in greedy:
+            end(process)
+
+
+def test_the_share_of_a_killed_process_can_be_had_at_once(path: Path, ledger: Ledger) -> None:
+    row = ledger.claim("survivor", 0, BUDGET)
+    greedy = start(GREEDY, str(path), "victim")
+    assert int(says(greedy)) == 16
+    assert ledger.take(row, 1, MIB) == 0
+    end(greedy)
+    assert ledger.take(row, 99, MIB) == 16
+    assert [each.name for each in ledger.rows()] == ["survivor"]
+
+
+def test_a_process_that_was_stopped_inside_the_lock_holds_up_nobody(
+    path: Path, ledger: Ledger
+) -> None:
+    row = ledger.claim("worker", 0, BUDGET)
+    assert ledger.take(row, 2, MIB) == 2
+    stopped = start(STOPPED, str(path))
+    try:
+        assert says(stopped) == "locked"
+        assert ledger.take(row, 1, MIB) == 0  # and returns
+        ledger.give(row, MIB)
+        os.kill(stopped.pid, signal.SIGCONT)
+        assert says(stopped) == "gone on"
+        assert ledger.take(row, 1, MIB) == 1
+    finally:
+        end(stopped)
+
+
+def test_floors_are_kept_for_who_has_not_taken_them(seat: Callable[..., Seat]) -> None:
+    shy, greedy = seat("shy", floor=4 * MIB), seat("greedy")
+    assert greedy.room() == 12
+    assert greedy.take(99) == 12
+    assert shy.take(99) == 4
+    with pytest.raises(ConfigError, match="all floors together"):
+        seat("third", floor=13 * MIB)
+
+
+def test_who_waits_is_given_what_another_can_spare_but_not_what_it_uses(
+    seat: Callable[..., Seat],
+) -> None:
+    idle, busy = seat("idle"), seat("busy")
+    assert idle.take(16) == 16
+    idle.spare(6)
+    assert busy.room() == 6
+    assert busy.take(1) == 0
+    busy.want(9)
+    idle.look()
+    assert idle.asked_back() == 9  # its pool gives those in which nothing is held
+    idle.give(6)
+    assert busy.take(9) == 6
+    assert idle.bell.getsockname() != busy.bell.getsockname()
+
+
+def test_two_that_wait_end_up_alike(seat: Callable[..., Seat]) -> None:
+    more, less = seat("more"), seat("less")
+    assert more.take(12) == 12
+    assert less.take(4) == 4
+    more.want(4)
+    less.want(8)
+    less.look()
+    more.look()
+    assert (less.asked_back(), more.asked_back()) == (0, 4)
+
+
+def test_what_is_free_for_others_floors_alone_helps_nobody_who_waits(
+    seat: Callable[..., Seat],
+) -> None:
+    cached, waiting = seat("cached"), seat("waiting")
+    seat("absent", floor=4 * MIB)
+    assert cached.take(8) == 8
+    assert waiting.take(4) == 4
+    cached.spare(8)
+    assert waiting.take(1) == 0
+    waiting.want(3)
+    cached.look()
+    assert cached.asked_back() == 3
+    cached.give(3)
+    assert waiting.take(3) == 3
+
+
+def test_a_wish_that_is_not_repeated_is_forgotten(seat: Callable[..., Seat]) -> None:
+    clock = Clock()
+    holder, waiting = seat("holder", clock=clock), seat("waiting", clock=clock)
+    assert holder.take(16) == 16
+    waiting.want(3)
+    holder.look()
+    assert holder.asked_back() == 3
+    clock.now += WISH_S
+    holder.look()
+    assert holder.asked_back() == 0
+
+
+def test_what_a_silent_process_could_spare_is_not_waited_for(seat: Callable[..., Seat]) -> None:
+    clock = Clock()
+    silent, other = seat("silent", clock=clock), seat("other", clock=clock)
+    assert silent.take(16) == 16
+    silent.spare(16)
+    assert other.room() == 16
+    clock.now += SPARE_S
+    assert other.room() == 0
+
+
+def test_a_smaller_budget_is_asked_back_and_a_larger_one_can_be_taken(
+    seat: Callable[..., Seat],
+) -> None:
+    worker = seat("worker", floor=2 * MIB)
+    assert worker.take(16) == 16
+    worker.resize(10 * MIB)
+    assert worker.asked_back() == 6
+    worker.resize(20 * MIB)
+    assert worker.asked_back() == 0
+    with pytest.raises(ConfigError, match="floors"):
+        worker.resize(MIB)
+    worker.limit(0, 32 * MIB)
+    assert worker.take(99) == 4
+
+
+def test_who_gives_rings_for_who_waits(seat: Callable[..., Seat]) -> None:
+    holder, waiting = seat("holder"), seat("waiting")
+    holder.take(16)
+    waiting.want(1)
+    assert holder.bell.recv(1) == b"!"
+    holder.give(1)
+    assert waiting.bell.recv(1) == b"!"
+
+
+def test_a_restarted_worker_finds_its_place_and_the_budget_of_those_who_live(
+    path: Path, ledger: Ledger
+) -> None:
+    ledger.claim("stays", 0, BUDGET)
+    again = Ledger(path, budget=1)
+    assert again.budget == BUDGET
+    again.close()
+    ledger.close()
+    alone = Ledger(path, budget=7)
+    assert alone.budget == 7
+    alone.close()
+    ledger.__init__(path, budget=7)  # type: ignore[misc] # for the fixture to close
+
+
+def test_a_file_that_is_something_else_is_refused(path: Path) -> None:
+    path.write_bytes(b"x" * 100_000)
+    with pytest.raises(ConfigError, match="another kind of file"):
+        Ledger(path, budget=BUDGET)

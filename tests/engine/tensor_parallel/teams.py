@@ -1,0 +1,115 @@
+"""A team whose ranks are threads of the test's process: the same engines and the same memory as ranks in processes."""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from engine.config import load_model_config
+from engine.engine import Engine
+from engine.kv_pool import allocate
+from engine.shard import shards
+from engine.step import Step
+from engine.tensor_parallel import steps
+from engine.tensor_parallel.base import Ranks
+from engine.tensor_parallel.gloo import GlooRanks
+from engine.tensor_parallel.shared import RanksLibrary, SharedMemoryRanks
+from engine.tensor_parallel.team import Leading, Team
+from tests.engine.kernels.calls import kernels_folder
+
+
+class Threads:
+    """`Others` that are told over sockets, as processes are."""
+
+    def __init__(self, sockets: list[socket.socket]) -> None:
+        self._sockets = sockets
+
+    def tell(self, step: Step, dirty: torch.Tensor | None) -> None:
+        steps.send(self._sockets, steps.encode(step, dirty))
+
+    def give_up(self, error: BaseException) -> None:
+        for each in self._sockets:
+            each.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def team(
+    path: Path,
+    size: int,
+    *,
+    kernels: str = "native",
+    dtype: str = "float32",
+    kv_dtype: str = "auto",
+    block_size: int = 16,
+    num_blocks: int = 64,
+    memory: memoryview | None = None,
+    meeting: Path | None = None,
+) -> Iterator[Engine]:
+    """Rank 0's engine over `memory`, its own when None; `meeting`: where ranks find each other by gloo, shared memory
+    when None."""
+    config = load_model_config(path)
+    layout = config.kv_layout(block_size, dtype, kv_dtype)
+    pool = allocate(layout.pool_bytes(num_blocks)) if memory is None else memory
+    pairs = [steps.pair() for _ in range(1, size)]
+    followers: list[threading.Thread] = []
+
+    def load(rank: int, ranks: Ranks) -> Engine:
+        shard = shards(config, size)[rank]
+        return Engine.load(
+            path,
+            config=config,
+            layout=layout,
+            num_blocks=num_blocks,
+            memory=pool,
+            team=Team(shard=shard, ranks=ranks, vocab_size=config.vocab_size),
+            dtype=dtype,
+            kernels=kernels,
+            attention=kernels,
+            cache_folder=kernels_folder(),
+        )
+
+    sockets = [own for own, _ in pairs]
+    every = _ranks(size, sockets, [other for _, other in pairs], meeting)
+    for rank in range(1, size):
+        arguments = (load(rank, every[rank]), pairs[rank - 1][1])
+        followers.append(threading.Thread(target=_follow, args=arguments, daemon=True))
+        followers[-1].start()
+    engine = load(0, every[0])
+    every[0].connect()
+    engine.lead(Leading(Threads(sockets)))
+    try:
+        yield engine
+    finally:
+        for own in sockets:
+            own.close()
+        for follower in followers:
+            follower.join()
+        for _, other in pairs:
+            other.close()
+
+
+def _follow(engine: Engine, connection: socket.socket) -> None:
+    assert engine.team is not None
+    engine.team.ranks.connect()
+    while (message := steps.receive(connection)) is not None:
+        engine.run(*steps.decode(message))
+
+
+def _ranks(
+    size: int, own: list[socket.socket], others: list[socket.socket], meeting: Path | None
+) -> list[Ranks]:
+    if meeting is not None:
+        return [GlooRanks(meeting, rank=rank, size=size) for rank in range(size)]
+    library = RanksLibrary(kernels_folder())
+    memory = mmap.mmap(-1, library.memory_bytes(size))
+    watched = [own, *([other] for other in others)]
+    return [
+        SharedMemoryRanks(library, memory, rank=rank, size=size, sockets=watched[rank])
+        for rank in range(size)
+    ]

@@ -1,0 +1,131 @@
+"""Sums and gathers over ranks, and what they say when one is gone."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.tensor_parallel import steps
+from engine.tensor_parallel.base import Ranks
+from engine.tensor_parallel.gloo import GlooRanks
+from engine.tensor_parallel.shared import RanksLibrary, SharedMemoryRanks
+from protocol.errors import PeerLost
+from tests.engine.kernels.calls import kernels_folder
+from tests.thoroughness import examples
+
+
+@functools.cache
+def library() -> RanksLibrary:
+    return RanksLibrary(kernels_folder())
+
+
+@contextmanager
+def sharing(size: int, patience_s: float = 60.0) -> Iterator[list[SharedMemoryRanks]]:
+    """Rank 0 is connected to each other one."""
+    memory = mmap.mmap(-1, library().memory_bytes(size))
+    pairs = [steps.pair() for _ in range(1, size)]
+    watched = [[own for own, _ in pairs], *([other] for _, other in pairs)]
+    try:
+        yield [
+            SharedMemoryRanks(
+                library(), memory, rank=n, size=size, sockets=watched[n], patience_s=patience_s
+            )
+            for n in range(size)
+        ]
+    finally:
+        for own, other in pairs:
+            own.close()
+            other.close()
+
+
+def at_once(works: list[Callable[[], None]]) -> None:
+    """All at the same time, to their ends."""
+    failures: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def check(ranks: list[Ranks], rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    """Two sums, then a gather: everybody has the same bits, which are those of a sum in the order of ranks."""
+    size = len(ranks)
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, width, generator=generator).to(dtype)
+    parts = torch.randn(2, size, rows, width, generator=generator).to(dtype)
+    expected = hidden
+    for own in parts:
+        total = own[0].float()
+        for other in own[1:]:
+            total = total + other.float()
+        expected = (expected.float() + total).to(dtype)
+    found = [hidden.clone() for _ in ranks]
+    gathered: list[list[torch.Tensor]] = [[] for _ in ranks]
+
+    def work(rank: int) -> None:
+        for own in parts:
+            ranks[rank].add(found[rank], own[rank])
+        gathered[rank] = ranks[rank].gather(parts[0][rank].float().contiguous())
+
+    at_once([lambda n=n: work(n) for n in range(size)])  # type: ignore[misc]
+    for each in found:
+        assert torch.equal(each, expected)
+    assert torch.equal(torch.stack(gathered[0]), parts[0].float())
+    assert not any(gathered[1:])
+
+
+@given(
+    size=st.integers(1, 5),
+    rows=st.integers(1, 20),
+    width=st.sampled_from([1, 15, 16, 33, 5000]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=examples(30), deadline=None)
+def test_sums_through_shared_memory_are_exact_and_equal(
+    size: int, rows: int, width: int, dtype: torch.dtype, seed: int
+) -> None:
+    """Parts larger than what is left at once, too."""
+    with sharing(size) as ranks:
+        check(list(ranks), rows, width, dtype, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_by_gloo_are_the_same(dtype: torch.dtype, tmp_path: Path) -> None:
+    ranks: list[Ranks] = [GlooRanks(tmp_path / "meeting", rank=n, size=3) for n in range(3)]
+    at_once([each.connect for each in ranks])
+    check(ranks, 7, 33, dtype, seed=1)
+
+
+def test_who_waits_for_a_rank_that_has_died_is_told() -> None:
+    """Its end of the socket is closed by whatever ended it."""
+    with sharing(2) as (first, second):
+        hidden = torch.zeros(4)
+        second._sockets[0].shutdown(socket.SHUT_RDWR)
+        with pytest.raises(PeerLost, match="has died"):
+            first.add(hidden, torch.ones(4))
+
+
+def test_who_waits_for_a_rank_that_does_not_come_is_told() -> None:
+    with sharing(2, patience_s=0.05) as (first, _), pytest.raises(PeerLost, match="not come"):
+        first.gather(torch.ones(4))
