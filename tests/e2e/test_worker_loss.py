@@ -48,9 +48,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def kill(cluster: Cluster, instance_id: str) -> int:
     """Its epoch before."""
-    epoch = cluster.epoch(instance_id)
-    os.kill(cluster.pids()[instance_id], signal.SIGKILL)
-    return epoch
+    return killer(cluster, instance_id)()
+
+
+def killer(cluster: Cluster, instance_id: str) -> Callable[[], int]:
+    """Kills it at once when called: what is slow to find out is known by then. Returns the epoch before."""
+    epoch, pid = cluster.epoch(instance_id), cluster.pids()[instance_id]
+
+    def kill_now() -> int:
+        os.kill(pid, signal.SIGKILL)
+        return epoch
+
+    return kill_now
 
 
 def streamed(
@@ -137,12 +146,13 @@ def test_a_prompt_is_read_anew_when_its_prefill_worker_is_killed(cluster: Cluste
 
 def read_anew(cluster: Cluster, name: str) -> bool:
     """False: the successor of the killed worker had nothing to compute, since all had been handed off."""
-    prompt = random.Random(name).choices(range(256), k=12_000)
+    prompt = random.Random(name).choices(range(256), k=16_000)
     wish: dict[str, Any] = {**STREAM, "max_tokens": 20}
+    kill_now = killer(cluster, "prefill-0")
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(cluster.complete, prompt, **wish)
         cluster.wait_for("the prompt at work", lambda: prefilling(cluster) or asked.done())
-        epoch = kill(cluster, "prefill-0")
+        epoch = kill_now()
         disturbed = asked.result()
     cluster.wait_for("its successor", lambda: cluster.epoch("prefill-0") > epoch)
     was_caught = cluster.counters("prefill-0").get("computed_slices", 0) > 0
