@@ -22,6 +22,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "store": ("kvstore.__main__", "main", "run a KV store node"),
     "directory": ("kvstore.directory.__main__", "main", "run the index over all KV store nodes"),
     "kvctl": ("deploy.kvctl.main", "main", "look into a running KV store, and operate it; limits"),
+    "keys": ("deploy.keys", "main", "API keys: keys add | list | revoke | hash"),
     "explain": ("deploy.explain", "main", "why a request went where it went: explain ID"),
     "doctor": ("deploy.doctor", "main", "examine this machine, its transports and a peer"),
     "profile": ("deploy.profile", "main", "measure a model on this machine: profile [MODEL]"),

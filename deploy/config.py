@@ -14,7 +14,7 @@ from decode_worker.config import AllotmentConfig
 from deploy.worker.config import DEFAULT_ROLE_DRAIN_S
 from engine.elastic.config import LedgerConfig
 from engine.prefix import DEFAULT_EVICTION, EVICTION_NAMES
-from gateway.config import parse_tenant_keys
+from gateway.client_config import ClientConfig
 from kvstore.config import StoreConfig
 from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
 from prefill_worker.puts import MIN_HITS
@@ -30,7 +30,7 @@ DRAIN_S = 3.0  # leaves a worker time to fail what did not finish, and to say go
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig):
+class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig, ClientConfig):
     """A whole cluster on this machine."""
 
     model: str | None = option(
@@ -40,12 +40,6 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig)
     port: int = option(8000, help="port of the HTTP endpoint")
     served_model_name: tuple[str, ...] = option((), help="names clients may use for the model")
     conductors: int = option(1, help="number of conductors, of which one leads; needs --registry")
-    registry: str | None = option(
-        None,
-        help="where several conductors agree which of them leads: redis://…, redis+sentinel://… or the "
-        "host:port of a directory",
-        masked=True,
-    )
     leader_ttl_s: float = option(
         DEFAULT_TERMS.ttl_s,
         help="a conductor that is dead or silent is replaced after this, seconds",
@@ -187,19 +181,6 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig)
     tenant_weights: tuple[str, ...] = option(
         (), help="shares of tenants that compete for prefill, as alice=2,bob=0.5; 1 where not given"
     )
-    api_key: tuple[str, ...] = option((), help="keys that clients must present", masked=True)
-    tenant_keys: tuple[str, ...] = option(
-        (),
-        help="keys of tenants, as alice=KEY,bob=KEY, beside --api-key; without them a tenant is who `user` names",
-        masked=True,
-    )
-    request_timeout_s: float = option(600.0, help="seconds after which a request is ended")
-    body_timeout_s: float = option(
-        30.0, help="seconds within which a request's body must have arrived"
-    )
-    slow_client_s: float = option(
-        30.0, help="seconds without reading after which a client is given up"
-    )
 
     log_dir: str | None = option(
         None, help="folder for the processes' logs; below the user's state folder when not given"
@@ -245,7 +226,7 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig)
             )
         ConductorConfig(leader_ttl_s=self.leader_ttl_s).terms()
         parse_weights(self.tenant_weights)
-        parse_tenant_keys(self.tenant_keys)
+        self.check_clients()
         RoleTerms(hold_s=self.role_hold_s, cool_down_s=self.role_cool_down_s)
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")

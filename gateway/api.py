@@ -16,11 +16,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.admission import admitted, visit_of
 from gateway.body import read_body
 from gateway.chunks import ChatChunks, CompletionChunks, Heading, Wants
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.feed import Piece
+from gateway.isolation import salt_of
+from gateway.limits.visit import Identity
 from gateway.params import Limits, Prompt, chat_prompt, choices_for, completion_prompts, encode
 from gateway.replies import ClusterReply, StreamReply, WholeReply
 from gateway.schema import (
@@ -84,7 +87,7 @@ class Api:
             num_choices=len(choices),
             prompt_token_ids=prompt.token_ids,
         )
-        return self._reply(
+        return await self._reply(
             request,
             body,
             [prompt],
@@ -111,7 +114,7 @@ class Api:
         chunks = CompletionChunks(
             heading, wants, self._tokenizer, prompt_token_ids=prompt_ids, echoes=echoes
         )
-        return self._reply(
+        return await self._reply(
             request,
             body,
             prompts,
@@ -187,6 +190,7 @@ class Api:
             max_model_len=self._gateway.cluster.facts().max_model_len,
             vocab_size=self._served.vocab_size,
             eos_token_ids=self._tokenizer.eos_token_ids,
+            max_prompt_tokens=self._config.max_prompt_tokens,
         )
 
     async def _tokens_of(self, body: TokenizeBody, limits: Limits) -> tuple[int, ...]:
@@ -222,7 +226,7 @@ class Api:
             return ""
         return self._tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
 
-    def _reply(
+    async def _reply(
         self,
         request: Request,
         body: SamplingBody,
@@ -232,7 +236,7 @@ class Api:
         render: Callable[[list[list[Piece]], dict[str, Any]], bytes],
     ) -> ClusterReply:
         wish = _wish(request, body, choices)
-        answer = self._gateway.ask(wish)
+        answer = await admitted(request, self._gateway, wish, prompts)
         slow_client_s = self._config.slow_client_s
 
         def usage() -> dict[str, Any]:
@@ -281,24 +285,24 @@ def _wants(body: SamplingBody, *, logprobs: bool) -> Wants:
 
 
 def _wish(request: Request, body: SamplingBody, choices: tuple[Choice, ...]) -> Wish:
+    identity = visit_of(request).identity
     return Wish(
         request_id=request.state.cluster_id,
         client_id=request.state.request_id,
         session_id=_session_id(request),
         choices=choices,
-        priority=body.priority or 0,
-        tenant=_tenant(request, body),
-        cache_salt=body.cache_salt or "",
+        priority=identity.priority_of(body.priority),
+        tenant=_tenant(identity, body),
+        cache_salt=salt_of(identity.tenant, body.cache_salt),
         ttft_slo_s=_milliseconds(request, "x-slo-ttft-ms"),
         tbt_slo_s=_milliseconds(request, "x-slo-tbt-ms"),
     )
 
 
-def _tenant(request: Request, body: SamplingBody) -> str:
+def _tenant(identity: Identity, body: SamplingBody) -> str:
     """Whose key it is; where keys do not say, whom the client names."""
-    by_key: str | None = request.state.tenant
-    if by_key is not None:
-        return by_key
+    if identity.tenant is not None:
+        return identity.tenant
     named = body.user or ""
     if len(named) <= _MAX_TENANT:
         return named

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,6 +14,9 @@ from starlette.types import ASGIApp
 from gateway.api import Api
 from gateway.errors import ApiError, reply_for
 from gateway.front import FrontDoor
+from gateway.keys.holder import KeyHolder
+from gateway.keys.record import KeyLimits
+from gateway.limits.limiter import Limiter
 from gateway.operations import Operations, package_version
 from gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from protocol.errors import MoonserveError
@@ -24,10 +27,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 def build_app(
     api: Api,
     operations: Operations,
-    api_keys: Sequence[str],
-    tenant_keys: Mapping[str, str] | None = None,
+    keys: KeyHolder,
+    limiter: Limiter,
+    limits: KeyLimits,
 ) -> ASGIApp:
-    """The whole HTTP interface."""
+    """The whole HTTP interface. `limits`: of keys that have none of their own."""
     app = FastAPI(
         title="moonserve",
         version=package_version(),
@@ -43,7 +47,7 @@ def build_app(
     )
     _add_posts(app, api)
     _add_gets(app, api, operations)
-    return FrontDoor(app, api_keys, tenant_keys)
+    return FrontDoor(app, keys, limiter, limits)
 
 
 def _add_posts(app: FastAPI, api: Api) -> None:

@@ -1,21 +1,25 @@
 """The front door: what holds for every request before a route sees it.
 
-Gives each request its id and echoes it, checks the API key on the paths that cost something, and turns what nobody
-caught into an OpenAI error. Plain ASGI.
+Gives each request its id and echoes it, checks the API key on the paths that cost something, opens and ends its visit
+(`gateway.limits.visit`), and turns what nobody caught into an OpenAI error. Plain ASGI.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.connection import Connection
 from gateway.errors import ApiError, reply_for
+from gateway.keys.holder import KeyHolder
+from gateway.keys.record import KeyLimits
+from gateway.limits.limiter import Limiter
+from gateway.limits.visit import Identity, Visit
+from protocol.errors import NoWorker
 from protocol.ids import new_id
 
 log = logging.getLogger(__name__)
@@ -30,15 +34,12 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 class FrontDoor:
     """ASGI middleware around the application."""
 
-    def __init__(
-        self, app: ASGIApp, api_keys: Sequence[str], tenant_keys: Mapping[str, str] | None = None
-    ) -> None:
-        """`tenant_keys`: keys by tenant, beside those of nobody in particular."""
+    def __init__(self, app: ASGIApp, keys: KeyHolder, limiter: Limiter, limits: KeyLimits) -> None:
+        """`limits`: of keys that have none of their own."""
         self._app = app
-        named = tenant_keys or {}
-        self._keys = [(key.encode(), tenant) for tenant, key in named.items()]
-        self._keys += [(key.encode(), "") for key in api_keys]
-        self._names_tenants = bool(named)
+        self._keys = keys
+        self._limiter = limiter
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,24 +58,33 @@ class FrontDoor:
     async def _answer(
         self, scope: Scope, receive: Receive, echo: _Echo, headers: dict[bytes, bytes]
     ) -> None:
+        visit: Visit | None = None
         try:
-            tenant = self._authenticate(scope["path"], headers.get(b"authorization", b""))
-            scope["state"]["tenant"] = tenant
+            identity = self._identify(scope["path"], headers.get(b"authorization", b""))
+            visit = Visit(identity, scope["state"]["cluster_id"], self._limiter)
+            scope["state"]["visit"] = visit
+            echo.headers = visit.headers
+            if scope["method"] == "POST":
+                visit.look()
             await self._app(scope, receive, echo.send)
-        except ApiError as error:
+        except (ApiError, NoWorker) as error:
             await echo.fail(error)
         except Exception as error:  # the outermost frame: without it the client would get no reply
             log.exception("%s %s failed", scope["method"], scope["path"])
             await echo.fail(error)
+        finally:
+            if visit is not None:
+                visit.leave()
 
-    def _authenticate(self, path: str, authorization: bytes) -> str | None:
-        """The tenant whose key it is, "" for a key of nobody in particular; None: keys do not say who asks."""
-        if not self._keys or path in _OPEN_PATHS:
-            return None
+    def _identify(self, path: str, authorization: bytes) -> Identity:
+        """Raises ApiError (401), or NoWorker while the keys are not known."""
+        if path in _OPEN_PATHS:
+            return Identity()
+        if self._keys.is_open:
+            return Identity(limits=self._limits)
         scheme, _, presented = authorization.partition(b" ")
-        key = presented.strip()
-        matches = [name for known, name in self._keys if hmac.compare_digest(key, known)]
-        if scheme.lower() != b"bearer" or not matches:
+        key = self._keys.find(presented.strip())
+        if scheme.lower() != b"bearer" or key is None:
             raise ApiError(
                 401,
                 "missing or wrong API key",
@@ -82,7 +92,12 @@ class FrontDoor:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        return matches[0] if self._names_tenants else None
+        return Identity(
+            key_id=key.key_id,
+            tenant=key.tenant if self._keys.names_tenants else None,
+            priority=key.priority,
+            limits=key.limits.or_else(self._limits),
+        )
 
 
 def _cluster_id(request_id: str, *, is_given: bool) -> str:
@@ -91,12 +106,13 @@ def _cluster_id(request_id: str, *, is_given: bool) -> str:
 
 
 class _Echo:
-    """Adds the request id to the reply's headers."""
+    """Adds the request id, and what else the client is told, to the reply's headers."""
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send = send
         self._request_id = request_id
         self._started = False
+        self.headers: Mapping[str, str] = {}  # of the reply; as they are when it starts
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -104,6 +120,7 @@ class _Echo:
             message["headers"] = [
                 *message.get("headers", ()),
                 (b"x-request-id", self._request_id),
+                *((name.encode(), value.encode()) for name, value in self.headers.items()),
             ]
         await self._send(message)
 

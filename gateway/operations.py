@@ -11,8 +11,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from gateway.admission import visit_of
 from gateway.errors import ApiError
 from gateway.explanations import Explanation
+from gateway.isolation import visible_to
 from gateway.service import Gateway
 from protocol.errors import NoWorker
 from protocol.pb import conductor_pb2
@@ -73,11 +75,10 @@ class Operations:
         """GET /v1/requests/{request_id}/explain: why a request went where it went, and what then happened."""
         known_id = request.path_params["request_id"]
         explanation = await self._gateway.explain(known_id)
-        if not explanation.decisions:
+        decisions = visible_to(visit_of(request).identity.tenant, explanation.decisions)
+        if not decisions:
             raise ApiError(404, _not_remembered(known_id, explanation), code="not_found")
-        return JSONResponse(
-            {"request_id": explanation.request_id, "decisions": explanation.decisions}
-        )
+        return JSONResponse({"request_id": explanation.request_id, "decisions": decisions})
 
     async def dashboard(self, request: Request) -> Response:
         """GET /dashboard: the cluster's state for people."""

@@ -34,6 +34,9 @@ class Limits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    max_prompt_tokens: int | None = (
+        None  # what the operator accepts; None = what the model can take
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,14 @@ def check_prompt(token_ids: Sequence[int], limits: Limits, param: str) -> None:
         raise ApiError(400, f"{param}: the prompt is empty", param=param, code="invalid_value")
     if len(token_ids) >= limits.max_model_len:
         raise _too_long(str(len(token_ids)), limits, param)
+    most = limits.max_prompt_tokens
+    if most is not None and len(token_ids) > most:
+        raise ApiError(
+            400,
+            f"the prompt has {len(token_ids)} tokens; this server accepts {most}",
+            param=param,
+            code="context_length_exceeded",
+        )
     worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
     if not 0 <= worst < limits.vocab_size:
         raise ApiError(

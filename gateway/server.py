@@ -12,15 +12,18 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from gateway.api import Api, Served
 from gateway.app import build_app
 from gateway.config import GatewayConfig
+from gateway.identity import open_keys, open_limits
 from gateway.operations import Operations
 from gateway.service import Gateway
 from gateway.tokenizer import Tokenizer, load_tokenizer, load_vocab_size
@@ -39,13 +42,40 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
     """Runs the gateway until the lifecycle stops."""
     if config.conductor is None:
         raise ConfigError("--conductor HOST:PORT[,…] must be given")
-    listener = bind(config.host, config.port)
-    lifecycle.progress("loading tokenizer")
-    tokenizer = load_tokenizer(Path(config.model))
-    channels = Channels(config.cluster_token)
-    served = _served(config, tokenizer)
     registry = CollectorRegistry()
-    gateway = Gateway(
+    async with contextlib.AsyncExitStack() as closing:
+        keys = open_keys(config, registry)
+        closing.push_async_callback(keys.close)
+        limiter = open_limits(config, registry)
+        closing.push_async_callback(limiter.close)
+        await keys.load()
+        channels = Channels(config.cluster_token)
+        closing.push_async_callback(channels.close)
+        listener = closing.enter_context(bind(config.host, config.port))
+        lifecycle.progress("loading tokenizer")
+        tokenizer = load_tokenizer(Path(config.model))
+        served = _served(config, tokenizer)
+        gateway = _gateway(config, channels, tokenizer, served, registry)
+        app = build_app(
+            Api(gateway, tokenizer, served, config),
+            Operations(gateway, registry, served.names),
+            keys,
+            limiter,
+            config.limits_for_all,
+        )
+        beside = [gateway.run, keys.run, limiter.run]
+        await _run(gateway, _server(app), listener, lifecycle, config.drain_s, beside)
+
+
+def _gateway(
+    config: GatewayConfig,
+    channels: Channels,
+    tokenizer: Tokenizer,
+    served: Served,
+    registry: CollectorRegistry,
+) -> Gateway:
+    assert config.conductor is not None
+    return Gateway(
         channels=channels,
         conductor_addresses=config.conductor,
         # Streams of an earlier life must not be taken for ours.
@@ -54,13 +84,10 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         metrics=request_metrics(registry, served.names[0], config.instance_id),
         timeout_s=config.request_timeout_s,
     )
-    app = build_app(
-        Api(gateway, tokenizer, served, config),
-        Operations(gateway, registry, served.names),
-        config.api_key,
-        config.keys_by_tenant(),
-    )
-    server = _Server(
+
+
+def _server(app: ASGIApp) -> _Server:
+    return _Server(
         uvicorn.Config(
             app,
             http="httptools",
@@ -72,10 +99,6 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
     )
-    try:
-        await _run(gateway, server, listener, lifecycle, config.drain_s)
-    finally:
-        await channels.close()
 
 
 async def _run(
@@ -84,10 +107,12 @@ async def _run(
     listener: socket.socket,
     lifecycle: Lifecycle,
     drain_s: float,
+    beside: Sequence[Callable[[], Coroutine[Any, Any, None]]],
 ) -> None:
+    """`beside`: run until all else has ended."""
     async with asyncio.TaskGroup() as tasks:
         await gateway.cluster.refresh()
-        following = tasks.create_task(gateway.run(), name="follow the cluster")
+        following = [tasks.create_task(each()) for each in beside]
         serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
         host, port = listener.getsockname()[:2]
         lifecycle.ready(http=f"http://{host}:{port}")
@@ -96,7 +121,8 @@ async def _run(
         await gateway.close()
         server.should_exit = True
         await serving
-        following.cancel()
+        for task in following:
+            task.cancel()
 
 
 class _Server(uvicorn.Server):

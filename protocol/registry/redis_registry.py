@@ -11,23 +11,16 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
 
 from redis.asyncio.client import PubSub
-from redis.asyncio.sentinel import MasterNotFoundError
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    NoPermissionError,
-    RedisError,
-    ResponseError,
-)
 
-from protocol.errors import PeerError, PeerLost, Unauthenticated
+from protocol.errors import PeerError
 from protocol.registry import redis_address, redis_client, redis_scripts, table, wire
 from protocol.registry.base import TTL_S, Member
 from protocol.registry.claims import check_join, check_ttl
+from protocol.registry.redis_errors import cancellable, translated
 
 log = logging.getLogger(__name__)
 
@@ -129,11 +122,11 @@ class RedisRegistry:
 
     async def _next(self, changes: PubSub) -> None:
         """Returns after a change, or when it is time to look again."""
-        with _cancellable(), _translated():
+        with cancellable(), translated():
             await changes.get_message(timeout=self._poll_s)
 
     async def _bounded(self, call: Awaitable[T]) -> T:
-        with _cancellable(), _translated():
+        with cancellable(), translated():
             async with asyncio.timeout(self._deadline_s):
                 return await call
 
@@ -142,40 +135,6 @@ class RedisRegistry:
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"
-
-
-@contextlib.contextmanager
-def _cancellable() -> Iterator[None]:
-    """Raises the cancellation that redis-py lost.
-
-    It sends within `asyncio.wait_for`, which before Python 3.12 drops a cancellation that comes in the moment in which
-    the sending is done; a seat would then renew for ever.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-    before = task.cancelling()
-    try:
-        yield
-    finally:
-        if task.cancelling() > before:
-            raise asyncio.CancelledError
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """Errors of redis-py and of sockets as errors of the one tree. redis-py quotes addresses, never passwords."""
-    try:
-        yield
-    except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
-        raise Unauthenticated(f"redis refuses the registry's credentials: {error}") from error
-    except ResponseError as error:  # out of memory, a replica, a failing disk
-        raise PeerError(f"redis refuses: {error}") from error
-    except TimeoutError as error:
-        raise PeerLost("redis did not answer in time") from error
-    except MasterNotFoundError as error:  # its text lists every sentinel with all of its options
-        raise PeerLost(f"redis: {str(error).partition(' : ')[0]} by any sentinel") from error
-    except (RedisError, OSError) as error:
-        raise PeerLost(f"redis cannot be reached: {error}") from error
 
 
 def _ms(seconds: float) -> str:

@@ -46,10 +46,11 @@ def complete(cluster: Cluster, key: str, number: int) -> dict[str, Any]:
     return answer
 
 
-def decision(cluster: Cluster, answer: dict[str, Any]) -> dict[str, Any]:
+def decision(cluster: Cluster, key: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """As whose request it was sees it."""
     with cluster.client() as client:
         reply = client.get(
-            f"/v1/requests/{answer['id']}/explain", headers={"authorization": f"Bearer {QUIET}"}
+            f"/v1/requests/{answer['id']}/explain", headers={"authorization": f"Bearer {key}"}
         )
     assert reply.status_code == 200, reply.text
     found: dict[str, Any] = reply.json()["decisions"][0]
@@ -65,7 +66,9 @@ def flood_and_ask(
     ]
     flood[0].result()
     asked = complete(cluster, QUIET, first + size)
-    return [decision(cluster, each.result()) for each in flood], decision(cluster, asked)
+    return [decision(cluster, FLOOD, each.result()) for each in flood], decision(
+        cluster, QUIET, asked
+    )
 
 
 def test_a_quiet_tenants_prompt_goes_before_a_flood_that_was_there_first(cluster: Cluster) -> None:

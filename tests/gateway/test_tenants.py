@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from gateway.config import parse_tenant_keys
+from gateway.client_config import parse_tenant_keys
 from protocol.errors import ConfigError
 from tests.gateway.conftest import running_gateway
 from tests.gateway.scripted_cluster import ScriptedCluster

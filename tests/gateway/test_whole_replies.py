@@ -7,6 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.isolation import salt_of
 from gateway.tokenizer import Tokenizer
 from protocol.keys import block_keys, pack_keys, root_key, unpack_tokens
 from tests.gateway.scripted_cluster import BLOCK_SIZE, MAX_MODEL_LEN, ScriptedCluster
@@ -116,7 +117,9 @@ async def test_the_placement_request_carries_salted_keys_and_targets(
     async with http.post("/v1/completions", json=body, headers=headers) as reply:
         assert reply.status == 200
     place = cluster.places[0]
-    assert place.block_keys == pack_keys(block_keys(root_key("f00d", "tenant"), ids, BLOCK_SIZE))
+    assert place.block_keys == pack_keys(
+        block_keys(root_key("f00d", salt_of(None, "tenant")), ids, BLOCK_SIZE)
+    )
     assert cluster.submissions[0].block_keys == place.block_keys
     assert (place.num_prompt_tokens, place.max_tokens, place.tenant) == (len(ids), 3, "u")
     assert (place.ttft_slo_s, place.tbt_slo_s) == (0.5, 0.025)

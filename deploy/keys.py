@@ -1,0 +1,183 @@
+"""`moonserve keys add | list | revoke | hash`: the API keys in a file or in the registry.
+
+A key is shown once, when it is made; what is kept is its hash. Owns the arguments and the exit code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from deploy.kvctl.output import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE, Output, Table
+from gateway.identity import redis_keys
+from gateway.keys.file import KeyFile
+from gateway.keys.holder import KeyStore
+from gateway.keys.record import ApiKey, KeyLimits, check_strength, digest_of, new_key
+from protocol.errors import ConfigError, InvalidRequest, MoonserveError, PeerError
+
+FILE_ENV = "MOONSERVE_API_KEY_FILE"
+REGISTRY_ENV = "MOONSERVE_REGISTRY"
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
+    """`argv`: the arguments after `keys`."""
+    try:
+        arguments = _parser(environ).parse_args(argv)
+    except SystemExit as exit:  # argparse has printed what is wrong, or the help
+        return exit.code if isinstance(exit.code, int) else EXIT_USAGE
+    output = Output(as_json=arguments.json)
+    try:
+        if arguments.verb == "hash":
+            return _hash(arguments, output)
+        return asyncio.run(_with_store(arguments, output))
+    except (ConfigError, InvalidRequest) as error:
+        output.note(f"moonserve keys: {error.message}")
+        return EXIT_USAGE
+    except PeerError as error:
+        output.note(f"moonserve keys: {error}")
+        return EXIT_UNREACHABLE
+    except MoonserveError as error:
+        output.note(f"moonserve keys: {error}")
+        return EXIT_USAGE
+
+
+async def _with_store(arguments: Namespace, output: Output) -> int:
+    store = _store(arguments)
+    try:
+        match arguments.verb:
+            case "add":
+                return await _add(arguments, store, output)
+            case "list":
+                return await _list(store, output)
+            case _:
+                return await _revoke(arguments, store, output)
+    finally:
+        await store.close()
+
+
+def _store(arguments: Namespace) -> KeyStore:
+    """Raises ConfigError unless exactly one place is named."""
+    if arguments.file and arguments.in_registry:
+        raise ConfigError("keys are either in --file or in the --registry")
+    if arguments.in_registry:
+        if not arguments.registry:
+            raise ConfigError(f"give the Redis with --registry, or in {REGISTRY_ENV}")
+        return redis_keys(arguments.registry)
+    if not arguments.file:
+        raise ConfigError(f"give the file with --file, or in {FILE_ENV}; or --in-registry")
+    return KeyFile(Path(arguments.file))
+
+
+async def _add(arguments: Namespace, store: KeyStore, output: Output) -> int:
+    key = _presented() if arguments.stdin else new_key()
+    record = _record(arguments, key)
+    await store.add(record)
+    shown = {} if arguments.stdin else {"key": key}
+    output.record(key_id=record.key_id, **shown)
+    if not arguments.stdin and not arguments.json:
+        output.note("This is the only time that the key is shown.")
+        output.line(key)
+    return EXIT_OK
+
+
+async def _list(store: KeyStore, output: Output) -> int:
+    keys = sorted(await store.all(), key=lambda key: (key.tenant, key.created, key.key_id))
+    numbers = (">priority", ">requests/min", ">tokens/min", ">streams")
+    table = Table(output, "key id", "tenant", *numbers, "made", "note")
+    for key in keys:
+        output.record(**_shown(key))
+        table.add(*_row(key))
+    table.flush()
+    return EXIT_OK
+
+
+async def _revoke(arguments: Namespace, store: KeyStore, output: Output) -> int:
+    if await store.revoke(arguments.key_id):
+        output.record(revoked=arguments.key_id)
+        output.note("Gateways refuse it within two seconds.")
+        return EXIT_OK
+    output.note(f"moonserve keys: there is no key {arguments.key_id}; see `moonserve keys list`")
+    return EXIT_NOT_FOUND
+
+
+def _hash(arguments: Namespace, output: Output) -> int:
+    """For keys that another system writes into the file."""
+    record = _record(arguments, _presented())
+    output.record(**record.to_json())
+    output.line(record.digest)
+    return EXIT_OK
+
+
+def _presented() -> str:
+    """From standard input, since process lists and shells' histories show arguments. Raises InvalidRequest."""
+    key = sys.stdin.readline().rstrip("\r\n")
+    check_strength(key)
+    return key
+
+
+def _record(arguments: Namespace, key: str) -> ApiKey:
+    return ApiKey(
+        digest=digest_of(key.encode()),
+        tenant=arguments.tenant,
+        priority=arguments.priority,
+        limits=KeyLimits(
+            requests_per_minute=arguments.requests_per_minute,
+            tokens_per_minute=arguments.tokens_per_minute,
+            streams=arguments.streams,
+        ),
+        note=arguments.note,
+        created=datetime.now(UTC).date().isoformat(),
+    )
+
+
+def _shown(key: ApiKey) -> dict[str, object]:
+    return {"key_id": key.key_id} | {n: v for n, v in key.to_json().items() if n != "digest"}
+
+
+def _row(key: ApiKey) -> tuple[str, ...]:
+    limits = key.limits
+    numbers = (
+        key.priority,
+        limits.requests_per_minute,
+        limits.tokens_per_minute,
+        limits.streams,
+    )
+    shown = ("–" if number is None else f"{number:,}" for number in numbers)
+    return (key.key_id, key.tenant or "–", *shown, key.created or "–", key.note)
+
+
+def _parser(environ: Mapping[str, str]) -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="moonserve keys",
+        description="API keys of a cluster, in a file (--api-key-file of gateways) or in the Redis of --registry "
+        "(--api-keys-in-registry).",
+        epilog="exit codes: 0 done; 1 no such key; 2 usage, or a file that holds no keys; 3 no Redis could be reached",
+    )
+    common = ArgumentParser(add_help=False)
+    common.add_argument("--file", default=environ.get(FILE_ENV), help=f"of keys; or {FILE_ENV}")
+    common.add_argument("--in-registry", action="store_true", help="the keys are in the registry")
+    common.add_argument(
+        "--registry", default=environ.get(REGISTRY_ENV), help=f"redis://…; or {REGISTRY_ENV}"
+    )
+    common.add_argument("--json", action="store_true", help="print JSON")
+    about = ArgumentParser(add_help=False)
+    about.add_argument("--tenant", default="", help="whose key it is; nobody's in particular else")
+    about.add_argument("--priority", type=int, help="the most urgent that its requests may have")
+    for name in ("requests-per-minute", "tokens-per-minute", "streams"):
+        about.add_argument(f"--{name}", type=int, help="limit; the gateway's for all else")
+    about.add_argument("--note", default="", help="for people")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    add = verbs.add_parser("add", parents=[common, about], help="make a key and show it once")
+    add.add_argument("--stdin", action="store_true", help="take the key from standard input")
+    verbs.add_parser("list", parents=[common], help="whose keys there are, and their limits")
+    revoke = verbs.add_parser("revoke", parents=[common], help="a key counts no more")
+    revoke.add_argument("key_id", help="as `list` shows it")
+    verbs.add_parser(
+        "hash", parents=[common, about], help="the record of a key that standard input has"
+    )
+    return parser

@@ -1,0 +1,120 @@
+"""Options that say what clients may do, of the gateway and of `moonserve serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.keys.record import ApiKey, KeyLimits, digest_of
+from protocol.config import option
+from protocol.errors import ConfigError
+from protocol.registry.redis_address import SCHEMES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """Who may ask, for how much, and how long the gateway waits for whom."""
+
+    api_key: tuple[str, ...] = option(
+        (),
+        help="keys that clients may present; without any keys the gateway is open to all",
+        masked=True,
+    )
+    tenant_keys: tuple[str, ...] = option(
+        (),
+        help="keys of tenants, as alice=KEY,bob=KEY, beside --api-key; without them a tenant is who `user` names",
+        masked=True,
+    )
+    api_key_file: str | None = option(
+        None, help="file of keys that `moonserve keys` writes; changes count within a second"
+    )
+    api_keys_in_registry: bool = option(
+        False, help="keys are in the Redis of --registry, too; `moonserve keys` writes them"
+    )
+    registry: str | None = option(
+        None,
+        help="where several conductors agree which of them leads, and gateways share limits and keys: redis://…, "
+        "redis+sentinel://…; for conductors alone also the host:port of a directory",
+        masked=True,
+    )
+    requests_per_minute: int | None = option(
+        None,
+        help="of each key that has no limit of its own; of all clients where there are no keys",
+    )
+    tokens_per_minute: int | None = option(None, help="likewise, of prompts and answers together")
+    max_streams: int | None = option(None, help="likewise, requests under way at once")
+    max_prompt_tokens: int | None = option(
+        None, help="longest prompt that is accepted; what the model's context holds when not given"
+    )
+    max_body_bytes: int = option(
+        8 * 2**20, help="longest request body that is accepted", unit="bytes"
+    )
+    max_header_bytes: int = option(
+        32 * 2**10, help="longest head of a request that is accepted", unit="bytes"
+    )
+    header_timeout_s: float = option(
+        10.0, help="seconds within which the head of a request must have arrived"
+    )
+    body_timeout_s: float = option(
+        30.0, help="seconds within which a request's body must have arrived"
+    )
+    request_timeout_s: float = option(600.0, help="seconds after which a request is ended")
+    slow_client_s: float = option(
+        30.0, help="seconds without reading after which a client is given up"
+    )
+
+    def check_clients(self) -> None:
+        """Raises ConfigError; never says what a key is."""
+        self.fixed_keys()
+        for name in (
+            "requests_per_minute",
+            "tokens_per_minute",
+            "max_streams",
+            "max_prompt_tokens",
+        ):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+        for name in ("max_header_bytes", "header_timeout_s", "body_timeout_s", "slow_client_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be positive")
+        if self.api_keys_in_registry and self.redis_url is None:
+            raise ConfigError(
+                "--api-keys-in-registry needs --registry redis://…; a directory's registry forgets when it restarts, "
+                "so it keeps no keys: have them in --api-key-file"
+            )
+
+    def fixed_keys(self) -> list[ApiKey]:
+        """Those of flags. Raises ConfigError."""
+        named = parse_tenant_keys(self.tenant_keys)
+        keys = [ApiKey(digest=digest_of(key.encode())) for key in self.api_key]
+        # Of one key twice the tenant's counts.
+        return keys + [
+            ApiKey(digest=digest_of(key.encode()), tenant=tenant) for tenant, key in named.items()
+        ]
+
+    @property
+    def limits_for_all(self) -> KeyLimits:
+        return KeyLimits(
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            streams=self.max_streams,
+        )
+
+    @property
+    def redis_url(self) -> str | None:
+        """The registry, where it is a Redis."""
+        scheme, separator, _ = (self.registry or "").partition("://")
+        return self.registry if separator and scheme in SCHEMES else None
+
+
+def parse_tenant_keys(entries: Sequence[str]) -> dict[str, str]:
+    """`tenant=key` each, where keys may hold more `=`. Raises ConfigError, which does not say what the key is."""
+    keys: dict[str, str] = {}
+    for number, entry in enumerate(entries, 1):
+        tenant, _, key = entry.partition("=")
+        if not tenant or not key or tenant in keys or key in keys.values():
+            raise ConfigError(
+                f"--tenant-keys: entry {number} must be tenant=key, each tenant and key once"
+            )
+        keys[tenant] = key
+    return keys

@@ -1,0 +1,190 @@
+"""Limits of keys over real sockets: who is refused, with what, and what is settled at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from gateway.keys.file import KeyFile
+from gateway.keys.record import ApiKey, KeyLimits, digest_of
+from protocol.errors import ConfigError
+from tests.gateway.conftest import running_gateway
+from tests.gateway.scripted_cluster import Run, ScriptedCluster
+from tests.patience import answered
+
+PATH = "/v1/completions"
+BODY = {"prompt": [5] * 10, "max_tokens": 6, "ignore_eos": True}
+
+
+@contextlib.asynccontextmanager
+async def gateway(
+    cluster: ScriptedCluster, folder: Path, **keys: ApiKey
+) -> AsyncIterator[tuple[aiohttp.ClientSession, KeyFile]]:
+    """With a key file; `keys` by the key itself."""
+    file = KeyFile(folder / "keys.json")
+    for key in keys.values():
+        await file.add(key)
+    async with (
+        running_gateway(cluster, api_key_file=str(folder / "keys.json")) as url,
+        aiohttp.ClientSession(url) as http,
+    ):
+        yield http, file
+
+
+def key(name: str, **limits: int) -> ApiKey:
+    return ApiKey(digest=digest_of(name.encode()), tenant=name, limits=KeyLimits(**limits))
+
+
+async def ask(
+    http: aiohttp.ClientSession, name: str, body: dict = BODY, path: str = PATH
+) -> aiohttp.ClientResponse:
+    async with http.post(path, json=body, headers={"authorization": f"Bearer {name}"}) as reply:
+        await reply.read()
+        return reply
+
+
+async def test_requests_per_minute_are_exact_and_each_key_has_its_own(
+    cluster: ScriptedCluster, tmp_path: Path
+) -> None:
+    keys = {name: key(name, requests_per_minute=3) for name in ("alice", "bob")}
+    async with gateway(cluster, tmp_path, **keys) as (http, _):
+        for name in keys:
+            replies = [await ask(http, name) for _ in range(3)]
+            assert [reply.status for reply in replies] == [200] * 3
+            left = [int(reply.headers["x-ratelimit-remaining-requests"]) for reply in replies]
+            assert left == [2, 1, 0]
+            refused = await ask(http, name)
+            assert refused.status == 429
+            assert 1 <= int(refused.headers["retry-after"]) <= 20
+            assert refused.headers["x-ratelimit-limit-requests"] == "3"
+            assert refused.headers["x-request-id"]
+            error = (await refused.json())["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert len(cluster.places) == 6
+
+
+async def test_tokens_are_charged_as_expected_and_settled_as_they_were(
+    cluster: ScriptedCluster, tmp_path: Path
+) -> None:
+    """Of 1,000 tokens 10 are the prompt's; of the 400 that the answer may have, 6 come."""
+
+    async def six(run: Run) -> None:
+        first = run.prefill_done(cluster.tokens[0])
+        rest = [run.token(i, cluster.tokens[i], last=i == 5) for i in range(1, 6)]
+        assert first.index == 0
+        run.decoded(*rest)
+
+    async with gateway(cluster, tmp_path, k=key("k", tokens_per_minute=1_000)) as (http, _):
+        cluster.scripts += [six, six]
+        first, second = [await ask(http, "k", {**BODY, "max_tokens": 400}) for _ in range(2)]
+        assert first.headers["x-ratelimit-limit-tokens"] == "1000"
+        # What refills is 16 a second: the first one's 400 would take half a minute.
+        assert 590 <= int(first.headers["x-ratelimit-remaining-tokens"]) < 700
+        assert 574 <= int(second.headers["x-ratelimit-remaining-tokens"]) < 700
+
+
+async def test_a_prompt_beyond_a_minutes_tokens_is_told_so_at_once(
+    cluster: ScriptedCluster, tmp_path: Path
+) -> None:
+    async with gateway(cluster, tmp_path, k=key("k", tokens_per_minute=5)) as (http, _):
+        reply = await ask(http, "k")
+        assert reply.status == 400
+        assert "retry-after" not in reply.headers
+    assert not cluster.places
+
+
+async def test_a_place_among_those_under_way_is_free_when_its_client_has_left(
+    cluster: ScriptedCluster, tmp_path: Path
+) -> None:
+
+    async def begin(run: Run) -> None:
+        run.prefill_done(cluster.tokens[0])
+
+    hanging = {**BODY, "max_tokens": 400, "stream": True}
+    async with gateway(cluster, tmp_path, k=key("k", streams=1)) as (http, _):
+        cluster.scripts.append(begin)
+        headers = {"authorization": "Bearer k"}
+        async with http.post(PATH, json=hanging, headers=headers) as stream:
+            assert await stream.content.readline()
+            refused = await ask(http, "k")
+            assert refused.status == 429
+            assert refused.headers["retry-after"] == "1"
+
+        async def is_let_in() -> bool:
+            return (await ask(http, "k")).status == 200
+
+        await answered(is_let_in)
+
+
+async def test_a_key_file_is_followed_and_a_broken_one_changes_nothing(
+    cluster: ScriptedCluster, tmp_path: Path
+) -> None:
+    async with gateway(cluster, tmp_path, alice=key("alice")) as (http, file):
+
+        async def knows_bob() -> bool:
+            return (await ask(http, "bob")).status == 200
+
+        assert not await knows_bob()
+        await file.add(key("bob"))
+        await answered(knows_bob)
+        (tmp_path / "keys.json").write_text('{"keys": [')
+
+        async def has_seen_it() -> bool:
+            async with http.get("/metrics") as reply:
+                text = await reply.text()
+            return "moonserve_api_keys_reload_failures_total 0.0" not in text
+
+        await answered(has_seen_it)
+        assert await knows_bob()
+        (tmp_path / "keys.json").write_text(json.dumps({"keys": [key("bob").to_json()]}))
+
+        async def has_forgotten_alice() -> bool:
+            return (await ask(http, "alice")).status == 401
+
+        await answered(has_forgotten_alice)
+        assert await knows_bob()
+
+
+async def test_a_keys_priority_is_a_bound(cluster: ScriptedCluster, tmp_path: Path) -> None:
+    record = ApiKey(digest=digest_of(b"k"), priority=5)
+    async with gateway(cluster, tmp_path, k=record) as (http, _):
+        for asked, placed in ((None, 5), (-3, 5), (9, 9)):
+            body = BODY if asked is None else {**BODY, "priority": asked}
+            assert (await ask(http, "k", body)).status == 200
+            assert cluster.places[-1].priority == placed
+
+
+async def test_without_keys_limits_are_of_all_clients_together(cluster: ScriptedCluster) -> None:
+    async with (
+        running_gateway(cluster, requests_per_minute=2) as url,
+        aiohttp.ClientSession(url) as http,
+    ):
+        assert [(await ask(http, name)).status for name in "abc"] == [200, 200, 429]
+        async with http.get("/health") as reply:
+            assert reply.status == 200
+
+
+async def test_a_hundred_at_once_do_not_pass_a_limit_of_ten(
+    cluster: ScriptedCluster, tmp_path: Path
+) -> None:
+    async with gateway(cluster, tmp_path, k=key("k", requests_per_minute=10)) as (http, _):
+        replies = await asyncio.gather(*(ask(http, "k") for _ in range(100)))
+        assert sorted(reply.status for reply in replies) == [200] * 10 + [429] * 90
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"keys": {}}', '{"keys": [{"digest": "secret"}]}'])
+async def test_a_gateway_does_not_start_with_a_file_that_it_cannot_read(
+    cluster: ScriptedCluster, tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"keys\.json") as caught:
+        async with running_gateway(cluster, api_key_file=str(path)):
+            pass
+    assert "secret" not in str(caught.value)
