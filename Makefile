@@ -90,10 +90,12 @@ TRACE ?= $(or $(MOONSERVE_TRACE),../shared/traces/conversation_trace.jsonl)
 reproduce: $(DEV)
 	$(BIN)/python -m traces.reproduction --trace "$(TRACE)" $(ARGS)
 
-docs: $(RUNTIME)
+# Pages that are made from the code, then the site, which is site/index.html; `python -m http.server -d site` has its search, too.
+docs: $(DEV)
 	$(BIN)/python -m deploy.reference docs/configuration.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
-PACKAGES := protocol transfer kvstore engine conductor prefill_worker decode_worker gateway traces deploy models benchmarks
+PACKAGES := protocol transfer kvstore engine conductor prefill_worker decode_worker gateway traces deploy models benchmarks docs
 
 PROTOC := $(BIN)/python -m grpc_tools.protoc -Iprotocol/pb=proto
 PROTOS := $(patsubst proto/%,protocol/pb/%,$(wildcard proto/*.proto))
@@ -123,4 +125,4 @@ $(DEV): $(RUNTIME)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) .venv-peers build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .venv-peers build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
