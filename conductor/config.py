@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from conductor.admission import Admission
 from conductor.fairness import parse_weights
 from conductor.leadership import Terms
-from conductor.policies import DEFAULT_POLICY, POLICY_NAMES
+from conductor.policies import DEFAULT_POLICY, POLICY_CHOICES, make_policy
+from conductor.policies.base import PlacementPolicy
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.replication import ReplicationTerms
 from conductor.roles import RoleController, RoleTerms
@@ -29,7 +30,7 @@ class ConductorConfig(ProcessConfig):
 
     instance_id: str = option("conductor", help="name of this process in logs")
     placement_policy: str = option(
-        DEFAULT_POLICY, help="how the prefill instance is chosen", choices=POLICY_NAMES
+        DEFAULT_POLICY, help=f"how the prefill instance is chosen: {POLICY_CHOICES}"
     )
     balancing_threshold: float = option(
         DEFAULT_BALANCING_THRESHOLD,
@@ -106,6 +107,10 @@ class ConductorConfig(ProcessConfig):
         help="with --replication: seconds without use after which such a copy is dropped",
     )
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
+
+    def policy(self) -> PlacementPolicy:
+        """A fresh one. Raises ConfigError."""
+        return make_policy(self.placement_policy, self.balancing_threshold, self.policy_seed)
 
     def terms(self) -> Terms:
         """Raises ConfigError."""

@@ -39,7 +39,6 @@ from conductor.events import (
     Tick,
     TtftObserved,
 )
-from conductor.policies import make_policy
 from conductor.replica_commands import ReplicaCommands, ReplicaMetrics
 from conductor.role_commands import RoleCommands
 from conductor.standby import STOP_GRACE_S, serve_among_others
@@ -246,16 +245,16 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     """Runs the conductor until the process is told to stop. Raises ConfigError when it cannot start."""
     registry = CollectorRegistry()
     metrics = scheduler_metrics(registry)
-    config.roles()  # says what is wrong before anything is served
+    config.policy()  # says what is wrong before anything is served
+    config.roles()
     config.replication_terms()
     commands = RoleCommands(config.cluster_token)
     copies = ReplicaCommands(config.cluster_token, ReplicaMetrics(registry))
 
     def fresh() -> ConductorService:
-        policy = make_policy(
-            config.placement_policy, config.balancing_threshold, config.policy_seed
+        state = ConductorState(
+            config.policy(), config.limits(), config.roles(), config.replication_terms()
         )
-        state = ConductorState(policy, config.limits(), config.roles(), config.replication_terms())
         return ConductorService(state, metrics, role_commands=commands, replica_commands=copies)
 
     with seldom_collected(), exposed(registry, config.host, config.metrics_port):

@@ -51,7 +51,7 @@ from conductor.flights import Flight, Flights, outcome
 from conductor.learned import Learned
 from conductor.members import Instance, Members
 from conductor.placement import Planner, Targets
-from conductor.policies import make_policy
+from conductor.policies import make_builtin
 from conductor.policies.base import PlacementPolicy
 from conductor.replication import Replication, ReplicationTerms
 from conductor.role_loads import RoleLoads
@@ -258,7 +258,7 @@ class ConductorState:
 
     def _switch(self, event: SwitchPolicy) -> PolicySwitched:
         try:
-            policy = make_policy(event.name, event.balancing_threshold, event.seed)
+            policy = make_builtin(event.name, event.balancing_threshold, event.seed)
         except ConfigError as error:  # of the caller now, not of who started the process
             raise InvalidRequest(error.message) from error
         self._planner.policy = policy

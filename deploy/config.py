@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from conductor.admission import Admission
 from conductor.config import DEFAULT_ROLE_TERMS, DEFAULT_TERMS, ConductorConfig
 from conductor.fairness import parse_weights
+from conductor.policies import DEFAULT_POLICY as DEFAULT_PLACEMENT
+from conductor.policies import POLICY_CHOICES
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.roles import RoleTerms
 from decode_worker.config import AllotmentConfig
@@ -166,7 +168,9 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig,
     kernels: str = option(
         "auto", help="what computes on workers", choices=("auto", "native", "torch")
     )
-    placement_policy: str = option("moonserve", help="how the conductor chooses prefill workers")
+    placement_policy: str = option(
+        DEFAULT_PLACEMENT, help=f"how the conductor chooses prefill workers: {POLICY_CHOICES}"
+    )
     ttft_slo: float = option(30.0, help="seconds to the first token that placement must meet")
     tbt_slo: float = option(1.0, help="seconds between tokens that placement must meet")
     admission: str = option(

@@ -1,4 +1,4 @@
-"""Placement policies by name."""
+"""Placement policies by name: ours, and users' own as `FILE.py:CLASS` or `MODULE:CLASS`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from conductor.policies.global_cache_aware import GlobalCacheAware
 from conductor.policies.least_added_delay import LeastAddedDelay
 from conductor.policies.least_loaded import LeastLoaded
 from conductor.policies.local_cache_aware import LocalCacheAware
+from conductor.policies.outside import is_outside, load_policy
 from conductor.policies.random_choice import Random
 from conductor.policies.round_robin import RoundRobin
 from conductor.policies.session_affinity import SessionAffinity
@@ -30,10 +31,21 @@ _POLICIES: dict[str, Callable[[float, int], PlacementPolicy]] = {
 }
 
 POLICY_NAMES = tuple(_POLICIES)
+POLICY_CHOICES = f"{', '.join(POLICY_NAMES)}, or one's own as FILE.py:CLASS or MODULE:CLASS"
 
 
 def make_policy(name: str, balancing_threshold: float, seed: int = 0) -> PlacementPolicy:
-    """Raises ConfigError for an unknown name or a threshold the policy cannot use."""
+    """For names from a command line: one's own policies are code, which runs now.
+
+    Raises ConfigError for an unknown name, a threshold the policy cannot use, and code that fails.
+    """
+    if is_outside(name):
+        return load_policy(name)
+    return make_builtin(name, balancing_threshold, seed)
+
+
+def make_builtin(name: str, balancing_threshold: float, seed: int = 0) -> PlacementPolicy:
+    """One of ours. Raises ConfigError for another name, or a threshold the policy cannot use."""
     if name not in _POLICIES:
         raise ConfigError(f"placement policy {name!r} is not one of {', '.join(POLICY_NAMES)}")
     return _POLICIES[name](balancing_threshold, seed)

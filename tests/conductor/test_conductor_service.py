@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -151,6 +152,15 @@ async def test_the_policy_is_changed_while_serving(rig: Rig) -> None:
     assert policies == [PUBLISHED_POLICY, "round-robin"]
     with pytest.raises(InvalidRequest):
         await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name="nonsense"))
+
+
+async def test_no_call_can_choose_code(rig: Rig, tmp_path: Path) -> None:
+    """Policies of one's own are named where the process starts."""
+    (tmp_path / "policy.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    name = f"{tmp_path}/policy.py:Policy"
+    with pytest.raises(InvalidRequest, match="is not one of"):
+        await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name=name))
+    assert not (tmp_path / "ran").exists()
 
 
 async def test_a_session_id_reaches_the_policy(rig: Rig) -> None:
@@ -354,6 +364,8 @@ async def test_a_taken_port_is_a_config_error(rig: Rig) -> None:
         ["--ttft-slo", "0"],
         ["--placement-policy", PUBLISHED_POLICY, "--balancing-threshold", "0.5"],
         ["--decision-mib", "0"],
+        ["--placement-policy", "nonsense"],
+        ["--placement-policy", "nowhere.py:Nothing"],
     ],
 )
 async def test_values_that_cannot_work_are_config_errors(flags: list[str]) -> None:

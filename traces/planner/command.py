@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conductor.policies import DEFAULT_POLICY, POLICY_NAMES, PUBLISHED_POLICY
+from conductor.policies import DEFAULT_POLICY, POLICY_CHOICES, PUBLISHED_POLICY
 from protocol.config import option
 from protocol.errors import ConfigError
 from traces.planner.answer import Answer, format_answer, to_json
@@ -42,7 +42,7 @@ class PlanConfig:
     nodes: int = option(16, help="machines there are")
     policies: tuple[str, ...] = option(
         (PUBLISHED_POLICY, DEFAULT_POLICY),
-        help=f"placements to try, commas between: {', '.join(POLICY_NAMES)}",
+        help=f"placements to try, commas between: {POLICY_CHOICES}",
     )
     model_profile: str = option(
         LLAMA3_70B_8XA800.name,

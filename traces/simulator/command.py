@@ -9,7 +9,7 @@ from pathlib import Path
 
 from conductor.admission import Admission
 from conductor.fairness import parse_weights
-from conductor.policies import POLICY_NAMES, PUBLISHED_POLICY
+from conductor.policies import POLICY_CHOICES, PUBLISHED_POLICY, make_policy
 from conductor.replication import ReplicationTerms
 from conductor.roles import RoleTerms
 from kvstore.eviction import DEFAULT_POLICY as DEFAULT_EVICTION
@@ -51,7 +51,7 @@ class SimulateConfig:
         help=f"{', '.join(PROFILES)}, or a file that moonserve profile --json wrote",
     )
     policy: tuple[str, ...] = option(
-        (PUBLISHED_POLICY,), help=f"placement, commas between: {', '.join(POLICY_NAMES)}"
+        (PUBLISHED_POLICY,), help=f"placement, commas between: {POLICY_CHOICES}"
     )
     balancing_threshold: float = option(
         1.25, help="fetch a prefix when the best in the cluster is this many times longer"
@@ -155,11 +155,10 @@ def specs_of(config: SimulateConfig) -> Iterator[tuple[str, ClusterSpec | Couple
         faults=tuple(map(parse_fault, config.faults)),
     )
     for policy in config.policy:
-        if policy not in POLICY_NAMES:
-            raise ConfigError(f"--policy is {policy!r}; it is one of {', '.join(POLICY_NAMES)}")
+        shown = make_policy(policy, config.balancing_threshold, config.seed).name
         for suffix, terms in _REPLICATION[config.replication]:
             yield from _variants(
-                config, policy + suffix, replace(common, policy=policy, replication=terms)
+                config, shown + suffix, replace(common, policy=policy, replication=terms)
             )
     for kind in config.coupled:
         if kind not in _COUPLED:
