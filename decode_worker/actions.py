@@ -22,10 +22,11 @@ class OpenWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseWindow:
-    """Let nobody write under this window any more → WindowClosed."""
+    """Let nobody write under this window any more, then bring what landed to where steps read it → WindowClosed."""
 
     lease_id: LeaseId
     window_id: int
+    landed: tuple[BlockId, ...] = ()  # (): nobody wants what was written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

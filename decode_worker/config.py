@@ -9,7 +9,9 @@ from engine.lookahead.base import Policy
 from engine.lookahead.costs import Costs
 from engine.lookahead.lookahead import Lookahead
 from engine.lookahead.on_demand import OnDemand
-from engine.replica import PoolPlan, Profiles, ReplicaConfig
+from engine.pool_plan import PoolPlan
+from engine.replica import Profiles
+from engine.replica_config import ReplicaConfig
 from protocol.config import option
 from protocol.errors import ConfigError
 from protocol.step_budget import StepBudget

@@ -283,7 +283,10 @@ class Landings:
         if lease.window_id is None:
             self.window_closed(lease.lease_id, now)
         else:
-            out.append(CloseWindow(lease_id=lease.lease_id, window_id=lease.window_id))
+            close = CloseWindow(
+                lease_id=lease.lease_id, window_id=lease.window_id, landed=lease.landing_blocks
+            )
+            out.append(close)
 
     def window_closed(self, lease_id: LeaseId, now: float) -> None:
         """No write can come any more: the blocks go where the lease ended."""

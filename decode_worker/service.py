@@ -21,6 +21,7 @@ from decode_worker.state import DecodeState
 from decode_worker.store_access import StoreAccess
 from decode_worker.verify import BlockVerifier, Verdict
 from engine.batch import Sampled, Slice
+from engine.staging import InPlace, Staging
 from kvstore.block_client import BlockClient
 from protocol.errors import MoonserveError, PeerError
 from protocol.ids import BlockId, GatewayId, LeaseId
@@ -71,10 +72,12 @@ class DecodeService:
         layout: KvLayout,
         *,
         stores: BlockClient | None = None,
+        staging: Staging | None = None,
         look_for_home: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stores`: None where no home store is ever found. `look_for_home`: it could not be reached."""
+        """`stores`: None where no home store is ever found. `staging`: None where steps compute from the segment.
+        `look_for_home`: it could not be reached."""
         self.streams = GatewayStreams(self._on_gateway_lost)
         self.idle = asyncio.Event()
         self._state = state
@@ -82,11 +85,12 @@ class DecodeService:
         self._transfer = transfer
         self._segment = segment
         self._layout = layout
+        self._staging = staging or InPlace()
         self._verifier = BlockVerifier(segment.buffer, layout, state.num_blocks)
         self._store_access: StoreAccess | None = None
         if stores is not None:
             self._store_access = StoreAccess(
-                stores, segment, layout, state.num_blocks, self._verifier
+                stores, segment, layout, state.num_blocks, self._verifier, self._staging
             )
         self._look_for_home = look_for_home
         self._clock = clock
@@ -227,6 +231,7 @@ class DecodeService:
     async def _close_window(self, action: actions.CloseWindow) -> None:
         # Waits for stores under way, so not in this thread.
         await asyncio.to_thread(self._transfer.close_window, action.window_id)
+        await self._staging.load(action.landed)
         self.handle(events.WindowClosed(lease_id=action.lease_id))
 
     def _verify(self, action: actions.VerifyBlocks) -> None:

@@ -12,6 +12,7 @@ import logging
 from decode_worker.actions import KeepBlocks, LoadBlocks
 from decode_worker.events import BlocksLoaded, Kept
 from decode_worker.verify import BlockVerifier
+from engine.staging import InPlace, Staging
 from kvstore.block_client import BlockClient, right_s
 from kvstore.objects import Pieces, PutObject
 from protocol.errors import MoonserveError
@@ -38,15 +39,19 @@ class StoreAccess:
         layout: KvLayout,
         num_blocks: int,
         verifier: BlockVerifier,
+        staging: Staging | None = None,
     ) -> None:
+        """`staging`: None where steps compute from the segment."""
         self._client = client
         self._segment = segment
         self._layout = layout
         self._num_blocks = num_blocks
         self._verifier = verifier
+        self._staging = staging or InPlace()
 
     async def keep(self, action: KeepBlocks) -> Kept:
         """Raises nothing: a store that did not take them is an outcome."""
+        await self._staging.store([item.block for item in action.blocks])
         checksums = await self._checksums(action)
         objects = [
             PutObject(
@@ -107,6 +112,7 @@ class StoreAccess:
         try:
             places = [self._pieces(block) for block in action.blocks[: len(lease.objects)]]
             num_good = await client.read(lease, self._segment, places, deadline_s=deadline_s)
+            await self._staging.load(action.blocks[:num_good])
         finally:
             client.release_soon(lease)
         return tuple(stored.checksum for stored in lease.objects[:num_good])

@@ -94,6 +94,7 @@ class DecodeWorker:
             segment,
             plan.layout,
             stores=self._stores,
+            staging=replica.staging,
             look_for_home=self._look_for_home,
         )
 

@@ -14,8 +14,10 @@ from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.roles import RoleTerms
 from decode_worker.config import AllotmentConfig
 from deploy.worker.config import DEFAULT_ROLE_DRAIN_S
+from engine.device import DEVICES
 from engine.elastic.config import LedgerConfig
 from engine.prefix import DEFAULT_EVICTION, EVICTION_NAMES
+from engine.replica_config import DEFAULT_KV_BYTES, DEFAULT_UTILIZATION, require_share
 from gateway.client_config import ClientConfig
 from kvstore.config import StoreConfig
 from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
@@ -115,8 +117,21 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig,
         None, help="longest prompt plus output in tokens; the model's own limit when not given"
     )
     block_size: int = option(32, help="tokens per KV block")
-    kv_cache_memory: int = option(
-        256 * MIB, help="bytes of KV per prefill or decode worker", unit="bytes"
+    device: str = option(
+        "auto",
+        help="what workers compute on: auto = cuda where torch sees a GPU and Triton is installed, else cpu; several "
+        "GPUs are dealt out in turn; cpu-staged is for tests (docs/cuda.md)",
+        choices=DEVICES,
+    )
+    kv_cache_memory: int | None = option(
+        None,
+        help="bytes of KV per prefill or decode worker; when not given 256MiB, or on a GPU what "
+        "--gpu-memory-utilization leaves",
+        unit="bytes",
+    )
+    gpu_memory_utilization: float = option(
+        DEFAULT_UTILIZATION,
+        help="share of each GPU's memory that its workers may take together, weights and all",
     )
     dram: int = option(512 * MIB, help="bytes of KV per store node", unit="bytes")
     eviction_policy: str = option(
@@ -201,6 +216,7 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig,
         self.transfer_patience()
         self.transfer_options("127.0.0.1")  # says what is wrong before any process is started
         self._check_memory()
+        require_share(self.gpu_memory_utilization)
         require_at_least_1(
             self,
             "conductors",
@@ -280,7 +296,8 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig,
         others are busy."""
         if self.kv_memory_floor is not None or self.kv_memory_budget is None:
             return self.kv_memory_floor or 0
-        return min(self.kv_cache_memory, self.kv_memory_budget // (4 * self.num_workers))
+        most = DEFAULT_KV_BYTES if self.kv_cache_memory is None else self.kv_cache_memory
+        return min(most, self.kv_memory_budget // (4 * self.num_workers))
 
     def _check_stores(self) -> None:
         if self.store_nodes < 0:

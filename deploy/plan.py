@@ -6,7 +6,7 @@ process to process is said here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,10 +44,15 @@ def conductor_spec(config: ServeConfig, port: str = "0", number: int = 0) -> Pro
 
 
 def member_specs(
-    config: ServeConfig, model_path: str, conductor: str, ledger: str | None = None
+    config: ServeConfig,
+    model_path: str,
+    conductor: str,
+    ledger: str | None = None,
+    gpus: Sequence[str] = (),
 ) -> list[ProcessSpec]:
     """All other processes: store nodes, workers, gateway. `conductor`: addresses with commas between; `ledger`: file
-    for the shares of a memory budget, unless the configuration names another."""
+    for the shares of a memory budget, unless the configuration names another; `gpus`: this machine's, as
+    CUDA_VISIBLE_DEVICES names them."""
     shared = {"conductor": conductor}
     worker = {
         **shared,
@@ -58,19 +63,51 @@ def member_specs(
     if config.kv_memory_budget is not None and ledger is not None:
         worker |= {"kv_memory_ledger": ledger, "kv_memory_floor": str(config.memory_floor)}
     stores = [_store_spec(config, f"store-{i}", shared) for i in range(config.store_nodes)]
-    workers = _switching if config.role_switching == "on" else _fixed
-    return [*stores, *workers(config, worker), _gateway_spec(config, model_path, conductor)]
+    dealt = _Dealt(config, gpus)
+    workers = (_switching if config.role_switching == "on" else _fixed)(config, worker, dealt)
+    workers = [dealt.seen_by(index, spec) for index, spec in enumerate(workers)]
+    return [*stores, *workers, _gateway_spec(config, model_path, conductor)]
 
 
-def _fixed(config: ServeConfig, worker: Mapping[str, str]) -> list[ProcessSpec]:
+class _Dealt:
+    """GPUs, dealt out to workers in turn: each computes on one, whose memory its workers share evenly."""
+
+    def __init__(self, config: ServeConfig, gpus: Sequence[str]) -> None:
+        self._gpus = gpus if config.device in ("auto", "cuda") else ()
+        self._config = config
+
+    def share(self, index: int) -> dict[str, str]:
+        """The option of the worker with this number."""
+        num_gpus, num_workers = len(self._gpus) or 1, self._config.num_workers
+        sharing = len(range(index % num_gpus, num_workers, num_gpus))
+        return {"gpu_memory_utilization": f"{self._config.gpu_memory_utilization / sharing:.4g}"}
+
+    def seen_by(self, index: int, spec: ProcessSpec) -> ProcessSpec:
+        """The worker as a process that sees its own GPU only."""
+        if not self._gpus:
+            return spec
+        own = {"CUDA_VISIBLE_DEVICES": self._gpus[index % len(self._gpus)]}
+        return replace(spec, environment={**spec.environment, **own})
+
+
+def _fixed(config: ServeConfig, worker: Mapping[str, str], dealt: _Dealt) -> list[ProcessSpec]:
     is_group = config.pipeline_parallel_size > 1  # whose stages have no whole blocks for a store
     homes = [{} if is_group else _home(config, i) for i in range(config.prefill_workers)]
     own = {**worker, **_ranks(config, config.tensor_parallel_sizes[0])}
     prefills = [
-        _spec(config, f"prefill-{i}", "prefill_worker", PrefillConfig, {**own, **home})
+        _spec(
+            config,
+            f"prefill-{i}",
+            "prefill_worker",
+            PrefillConfig,
+            {**own, **home, **dealt.share(i)},
+        )
         for i, home in enumerate(homes)
     ]
-    decodes = [_decode_spec(config, i, worker) for i in range(config.decode_workers)]
+    decodes = [
+        _decode_spec(config, i, {**worker, **dealt.share(config.prefill_workers + i)})
+        for i in range(config.decode_workers)
+    ]
     return [*prefills, *decodes]
 
 
@@ -82,7 +119,7 @@ def _decode_spec(config: ServeConfig, index: int, worker: Mapping[str, str]) -> 
     return _spec(config, name, "deploy.undivided", UndividedConfig, values)
 
 
-def _switching(config: ServeConfig, worker: Mapping[str, str]) -> list[ProcessSpec]:
+def _switching(config: ServeConfig, worker: Mapping[str, str], dealt: _Dealt) -> list[ProcessSpec]:
     """Names that say nothing of a role, which is only what each begins with."""
     roles = ["prefill"] * config.prefill_workers + ["decode"] * config.decode_workers
     return [
@@ -93,6 +130,7 @@ def _switching(config: ServeConfig, worker: Mapping[str, str]) -> list[ProcessSp
             WorkerConfig,
             {
                 **worker,
+                **dealt.share(i),
                 **_ranks(config, config.tensor_parallel_size),
                 **_home(config, i),
                 "role": role,

@@ -27,7 +27,8 @@ from deploy.serving_calibration import calibrated
 from deploy.transfer_checks import try_transport
 from engine.config import ModelConfig, load_model_config
 from engine.hub import resolve_model
-from engine.replica import PoolPlan, ReplicaConfig, plan_pool
+from engine.pool_plan import PoolPlan, plan_pool
+from engine.replica_config import ReplicaConfig
 from models import demo_model_path
 from protocol.config import HelpRequested, load, option, require_at_least_1
 from protocol.errors import ConfigError

@@ -19,6 +19,7 @@ from deploy.local import takes_requests
 from deploy.plan import conductor_spec, member_specs
 from deploy.supervisor import ChildDied, Supervisor
 from engine.config import load_model_config
+from engine.device import visible_gpus
 from engine.hub import resolve_model
 from models import demo_model_path
 from protocol import logs
@@ -103,7 +104,13 @@ async def _start(
         # A restarted conductor must be found where the others look for it.
         conductor.spec = conductor_spec(config, address.rpartition(":")[2], number)
     members = await supervisor.start(
-        member_specs(config, str(model_path), ",".join(addresses), str(ledger))
+        member_specs(
+            config,
+            str(model_path),
+            ",".join(addresses),
+            str(ledger),
+            visible_gpus(os.environ),
+        )
     )
     url = next(member.facts["http"] for member in members if "http" in member.facts)
     await _until_joined(url)

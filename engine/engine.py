@@ -6,9 +6,10 @@ to stop is the caller's business; the engine keeps nothing about a sequence that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from engine.batch import HiddenStates, Sampled, Slice
 from engine.config import ModelConfig
 from engine.cuda.graphs import with_graphs
 from engine.cuda.requirements import find_device
+from engine.cuda.staging import HostStaging, StepStores
+from engine.device import CPU, STAGED
 from engine.kernels import crew_of, make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.model import ForwardPass, Model
@@ -31,6 +34,8 @@ from protocol.errors import ConfigError, InvalidRequest
 from protocol.ids import BlockId, RequestId
 from protocol.layout import KvLayout
 from protocol.layout import fingerprint as make_fingerprint
+
+OnLayer = Callable[[int], None]
 
 
 class Engine:
@@ -45,13 +50,16 @@ class Engine:
         fingerprint: str,
         stage: Stage | None = None,
         team: Team | None = None,
+        outside: memoryview | None = None,
     ) -> None:
+        """`outside`: where others reach the pool's KV, by way of `engine.staging`; None: in the pool itself."""
         self.config = config
         self.kernels_name = model.kernels_name
         self.attention_name = attention.name
         self.layout = pool.layout
         self.num_blocks = pool.num_blocks
         self.memory = pool.memory
+        self.device = pool.device
         self.dtype = pool.dtype  # that the model is computed in
         self.fingerprint = fingerprint
         self.stage = stage or split(config.num_layers, 1)[0]
@@ -62,6 +70,8 @@ class Engine:
         self._clean_tails: dict[RequestId, BlockId] = {}
         self.team = team
         self._leading: Leading | None = None
+        self._outside = outside
+        self._staging = self.make_staging() if outside is not None else None
 
     @classmethod
     def load(
@@ -88,17 +98,19 @@ class Engine:
         whole process.
 
         `kernels` and `attention`: auto, native or torch. What is native is compiled once into `cache_folder`
-        (`protocol.machine.cache_folder`); without a folder, or without a compiler, auto means torch. `device`: cpu or
-        cuda, where auto means triton, and `memory` does not hold the KV: nobody may hand it over from there.
+        (`protocol.machine.cache_folder`); without a folder, or without a compiler, auto means torch. `device`: cpu,
+        cuda, where auto means triton, or cpu-staged (`engine.device`); but for cpu the KV is in memory of the engine's
+        own, and what is in `memory` goes there and comes from there by way of `make_staging`.
 
         `stage`: only these layers are loaded and have KV in `memory`; `config` and `layout` are the whole model's, as
         the fingerprint is, which is equal at all stages. `team`: only this rank's share is loaded, and of `memory`,
         which all ranks have, only its heads are written."""
         set_threads(num_threads)
-        place = find_device(device)
+        place = find_device(CPU if device == STAGED else device)
+        is_staged = device == STAGED or (place.type == "cuda" and memory is not None)
         own = stage or split(config.num_layers, 1)[0]
         triton = place.type == "cuda" or "triton" in (kernels, attention)
-        _require_possible(layout, own, team, on_cuda=place.type == "cuda", triton=triton)
+        _require_possible(layout, own, team, apart=device != CPU, triton=triton)
         shard = None if team is None else team.shard
         dtype = dtype or layout.dtype
         weights = load_weights(
@@ -114,7 +126,8 @@ class Engine:
         config = config.of_layers(own.layers)
         part, heads = (config, None) if shard is None else (shard.of(config), shard.kv_heads)
         own_layout = layout.of_layers(config.num_layers)
-        pool = KvPool(own_layout, num_blocks, memory, place, heads, dtype)
+        inside = None if is_staged else memory
+        pool = KvPool(own_layout, num_blocks, inside, place, heads, dtype)
         layers = make_kernels(
             kernels,
             part,
@@ -132,7 +145,18 @@ class Engine:
         plain = Model(part, layers, backend, gives_logits=own.is_last, share=team)
         model = with_graphs(plain, config, pool)
         identity = make_fingerprint(weights.digest, layout, dtype)
-        return cls(config, model, backend, pool, identity, own, team)
+        outside = memory if is_staged else None
+        return cls(config, model, backend, pool, identity, own, team, outside)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the KV that it computes from is not in the memory that it was given."""
+        return self._outside is not None
+
+    def make_staging(self) -> HostStaging:
+        """A way of its own between the pool and the memory that `load` was given, for one caller."""
+        assert self._outside is not None, "the pool is in that memory"
+        return HostStaging(self._pool, self._outside)
 
     def lead(self, leading: Leading) -> None:
         """From now on the other ranks of the team are told each step."""
@@ -141,12 +165,15 @@ class Engine:
     def execute(
         self,
         slices: Sequence[Slice],
-        on_layer: Callable[[int], None] | None = None,
+        on_layer: OnLayer | None = None,
         *,
+        before_attention: OnLayer | None = None,
         hidden: HiddenStates | None = None,
     ) -> list[Sampled | None]:
-        """One forward pass over all slices. `on_layer(l)` is called right after layer l's K and V of this step are in
-        the pool. The result has one entry per slice, None where it does not sample. Raises InvalidRequest, before
+        """One forward pass over all slices. `on_layer(l)` is called when layer l's K and V of this step are in the
+        memory that `load` was given: right after they were computed, or, where that is not the pool's, a little later.
+        `before_attention(l)` is called after they were computed and before any of the layer's KV is looked at.
+        The result has one entry per slice, None where it does not sample. Raises InvalidRequest, before
         anything is computed, for a slice that does not fit its blocks or the vocabulary.
 
         A stage takes hidden states from the one before and leaves some for the next one in `hidden`, and only the last
@@ -161,10 +188,11 @@ class Engine:
         with torch.inference_mode():
             step = self._make_step(ordered, hidden)
             dirty = self._find_dirty(ordered) if self._attention.reads_whole_blocks else None
-            if self._leading is None:
-                output = self.run(step, dirty, on_layer)
-            else:
-                output = self._leading.run(self.run, step, dirty, on_layer)
+            with self._hooks(ordered, on_layer, before_attention) as hook:
+                if self._leading is None:
+                    output = self.run(step, dirty, hook)
+                else:
+                    output = self._leading.run(self.run, step, dirty, hook)
             if not self.stage.is_last:
                 if hidden is not None and hidden.passed_on is not None:
                     self._rows_of(hidden.passed_on, len(output)).copy_(output)
@@ -176,11 +204,31 @@ class Engine:
                 results[index] = next(sampled)
         return results
 
+    @contextmanager
+    def _hooks(
+        self, slices: Sequence[Slice], on_layer: OnLayer | None, before_attention: OnLayer | None
+    ) -> Iterator[OnLayer | None]:
+        """What the forward pass calls after each layer's K and V. All of `on_layer` has been called at the end."""
+        if on_layer is None or self._staging is None:
+            yield _both(on_layer, before_attention)
+            return
+        stores = StepStores(self._staging, self._touched(slices), on_layer)
+        try:
+            yield _both(stores.computed, before_attention)
+        finally:
+            stores.finish()
+
+    def _touched(self, slices: Sequence[Slice]) -> list[BlockId]:
+        """The blocks that a step writes to, each once."""
+        size = self.layout.block_size
+        blocks = (s.block_table[s.start // size : self.layout.blocks_for(s.end)] for s in slices)
+        return list(dict.fromkeys(chain.from_iterable(blocks)))
+
     def run(
         self,
         step: Step,
         dirty: torch.Tensor | None,
-        on_layer: Callable[[int], None] | None = None,
+        on_layer: OnLayer | None = None,
     ) -> torch.Tensor:
         """A step that is checked and laid out: `execute` calls it, and a rank that does as another one says. `dirty`:
         slots to be zeroed before. What `ForwardPass.forward` gives."""
@@ -276,14 +324,25 @@ def _rows(slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
     return None if len(rows) == num_tokens else torch.tensor(rows, dtype=torch.int64)
 
 
+def _both(first: OnLayer | None, second: OnLayer | None) -> OnLayer | None:
+    if first is None or second is None:
+        return first or second
+
+    def call(layer: int) -> None:
+        first(layer)
+        second(layer)
+
+    return call
+
+
 def _require_possible(
-    layout: KvLayout, stage: Stage, team: Team | None, *, on_cuda: bool, triton: bool
+    layout: KvLayout, stage: Stage, team: Team | None, *, apart: bool, triton: bool
 ) -> None:
-    """Raises ConfigError for what does not go together."""
-    if stage.size > 1 and on_cuda:
-        raise ConfigError("a pipeline's stages compute on CPUs")
-    if team is not None and (stage.size > 1 or on_cuda):
-        raise ConfigError("ranks share whole models, on CPUs")
+    """Raises ConfigError for what does not go together. `apart`: the KV is in memory of a device's own."""
+    if stage.size > 1 and apart:
+        raise ConfigError("a pipeline's stages compute on CPUs: --device cpu")
+    if team is not None and (stage.size > 1 or apart):
+        raise ConfigError("ranks share whole models, on CPUs: --device cpu")
     if layout.is_quantised and triton:
         raise ConfigError(f"KV in {layout.dtype} is for CPUs: the Triton kernels do not read it")
 

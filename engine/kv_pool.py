@@ -2,8 +2,8 @@
 of these heads. Where K and V are quantised, heads are rows of bytes (`engine.quantised`), `head_bytes` long.
 
 The memory belongs to whoever registered it with the transfer engine; here are only views, at exactly the offsets that
-`protocol.layout` gives to everyone else. A pool on a GPU has the same layout there, and the host's memory only holds
-what is on its way in or out. Does not know which blocks are in use.
+`protocol.layout` gives to everyone else. A pool on a GPU has the same layout there; `engine.staging` is the way between
+the two. Does not know which blocks are in use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class KvPool:
-    """Views of one pool, or of the KV heads in it that a rank has. `slot` = block · block_size + place in the block."""
+    """Views of one pool, or of the KV heads in it that a rank has. `slot` = block · block_size + place in the block.
+    `memory` is the host's; that of a pool on a GPU is empty."""
 
     def __init__(
         self,
@@ -34,15 +35,18 @@ class KvPool:
         """`heads`: contiguous; all when None. `dtype`: what K and V are computed in; None = the layout's own, which is
         then not quantised."""
         needed = layout.pool_bytes(num_blocks)
-        self.memory = allocate(needed) if memory is None else memory
         self.layout = layout
         self.num_blocks = num_blocks
-        if self.memory.nbytes < needed or self.memory.readonly:
-            raise ConfigError(
-                f"the KV pool needs {needed} writable bytes, not {self.memory.nbytes}"
-                f"{' read-only ones' if self.memory.readonly else ''}"
-            )
         self.device = device or torch.device("cpu")
+        is_here = self.device.type == "cpu"
+        if memory is None:
+            memory = allocate(needed) if is_here else memoryview(b"")
+        self.memory = memory
+        if is_here and (memory.nbytes < needed or memory.readonly):
+            raise ConfigError(
+                f"the KV pool needs {needed} writable bytes, not {memory.nbytes}"
+                f"{' read-only ones' if memory.readonly else ''}"
+            )
         self._heads = heads or range(layout.num_kv_heads)
         self.dtype = dtype or layout.dtype
         self._code = CODES.get(layout.dtype)

@@ -103,7 +103,10 @@ def measure_cached(
     kept = _read(path)
     if kept is None:
         # All workers of a host start, and measure, at the same time: the time of others is not to be kept for good.
-        is_alone = torch.get_num_threads() == 1 and engine.team is None
+        # Beside a GPU, and where several threads work, processor time says nothing.
+        is_alone = (
+            torch.get_num_threads() == 1 and engine.team is None and engine.device.type == "cpu"
+        )
         clock = time.process_time if is_alone else time.perf_counter
         kept = measure(engine, chunk_tokens=chunk_tokens, clock=clock)
         _write(path, kept)
@@ -233,6 +236,7 @@ def _identity(engine: Engine, chunk_tokens: int) -> str:
         engine.layout.num_layers,  # a pipeline's stage has some of them
         processor(),
         torch.get_num_threads(),
+        *(() if engine.device.type == "cpu" else (torch.cuda.get_device_name(engine.device),)),
         *(() if engine.team is None else (engine.team.shard.size, engine.team.ranks.name)),
     )
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

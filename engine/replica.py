@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.blanks import Blanks
 from engine.config import ModelConfig, load_model_config
-from engine.elastic.config import LedgerConfig
+from engine.device import CUDA, resolve_device
 from engine.elastic.elasticity import Elasticity
 from engine.elastic.elasticity import Memory as ElasticMemory
-from engine.elastic.paging import Paging
 from engine.hub import resolve_model
-from engine.prefix import DEFAULT_EVICTION, EVICTION_NAMES
-from engine.stage import Stage, split
-from protocol.config import option, require_at_least_1
+from engine.pool_plan import PoolPlan, Room, plan_pool
+from engine.replica_config import ReplicaConfig, cache_folder_of
+from engine.staging import InPlace, Staging, staging_of
 from protocol.errors import ConfigError
-from protocol.layout import KV_DTYPES, KvLayout
-from protocol.machine import cache_folder
 from protocol.pb import common_pb2, conductor_pb2
-from protocol.process import Lifecycle, ProcessConfig
+from protocol.process import Lifecycle
 from protocol.request import Endpoint
 from protocol.wire import endpoint_to_wire, layout_to_wire
 
@@ -38,150 +34,7 @@ if TYPE_CHECKING:
     from engine.tensor_parallel.processes import RankProcesses
     from engine.tensor_parallel.team import Team
 
-MIB = 2**20
-
 Profiles = tuple[conductor_pb2.PrefillProfile, conductor_pb2.DecodeProfile]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaConfig(ProcessConfig, LedgerConfig):
-    """Options of every worker. Flags that vLLM has too mean the same."""
-
-    model: str = option(help="local Hugging Face folder or hub name")
-    dtype: str = option(
-        "auto",
-        help="of weights and, unless it is quantised, of KV",
-        choices=("auto", "float32", "bfloat16"),
-    )
-    kv_cache_dtype: str = option(
-        "auto",
-        help="of KV: auto = as --dtype; fp8 (E4M3) and int8 quantise it, a scale per token and head, with some loss "
-        "(docs/kv-dtypes.md)",
-        choices=("auto", *KV_DTYPES),
-    )
-    load_format: str = option(
-        "auto", help="dummy = random weights, for measuring", choices=("auto", "dummy")
-    )
-    max_model_len: int | None = option(
-        None,
-        help="longest prompt plus output in tokens; what model and memory allow when not given",
-    )
-    block_size: int = option(32, help="tokens per KV block")
-    kv_cache_memory: int = option(256 * MIB, help="bytes of KV", unit="bytes")
-    max_num_seqs: int = option(64, help="sequences in one step")
-    max_num_batched_tokens: int = option(512, help="tokens computed in one step")
-    enable_prefix_caching: bool = option(True, help="share the KV of equal prefixes")
-    prefix_eviction: str = option(
-        DEFAULT_EVICTION,
-        help="which cached KV makes room first: least recently (lru) or least frequently used (lfu, counts age)",
-        choices=EVICTION_NAMES,
-    )
-    num_threads: int = option(1, help="compute threads")
-    tensor_parallel_size: int = option(
-        1,
-        help="ranks that compute every step together: processes of this host, each with a share of the heads, the MLP "
-        "and --num-threads, over one KV memory",
-    )
-    kernels: str = option(
-        "auto",
-        help="what computes layers and attention: auto = native, compiled at the first start, or torch where there is "
-        "no compiler",
-        choices=("auto", "native", "torch"),
-    )
-    cache_dir: str | None = option(
-        None,
-        help="folder that keeps compiled kernels and measured speeds; ~/.cache/moonserve when not given",
-    )
-    drain_timeout_s: float = option(
-        5.0, help="seconds that requests may take to finish when the worker stops"
-    )
-    metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
-
-    def __post_init__(self) -> None:
-        require_at_least_1(
-            self, "block_size", "max_num_seqs", "num_threads", "tensor_parallel_size"
-        )
-        self._require_threads()
-        self.check_ledger()
-
-    def _require_threads(self) -> None:
-        if self.num_threads < self.tensor_parallel_size:
-            raise ConfigError(
-                f"--tensor-parallel-size {self.tensor_parallel_size} needs as many --num-threads, not "
-                f"{self.num_threads}: each rank computes in threads of its own"
-            )
-
-    @property
-    def threads_per_rank(self) -> int:
-        return self.num_threads // self.tensor_parallel_size
-
-    @property
-    def can_switch_role(self) -> bool:
-        """Whether the worker serves `RoleSwitch`."""
-        return False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolPlan:
-    """How much KV a replica has, and the longest sequence that it takes."""
-
-    layout: KvLayout  # of the whole model
-    dtype: str  # that the model is computed in
-    num_blocks: int  # the same at all stages
-    max_model_len: int
-    stage: Stage
-    paging: Paging | None = None  # of elastic memory
-
-    @property
-    def own_layout(self) -> KvLayout:
-        """Of what lies in the replica's own memory."""
-        return self.layout.of_layers(len(self.stage.layers))
-
-
-def plan_pool(
-    config: ReplicaConfig, model: ModelConfig, *, rank: int = 0, num_stages: int = 1
-) -> PoolPlan:
-    """Of one of a pipeline's stages, each of which has the configured memory. Raises ConfigError when the memory does
-    not hold one sequence of the length that was asked for, or the model has fewer layers than there are stages."""
-    layout = model.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
-    stages = split(model.num_layers, num_stages)
-    block_bytes = max(layout.of_layers(len(stage.layers)).block_bytes for stage in stages)
-    num_blocks = config.kv_cache_memory // block_bytes
-    paging: Paging | None = None
-    if config.is_elastic:
-        if num_stages > 1:
-            raise ConfigError("elastic KV memory does not go with --pipeline-parallel-size above 1")
-        paging = Paging.within(layout, config.kv_cache_memory)
-        num_blocks = paging.num_blocks
-    if num_blocks < 1:
-        raise ConfigError(
-            f"--kv-cache-memory {config.kv_cache_memory} holds no block of {block_bytes} bytes"
-        )
-    max_model_len = _max_model_len(config, model, num_blocks * config.block_size)
-    return PoolPlan(
-        layout=layout,
-        dtype=model.resolve_dtype(config.dtype),
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        stage=stages[rank],
-        paging=paging,
-    )
-
-
-def _max_model_len(config: ReplicaConfig, model: ModelConfig, pool_tokens: int) -> int:
-    wish = config.max_model_len
-    if wish is None:
-        return min(model.max_position_embeddings, pool_tokens)
-    if wish > model.max_position_embeddings:
-        raise ConfigError(
-            f"--max-model-len {wish} exceeds the model's {model.max_position_embeddings} positions"
-        )
-    if wish > pool_tokens:
-        raise ConfigError(
-            f"--max-model-len {wish} exceeds the {pool_tokens} tokens that --kv-cache-memory "
-            f"{config.kv_cache_memory} holds"
-        )
-    return wish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +46,7 @@ class Replica:
     thread: EngineThread
     profiles: Profiles
     elasticity: Elasticity | None = None  # None: its memory is there for good
+    staging: Staging = field(default_factory=InPlace)  # between its memory and the engine's
 
     @property
     def blanks(self) -> Blanks | None:
@@ -264,6 +118,7 @@ async def loaded_replica(
             try:
                 yield replica, memory
             finally:
+                replica.staging.close()
                 if replica.elasticity is not None:
                     replica.elasticity.close()
 
@@ -296,7 +151,9 @@ async def load_replica(
     lifecycle.progress("reading configuration")
     path = await asyncio.to_thread(resolve_model, config.model)
     model = load_model_config(path)
-    plan = plan_pool(config, model, rank=rank, num_stages=num_stages)
+    device = await asyncio.to_thread(_device, config)
+    room = await asyncio.to_thread(_room, config, model, device)
+    plan = plan_pool(config, model, rank=rank, num_stages=num_stages, room=room)
     lifecycle.progress("allocating memory")
     memory = await asyncio.to_thread(_allocate, allocate, plan, is_shared=others is not None)
     team = None
@@ -304,7 +161,7 @@ async def load_replica(
         assert memory.memory is not None
         team = await others.start(model, num_blocks=plan.num_blocks, pool_fd=memory.memory.fd)
     thread = await asyncio.to_thread(
-        _load, path, model, config, plan, memory.buffer, lifecycle.progress, team
+        _load, path, model, config, plan, device, memory.buffer, lifecycle.progress, team
     )
     if others is not None:
         await others.join(thread.engine)
@@ -316,9 +173,29 @@ async def load_replica(
     if plan.paging is not None and memory.memory is not None:
         elasticity = config.elasticity(config.instance_id, plan.paging, memory.memory)
     replica = Replica(
-        config=config, plan=plan, thread=thread, profiles=profiles, elasticity=elasticity
+        config=config,
+        plan=plan,
+        thread=thread,
+        profiles=profiles,
+        elasticity=elasticity,
+        staging=await asyncio.to_thread(staging_of, thread.engine),
     )
     return replica, memory
+
+
+def _device(config: ReplicaConfig) -> str:
+    device = resolve_device(config.device)
+    if device == CUDA:
+        config.require_device(device)
+    return device
+
+
+def _room(config: ReplicaConfig, model: ModelConfig, device: str) -> Room:
+    if device != CUDA or config.kv_cache_memory is not None:
+        return Room.wished(config)
+    from engine.cuda.room import room_on_gpu  # imports torch
+
+    return room_on_gpu(config, model)
 
 
 def _allocate(allocate: Callable[..., M], plan: PoolPlan, *, is_shared: bool) -> M:
@@ -340,6 +217,7 @@ def _load(
     model: ModelConfig,
     config: ReplicaConfig,
     plan: PoolPlan,
+    device: str,
     memory: memoryview,
     progress: Callable[[str, float], None],
     team: Team | None,
@@ -357,6 +235,7 @@ def _load(
         stage=plan.stage,
         team=team,
         dtype=plan.dtype,
+        device=device,
         num_threads=config.threads_per_rank,
         kernels=config.kernels,
         attention=config.kernels,
@@ -373,8 +252,3 @@ def _measure(engine: Engine, config: ReplicaConfig) -> Profiles:
 
     folder = cache_folder_of(config) / "profiles"
     return measure_cached(engine, folder, chunk_tokens=config.max_num_batched_tokens)
-
-
-def cache_folder_of(config: ReplicaConfig) -> Path:
-    """Where compiled kernels and measured speeds are kept."""
-    return Path(config.cache_dir) if config.cache_dir else cache_folder(os.environ, Path.home())

@@ -30,13 +30,16 @@ class EngineThread:
         slices: Sequence[Slice],
         on_layer: Callable[[int], None] | None = None,
         *,
+        before_attention: Callable[[int], None] | None = None,
         hidden: HiddenStates | None = None,
     ) -> list[Sampled | None]:
-        """`Engine.execute` in the engine's thread; `on_layer` is called there too. A step cannot be interrupted: when
-        the caller is cancelled this waits for the step's end before it re-raises, so that blocks the step writes to
-        are never released under it."""
+        """`Engine.execute` in the engine's thread, where what it is given is called too. A step cannot be interrupted:
+        when the caller is cancelled this waits for the step's end before it re-raises, so that blocks the step writes
+        to are never released under it."""
         loop = asyncio.get_running_loop()
-        work = partial(self.engine.execute, slices, on_layer, hidden=hidden)
+        work = partial(
+            self.engine.execute, slices, on_layer, before_attention=before_attention, hidden=hidden
+        )
         step = loop.run_in_executor(self._executor, work)
         try:
             return await asyncio.shield(step)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.replica import PoolPlan, ReplicaConfig
+from engine.pool_plan import PoolPlan
+from engine.replica_config import ReplicaConfig
 from prefill_worker.ledger import Limits
 from prefill_worker.puts import MIN_HITS
 from protocol.config import option, require_at_least_1
@@ -94,6 +95,10 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
             raise ConfigError(
                 "--tensor-parallel-size does not go with --pipeline-parallel-size above 1"
             )
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline_parallel_size
 
     def faults(self) -> FaultPlan:
         """What goes wrong on purpose."""

@@ -9,12 +9,13 @@ where they are small. Ranges are rows of numpy: a prefix of a thousand blocks ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.staging import InPlace, Staging
 from prefill_worker.actions import SlicePlan
 from prefill_worker.events import Landing
 from protocol.checksum import RunningChecksum
@@ -42,6 +43,8 @@ class KvMemory:
     num_blocks: int
     first_piece: int = 0
     """Which of a target's pieces its first one is: a pipeline's stage has some layers only."""
+    staging: Staging = field(default_factory=InPlace)
+    """Between it and what the engine computes from."""
 
     @property
     def piece_stride(self) -> int:
@@ -115,24 +118,16 @@ class StepWriter:
     so it grows with them while the bytes are still in the processor's cache.
     """
 
-    def __init__(
-        self,
-        memory: KvMemory,
-        plans: Sequence[SlicePlan],
-        submit: Submit,
-        before_attention: Callable[[int], None] | None = None,
-    ) -> None:
-        """`before_attention(layer)`: waits, in the engine's thread, for what a layer looks at. Raises PrefixLate."""
+    def __init__(self, memory: KvMemory, plans: Sequence[SlicePlan], submit: Submit) -> None:
         self._memory = memory
         self._submit = submit
-        self._before_attention = before_attention
         self._sent = [_SentSlice(memory, plan) for plan in plans]
         self._sums = [_BlockSum(memory, plan, index) for plan in plans for index in plan.complete]
         self._num_sums = [len(plan.complete) for plan in plans]
 
     def on_layer(self, layer: int) -> None:
-        """Called in the engine's thread, when a layer's new K and V are in the pool and before anything looks at them.
-        Raises nothing but PrefixLate: a write that cannot start is that slice's failure."""
+        """Called in the engine's thread, when a layer's new K and V are in the pool. Raises nothing: a write that
+        cannot start is that slice's failure."""
         pieces = range(2 * layer, 2 * layer + 2)
         for sent in self._sent:
             sent.add(pieces)
@@ -143,8 +138,6 @@ class StepWriter:
             for block in self._sums:
                 start = block.start + piece * stride
                 block.checksum.add(buffer[start : start + block.length])
-        if self._before_attention is not None:
-            self._before_attention(layer)
 
     def checksums(self) -> list[tuple[tuple[int, int], ...]]:
         """Per plan: (index in the block table, checksum) of each completed block. After the last layer."""

@@ -2,8 +2,9 @@
 
 All parts are leased first, so that it is known how many blocks there are to be had; then their bytes come in *turns*, a
 few layers of all blocks in each; last, every block is verified by its writer's checksum, which covers all its layers.
-Its rules: a turn is announced when all of its bytes are in the pool, and none after a part has failed; what lies before
-a part that failed is still read to its end; when this returns, nothing writes to the blocks any more.
+Its rules: a turn is announced when all of its bytes are where the engine computes from, and none after a part has
+failed; what lies before a part that failed is still read to its end; when this returns, nothing writes to the blocks
+any more. Where the engine's device has memory of its own, a turn is loaded there while the next one is read.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class LayeredLoad:
         self._parts: list[_Part] = []
         self._leases: list[ReadLease] = []
         self._failure: _Failure | None = None
+        self._loading: asyncio.Task[None] | None = None  # the latest turn, and those before it
 
     async def run(self) -> ev.PrefixLoaded | ev.PrefixLoadFailed:
         """The whole load, to its end."""
@@ -91,7 +93,10 @@ class LayeredLoad:
             await self._lease_all()
             await self._read_all()
             checksums = await self._verified()
+            if self._loading is not None:
+                await self._loading
         finally:
+            await self._end_loading()
             self._gate.close()
             for lease in self._leases:
                 self._client.release_soon(lease)
@@ -152,8 +157,16 @@ class LayeredLoad:
                     break
             if sum(each.num_blocks for each in self._parts) < num_leased or not num_leased:
                 self._gate.close()
-            else:
-                self._arrived(num_leased, end, at_once, self._clock() - began_at)
+            progress = ev.PrefixProgress(
+                request_id=self._action.request_id,
+                num_blocks=num_leased,
+                num_layers=end,
+                layers_at_once=at_once,
+                of_layers=num_layers,
+                seconds=self._clock() - began_at,
+            )
+            turn = self._load_turn(range(first, end), progress, self._loading)
+            self._loading = asyncio.create_task(turn)
 
     async def _read_turn(self, each: _Part, pieces: range) -> bool:
         """Whether it could be read; else this part and those behind it are given up."""
@@ -180,18 +193,22 @@ class LayeredLoad:
         rows = (each.rows[:, None, :] + shifts).reshape(-1, 3)
         return ScatterTransfer(Op.READ, self._memory.segment, each.lease.segment, rows)
 
-    def _arrived(self, num_blocks: int, num_layers: int, at_once: int, seconds: float) -> None:
-        self._gate.arrived(num_layers)
-        self._told(
-            ev.PrefixProgress(
-                request_id=self._action.request_id,
-                num_blocks=num_blocks,
-                num_layers=num_layers,
-                layers_at_once=at_once,
-                of_layers=self._memory.layout.num_layers,
-                seconds=seconds,
-            )
-        )
+    async def _load_turn(
+        self, layers: range, progress: ev.PrefixProgress, before: asyncio.Task[None] | None
+    ) -> None:
+        """To where the engine computes from; announced there, turn by turn."""
+        blocks = [block for each in self._parts for block in each.part.blocks[: each.num_blocks]]
+        if before is not None:
+            await before
+        await self._memory.staging.load(blocks, layers)
+        if self._failure is None and blocks:
+            self._gate.arrived(progress.num_layers)
+            self._told(progress)
+
+    async def _end_loading(self) -> None:
+        """Also where nobody wants to know any more whether it went well."""
+        if self._loading is not None:
+            await asyncio.wait({self._loading})
 
     # -- whether they are good
 

@@ -90,6 +90,7 @@ async def _load_part(
     try:
         places = [memory.pieces_of(block) for block in part.blocks[: len(lease.objects)]]
         num_good = await client.read(lease, memory.segment, places, deadline_s=deadline_s)
+        await memory.staging.load(part.blocks[:num_good])
     finally:
         client.release_soon(lease)
     return [stored.checksum for stored in lease.objects[:num_good]]

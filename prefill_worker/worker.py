@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from engine.block_pool import BlockPool
 from engine.elastic.serving import MemoryAtWork, show_memory
-from engine.replica import PoolPlan, Replica, loaded_replica
+from engine.pool_plan import PoolPlan
+from engine.replica import Replica, loaded_replica
 from engine.stage import split
 from kvstore.block_client import BlockClient
 from kvstore.home_finder import HomeFinder, finding_home
@@ -147,7 +148,9 @@ class PrefillWorker:
         return PrefillService(
             state,
             engine=self._replica.thread,
-            memory=KvMemory(segment, plan.own_layout, plan.num_blocks),
+            memory=KvMemory(
+                segment, plan.own_layout, plan.num_blocks, staging=self._replica.staging
+            ),
             transfer=transfer,
             landings=landings,
             stores=BlockClient(self._channels, transfer),

@@ -112,13 +112,16 @@ class RecordedEngine:
         self,
         slices: Sequence[Slice],
         on_layer: Callable[[int], None] | None = None,
+        *,
+        before_attention: Callable[[int], None] | None = None,
         **more: Any,
     ) -> list[Sampled | None]:
         def watched(layer: int) -> None:
             began_at = time.perf_counter()
             try:
-                if on_layer is not None:
-                    on_layer(layer)
+                for hook in (on_layer, before_attention):
+                    if hook is not None:
+                        hook(layer)
             finally:
                 self._record.pauses.append((began_at, time.perf_counter()))
 

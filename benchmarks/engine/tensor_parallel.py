@@ -26,7 +26,8 @@ from benchmarks.engine.shapes import DEMO_FOLDER, SMALL, prompt_tokens
 from benchmarks.measure import median, table, write_json
 from engine.batch import Slice
 from engine.engine import Engine
-from engine.replica import ReplicaConfig, loaded_replica
+from engine.replica import loaded_replica
+from engine.replica_config import ReplicaConfig
 from engine.tensor_parallel import steps
 from engine.tensor_parallel.base import Ranks
 from engine.tensor_parallel.gloo import GlooRanks

@@ -14,6 +14,7 @@ from decode_worker import actions, events
 from decode_worker.service import VERIFY_INLINE_BYTES, Compute, DecodeService
 from deploy.undivided.events import PutEnded, SealBlocks, Sealed, Submitted
 from deploy.undivided.state import UndividedState
+from engine.staging import InPlace, Staging
 from kvstore.block_client import BlockClient
 from prefill_worker import events as prefill_events
 from prefill_worker.actions import LoadPrefix, PutBlocks
@@ -37,22 +38,30 @@ class UndividedService(DecodeService):
         layout: KvLayout,
         *,
         stores: BlockClient | None = None,
+        staging: Staging | None = None,
         patience: Patience | None = None,
         look_for_home: Callable[[], None] = lambda: None,
     ) -> None:
         self._undivided = state
-        self._memory = KvMemory(segment, layout, state.num_blocks)
+        self._memory = KvMemory(segment, layout, state.num_blocks, staging=staging or InPlace())
         self._stores = stores
         self._patience = patience or Patience()
         super().__init__(
-            state, compute, transfer, segment, layout, stores=stores, look_for_home=look_for_home
+            state,
+            compute,
+            transfer,
+            segment,
+            layout,
+            stores=stores,
+            staging=staging,
+            look_for_home=look_for_home,
         )
 
     def _table(self) -> Mapping[type[Any], Callable[[Any], None]]:
         return {
             **super()._table(),
             LoadPrefix: lambda action: self._spawn(self._then(self._load(action))),
-            SealBlocks: self._seal,
+            SealBlocks: lambda action: self._spawn(self._then(self._seal(action))),
             PutBlocks: lambda action: self._spawn(self._then(self._put(action))),
         }
 
@@ -100,11 +109,11 @@ class UndividedService(DecodeService):
             self._look_for_home()
         return PutEnded(store_id=action.store.instance_id, outcome=outcome)
 
-    def _seal(self, action: SealBlocks) -> None:
+    async def _seal(self, action: SealBlocks) -> Sealed:
+        await self._memory.staging.store(action.blocks)
         if len(action.blocks) * self._layout.block_bytes > VERIFY_INLINE_BYTES:
-            self._spawn(self._then(asyncio.to_thread(self._sealed, action)))
-        else:
-            self.handle_any(self._sealed(action))
+            return await asyncio.to_thread(self._sealed, action)
+        return self._sealed(action)
 
     def _sealed(self, action: SealBlocks) -> Sealed:
         size = self._layout.block_size

@@ -64,6 +64,7 @@ class UndividedWorker(DecodeWorker):
             segment,
             replica.plan.layout,
             stores=self._stores,
+            staging=replica.staging,
             patience=config.transfer_patience(),
             look_for_home=self._look_for_home,
         )

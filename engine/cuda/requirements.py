@@ -13,6 +13,8 @@ import torch
 from protocol.errors import ConfigError
 
 INSTALL = "pip install 'moonserve[gpu]'"
+LEAST_CAPABILITY = (8, 0)
+"""Of compute: what the kernels are compiled for in tests. Older GPUs multiply no bfloat16."""
 
 
 def require_triton(device: torch.device) -> None:
@@ -25,6 +27,22 @@ def require_triton(device: torch.device) -> None:
         f"Triton kernels run on a CUDA device, not on {device.type!r} "
         "(TRITON_INTERPRET=1 interprets them there, for tests)"
     )
+
+
+def why_not_cuda() -> str | None:
+    """Why this machine's GPU, if it has one, cannot compute, and what to do about it; None: it can."""
+    if not torch.cuda.is_available():
+        built = (
+            "" if torch.version.cuda else "; this torch was built without CUDA: install one with it"
+        )
+        return f"torch sees no GPU here{built}"
+    capability = torch.cuda.get_device_capability()
+    if capability < LEAST_CAPABILITY:
+        found, least = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
+        return f"the GPU has compute capability {found}, and {least} is the least"
+    if find_spec("triton") is None:
+        return f"Triton is not installed: {INSTALL}"
+    return None
 
 
 def find_device(name: str) -> torch.device:

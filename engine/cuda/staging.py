@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ class _Loading:
 
 
 class HostStaging:
-    """Not thread-safe: one caller, the engine's thread. `memory` is the host's, for as many blocks as the pool."""
+    """Not thread-safe: one caller, such as the engine's thread. `memory` is the host's, for as many blocks as the
+    pool."""
 
     def __init__(
         self, pool: KvPool, memory: memoryview, *, blocks_per_slot: int = 16, num_slots: int = 8
@@ -126,18 +128,37 @@ class HostStaging:
 
         return wait
 
+    # -- whole blocks
+
+    def store_all(self, blocks: Sequence[int]) -> None:
+        """On return all layers of `blocks` are at the host."""
+        for layer in range(self._pool.layout.num_layers):
+            self.store(layer, blocks, _nobody)
+            self.settle(wait=False)
+        self.settle(wait=True)
+
+    def load_all(self, blocks: Sequence[int], layers: range | None = None) -> None:
+        """On return `layers` (None = all) of `blocks` are in the pool."""
+        for layer in range(self._pool.layout.num_layers) if layers is None else layers:
+            self.load(layer, blocks)
+        while self._loading:
+            self._free_oldest_loading()
+
     # -- the ring
 
     def _take(self) -> _Slot:
         """A free slot; the oldest copy's when there is none."""
         while self._loading and (not self._free or _is_reached(self._loading[0].read)):
-            oldest = self._loading.popleft()
-            if oldest.read is not None:
-                oldest.read.synchronize()
-            self._free.append(oldest.slot)
+            self._free_oldest_loading()
         if not self._free:
             self._settle_oldest()
         return self._free.pop()
+
+    def _free_oldest_loading(self) -> None:
+        oldest = self._loading.popleft()
+        if oldest.read is not None:
+            oldest.read.synchronize()
+        self._free.append(oldest.slot)
 
     def _parts(self, blocks: Sequence[int]) -> Iterator[torch.Tensor]:
         yield from torch.split(torch.tensor(blocks, dtype=torch.int64), self._blocks_per_slot)
@@ -157,3 +178,28 @@ class HostStaging:
 
 def _is_reached(event: Event | None) -> bool:
     return event is None or event.query()
+
+
+class StepStores:
+    """What one step computes, on its way to the host. `on_layer(l)` is called when layer l's K and V of `blocks` are
+    there, in the order of layers, by `computed` or `finish`."""
+
+    def __init__(
+        self, staging: HostStaging, blocks: Sequence[int], on_layer: Callable[[int], None]
+    ) -> None:
+        self._staging = staging
+        self._blocks = blocks
+        self._on_layer = on_layer
+
+    def computed(self, layer: int) -> None:
+        """The layer's K and V are in the pool, or will be when the GPU has done what it was given."""
+        self._staging.store(layer, self._blocks, partial(self._on_layer, layer))
+        self._staging.settle(wait=False)
+
+    def finish(self) -> None:
+        """All layers that were computed are at the host."""
+        self._staging.settle(wait=True)
+
+
+def _nobody() -> None:
+    """Is told that something is stored."""

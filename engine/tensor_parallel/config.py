@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 
-from engine.replica import ReplicaConfig
+from engine.replica_config import ReplicaConfig
 from protocol.config import option
 
 

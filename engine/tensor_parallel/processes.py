@@ -19,7 +19,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.engine import Engine
-from engine.replica import ReplicaConfig, cache_folder_of
+from engine.replica_config import ReplicaConfig, cache_folder_of
 from engine.shard import shards
 from engine.step import Step
 from engine.tensor_parallel import steps

@@ -15,7 +15,7 @@ from pathlib import Path
 from engine.config import load_model_config
 from engine.engine import Engine
 from engine.hub import resolve_model
-from engine.replica import cache_folder_of
+from engine.replica_config import cache_folder_of
 from engine.shard import shards
 from engine.tensor_parallel import steps
 from engine.tensor_parallel.config import RankConfig

@@ -27,6 +27,7 @@ class StageEngine(Protocol):
         slices: Sequence[Slice],
         on_layer: Callable[[int], None] | None = None,
         *,
+        before_attention: Callable[[int], None] | None = None,
         hidden: HiddenStates | None = None,
     ) -> list[Sampled | None]: ...
 
@@ -58,7 +59,8 @@ class OwnStage:
         given_checksum: int = 0,
     ) -> OwnStep:
         """Steps are computed in the order in which `OwnStep.compute` is called; `step` numbers a group's, and
-        `given_checksum` is of the hidden states that it computes from. `on_prefix`: as for `StepWriter`."""
+        `given_checksum` is of the hidden states that it computes from. `on_prefix(layer)` waits, in the engine's
+        thread, for what a layer looks at; it may raise PrefixLate."""
         return OwnStep(self, step, plans, on_prefix, given_checksum)
 
     async def send_blocks(self, action: SendBlocks) -> None:
@@ -84,7 +86,8 @@ class OwnStep:
         self._stage = stage
         self._step = step
         self._slices = [plan.slice for plan in plans]
-        self._writer = StepWriter(stage.memory, plans, stage.submit, on_prefix)
+        self._on_prefix = on_prefix
+        self._writer = StepWriter(stage.memory, plans, stage.submit)
 
     @property
     def num_slices(self) -> int:
@@ -95,7 +98,9 @@ class OwnStep:
         raise."""
         stage, step = self._stage, self._step
         if stage.inbox is None and stage.outbox is None:
-            return await stage.engine.execute(self._slices, self._writer.on_layer)
+            return await stage.engine.execute(
+                self._slices, self._writer.on_layer, before_attention=self._on_prefix
+            )
         hidden = HiddenStates(
             fetch=self._fetch if stage.inbox is not None else None,
             passed_on=stage.outbox.slot(step) if stage.outbox is not None else None,

@@ -28,7 +28,11 @@ TOKEN = "secret"
 
 
 def load_engine(
-    path: Path, num_blocks: int, memory: memoryview | None = None, kv_dtype: str = "auto"
+    path: Path,
+    num_blocks: int,
+    memory: memoryview | None = None,
+    kv_dtype: str = "auto",
+    device: str = "cpu",
 ) -> Engine:
     """Computes in float32, and, where KV is quantised, with native kernels: there a row's bits do not depend on its
     batch, and so codes do not either."""
@@ -40,6 +44,7 @@ def load_engine(
         dtype="float32",
         num_blocks=num_blocks,
         memory=memory,
+        device=device,
         cache_folder=kernels_folder() if layout.is_quantised else None,
     )
 

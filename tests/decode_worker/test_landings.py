@@ -133,7 +133,7 @@ def test_a_good_commit_runs_only_after_its_window_is_closed() -> None:
     ]
     assert driver.verify() == [
         actions.AcceptCommit(lease_id=LeaseId("lease-r")),
-        actions.CloseWindow(lease_id=LeaseId("lease-r"), window_id=1),
+        actions.CloseWindow(lease_id=LeaseId("lease-r"), window_id=1, landed=(0, 1, 2)),
     ]
     assert driver.step is None
     driver.close()

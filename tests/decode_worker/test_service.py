@@ -19,6 +19,7 @@ from decode_worker.servicers import MAX_WAIT_S, LandingServicer, LandingZone, Wo
 from decode_worker.state import DecodeState
 from engine.block_pool import BlockPool
 from engine.runtime import EngineThread
+from engine.staging import staging_of
 from kvstore.block_client import BlockClient
 from protocol.errors import (
     Cancelled,
@@ -122,6 +123,7 @@ async def world(
     faults: FaultPlan | None = None,
     keeping: KeepingCosts | None = None,
     kv_dtype: str = "auto",
+    device: str = "cpu",
     **limits: int,
 ) -> AsyncIterator[World]:
     values = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 512, **limits}
@@ -135,10 +137,12 @@ async def world(
         TransferEngine(cluster_token=TOKEN, faults=faults) as sender,
     ):
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
-        engine = load_engine(path, num_blocks, segment.buffer, kv_dtype)
-        compute = EngineThread(engine)
+        engine = load_engine(path, num_blocks, segment.buffer, kv_dtype, device)
+        compute, staging = EngineThread(engine), staging_of(engine)
         stores = BlockClient(channels, transfer)
-        service = DecodeService(state, compute, transfer, segment, layout, stores=stores)
+        service = DecodeService(
+            state, compute, transfer, segment, layout, stores=stores, staging=staging
+        )
         zone = LandingZone(
             transfer_address=transfer.address,
             segment_id=segment.segment_id,
@@ -165,6 +169,7 @@ async def world(
             await server.stop(0)
             service.streams.close()
             compute.close()
+            staging.close()
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -177,15 +182,24 @@ async def refused(call: Awaitable[T], error: type[BaseException]) -> str:
     return str(caught.value)
 
 
-KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+POOLS = pytest.mark.parametrize(
+    ("kv_dtype", "device"),
+    [
+        ("auto", "cpu"),
+        ("int8", "cpu"),
+        ("fp8", "cpu"),
+        ("auto", "cpu-staged"),
+        ("fp8", "cpu-staged"),
+    ],
+)
 
 
-@KV_DTYPES
+@POOLS
 async def test_handed_off_requests_continue_exactly_as_the_coupled_engine(
-    model_path: Path, kv_dtype: str
+    model_path: Path, kv_dtype: str, device: str
 ) -> None:
     """Prompts around block borders, several in one batch."""
-    async with world(model_path, kv_dtype=kv_dtype) as w:
+    async with world(model_path, kv_dtype=kv_dtype, device=device) as w:
         prompts = [
             w.client.compute(prompt_of(length, length), 20)
             for length in (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 29)
@@ -201,11 +215,11 @@ async def test_handed_off_requests_continue_exactly_as_the_coupled_engine(
         await w.idle()
 
 
-@KV_DTYPES
+@POOLS
 async def test_a_shared_prefix_is_not_sent_and_changes_nothing(
-    model_path: Path, kv_dtype: str
+    model_path: Path, kv_dtype: str, device: str
 ) -> None:
-    async with world(model_path, kv_dtype=kv_dtype) as w:
+    async with world(model_path, kv_dtype=kv_dtype, device=device) as w:
         first = w.client.compute(prompt_of(30), 5)
         await w.complete(first)
         second = w.client.compute([*prompt_of(24), 1, 2, 3], 10)
@@ -236,7 +250,7 @@ async def test_a_corrupted_write_is_found_and_repaired(
         await w.idle()
 
 
-@KV_DTYPES
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 async def test_preemption_changes_no_token(model_path: Path, kv_dtype: str) -> None:
     """Three sequences that together outgrow the pool."""
     few = {"num_blocks": 10, "max_num_batched_tokens": 12}

@@ -77,10 +77,14 @@ async def until_counted(w: World, counter: str) -> None:
     raise AssertionError(f"no {counter}")
 
 
-async def test_what_gave_way_is_read_from_the_store_and_says_the_same(model_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cpu-staged"])
+async def test_what_gave_way_is_read_from_the_store_and_says_the_same(
+    model_path: Path, device: str
+) -> None:
+    costs = costs_of(model_path)
     async with (
         store_node() as store,
-        world(model_path, num_blocks=NUM_BLOCKS, keeping=costs_of(model_path)) as w,
+        world(model_path, num_blocks=NUM_BLOCKS, keeping=costs, device=device) as w,
     ):
         w.service.home_found(store)
         await until_counted(w, "fetched_blocks")

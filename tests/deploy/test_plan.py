@@ -162,6 +162,25 @@ def test_decode_workers_that_prefill_know_the_objective_and_a_home_store() -> No
     assert [getattr(each, "home_store") for each in decodes] == ["store-0", "store-1"]  # noqa: B009
 
 
+def test_gpus_are_dealt_out_to_workers_who_share_their_memory() -> None:
+    """Three workers on two GPUs; each process sees its own only."""
+    config = ServeConfig(decode_workers=2, gpu_memory_utilization=0.8)
+    specs = {s.instance_id: s for s in member_specs(config, "/model", "c:1", gpus=("0", "3"))}
+    seen = {
+        name: (spec.environment["CUDA_VISIBLE_DEVICES"], parsed(spec).gpu_memory_utilization)  # type: ignore[attr-defined]
+        for name, spec in specs.items()
+        if spec.module.endswith("worker")
+    }
+    assert seen == {"prefill-0": ("0", 0.4), "decode-0": ("3", 0.8), "decode-1": ("0", 0.4)}
+    assert "CUDA_VISIBLE_DEVICES" not in specs["store-0"].environment
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", ("0",)), ("auto", ())])
+def test_workers_on_processors_see_what_they_saw(device: str, gpus: tuple[str, ...]) -> None:
+    specs = member_specs(ServeConfig(device=device), "/model", "c:1", gpus=gpus)
+    assert all("CUDA_VISIBLE_DEVICES" not in spec.environment for spec in specs)
+
+
 def test_workers_that_may_change_have_names_without_a_role() -> None:
     options = {"prefill_workers": 1, "decode_workers": 2, "role_switching": "on", "store_nodes": 2}
     specs = members(**options)

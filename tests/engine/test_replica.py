@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from engine.config import ModelConfig, load_model_config
-from engine.replica import ReplicaConfig, load_replica, plan_pool
+from engine.pool_plan import plan_pool
+from engine.replica import load_replica
+from engine.replica_config import ReplicaConfig
 from protocol.errors import ConfigError
 from protocol.process import Lifecycle
 from tests.random_models import make_model

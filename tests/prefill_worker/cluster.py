@@ -19,6 +19,7 @@ from engine.config import load_model_config
 from engine.engine import Engine
 from engine.generate import generate
 from engine.runtime import EngineThread
+from engine.staging import staging_of
 from prefill_worker.landing import KvMemory
 from prefill_worker.ledger import Limits
 from prefill_worker.service import PrefillService
@@ -194,6 +195,7 @@ async def cluster(
     spare_wait_s: float = PATIENCE_S,
     prefill_ranks: int = 1,
     decode_ranks: int = 1,
+    device: str = "cpu",
 ) -> AsyncIterator[Cluster]:
     """Everything in one process, torn down in reverse order. Landings are renewed as often as those of
     `renewed_as_of_s` must be."""
@@ -204,12 +206,13 @@ async def cluster(
         channels = Channels(TOKEN)
         stack.push_async_callback(channels.close)
         decode, decoder = await stack.enter_async_context(
-            decoding(path, decode_blocks, ranks=decode_ranks)
+            decoding(path, decode_blocks, ranks=decode_ranks, device=device)
         )
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
         thread = stack.enter_context(
-            _loaded(path, layout, num_blocks, segment.buffer, prefill_ranks)
+            _loaded(path, layout, num_blocks, segment.buffer, prefill_ranks, device)
         )
+        staging = stack.enter_context(closing(staging_of(thread.engine)))
         engine, stores = GatedEngine(thread), GatedStores(channels, transfer)
         fingerprint = thread.engine.fingerprint
         landings = GatedLandings(channels, fingerprint=fingerprint, ttl_s=LANDING_TTL_S)
@@ -218,7 +221,7 @@ async def cluster(
                 num_blocks, budget, home_store, layout, profile, layered_loads, spare_wait_s
             ),
             engine=engine,
-            memory=KvMemory(segment, layout, num_blocks),
+            memory=KvMemory(segment, layout, num_blocks, staging=staging),
             transfer=transfer,
             landings=landings,
             stores=stores,
@@ -279,18 +282,26 @@ def _make_state(
     )
 
 
-def _load(path: Path, layout: KvLayout, num_blocks: int, memory: memoryview | None) -> Engine:
-    config = load_model_config(path)
-    return Engine.load(path, config=config, layout=layout, num_blocks=num_blocks, memory=memory)
+def _load(
+    path: Path, layout: KvLayout, num_blocks: int, memory: memoryview | None, device: str = "cpu"
+) -> Engine:
+    return Engine.load(
+        path,
+        config=load_model_config(path),
+        layout=layout,
+        num_blocks=num_blocks,
+        memory=memory,
+        device=device,
+    )
 
 
 @contextmanager
 def _loaded(
-    path: Path, layout: KvLayout, num_blocks: int, memory: memoryview, ranks: int
+    path: Path, layout: KvLayout, num_blocks: int, memory: memoryview, ranks: int, device: str
 ) -> Iterator[EngineThread]:
     with ExitStack() as stack:
         if ranks == 1:
-            engine = _load(path, layout, num_blocks, memory)
+            engine = _load(path, layout, num_blocks, memory, device)
         else:
             shared = team(path, ranks, block_size=BLOCK_SIZE, num_blocks=num_blocks, memory=memory)
             engine = stack.enter_context(shared)
@@ -320,7 +331,7 @@ async def _served(service: PrefillService) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def decoding(
-    path: Path, num_blocks: int, *, ranks: int = 1
+    path: Path, num_blocks: int, *, ranks: int = 1, device: str = "cpu"
 ) -> AsyncIterator[tuple[Endpoint, DecodeService]]:
     """The product's decode worker, without its process."""
     layout = load_model_config(path).kv_layout(BLOCK_SIZE, "float32")
@@ -332,8 +343,12 @@ async def decoding(
     with ExitStack() as stack:
         transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN))
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
-        thread = stack.enter_context(_loaded(path, layout, num_blocks, segment.buffer, ranks))
-        service = DecodeService(DecodeState(pool, limits), thread, transfer, segment, layout)
+        thread = stack.enter_context(
+            _loaded(path, layout, num_blocks, segment.buffer, ranks, device)
+        )
+        staging = stack.enter_context(closing(staging_of(thread.engine)))
+        state = DecodeState(pool, limits)
+        service = DecodeService(state, thread, transfer, segment, layout, staging=staging)
         zone = LandingZone(
             transfer_address=transfer.address,
             segment_id=segment.segment_id,

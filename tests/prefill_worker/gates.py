@@ -53,11 +53,14 @@ class GatedEngine:
         slices: Sequence[Slice],
         on_layer: Callable[[int], None] | None = None,
         *,
+        before_attention: Callable[[int], None] | None = None,
         hidden: HiddenStates | None = None,
     ) -> list[Sampled | None]:
         await self.gate.pass_through()
         self.num_tokens += sum(piece.num_tokens for piece in slices)
-        return await self.thread.execute(slices, on_layer, hidden=hidden)
+        return await self.thread.execute(
+            slices, on_layer, before_attention=before_attention, hidden=hidden
+        )
 
 
 class GatedStores(BlockClient):

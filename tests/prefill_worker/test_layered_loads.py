@@ -65,10 +65,16 @@ async def stored_prompt(
 
 
 @asynccontextmanager
-async def reading(model_path: Path, *, spare_wait_s: float = PATIENCE_S) -> AsyncIterator[Cluster]:
+async def reading(
+    model_path: Path, *, spare_wait_s: float = PATIENCE_S, device: str = "cpu"
+) -> AsyncIterator[Cluster]:
     """A worker that reads every prefix layer by layer."""
     async with cluster(
-        model_path, profile=PROFILE, layered_loads="always", spare_wait_s=spare_wait_s
+        model_path,
+        profile=PROFILE,
+        layered_loads="always",
+        spare_wait_s=spare_wait_s,
+        device=device,
     ) as reader:
         yield reader
 
@@ -97,11 +103,17 @@ async def assert_right(c: Cluster, names: Sequence[str] = ("r",)) -> dict[str, i
     return dict((await c.status()).counters)
 
 
-@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transports", "device"), [(TRANSPORTS[0], "cpu"), (TRANSPORTS[1], "cpu-staged")]
+)
 async def test_tokens_are_the_same_and_only_the_rest_is_computed(
-    model_path: Path, transports: str
+    model_path: Path, transports: str, device: str
 ) -> None:
-    async with stored_prompt(model_path, transports) as store, reading(model_path) as c:
+    """Also where what arrives has to be loaded to a device, and what is computed to be stored."""
+    async with (
+        stored_prompt(model_path, transports) as store,
+        reading(model_path, device=device) as c,
+    ):
         await held_in_an_early_step(c, store)
         assert c.engine.num_tokens == 3
         assert "r" not in c.ears.tokens, "nothing counts yet"
@@ -113,8 +125,9 @@ async def test_tokens_are_the_same_and_only_the_rest_is_computed(
         assert c.ears.reports["r"].cached_tokens == NUM_STORED * BLOCK_SIZE
 
 
-async def test_what_was_loaded_serves_later_prompts(model_path: Path) -> None:
-    async with stored_prompt(model_path) as store, reading(model_path) as c:
+@pytest.mark.parametrize("device", ["cpu", "cpu-staged"])
+async def test_what_was_loaded_serves_later_prompts(model_path: Path, device: str) -> None:
+    async with stored_prompt(model_path) as store, reading(model_path, device=device) as c:
         await c.submit("r", PROMPT, sources=[store.source], max_tokens=5)
         await c.ears.all_tokens("r")
         await c.submit("again", PROMPT, sources=[store.source], max_tokens=5)

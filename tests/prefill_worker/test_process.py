@@ -12,7 +12,7 @@ import pytest
 from conductor.config import ConductorConfig
 from conductor.service import serve as serve_conductor
 from engine.config import load_model_config
-from engine.replica import plan_pool
+from engine.pool_plan import plan_pool
 from kvstore.config import StoreConfig
 from kvstore.node import serve as serve_store
 from prefill_worker.__main__ import main

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.replica import ReplicaConfig, loaded_replica
+from engine.replica import loaded_replica
+from engine.replica_config import ReplicaConfig
 from protocol.errors import ConfigError
 from protocol.process import Lifecycle
 from tests.random_models import make_model
