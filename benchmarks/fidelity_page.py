@@ -152,7 +152,7 @@ _READING = """## What the simulation has, and what it leaves out
 | … beside prefills | likewise beside prefill machines alone; one that decodes keeps gateway and clients busy, too |
 | decode, batch | crowding of steps of one sequence and of four, in bursts with the load's mean lengths |
 | handoff beside prefills | likewise in bursts, by the number of prefill machines that go on, the prompt's own too |
-| gaps | how tokens are bunched on their way to the client: each gap against the mean, beside 0, 1, 2, … others |
+| gaps | how tokens are bunched on their way to the client: each gap against a step's time, beside 0, 1, 2, … others |
 | mixed steps | not measured: short prompts share steps as `prefill_worker.steps` decides it |
 
 Left out: a crowd that changes during a chunk (it counts from the next one on); which of two machines is the faster one;

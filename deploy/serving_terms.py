@@ -23,7 +23,7 @@ from protocol.fitting import fit_relative
 from protocol.profile import DecodeProfile, PrefillProfile
 from traces.simulator.spec import CROWDED_BATCH, Crowding, Overheads
 
-_NUM_QUANTILES = 40  # of gaps: a 90th percentile lies well within them
+_SHARES = 40  # of gaps: a 90th percentile lies well within them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ def crowding_of(seen: Observations, prefill: PrefillProfile, decode: DecodeProfi
         landing=_overhead_factors(decoding, 1),
         landing_beside_prefills=_overhead_factors(prefills, 1),
         handoff=_handoff_factors(seen),
-        gaps=_gaps(seen),
+        gaps=_gaps(seen, decode),
     )
 
 
@@ -279,17 +279,26 @@ def _own_overheads(run: PromptRun) -> tuple[float, float, float | None]:
     return request_s, run.load_s, run.second_gap_s - run.step_s
 
 
-def _gaps(seen: Observations) -> tuple[tuple[float, ...], ...]:
-    """Each gap against the mean of its stretch: what is left is how tokens are bunched, and their mean is 1."""
+def _gaps(seen: Observations, decode: DecodeProfile) -> tuple[tuple[float, ...], ...]:
+    """Each gap against the formula's step, not against the mean of its own stretch: whole stretches come at once, too,
+    while others wait, and so half of all gaps may be far shorter than the mean. What is left is how tokens are bunched,
+    and their mean is 1."""
     by_others: dict[int, list[float]] = {}
     for run in _in_bursts(seen) or seen.beside_steps:
-        by_others.setdefault(run.num_others, []).extend(gap / run.seconds for gap in run.gaps_s)
+        expected_s = decode.step_s(run.num_seqs, run.context_tokens)
+        by_others.setdefault(run.num_others, []).extend(gap / expected_s for gap in run.gaps_s)
     spread: list[tuple[float, ...]] = []
     while found := by_others.get(len(spread)):
-        places = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
-        quantiles = np.quantile(found, places, method="inverted_cdf")
-        spread.append(tuple((quantiles / quantiles.mean()).tolist()))
+        spread.append(_shares(found))
     return tuple(spread)
+
+
+def _shares(gaps: Sequence[float]) -> tuple[float, ...]:
+    """Means of equal shares of them, shortest first, against the mean of all: the few longest, which have most of the
+    time, keep it."""
+    passed = np.concatenate([[0.0], np.cumsum(np.sort(np.array(gaps, float)))])
+    ends = np.interp(np.linspace(0, len(gaps), _SHARES + 1), np.arange(len(passed)), passed)
+    return tuple((np.diff(ends) * _SHARES / ends[-1]).tolist())
 
 
 def _factors(ratios: Sequence[tuple[int, float]]) -> tuple[float, ...]:

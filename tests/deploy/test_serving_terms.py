@@ -153,12 +153,33 @@ def test_tokens_that_reach_the_client_together_are_steps_all_the_same() -> None:
 
 def test_how_tokens_are_bunched_is_told_apart_from_how_long_steps_take() -> None:
     """Beside one other, tokens come in pairs: half of the gaps are nothing, the others twice a step."""
-    alone = replace(step(4, 1500), gaps_s=(0.01,) * 8)
-    beside = replace(step(4, 1600, num_others=1, slow=1.5), seconds=0.02, gaps_s=(0.0, 0.04) * 9)
+    alone = replace(step(4, 1500), gaps_s=(0.01,) * 40)
+    beside = replace(step(4, 1600, num_others=1, slow=1.5), seconds=0.02, gaps_s=(0.0, 0.04) * 40)
     gaps = terms_of(observed(beside_steps=[alone, beside]), CHUNK).crowding.gaps
     assert [sum(each) / len(each) for each in gaps] == [NEAR(1.0), NEAR(1.0)]
-    assert set(gaps[0]) == {1.0}
+    assert gaps[0] == NEAR((1.0,) * 40)
     assert gaps[1] == NEAR((0.0,) * 20 + (2.0,) * 20)
+
+
+def test_stretches_that_come_at_once_make_most_gaps_short() -> None:
+    """Of three streams with equal steps two get all tokens at once, the third waits: each is even in itself."""
+    alike = step(4, 1500)
+    at_once = replace(alike, seconds=1e-5, gaps_s=(1e-5,) * 20)
+    waiting = replace(alike, seconds=0.03, gaps_s=(0.03,) * 20)
+    (gaps,) = terms_of(observed(beside_steps=[at_once, at_once, waiting]), CHUNK).crowding.gaps
+    assert sum(gaps) / len(gaps) == NEAR(1.0)
+    assert gaps[len(gaps) // 2] == NEAR(1e-3, abs=1e-4)
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=4, max_size=200).filter(lambda g: sum(g) > 1e-3))
+def test_the_longest_gaps_keep_their_part_of_the_time(gaps_s: list[float]) -> None:
+    """However few there are: each half of the shares has the time of that half of the gaps."""
+    run = replace(step(4, 1500), gaps_s=tuple(gaps_s) * 2)
+    (shares,) = terms_of(observed(beside_steps=[run]), CHUNK).crowding.gaps
+    assert list(shares) == NEAR(sorted(shares))
+    ordered = sorted(gaps_s * 2)
+    longer_half = sum(ordered[len(gaps_s) :]) / sum(ordered)
+    assert sum(shares[20:]) / sum(shares) == NEAR(longer_half)
 
 
 def test_company_is_told_apart_for_one_sequence_and_for_a_batch() -> None:

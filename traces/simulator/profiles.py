@@ -164,7 +164,7 @@ def _crowding(value: Any) -> Crowding:
     factors = {name: each for name, each in value.items() if name != "gaps"}
     return Crowding(
         **{name: _factors(name, each) for name, each in factors.items()},
-        gaps=tuple(_quantiles(each) for each in gaps),
+        gaps=tuple(_shares(each) for each in gaps),
     )
 
 
@@ -174,7 +174,7 @@ def _factors(name: str, value: Any) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
-def _quantiles(value: list[Any]) -> tuple[float, ...]:
+def _shares(value: list[Any]) -> tuple[float, ...]:
     if not all(_is_number(q) and q >= 0 for q in value) or not any(value):
         raise ValueError("crowding: gaps are factors, none below 0 and some above")
     return tuple(map(float, value))

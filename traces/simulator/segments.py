@@ -61,7 +61,7 @@ class Run(NamedTuple):
     end: int
 
 
-# Quantiles of gap ÷ step time, evenly spaced, by the number of others; the last ones also for more.
+# Gap ÷ step time in equal shares, shortest first, by the number of others; the last ones also for more.
 Spread = Sequence[Sequence[float]]
 
 _GOLDEN = (
@@ -94,9 +94,9 @@ def _spread(gaps: Sequence[float], others: Sequence[int], spread: Spread) -> lis
     """In an order that depends on nothing but the token's number, so that equal simulations have equal results."""
     spread_out: list[float] = []
     for number, (gap, num_others) in enumerate(zip(gaps, others, strict=True)):
-        quantiles = spread[min(num_others, len(spread) - 1)]
-        place = int((number * _GOLDEN + 0.5) % 1.0 * len(quantiles))
-        spread_out.append(gap * quantiles[place])
+        shares = spread[min(num_others, len(spread) - 1)]
+        place = int((number * _GOLDEN + 0.5) % 1.0 * len(shares))
+        spread_out.append(gap * shares[place])
     total = sum(spread_out)
     if not total:
         return list(gaps)

@@ -49,8 +49,8 @@ class Crowding:
     landing_beside_prefills: tuple[float, ...] = ()
     # By the number of prefill machines that compute during it: the prompt's own is one when it goes on with the next.
     handoff: tuple[float, ...] = ()
-    # How one step time reaches clients: quantiles of gap ÷ mean gap, evenly spaced, by the number of others. Processes
-    # take turns on a processor, and who was away gets several tokens at once. Empty: gaps are the steps' times.
+    # How one step time reaches clients: gap ÷ mean gap in equal shares, shortest first, by the number of others.
+    # Processes take turns on a processor, and who was away gets several tokens at once. Empty: gaps are steps' times.
     gaps: tuple[tuple[float, ...], ...] = ()
 
 
