@@ -93,6 +93,7 @@ reproduce: $(DEV)
 # Pages that are made from the code, then the site, which is site/index.html; `python -m http.server -d site` has its search, too.
 docs: $(DEV)
 	$(BIN)/python -m deploy.reference docs/configuration.md
+	$(BIN)/python docs/diagrams/sequence.py docs/diagrams/request.txt docs/images/request.svg
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 PACKAGES := protocol transfer kvstore engine conductor prefill_worker decode_worker gateway traces deploy models benchmarks docs
