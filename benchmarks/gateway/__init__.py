@@ -1,0 +1,1 @@
+"""What the gateway costs: `python -m benchmarks.gateway` (docs/gateway-performance.md)."""

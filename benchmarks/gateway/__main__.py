@@ -1,0 +1,179 @@
+"""What the gateway costs, with a cluster that costs nothing: `python -m benchmarks.gateway --json out/gateway.json`.
+
+The gateway runs as users run it, bound to one core; the stub cluster and the clients share another. *Added latency* is
+from the instant before a step's message is handed to gRPC to the instant at which a client has read the token, so it
+contains the worker's stream, the gateway and the client's own turn. *Chunks per second* are events on the wire: a
+gateway that lags joins tokens, which then count once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.gateway.processes import GatewayProcess, clients, running_gateway
+from benchmarks.gateway.stub import StubCluster
+from benchmarks.measure import medians, table, write_json
+from gateway.tokenizer import load_tokenizer
+from models import demo_model_path
+from protocol.timeline import percentile
+
+TEXT = " to"  # one token of the demo model
+Row = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Streams that get a token every `interval_s`; 0: as fast as the gateway takes them."""
+
+    num_streams: int
+    interval_s: float
+    num_steps: int
+
+
+PACED = (
+    Pace(num_streams=1, interval_s=0.010, num_steps=400),
+    Pace(num_streams=64, interval_s=0.010, num_steps=400),
+    Pace(num_streams=512, interval_s=0.050, num_steps=100),
+)
+FLAT_OUT = (
+    Pace(num_streams=1, interval_s=0.0, num_steps=20_000),
+    Pace(num_streams=64, interval_s=0.0, num_steps=1_500),
+    Pace(num_streams=512, interval_s=0.0, num_steps=200),
+)
+NUM_IDLE = 2_000
+IDLE_S = 20.0
+
+
+async def stream_row(stub: StubCluster, gateway: GatewayProcess, pace: Pace) -> Row:
+    """One run of streams."""
+    async with clients(gateway.port, pace.num_streams, TEXT) as streams:
+        await stub.gather(pace.num_streams)
+        begun_cpu_s, begun_at = gateway.cpu_s(), time.monotonic()
+        await stub.run(pace.num_steps, pace.interval_s)
+        seen = await streams.seen()
+        cpu_s = gateway.cpu_s() - begun_cpu_s
+    wall_s = max(map(max, seen["arrived_at"])) - begun_at
+    added_ms = [
+        (arrived_at - sent_at) * 1e3
+        for arrivals in seen["arrived_at"]
+        for sent_at, arrived_at in zip(stub.sent_at, arrivals, strict=True)
+    ]
+    return {
+        "chunks_per_s": seen["num_events"] / wall_s,
+        "chunks_per_cpu_s": seen["num_events"] / cpu_s,
+        "tokens_per_s": len(added_ms) / wall_s,
+        "added_p50_ms": percentile(added_ms, 50),
+        "added_p99_ms": percentile(added_ms, 99),
+    }
+
+
+async def idle_row(stub: StubCluster, gateway: GatewayProcess, num_streams: int) -> Row:
+    """Streams that have had one token and wait for the next; 0: nobody is there."""
+    async with clients(gateway.port, num_streams, TEXT):
+        await stub.gather(num_streams)
+        await stub.run(min(num_streams, 1), 0.0, ends=False)
+        await asyncio.sleep(2.0)
+        begun_cpu_s, begun_at = gateway.cpu_s(), time.monotonic()
+        await asyncio.sleep(IDLE_S)
+        cpu_s, wall_s = gateway.cpu_s() - begun_cpu_s, time.monotonic() - begun_at
+        return {"cpu_percent": 100 * cpu_s / wall_s, "resident_mib": gateway.resident_mib()}
+
+
+Measure = Callable[[StubCluster, GatewayProcess], Awaitable[Row]]
+
+
+async def _alone(measure: Measure, core: int, profiler: Sequence[str]) -> Row:
+    [token_id] = load_tokenizer(demo_model_path()).encode(TEXT, add_special_tokens=False)
+    stub = StubCluster(token_id)  # type: ignore[abstract]  # gateways call no more of it
+    await stub.start()
+    async with running_gateway(stub.address, demo_model_path(), core, profiler) as gateway:
+        row = await measure(stub, gateway)
+    await stub.stop()
+    return row
+
+
+def measures() -> dict[str, Measure]:
+    """By name."""
+    found: dict[str, Measure] = {}
+    for pace in PACED:
+        every = f"{pace.interval_s * 1e3:.0f} ms"
+        found[f"{pace.num_streams} streams, a token each {every}"] = partial(stream_row, pace=pace)
+    for pace in FLAT_OUT:
+        found[f"{pace.num_streams} streams, flat out"] = partial(stream_row, pace=pace)
+    for num_streams in (0, NUM_IDLE):
+        found[f"{num_streams} idle streams"] = partial(idle_row, num_streams=num_streams)
+    return found
+
+
+def report(rows: Mapping[str, Row]) -> str:
+    """Tables of the streams and of idleness, and the bars."""
+    streams = {name: row for name, row in rows.items() if "added_p50_ms" in row}
+    idle = {name: row for name, row in rows.items() if "resident_mib" in row}
+    parts = []
+    if streams:
+        headers = ("", "chunks/s", "chunks per CPU-second", "tokens/s", "added p50 ms", "p99 ms")
+        parts.append(table(headers, [[name, *row.values()] for name, row in streams.items()]))
+    if idle:
+        parts.append(
+            table(
+                ("", "% of a core", "resident MiB"),
+                [[name, *row.values()] for name, row in idle.items()],
+            )
+        )
+    return "\n\n".join([*parts, *_bars(rows)])
+
+
+def _bars(rows: Mapping[str, Row]) -> list[str]:
+    bars = (
+        ("64 streams, flat out", "chunks_per_s", ">=", 25_000.0),
+        ("64 streams, a token each 10 ms", "added_p50_ms", "<=", 2.0),
+        ("0 idle streams", "cpu_percent", "<=", 1.0),
+        (f"{NUM_IDLE} idle streams", "resident_mib", "<=", 400.0),
+    )
+    lines = []
+    for name, figure, sign, bar in bars:
+        if name in rows:
+            value = rows[name][figure]
+            held = value >= bar if sign == ">=" else value <= bar
+            lines.append(
+                f"{'held  ' if held else 'MISSED'} {name}: {figure} {value:,.2f} {sign} {bar:,.0f}"
+            )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="measures whose name holds this")
+    parser.add_argument("--profiler", default="", help="command to run the gateway under")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[1:] or cores)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    rows: dict[str, Row] = {}
+    for name, measure in measures().items():
+        if args.only in name:
+            num_rounds = 1 if "idle" in name else args.rounds
+            runs = (_alone(measure, cores[0], args.profiler.split()) for _ in range(num_rounds))
+            rows[name] = medians([uvloop.run(run) for run in runs])
+            print(
+                name, {figure: round(value, 2) for figure, value in rows[name].items()}, flush=True
+            )
+    print(report(rows))
+    if args.json:
+        write_json(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()
