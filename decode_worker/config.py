@@ -50,7 +50,13 @@ class DecodeConfig(ReplicaConfig, TransferConfig, AllotmentConfig):
     home_store: str | None = option(
         None,
         help="instance id of the store node that keeps the KV of sequences that gave way, where that is cheaper than "
-        "to compute it again",
+        "to compute it again, and that of answers",
+    )
+    store_writes: str = option(
+        "all",
+        help="what is put into the home store unasked: all = answers, too, so that a conversation's next turn finds "
+        "them; hot = only what gave way",
+        choices=("all", "hot"),
     )
 
     def __post_init__(self) -> None:

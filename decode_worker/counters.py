@@ -23,6 +23,8 @@ class Counters:
     prompt_tokens: int = 0  # in chunks of two and more, of prompts that nobody prefilled
     num_preemptions: int = 0
     preemptions_kept: int = 0  # whose blocks went to the store, or some of them
+    answers_kept: int = 0  # whose blocks go to the store when they have finished
+    answers_dropped: int = 0  # because too much was on its way there
     kept_blocks: int = 0  # that the store has, or had already
     keep_failures: int = 0  # puts that it did not take whole
     fetched_blocks: int = 0  # read back instead of being computed again

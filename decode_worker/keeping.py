@@ -1,7 +1,8 @@
-"""`Keeping`: what preempted sequences have computed, on its way to the home store and back again. Pure.
+"""`Keeping`: what sequences have computed here, on its way to the home store and back again. Pure.
 
     preempted ─► KeepBlocks ─► Kept ─► (waits for blocks) ─► LoadBlocks ─► BlocksLoaded ─► goes on
               └──────────── dearer than computing again ────────────┘
+    finished ──► KeepBlocks ─► Kept      the answer: the next turn of its conversation begins with it
 
 Owns references to the blocks that a put reads or a read fills, for as long as it does; nobody else gets them meanwhile,
 whatever becomes of their sequence. What is put becomes findable in the pool, too: until somebody needs those blocks,
@@ -30,6 +31,9 @@ from protocol.keys import NO_PARENT
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint
 
+# Answers are kept behind everything else: with so many moves under way, one more is not worth its blocks.
+MAX_MOVES = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepingCosts:
@@ -38,6 +42,7 @@ class KeepingCosts:
     prefill: PrefillProfile
     block_bytes: int
     host: str  # of this worker
+    with_answers: bool = False  # those that finished leave theirs in the store, too
 
 
 @dataclass(slots=True, eq=False)
@@ -100,13 +105,35 @@ class Keeping:
             return
         sequence.extend_keys(full, self._block_size)
         items = tuple(self._item(sequence, index) for index in range(sequence.num_kept, full))
+        self._put(sequence, items, self._home, out)
+        self._counters.preemptions_kept += 1
+
+    def keep_answer(self, sequence: Running, out: list[Action]) -> None:
+        """It has finished and is about to lose its blocks. Puts those that the prefill worker has not had: whoever
+        asks again with this answer in the prompt finds it as if it had been prefilled. Full blocks only."""
+        full = sequence.slice.start // self._block_size
+        first = max(len(sequence.request.block_keys), sequence.num_kept)
+        if self._home is None or self._costs is None or not self._costs.with_answers:
+            return
+        if not sequence.block_keys or full <= first:
+            return
+        if len(self._moving) >= MAX_MOVES:
+            self._counters.answers_dropped += 1
+            return
+        sequence.extend_keys(full, self._block_size)
+        items = tuple(self._item(sequence, index) for index in range(first, full))
+        self._put(sequence, items, self._home, out)
+        self._counters.answers_kept += 1
+
+    def _put(
+        self, sequence: Running, items: tuple[KeptBlock, ...], store: Endpoint, out: list[Action]
+    ) -> None:
         blocks = tuple(item.block for item in items)
         self._pool.retain(blocks)
         number = self._begin()
-        put = KeepBlocks(move_id=number, store=self._home, blocks=items)
+        put = KeepBlocks(move_id=number, store=store, blocks=items)
         self._moving[number] = _Moving(sequence, put, blocks)
         sequence.move_id = number
-        self._counters.preemptions_kept += 1
         out.append(put)
 
     def _item(self, sequence: Running, index: int) -> KeptBlock:

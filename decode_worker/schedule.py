@@ -173,6 +173,7 @@ class Schedule:
                     self._counters.requests_finished += 1
                     stopped = token.finish_reason is FinishReason.LENGTH
                     self._allotment.ended(sequence, stopped=stopped)
+                    self._keeping.keep_answer(sequence, out)
                     self._end(sequence)
         self._counters.steps += 1
         self._allotment.stepped()

@@ -104,6 +104,7 @@ class DecodeWorker:
             prefill=prefill_profile_from_wire(measured),
             block_bytes=self._replica.plan.layout.block_bytes,
             host=host_identity(),
+            with_answers=self._config.store_writes == "all",
         )
 
     def _look_for_home(self) -> None:

@@ -169,8 +169,8 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig,
     )
     store_writes: str = option(
         "all",
-        help="what prefill workers put into the store: all blocks, or hot = those re-used in the worker's own "
-        "memory",
+        help="what workers put into the store: all blocks, those of answers included, or hot = those of prompts that "
+        "were re-used in the worker's own memory",
         choices=tuple(MIN_HITS),
     )
     enable_chunked_prefill: bool = option(True, help="cut long prompts into several steps")

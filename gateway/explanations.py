@@ -20,7 +20,7 @@ from protocol.pb import conductor_pb2
 
 # As many as the conductor keeps decisions when nothing else is said.
 _MAX_NAMES = 4096
-_BODY_ID = re.compile("^(?:chat)?cmpl-")
+_BODY_ID = re.compile("^(?:(?:chat)?cmpl-|resp_)")
 
 Ask = Callable[[str], Awaitable[conductor_pb2.ExplainReply]]
 

@@ -106,10 +106,18 @@ class Generation:
         self._keys: tuple[BlockKey, ...] = ()  # of the current attempt's tokens
         self._route_id: RequestId | None = None
         self._deadline = self._loop.call_at(deadline_at, self._expire)
+        self._followers: list[Generation] = []  # until the prompt's blocks can be found
 
     def start(self) -> None:
+        """Asks for a placement now."""
         self._timings.accepted(len(self._choice.token_ids))
         self.deliver(Started())
+
+    def start_after(self, leader: Generation) -> None:
+        """Asks for a placement when `leader`, which has the same prompt, has left its blocks where both workers find
+        them: with its second token, which the decode worker makes, or its end. Then they are shared, not made again."""
+        self._timings.accepted(len(self._choice.token_ids))
+        leader._followers.append(self)
 
     def deliver(self, event: Event) -> None:
         """Takes an event and does what follows from it."""
@@ -157,6 +165,8 @@ class Generation:
             self._timings.finished(
                 action.finish_reason, len(self.state.generated), self._loop.time()
             )
+        if self._followers and (action.finish_reason or len(self.state.generated) > 1):
+            self._start_followers()
         self._reader.on_piece(
             Piece(
                 index=self._choice.index,
@@ -165,6 +175,11 @@ class Generation:
                 finish_reason=action.finish_reason,
             )
         )
+
+    def _start_followers(self) -> None:
+        followers, self._followers = self._followers, []
+        for follower in followers:
+            follower.deliver(Started())
 
     async def _place(self, action: Place) -> None:
         cluster = self._around.cluster

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 
 from gateway.cluster import Cluster
 from gateway.decode_figures import DecodeFigures
@@ -127,9 +128,19 @@ class Gateway:
             self._names.remember(wish.client_id, wish.request_id)
         answer = Answer(len(wish.choices))
         answer.generations = [self._generation(wish, choice, answer) for choice in wish.choices]
-        for generation in answer.generations:
-            generation.start()
+        self._start(wish, answer.generations)
         return answer
+
+    def _start(self, wish: Wish, generations: Sequence[Generation]) -> None:
+        """Choices of one prompt share its blocks, where it has whole ones: the first makes them for the others."""
+        block_size = self.cluster.facts().block_size
+        leaders: dict[tuple[int, ...], Generation] = {}
+        for choice, generation in zip(wish.choices, generations, strict=True):
+            leader = leaders.setdefault(choice.token_ids, generation)
+            if leader is generation or len(choice.token_ids) <= block_size:
+                generation.start()
+            else:
+                generation.start_after(leader)
 
     async def explain(self, known_id: str) -> Explanation:
         """Why a request went where it went; `known_id` is what the client knows, from a header or from a body."""
