@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.admission import admitted, visit_of
 from gateway.body import read_body
-from gateway.chunks import ChatChunks, CompletionChunks, Heading, Wants
+from gateway.chunks import ChatChunks, Chunks, CompletionChunks, Heading, Wants
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.feed import Piece
@@ -67,7 +67,20 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        body = self._parser.parse(ChatBody, await self._read(request))
+        body = self._parser.parse(ChatBody, await self.read(request))
+        return await self.answer_chat(
+            request, body, "chatcmpl-", lambda heading, chunks: chunks, lambda heading, whole: whole
+        )
+
+    async def answer_chat(
+        self,
+        request: Request,
+        body: ChatBody,
+        id_prefix: str,
+        as_stream: Callable[[Heading, Chunks], Chunks],
+        as_whole: Callable[[Heading, bytes], bytes],
+    ) -> Response:
+        """A chat completion in another API's form: `as_stream` and `as_whole` turn chunks and body into that."""
         self._find_model(body.model)
         limits = self._limits()
         prompt = await chat_prompt(
@@ -78,7 +91,7 @@ class Api:
             variables=body.chat_template_kwargs,
         )
         choices = choices_for(body, [prompt], limits, "messages")
-        heading = self._heading("chatcmpl", request, body)
+        heading = self._heading(id_prefix, request, body)
         wants = _wants(body, logprobs=bool(body.logprobs))
         chunks = ChatChunks(
             heading,
@@ -92,15 +105,16 @@ class Api:
             body,
             [prompt],
             choices,
-            chunks,
-            lambda pieces, usage: render_chat(
-                heading, wants, self._tokenizer, prompt.token_ids, pieces, usage
+            as_stream(heading, chunks),
+            lambda pieces, usage: as_whole(
+                heading,
+                render_chat(heading, wants, self._tokenizer, prompt.token_ids, pieces, usage),
             ),
         )
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
-        body = self._parser.parse(CompletionBody, await self._read(request))
+        body = self._parser.parse(CompletionBody, await self.read(request))
         self._find_model(body.model)
         if body.best_of not in (None, body.n or 1):
             raise ApiError(400, "best_of other than n is not supported", param="best_of")
@@ -108,7 +122,7 @@ class Api:
         prompts = await completion_prompts(self._tokenizer, body, limits)
         choices = choices_for(body, prompts, limits, "prompt")
         echoes = [self._echo(body, prompts[i // (body.n or 1)]) for i in range(len(choices))]
-        heading = self._heading("cmpl", request, body)
+        heading = self._heading("cmpl-", request, body)
         wants = _wants(body, logprobs=body.logprobs is not None)
         prompt_ids = [choice.token_ids for choice in choices]
         chunks = CompletionChunks(
@@ -143,7 +157,7 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize"""
-        body = self._parser.parse(TokenizeBody, await self._read(request))
+        body = self._parser.parse(TokenizeBody, await self.read(request))
         self._find_model(body.model)
         limits = self._limits()
         ids = await self._tokens_of(body, limits)
@@ -159,7 +173,7 @@ class Api:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize"""
-        body = self._parser.parse(DetokenizeBody, await self._read(request))
+        body = self._parser.parse(DetokenizeBody, await self.read(request))
         self._find_model(body.model)
         unknown = [t for t in body.tokens if t >= self._served.vocab_size]
         if unknown:
@@ -173,7 +187,8 @@ class Api:
 
     # Steps
 
-    async def _read(self, request: Request) -> bytes:
+    async def read(self, request: Request) -> bytes:
+        """The body, within the limits of size and time."""
         return await read_body(request, self._config.max_body_bytes, self._config.body_timeout_s)
 
     def _find_model(self, name: str | None) -> None:
@@ -216,7 +231,7 @@ class Api:
 
     def _heading(self, prefix: str, request: Request, body: SamplingBody) -> Heading:
         return Heading(
-            id=f"{prefix}-{request.state.cluster_id}",
+            id=f"{prefix}{request.state.cluster_id}",
             created=int(time.time()),
             model=body.model or self._served.names[0],
         )
@@ -232,7 +247,7 @@ class Api:
         body: SamplingBody,
         prompts: Sequence[Prompt],
         choices: tuple[Choice, ...],
-        chunks: ChatChunks | CompletionChunks,
+        chunks: Chunks,
         render: Callable[[list[list[Piece]], dict[str, Any]], bytes],
     ) -> ClusterReply:
         wish = _wish(request, body, choices)

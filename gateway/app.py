@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from gateway import openapi as docs
 from gateway.api import Api
 from gateway.errors import ApiError, reply_for
 from gateway.front import FrontDoor
@@ -18,7 +19,7 @@ from gateway.keys.holder import KeyHolder
 from gateway.keys.record import KeyLimits
 from gateway.limits.limiter import Limiter
 from gateway.operations import Operations, package_version
-from gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.responses.handlers import Responses
 from protocol.errors import MoonserveError
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -26,6 +27,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def build_app(
     api: Api,
+    responses: Responses,
     operations: Operations,
     keys: KeyHolder,
     limiter: Limiter,
@@ -45,62 +47,52 @@ def build_app(
             Exception: _on_error,  # re-raised after the reply, so that the front door logs it
         },
     )
-    _add_posts(app, api)
-    _add_gets(app, api, operations)
+    _add_posts(app, api, responses)
+    _add_gets(app, api, responses, operations)
     return FrontDoor(app, keys, limiter, limits)
 
 
-def _add_posts(app: FastAPI, api: Api) -> None:
-    routes: list[tuple[str, Handler, type | None]] = [
-        ("/v1/chat/completions", api.chat, ChatBody),
-        ("/v1/completions", api.completions, CompletionBody),
-        ("/v1/embeddings", api.embeddings, None),
-        ("/tokenize", api.tokenize, TokenizeBody),
-        ("/detokenize", api.detokenize, DetokenizeBody),
+def _add_posts(app: FastAPI, api: Api, responses: Responses) -> None:
+    routes: list[tuple[str, Handler, dict[str, Any]]] = [
+        ("/v1/chat/completions", api.chat, docs.CHAT),
+        ("/v1/completions", api.completions, docs.COMPLETIONS),
+        ("/v1/responses", responses.create, docs.RESPONSES),
+        ("/v1/embeddings", api.embeddings, docs.EMBEDDINGS),
+        ("/tokenize", api.tokenize, docs.TOKENIZE),
+        ("/detokenize", api.detokenize, docs.DETOKENIZE),
     ]
-    for path, handler, body in routes:
-        app.add_api_route(
-            path,
-            handler,
-            methods=["POST"],
-            response_model=None,
-            openapi_extra=_document(body) if body else None,
-        )
+    for path, handler, operation in routes:
+        _add(app, "POST", path, handler, operation)
 
 
-def _add_gets(app: FastAPI, api: Api, operations: Operations) -> None:
-    routes: list[tuple[str, Handler]] = [
-        ("/v1/models", api.models),
-        ("/v1/models/{name:path}", api.model),
-        ("/v1/cluster", operations.cluster),
-        ("/v1/requests/{request_id:path}/explain", operations.explain),
-        ("/v1/explain/{request_id:path}", operations.explain),
-        ("/health", operations.health),
-        ("/ready", operations.ready),
-        ("/metrics", operations.metrics),
-        ("/version", operations.version),
-        ("/dashboard", operations.dashboard),
+def _add_gets(app: FastAPI, api: Api, responses: Responses, operations: Operations) -> None:
+    routes: list[tuple[str, Handler, dict[str, Any]]] = [
+        ("/v1/models", api.models, docs.MODELS),
+        ("/v1/models/{name:path}", api.model, docs.MODEL),
+        ("/v1/responses/{response_id}", responses.retrieve, docs.RESPONSE),
+        ("/v1/cluster", operations.cluster, docs.CLUSTER),
+        ("/v1/requests/{request_id:path}/explain", operations.explain, docs.EXPLAIN),
+        ("/v1/explain/{request_id:path}", operations.explain, docs.EXPLAIN),
+        ("/health", operations.health, docs.HEALTH),
+        ("/ready", operations.ready, docs.READY),
+        ("/metrics", operations.metrics, docs.METRICS),
+        ("/version", operations.version, docs.VERSION),
+        ("/dashboard", operations.dashboard, docs.DASHBOARD),
     ]
-    for path, handler in routes:
-        app.add_api_route(path, handler, methods=["GET"], response_model=None)
+    for path, handler, operation in routes:
+        _add(app, "GET", path, handler, operation)
+    _add(app, "DELETE", "/v1/responses/{response_id}", responses.delete, docs.DELETE_RESPONSE)
 
 
-def _document(body: Any) -> dict[str, Any]:
-    """A route's body in the OpenAPI document; FastAPI itself never sees it (we read it bounded)."""
-    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
-    inlined = _inline(schema, schema.pop("$defs", {}))
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined}}}}
-
-
-def _inline(schema: Any, definitions: dict[str, Any]) -> Any:
-    """The schema with its references replaced; our models do not refer to themselves."""
-    if isinstance(schema, list):
-        return [_inline(part, definitions) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if "$ref" in schema:
-        return _inline(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    return {name: _inline(part, definitions) for name, part in schema.items()}
+def _add(app: FastAPI, method: str, path: str, handler: Handler, operation: dict[str, Any]) -> None:
+    app.add_api_route(
+        path,
+        handler,
+        methods=[method],
+        response_model=None,
+        operation_id=f"{method.lower()} {path}",
+        openapi_extra=operation,
+    )
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

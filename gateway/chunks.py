@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
 
+from gateway.errors import ErrorReply
 from gateway.feed import Piece
 from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.tokenizer import Tokenizer
@@ -59,6 +60,14 @@ class Chunks(Protocol):
         """The chunk with `choices: []`."""
         ...
 
+    def ending(self) -> bytes:
+        """What comes after all output."""
+        ...
+
+    def failure(self, reply: ErrorReply) -> bytes:
+        """An error after the first byte of a stream; nothing comes after it."""
+        ...
+
 
 class _Chunks(ABC):
     """What chat and completions share."""
@@ -81,6 +90,12 @@ class _Chunks(ABC):
 
     def usage(self, usage: dict[str, Any]) -> str:
         return f'{self._opening},"choices":[],"usage":{_compact(usage)}}}\n\n'
+
+    def ending(self) -> bytes:
+        return DONE
+
+    def failure(self, reply: ErrorReply) -> bytes:
+        return b"data: " + reply.body() + b"\n\n"
 
     def _chunk(
         self,
@@ -180,11 +195,6 @@ class CompletionChunks(_Chunks):
             tokens, self._tokenizer, self._offsets[index]
         )
         return columns
-
-
-def error_chunk(body: bytes) -> bytes:
-    """An error after the first byte of a stream."""
-    return b"data: " + body + b"\n\n"
 
 
 def _compact(value: object) -> str:

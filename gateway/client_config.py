@@ -49,6 +49,11 @@ class ClientConfig:
     max_body_bytes: int = option(
         8 * 2**20, help="longest request body that is accepted", unit="bytes"
     )
+    response_store_bytes: int = option(
+        64 * 2**20,
+        help="memory of a gateway for responses of /v1/responses that later ones continue; 0 = none is kept",
+        unit="bytes",
+    )
     max_header_bytes: int = option(
         32 * 2**10, help="longest head of a request that is accepted", unit="bytes"
     )

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.chunks import DONE, Chunks, error_chunk
+from gateway.chunks import Chunks
 from gateway.connection import Connection
 from gateway.errors import reply_for
 from gateway.feed import Piece
@@ -137,7 +137,7 @@ class StreamReply(ClusterReply):
             await self._stream(send, pieces)
         except MoonserveError as error:
             self._connection.close_after_reply()
-            await self._send(send, error_chunk(reply_for(error).body()), more=False)
+            await self._send(send, self._chunks.failure(reply_for(error)), more=False)
 
     async def _stream(self, send: Send, pieces: list[Piece]) -> None:
         text = self._chunks.first()
@@ -151,4 +151,4 @@ class StreamReply(ClusterReply):
             pieces = await self._answer.take()
         if self._usage is not None:
             text += self._chunks.usage(self._usage())
-        await self._send(send, text.encode() + DONE, more=False)
+        await self._send(send, text.encode() + self._chunks.ending(), more=False)

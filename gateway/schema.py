@@ -8,7 +8,7 @@ model's limits nor the tokenizer; `gateway.params` checks against those.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,19 +28,21 @@ _StopString = Annotated[str, Field(min_length=1, max_length=1_000)]
 _Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """Strict, frozen, with whatever else was sent as `model_extra`."""
+
     model_config = ConfigDict(
         frozen=True, strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
     )
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options of a streamed reply."""
 
     include_usage: bool | None = None
 
 
-class SamplingBody(_Body):
+class SamplingBody(Body):
     """Parameters that chat and completions share."""
 
     model: str | None = None
@@ -79,7 +81,7 @@ class SamplingBody(_Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One turn; what else it carries goes to the chat template."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
@@ -123,7 +125,7 @@ class CompletionBody(SamplingBody):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     """POST /tokenize: a prompt or messages."""
 
     model: str | None = None
@@ -135,7 +137,7 @@ class TokenizeBody(_Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
@@ -168,7 +170,7 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "logits_processors": (None, []),
 }
 
-B = TypeVar("B", bound=_Body)
+B = TypeVar("B", bound=Body)
 
 
 class BodyParser:
@@ -179,14 +181,18 @@ class BodyParser:
 
     def parse(self, cls: type[B], raw: bytes) -> B:
         """Raises ApiError (400) naming the parameter."""
-        try:
-            body = cls.model_validate_json(raw)
-        except ValidationError as error:
-            raise _refusal(error) from error
+        body = validated(cls, raw)
         self._check_extra(body)
         return body
 
-    def _check_extra(self, body: _Body) -> None:
+    def warn_of_unknown(self, names: Iterable[str]) -> None:
+        """Once of each."""
+        for name in set(names) - self._warned:
+            if len(self._warned) < _MAX_WARNED_NAMES:
+                self._warned.add(name)
+                log.warning("ignoring the unknown parameter %.100r", name)
+
+    def _check_extra(self, body: Body) -> None:
         given = body.model_extra or {}
         for name, harmless in _NOT_BUILT.items():
             value = given.get(name, getattr(body, name, None))
@@ -197,10 +203,15 @@ class BodyParser:
                     param=name,
                     code="unsupported_parameter",
                 )
-        for name in given.keys() - _NOT_BUILT.keys() - self._warned:
-            if len(self._warned) < _MAX_WARNED_NAMES:
-                self._warned.add(name)
-                log.warning("ignoring the unknown parameter %.100r", name)
+        self.warn_of_unknown(given.keys() - _NOT_BUILT.keys())
+
+
+def validated(cls: type[B], raw: bytes) -> B:
+    """A body from JSON. Raises ApiError (400) naming the parameter."""
+    try:
+        return cls.model_validate_json(raw)
+    except ValidationError as error:
+        raise _refusal(error) from error
 
 
 def _refusal(error: ValidationError) -> ApiError:

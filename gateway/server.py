@@ -25,6 +25,8 @@ from gateway.app import build_app
 from gateway.config import GatewayConfig
 from gateway.identity import open_keys, open_limits
 from gateway.operations import Operations
+from gateway.responses.handlers import Responses
+from gateway.responses.store import ResponseStore
 from gateway.service import Gateway
 from gateway.tokenizer import Tokenizer, load_tokenizer, load_vocab_size
 from protocol.errors import ConfigError
@@ -56,8 +58,10 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         tokenizer = load_tokenizer(Path(config.model))
         served = _served(config, tokenizer)
         gateway = _gateway(config, channels, tokenizer, served, registry)
+        api = Api(gateway, tokenizer, served, config)
         app = build_app(
-            Api(gateway, tokenizer, served, config),
+            api,
+            Responses(api, ResponseStore(config.response_store_bytes)),
             Operations(gateway, registry, served.names),
             keys,
             limiter,

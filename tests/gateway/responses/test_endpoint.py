@@ -1,0 +1,141 @@
+"""`/v1/responses` with the official client, before a scripted cluster."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+
+from gateway.tokenizer import Tokenizer
+from protocol.keys import unpack_tokens
+from tests.gateway.conftest import running_gateway
+from tests.gateway.scripted_cluster import ScriptedCluster
+
+TEXT = " to be or"  # three tokens of the script
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+def prompts(cluster: ScriptedCluster, tokenizer: Tokenizer) -> list[str]:
+    return [
+        tokenizer.decode(unpack_tokens(each.token_ids)[: each.num_prompt_tokens])
+        for each in cluster.submissions
+    ]
+
+
+async def test_a_response_is_whole(client: openai.AsyncOpenAI) -> None:
+    response = await client.responses.create(model="demo", input="hi", max_output_tokens=3)
+    assert response.output_text == TEXT
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage is not None
+    assert response.usage.output_tokens == 3
+    assert response.error is None
+
+
+async def test_a_stream_ends_in_the_response_that_can_be_looked_up(
+    client: openai.AsyncOpenAI,
+) -> None:
+    kinds, text, last = [], "", None
+    stream = await client.responses.create(
+        model="demo", input="hi", max_output_tokens=3, stream=True
+    )
+    async for event in stream:
+        kinds.append(event.type)
+        text += event.delta if event.type == "response.output_text.delta" else ""
+        last = event
+    assert text == TEXT
+    assert kinds[0] == "response.created"
+    assert last is not None
+    assert last.type == "response.incomplete"
+    assert await client.responses.retrieve(last.response.id) == last.response
+    await client.responses.delete(last.response.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(last.response.id)
+
+
+async def test_a_later_response_goes_on_behind_an_earlier_one(
+    client: openai.AsyncOpenAI, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
+    """Its prompt is the conversation: earlier input and output, its own instructions, its own input."""
+    first = await client.responses.create(
+        model="demo", input="one", instructions="be brief", max_output_tokens=3
+    )
+    await client.responses.create(
+        model="demo", input="two", previous_response_id=first.id, max_output_tokens=1
+    )
+    before, after = prompts(cluster, tokenizer)
+    assert "be brief" in before
+    assert "be brief" not in after
+    assert after.index("one") < after.index(TEXT.strip()) < after.index("two")
+
+
+async def test_what_was_not_to_be_stored_cannot_be_continued(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(
+        model="demo", input="one", store=False, max_output_tokens=1
+    )
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model="demo", input="two", previous_response_id=first.id)
+    assert caught.value.param == "previous_response_id"
+    assert caught.value.code == "previous_response_not_found"
+
+
+async def test_responses_are_their_tenants(cluster: ScriptedCluster) -> None:
+    keys = ("alice=a-key", "bob=b-key")
+    async with running_gateway(cluster, tenant_keys=keys) as url:
+        alice, bob = (
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+            for key in ("a-key", "b-key")
+        )
+        response = await alice.responses.create(model="demo", input="hi", max_output_tokens=1)
+        assert (await alice.responses.retrieve(response.id)).id == response.id
+        with pytest.raises(openai.NotFoundError):
+            await bob.responses.retrieve(response.id)
+        await alice.close()
+        await bob.close()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 100_000}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"input": []}, "input"),
+    ],
+)
+async def test_what_is_not_done_is_refused_by_its_own_name(
+    client: openai.AsyncOpenAI, parameters: dict, param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(**{"model": "demo", "input": "hi", **parameters})
+    assert caught.value.param == param
+
+
+async def test_logprobs_are_those_of_the_tokens(client: openai.AsyncOpenAI) -> None:
+    response = await client.responses.create(
+        model="demo",
+        input="hi",
+        max_output_tokens=3,
+        top_logprobs=2,
+        include=["message.output_text.logprobs"],
+    )
+    [item] = response.output
+    assert item.type == "message"
+    [part] = item.content
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert [len(entry.top_logprobs) for entry in part.logprobs] == [2, 2, 2]
+    assert "".join(entry.token for entry in part.logprobs) == TEXT

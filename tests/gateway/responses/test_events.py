@@ -1,0 +1,126 @@
+"""A response's events: whole however the text was cut, one item open at a time, and the end repeats them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.chunks import Heading
+from gateway.feed import Piece
+from gateway.responses.events import ResponseEvents
+from gateway.responses.output import ResponseForm, whole
+from gateway.responses.schema import ResponsesBody
+
+HEADING = Heading(id="resp_1", created=1, model="m")
+FORM = ResponseForm(HEADING, ResponsesBody(input="hi"))
+USAGE = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+
+
+class ScriptedChunks:
+    """Chat chunks that say what a test wants."""
+
+    def __init__(self, deltas: Sequence[dict[str, Any]], finish_reason: str) -> None:
+        self._left = [*({"delta": delta} for delta in deltas), {"delta": {}}]
+        self._left[-1]["finish_reason"] = finish_reason
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def first(self) -> str:
+        return 'data: {"choices":[]}\n\n'
+
+    def piece(self, piece: Piece) -> str:
+        choice = {"index": 0, **self._left.pop(0)}
+        return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+
+def events_of(deltas: Sequence[dict[str, Any]], finish_reason: str = "stop") -> list[dict]:
+    """The stream of one response, parsed; also proves that what is remembered is what was sent last."""
+    chunks, kept = ScriptedChunks(deltas, finish_reason), []
+    events = ResponseEvents(chunks, FORM, kept.append)  # type: ignore[arg-type]
+    text = events.first()
+    for _ in range(len(chunks)):
+        text += events.piece(Piece(index=0, text="", tokens=()))
+    text += events.usage(USAGE) + events.ending().decode()
+    parsed = []
+    for event in text.split("\n\n")[:-1]:
+        name, _, data = event.partition("\n")
+        parsed.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {parsed[-1]['type']}"
+    assert [event["sequence_number"] for event in parsed] == list(range(len(parsed)))
+    assert kept == [parsed[-1]["response"]]
+    return parsed
+
+
+def of(kind: str, events: list[dict]) -> list[dict]:
+    return [event for event in events if event["type"] == f"response.{kind}"]
+
+
+def call(number: int, arguments: str, name: str | None = None) -> dict[str, Any]:
+    named = {"name": name} if name else {}
+    head = {"id": f"call_{number}", "type": "function"} if name else {}
+    function = {**named, "arguments": arguments}
+    return {"tool_calls": [{"index": number, **head, "function": function}]}
+
+
+@given(st.lists(st.text(min_size=1), max_size=8), st.sampled_from(["stop", "length"]))
+def test_a_text_is_the_same_in_deltas_items_and_the_end(texts: list[str], reason: str) -> None:
+    events = events_of([{"content": text} for text in texts], reason)
+    said = "".join(texts)
+    assert "".join(event["delta"] for event in of("output_text.delta", events)) == said
+    [done] = of("output_item.done", events)
+    assert done["item"]["content"][0]["text"] == said
+    response = events[-1]["response"]
+    assert response["output"] == [done["item"]]
+    assert response["status"] == ("incomplete" if reason == "length" else "completed")
+    assert events[-1]["type"] == f"response.{response['status']}"
+    assert response["usage"]["total_tokens"] == 8
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+
+
+_turns = st.lists(
+    st.tuples(st.booleans(), st.lists(st.text(max_size=5), min_size=1, max_size=4)), max_size=5
+)
+
+
+@given(_turns)
+def test_items_open_and_close_one_after_the_other(turns: list[tuple[bool, list[str]]]) -> None:
+    deltas: list[dict[str, Any]] = []
+    for number, (is_call, parts) in enumerate(turns):
+        if is_call:
+            deltas.append(call(number, parts[0], name=f"f{number}"))
+            deltas += [call(number, part) for part in parts[1:]]
+        else:
+            deltas += [{"content": part} for part in parts]
+    events = events_of(deltas, "tool_calls" if any(is_call for is_call, _ in turns) else "stop")
+    open_items: list[int] = []
+    for event in events:
+        if event["type"] == "response.output_item.added":
+            assert not open_items
+            open_items.append(event["output_index"])
+        elif event["type"] == "response.output_item.done":
+            assert open_items.pop() == event["output_index"]
+        elif event["type"].endswith(".delta"):
+            assert [event["output_index"]] == open_items
+    assert not open_items
+    calls = [item for item in events[-1]["response"]["output"] if item["type"] == "function_call"]
+    assert [item["arguments"] for item in calls] == [
+        "".join(parts) for is_call, parts in turns if is_call
+    ]
+
+
+def test_a_stream_says_what_the_whole_reply_says() -> None:
+    arguments = '{"city":"Ulm"}'
+    message = {"content": "I look.", "tool_calls": [
+        {"id": "call_1", "type": "function", "function": {"name": "w", "arguments": arguments}}
+    ]}  # fmt: skip
+    completion = {
+        "choices": [{"message": message, "finish_reason": "tool_calls"}],
+        "usage": USAGE,
+    }
+    deltas = [{"content": "I "}, {"content": "look."}, call(1, "", "w"), call(1, arguments)]
+    assert events_of(deltas, "tool_calls")[-1]["response"] == whole(FORM, completion)

@@ -1,0 +1,98 @@
+"""Items of the Responses API as messages of a chat, and refusals that name what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import ApiError
+from gateway.responses.schema import ResponsesBody
+from gateway.responses.translate import chat_of, input_messages
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+
+
+def test_a_string_is_what_the_user_says() -> None:
+    assert input_messages("hi") == [{"role": "user", "content": "hi"}]
+
+
+def test_calls_belong_to_the_message_before_them_and_results_are_the_tools() -> None:
+    items: list[dict[str, Any]] = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "hm"}],
+        },
+        {"type": "reasoning", "summary": []},
+        CALL,
+        {**CALL, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+    ]
+    messages = input_messages(items)
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "tool"]
+    assert [c["id"] for c in messages[2]["tool_calls"]] == ["c1", "c2"]
+    assert messages[3] == {"role": "tool", "tool_call_id": "c1", "content": "sun"}
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({"type": "item_reference", "id": "x"}, "input[0]"),
+        ({"role": "user", "content": [{"type": "input_image"}]}, "input[0].content"),
+        ({"content": "x"}, "input[0].role"),
+        ({"type": "function_call", "name": "f"}, "input[0].arguments"),
+    ],
+)
+def test_what_a_chat_cannot_say_is_refused_by_its_place(item: dict, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        input_messages([item])
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_formats_tools_and_lengths_go_by_their_names_in_a_chat() -> None:
+    body = ResponsesBody(
+        input="hi",
+        instructions="be brief",
+        max_output_tokens=9,
+        text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+        tools=[{"type": "function", "name": "f", "parameters": {}}],
+        tool_choice={"type": "function", "name": "f"},
+    )
+    chat = chat_of(body, input_messages("hi"))
+    assert chat["messages"][0] == {"role": "system", "content": "be brief"}
+    assert chat["max_completion_tokens"] == 9
+    assert chat["response_format"]["json_schema"] == {"name": "n", "schema": {"type": "object"}}
+    assert chat["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "role", "content", "text", "output", "call_id", "name"])
+            | st.text(max_size=4),
+            inner
+            | st.sampled_from(["message", "function_call", "function_call_output", "input_text"]),
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["type", "role", "content", "output"]), _json)))
+def test_any_items_are_messages_or_a_refusal(items: list[dict[str, Any]]) -> None:
+    status = 200
+    try:
+        messages = input_messages(items)
+        assert all(isinstance(message["role"], str) for message in messages)
+    except ApiError as error:
+        status = error.status
+    assert status in (200, 400)
