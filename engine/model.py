@@ -54,7 +54,8 @@ class Model:
         self._windows = config.sliding_windows
         self._kernels = kernels
         self._attention = attention
-        self._gives_logits = gives_logits
+        self._last = config.num_layers - 1 if gives_logits else None
+        self._vocab_size = config.vocab_size
         self._share = share
 
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
@@ -74,11 +75,26 @@ class Model:
             queries, keys, values = self._kernels.project(layer, work)
             if on_layer is not None and self._share is None:
                 on_layer(layer)
+            wanted = step.rows if layer == self._last else None
+            if wanted is not None and not len(wanted) and self._share is None:
+                return self._no_logits(queries)  # of the last layer only K and V are ever looked at
             seen = self._attention.attend(layer, plans[window], queries, keys, values)
+            if wanted is not None:
+                seen = self._kernels.keep(work, self._finished(wanted), seen)
             self._kernels.finish(layer, work, seen)
             if on_layer is not None and self._share is not None:
                 on_layer(layer)
-        if not self._gives_logits:
+            if wanted is not None and not len(wanted):
+                return self._no_logits(queries)
+        if self._last is None:
             return self._kernels.hidden(work)
-        logits = self._kernels.logits(work, step.rows)
+        logits = self._kernels.logits(work)
         return logits if self._share is None else self._share.whole_logits(logits)
+
+    def _no_logits(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty((0, self._vocab_size), dtype=torch.float32)
+
+    def _finished(self, wanted: torch.Tensor) -> torch.Tensor:
+        """Rows that go through the last layer: those whose logits are wanted. Ranks meet in its sums, and know by that
+        that all have written their K and V, so that they take one along where nobody wants any."""
+        return wanted if len(wanted) or self._share is None else wanted.new_zeros(1)

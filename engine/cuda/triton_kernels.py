@@ -100,12 +100,12 @@ class TritonKernels:
     def hidden(self, work: _Pass) -> torch.Tensor:
         return work.hidden if work.pending is None else work.hidden + work.pending
 
-    def logits(self, work: _Pass, rows: torch.Tensor | None) -> torch.Tensor:
-        if rows is not None:
-            rows = to_device(rows, work.hidden.device)
-            work.hidden = work.hidden.index_select(0, rows)
-            if work.pending is not None:
-                work.pending = work.pending.index_select(0, rows)
+    def keep(self, work: _Pass, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        rows = to_device(rows, work.hidden.device)
+        work.hidden = work.hidden.index_select(0, rows)
+        return seen.index_select(0, rows)
+
+    def logits(self, work: _Pass) -> torch.Tensor:
         normed = self._add_norm(work, self._weights.norm)
         return F.linear(normed, self._weights.lm_head).float()
 

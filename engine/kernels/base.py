@@ -47,5 +47,9 @@ class Kernels(Protocol):
     def hidden(self, work: Pass) -> torch.Tensor:
         """[tokens, hidden_size] after the layers so far, for the next stage; until the pass goes on."""
 
-    def logits(self, work: Pass, rows: torch.Tensor | None) -> torch.Tensor:
-        """[rows, vocab] float32 of the tokens `rows` (None = all), rounded to the compute dtype before."""
+    def keep(self, work: Pass, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Only the tokens `rows` (int64, their places) go on to `finish` and `logits`, in that order. Gives their rows
+        of `seen` [tokens, heads · head_dim]. Once in a pass, between the last `project` and its `finish`."""
+
+    def logits(self, work: Pass) -> torch.Tensor:
+        """[tokens, vocab] float32, rounded to the compute dtype before."""

@@ -93,7 +93,7 @@ class Library:
         self.finish = self.function("finish", pointer, pointer, count, pointer)
         self.output = self.function("output", pointer, pointer, count, pointer, pointer)
         self.feed = self.function("feed", pointer, pointer, count, pointer)
-        self.logits = self.function("logits", pointer, pointer, pointer, count, pointer)
+        self.logits = self.function("logits", pointer, pointer, pointer)
 
     @property
     def suits_many_rows(self) -> bool:

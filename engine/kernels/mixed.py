@@ -43,5 +43,8 @@ class MixedKernels:
     def hidden(self, work: _Chosen) -> torch.Tensor:
         return work.kernels.hidden(work.work)
 
-    def logits(self, work: _Chosen, rows: torch.Tensor | None) -> torch.Tensor:
-        return work.kernels.logits(work.work, rows)
+    def keep(self, work: _Chosen, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        return work.kernels.keep(work.work, rows, seen)
+
+    def logits(self, work: _Chosen) -> torch.Tensor:
+        return work.kernels.logits(work.work)

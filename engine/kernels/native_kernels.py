@@ -170,11 +170,15 @@ class NativeKernels:
     def hidden(self, work: _Pass) -> torch.Tensor:
         return work.hidden
 
-    def logits(self, work: _Pass, rows: torch.Tensor | None) -> torch.Tensor:
-        count = len(work.hidden) if rows is None else len(rows)
-        logits = torch.empty(count, self._config.vocab_size)
-        address = None if rows is None else rows.data_ptr()
-        self._library.logits(self._address, work.address, address, count, logits.data_ptr())
+    def keep(self, work: _Pass, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        work.hidden = work.hidden.index_select(0, rows)
+        work.structure.tokens = len(rows)
+        work.structure.hidden = work.hidden.data_ptr()
+        return seen.index_select(0, rows)
+
+    def logits(self, work: _Pass) -> torch.Tensor:
+        logits = torch.empty(len(work.hidden), self._config.vocab_size)
+        self._library.logits(self._address, work.address, logits.data_ptr())
         return logits
 
 

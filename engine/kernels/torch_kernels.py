@@ -110,9 +110,12 @@ class TorchKernels:
     def hidden(self, work: _Pass) -> torch.Tensor:
         return work.hidden
 
-    def logits(self, work: _Pass, rows: torch.Tensor | None) -> torch.Tensor:
-        hidden = work.hidden if rows is None else work.hidden.index_select(0, rows)
-        return self._lm_head(self._norm(hidden, self._final_norm)).float()
+    def keep(self, work: _Pass, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        work.hidden = work.hidden.index_select(0, rows)
+        return seen.index_select(0, rows)
+
+    def logits(self, work: _Pass) -> torch.Tensor:
+        return self._lm_head(self._norm(work.hidden, self._final_norm)).float()
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm in float32, rounded to the compute dtype before the weight is applied (as transformers does)."""

@@ -47,13 +47,12 @@ static void shared_product(const Model *model, const Matrix &matrix, const T *in
           [&](int64_t from, int64_t to) { product(matrix, input, stride, rows, from, to, finish); });
 }
 
-/* `token_of(row)` is which of the hidden states becomes that row of `normed`. */
-template <typename T, typename TokenOf>
-static void shared_norm(const Model *model, const T *hidden, const float *weight, int64_t rows, const TokenOf &token_of) {
+/* Of hidden states into `normed`. */
+template <typename T> static void shared_norm(const Model *model, const T *hidden, const float *weight, int64_t rows) {
     const int64_t size = model->hidden_size;
     share(model->crew, rows, ROWS_AT_ONCE, [&](int64_t from, int64_t to) {
         for (int64_t row = from; row < to; row++)
-            normalize(hidden + token_of(row) * size, weight, (T *)model->normed + row * size, size, model->epsilon);
+            normalize(hidden + row * size, weight, (T *)model->normed + row * size, size, model->epsilon);
     });
 }
 
@@ -93,7 +92,7 @@ template <typename T> static void project(const Model *model, const Step *step, 
     const int64_t size = model->hidden_size, width = (model->heads + 2 * model->kv_heads) * model->head_dim;
     for (int64_t first = 0; first < step->tokens; first += GROUP) {
         const int64_t rows = least(GROUP, step->tokens - first);
-        shared_norm(model, (const T *)step->hidden + first * size, layer->input_norm, rows, [](int64_t row) { return row; });
+        shared_norm(model, (const T *)step->hidden + first * size, layer->input_norm, rows);
         shared_product(model, layer->qkv, (const T *)model->normed, size, rows,
                        Store<T>{(T *)step->heads + first * width, width, width});
         share(model->crew, rows, ROWS_AT_ONCE, [&](int64_t from, int64_t to) {
@@ -110,7 +109,7 @@ template <typename T> static void finish(const Model *model, const Step *step, c
         T *hidden = (T *)step->hidden + first * size;
         const Add<T> residual = {hidden, size, size};
         shared_product(model, layer->o, seen + first * seen_size, seen_size, rows, residual);
-        shared_norm(model, hidden, layer->post_norm, rows, [](int64_t row) { return row; });
+        shared_norm(model, hidden, layer->post_norm, rows);
         shared_product(model, layer->gate_up, normed, size, rows, Gate<T>{inner, inner_size});
         shared_product(model, layer->down, inner, inner_size, rows, residual);
     }
@@ -130,20 +129,18 @@ template <typename T> static void feed(const Model *model, const Step *step, con
     for (int64_t first = 0; first < step->tokens; first += GROUP) {
         const int64_t rows = least(GROUP, step->tokens - first);
         const T *hidden = (const T *)step->hidden + first * size;
-        shared_norm(model, hidden, layer->post_norm, rows, [](int64_t row) { return row; });
+        shared_norm(model, hidden, layer->post_norm, rows);
         shared_product(model, layer->gate_up, normed, size, rows, Gate<T>{inner, inner_size});
         shared_product(model, layer->down, inner, inner_size, rows, Store<T>{out + first * size, size, size});
     }
 }
 
-template <typename T>
-static void logits(const Model *model, const Step *step, const int64_t *rows, int64_t count, float *output) {
+template <typename T> static void logits(const Model *model, const Step *step, float *output) {
     const int64_t size = model->hidden_size, vocab = model->vocab_size;
-    for (int64_t first = 0; first < count; first += GROUP) {
-        const int64_t group = least(GROUP, count - first);
-        const auto token_of = [&](int64_t row) { return rows == nullptr ? first + row : rows[first + row]; };
-        shared_norm(model, (const T *)step->hidden, model->final_norm, group, token_of);
-        shared_product(model, model->lm_head, (const T *)model->normed, size, group,
+    for (int64_t first = 0; first < step->tokens; first += GROUP) {
+        const int64_t rows = least(GROUP, step->tokens - first);
+        shared_norm(model, (const T *)step->hidden + first * size, model->final_norm, rows);
+        shared_product(model, model->lm_head, (const T *)model->normed, size, rows,
                        Widen<T>{output + first * vocab, vocab, vocab});
     }
 }
@@ -155,8 +152,8 @@ template <typename T> static void embed(const Model *model, const Step *step, co
 }
 
 /* embed: the tokens' hidden states. project: heads, rotated, with K and V in the pool. finish: `seen` [tokens, heads,
- * head_dim] and the MLP into the hidden states; output and feed give what these two add. logits: [count, vocab] of the
- * tokens `rows`, or of the first `count`. */
+ * head_dim] and the MLP into the hidden states; output and feed give what these two add. logits: [tokens,
+ * vocab]. */
 #define DEFINE(NAME, T)                                                                                                \
     extern "C" void embed_##NAME(const Model *model, const Step *step, const int64_t *token_ids) {                     \
         embed<T>(model, step, token_ids);                                                                              \
@@ -173,9 +170,8 @@ template <typename T> static void embed(const Model *model, const Step *step, co
     extern "C" void feed_##NAME(const Model *model, const Step *step, int64_t layer, T *out) {                         \
         feed<T>(model, step, model->layers + layer, out);                                                              \
     }                                                                                                                  \
-    extern "C" void logits_##NAME(const Model *model, const Step *step, const int64_t *rows, int64_t count,            \
-                                  float *output) {                                                                     \
-        logits<T>(model, step, rows, count, output);                                                                   \
+    extern "C" void logits_##NAME(const Model *model, const Step *step, float *output) {                               \
+        logits<T>(model, step, output);                                                                                \
     }
 
 DEFINE(float32, float)

@@ -66,8 +66,10 @@ def run(kernels: Kernels, step: Step, num_layers: int) -> list[torch.Tensor]:
             results += [each.clone() for each in heads]
             shape = (len(step.token_ids), heads[0].shape[1] * heads[0].shape[2])
             seen = random_tensor(layer, *shape, dtype=heads[0].dtype)
+            if layer == num_layers - 1 and step.rows is not None:
+                seen = kernels.keep(work, step.rows, seen)
             kernels.finish(layer, work, seen)
-        results.append(kernels.logits(work, step.rows))
+        results.append(kernels.logits(work))
     return results
 
 
