@@ -12,13 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from engine.kernels.compiling import FLAGS, load_kernels
-from engine.kernels.packing import CMatrix
 from protocol.native import CompilerError
 
 SOURCE = Path(__file__).parent.parent / "native" / "layers.cpp"
 
 Call = Callable[..., None]
 """A function of the library; the interpreter lock is released meanwhile."""
+
+
+class CMatrix(ctypes.Structure):
+    """`Matrix` of product.h."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("words", ctypes.c_int64),
+        ("num_panels", ctypes.c_int64),
+        ("exponents", ctypes.c_void_p),
+        ("seldom", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+    )
 
 
 class CLayer(ctypes.Structure):
@@ -94,15 +107,27 @@ class Library:
         self.output = self.function("output", pointer, pointer, count, pointer, pointer)
         self.feed = self.function("feed", pointer, pointer, count, pointer)
         self.logits = self.function("logits", pointer, pointer, pointer)
+        self.count_exponents = self._plain("count_exponents", pointer, count, pointer)
+        self.make_compact = self._plain(
+            "make_compact", pointer, count, count, pointer, pointer, pointer, pointer
+        )
 
     @property
     def suits_many_rows(self) -> bool:
         """Whether nothing else on this machine multiplies more than a few rows faster."""
         return bool(self._library.suits_many_rows(self._dtype == "bfloat16"))
 
+    @property
+    def reads_compact(self) -> bool:
+        """Whether products take compact weights (`engine.kernels.compact`), which are faster then."""
+        return bool(self._library.reads_compact(self._dtype == "bfloat16"))
+
     def function(self, name: str, *arguments: type[Any]) -> Call:
         """`name` for the dtype; it returns nothing."""
-        found = self._library[f"{name}_{self._dtype}"]
+        return self._plain(f"{name}_{self._dtype}", *arguments)
+
+    def _plain(self, name: str, *arguments: type[Any]) -> Call:
+        found = self._library[name]
         found.argtypes = arguments
         found.restype = None
         return found

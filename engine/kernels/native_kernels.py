@@ -15,6 +15,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.kernels.base import Heads, Sums
+from engine.kernels.compact import Compactor
 from engine.kernels.library import CLayer, CModel, CStep, Library
 from engine.kernels.packing import LANES, Arena, Matrix, pack, pack_gates, packed_bytes
 from engine.kv_pool import KvPool
@@ -90,10 +91,11 @@ class NativeKernels:
         self.crew = self._library.make_crew(num_threads)  # attention may use it between two calls
         self._embedding = weights.embedding.contiguous()
         self._final_norm = _floats(weights.norm)
-        arena = Arena(packed_bytes(_matrices(weights)))
+        compactor = Compactor(self._library) if self._library.reads_compact else None
+        arena = Arena(packed_bytes(_matrices(weights)), compactor)
         self._layers = [_Layer.make(layer, arena) for layer in weights.layers]
         self._lm_head = pack(weights.lm_head, None, arena)
-        inner_size = self._layers[0].matrices[2].panels.shape[0] * LANES
+        inner_size = self._layers[0].matrices[2].num_panels * LANES
         self._normed = torch.empty(_GROUP_ROWS, config.hidden_size, dtype=self._dtype)
         self._inner = torch.empty(_GROUP_ROWS, inner_size, dtype=self._dtype)
         self._structure = self._make_structure(inner_size)

@@ -1,12 +1,12 @@
 """Weights laid out for the native products (`engine/native/product.h`): panels of 32 outputs, word by word of input.
 
-A word is one float32 or two bfloat16. Owns that layout and the memory that it lies in, in huge pages where the system
-has them, since a step reads all of it once. Does not know models.
+A word is one float32 or two bfloat16; panels of bfloat16 may be compact (`engine.kernels.compact`). Owns that layout
+and the memory that it lies in, in huge pages where the system has them, since a step reads all of it once. Knows no
+model.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,41 +14,42 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.kernels.compact import Compact, Compactor
+from engine.kernels.library import CMatrix
+
 LANES = 16
 PANEL = 2 * LANES
 _WORD_BYTES = 4
 _HUGE_PAGE = 2 << 20
 
 
-class CMatrix(ctypes.Structure):
-    """`Matrix` of product.h."""
-
-    _fields_ = (
-        ("panels", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("words", ctypes.c_int64),
-        ("num_panels", ctypes.c_int64),
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
     """A weight in its layout, with its bias."""
 
-    panels: torch.Tensor  # [panels, words, 32] int32
+    num_panels: int
+    words: int  # of a row of the input
+    panels: torch.Tensor | Compact  # [panels, words, 32] int32, or what says the same
     bias: torch.Tensor | None  # [panels · 32] float32
 
     def structure(self) -> CMatrix:
         """Valid as long as this matrix."""
-        num_panels, words, _ = self.panels.shape
         bias = None if self.bias is None else self.bias.data_ptr()
-        return CMatrix(self.panels.data_ptr(), bias, words, num_panels)
+        own = self.panels
+        if isinstance(own, torch.Tensor):
+            return CMatrix(own.data_ptr(), bias, self.words, self.num_panels, None, None, None)
+        tables = (own.exponents, own.seldom, own.starts)
+        addresses = [table.data_ptr() for table in tables]
+        return CMatrix(own.cells.data_ptr(), bias, self.words, self.num_panels, *addresses)
 
 
 class Arena:
-    """Memory for all matrices of a model, given out from front to back: what is read one after another lies so."""
+    """Memory for all matrices of a model, given out from front to back: what is read one after another lies so. What is
+    not given out, since matrices turned out compact, costs addresses only."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, compactor: Compactor | None = None) -> None:
+        """`compactor`: of matrices of bfloat16; None = they lie as they are."""
+        self._compactor = compactor
         # Mapped memory begins anywhere in a huge page.
         memory = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE)
         with suppress(OSError, AttributeError):  # a kernel or a platform without huge pages
@@ -64,6 +65,14 @@ class Arena:
             count *= size
         taken, self._rest = self._rest[:count], self._rest[count:]
         return taken.view(shape)
+
+    def lay(self, panels: torch.Tensor) -> torch.Tensor | Compact:
+        """Panels [panels, words, 32] int32, of any strides."""
+        if self._compactor is not None:
+            compact = self._compactor(panels.contiguous(), self.take)
+            if compact is not None:
+                return compact
+        return self.take(*panels.shape).copy_(panels)
 
 
 def packed_bytes(weights: Iterable[torch.Tensor]) -> int:
@@ -90,10 +99,9 @@ def pack_gates(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena) ->
 
 def _pack(panels: torch.Tensor, bias: torch.Tensor | None, arena: Arena) -> Matrix:
     """panels [panels, 32, in], bias of any shape in their order."""
-    words = panels.contiguous().view(torch.int32)
-    taken = arena.take(words.shape[0], words.shape[2], PANEL)
-    taken.copy_(words.transpose(1, 2))
-    return Matrix(taken, None if bias is None else _pad(bias.reshape(-1, 1), PANEL).flatten())
+    words = panels.contiguous().view(torch.int32).transpose(1, 2)
+    padded = None if bias is None else _pad(bias.reshape(-1, 1), PANEL).flatten()
+    return Matrix(words.shape[0], words.shape[1], arena.lay(words), padded)
 
 
 def _bias(bias: torch.Tensor | None) -> torch.Tensor | None:

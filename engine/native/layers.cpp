@@ -189,6 +189,9 @@ extern "C" int32_t suits_many_rows([[maybe_unused]] int32_t is_bfloat16) {
 #endif
 }
 
+/* Whether these products read compact weights (compact.h). */
+extern "C" int32_t reads_compact(int32_t is_bfloat16) { return COMPACT && is_bfloat16; }
+
 /* -- single operations, for tests */
 
 #define DEFINE_PARTS(NAME, T)                                                                                          \

@@ -1,12 +1,15 @@
 /* Products of a few or many rows with constant weights, which were laid out for it once.
  *
  * Weights [out, in] lie in panels of 32 outputs: for each word of the input (one float32 or two bfloat16) the words of
- * those outputs, so that a product reads them from front to back. Each output is one running sum over the input in its
- * order, whatever the number of rows and threads: a row's result does not depend on what it is computed with.
+ * those outputs, so that a product reads them from front to back; or the same in fewer bytes (compact.h). Each output is
+ * one running sum over the input in its order, whatever the number of rows and threads and however the weights lie: a
+ * row's result does not depend on what it is computed with.
  */
 #pragma once
 
-#include "simd.h"
+#include <type_traits>
+
+#include "compact.h"
 
 constexpr int64_t PANEL = 2 * LANES;
 constexpr int64_t AHEAD = 64; /* words of the input: weights are fetched that far before they are needed */
@@ -17,36 +20,75 @@ constexpr int64_t MOST_ROWS = 2;
 #endif
 
 struct Matrix {
-    const uint32_t *panels; /* [panels, words, 32] */
-    const float *bias;      /* [panels · 32], or null */
-    int64_t words;          /* of one row of the input */
+    const void *panels; /* [panels, words, 32] words, or cells that say the same */
+    const float *bias;  /* [panels · 32], or null */
+    int64_t words;      /* of one row of the input */
     int64_t num_panels;
+    Compact compact;
 };
 
+INLINE uint32_t word_of(const void *row, int64_t k) {
+    uint32_t word;
+    memcpy(&word, (const char *)row + k * sizeof word, sizeof word);
+    return word;
+}
+
+/* Adds to the sums what `words` words of the rows give. */
 template <typename T, int ROWS>
 INLINE void multiply(const uint32_t *panel, int64_t words, const T *input, int64_t stride, Floats (&sums)[ROWS][2]) {
-    const char *rows[ROWS];
-    for (int row = 0; row < ROWS; row++) rows[row] = (const char *)(input + row * stride);
-    for (int row = 0; row < ROWS; row++) sums[row][0] = sums[row][1] = Floats{};
     for (int64_t k = 0; k < words; k++, panel += PANEL) {
         const Words left = *(const LooseWords *)panel, right = *(const LooseWords *)(panel + LANES);
         __builtin_prefetch(panel + AHEAD * PANEL);
         __builtin_prefetch(panel + AHEAD * PANEL + LANES);
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; row++) {
-            uint32_t word;
-            memcpy(&word, rows[row] + k * sizeof word, sizeof word);
-            sums[row][0] = accumulate((const T *)nullptr, sums[row][0], left, word);
-            sums[row][1] = accumulate((const T *)nullptr, sums[row][1], right, word);
+            const uint32_t word = word_of(input + row * stride, k);
+            sums[row][0] = accumulate(input, sums[row][0], left, word);
+            sums[row][1] = accumulate(input, sums[row][1], right, word);
         }
     }
+}
+
+#if COMPACT
+/* As `multiply`, of a whole panel that lies in cells. */
+template <int ROWS>
+INLINE void multiply_cells(const Matrix &matrix, int64_t panel, const Bfloat16 *input, int64_t stride,
+                           Floats (&sums)[ROWS][2]) {
+    const int64_t num_cells = matrix.words / 2;
+    const char *cell = (const char *)matrix.panels + panel * num_cells * CELL_BYTES;
+    const __m512i exponents = _mm512_loadu_si512(matrix.compact.exponents);
+    Seldom seldom(matrix.compact, panel);
+    for (int64_t n = 0; n < num_cells; n++, cell += CELL_BYTES) {
+        Words own[4];
+        expand(cell, exponents, own);
+        if (__builtin_expect(n == seldom.cell, 0)) put_back(seldom, own);
+        for (int64_t line = 0; line < CELL_BYTES; line += 64) __builtin_prefetch(cell + AHEAD / 2 * CELL_BYTES + line);
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 2
+            for (int k = 0; k < 2; k++) {
+                const uint32_t word = word_of(input + row * stride, 2 * n + k);
+                sums[row][0] = accumulate(input, sums[row][0], own[2 * k], word);
+                sums[row][1] = accumulate(input, sums[row][1], own[2 * k + 1], word);
+            }
+    }
+}
+#endif
+
+template <typename T, int ROWS>
+INLINE void multiply_panel(const Matrix &matrix, int64_t panel, const T *input, int64_t stride, Floats (&sums)[ROWS][2]) {
+#if COMPACT
+    if constexpr (std::is_same_v<T, Bfloat16>)
+        if (matrix.compact.exponents != nullptr) return multiply_cells<ROWS>(matrix, panel, input, stride, sums);
+#endif
+    multiply<T, ROWS>((const uint32_t *)matrix.panels + panel * matrix.words * PANEL, matrix.words, input, stride, sums);
 }
 
 template <typename T, int ROWS, typename Finish>
 INLINE void multiply_rows(const Matrix &matrix, int64_t panel, const T *input, int64_t stride, int64_t first,
                           const Finish &finish) {
-    Floats sums[ROWS][2];
-    multiply<T, ROWS>(matrix.panels + panel * matrix.words * PANEL, matrix.words, input + first * stride, stride, sums);
+    Floats sums[ROWS][2] = {};
+    multiply_panel<T, ROWS>(matrix, panel, input + first * stride, stride, sums);
     for (int row = 0; row < ROWS; row++) {
         if (matrix.bias != nullptr) {
             sums[row][0] += load(matrix.bias + panel * PANEL);

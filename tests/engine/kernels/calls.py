@@ -30,11 +30,16 @@ class Functions:
 
 
 @cache
-def library(dtype: torch.dtype, processor: str = "native") -> Functions:
+def compiled_library(dtype: torch.dtype, processor: str = "native") -> Library:
     """For this processor, or for an older kind that it can stand in for."""
     [name] = [name for name, known in TORCH_DTYPES.items() if known == dtype]
     flags = [flag.replace("-march=native", f"-march={processor}") for flag in FLAGS]
-    compiled = Library(name, kernels_folder(), flags=flags)
+    return Library(name, kernels_folder(), flags=flags)
+
+
+@cache
+def library(dtype: torch.dtype, processor: str = "native") -> Functions:
+    compiled = compiled_library(dtype, processor)
     pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     return Functions(
         normalize=compiled.function("normalize", pointer, pointer, pointer, count, number),

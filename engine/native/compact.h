@@ -1,0 +1,98 @@
+/* Panels of bfloat16 weights in three quarters of their bytes, without any loss: a product of few rows takes as long as
+ * reading its weights.
+ *
+ * The exponents of a trained or random matrix are nearly all among 16 values, so that 4 bits name one. Where a panel
+ * (product.h) has two words of input after another, four vectors of 32 weights, 192 bytes say the same: in 16-bit lanes
+ * the four exponents of a place, then signs and mantissas of the first word's two vectors, then of the second's. A
+ * weight with a seldom exponent stands beside, with its place, and is put back before anything is computed from it.
+ */
+#pragma once
+
+#include "simd.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define COMPACT 1 /* elsewhere expanding would take longer than reading */
+#else
+#define COMPACT 0
+#endif
+
+constexpr int64_t VECTOR = 2 * LANES;        /* weights of one vector */
+constexpr int64_t CELL = 4 * VECTOR;         /* weights of two words of a panel */
+constexpr int64_t CELL_BYTES = CELL * 3 / 2;
+constexpr uint16_t NO_EXPONENT = 0x807f;     /* the other bits of a weight */
+
+struct Compact {
+    const uint16_t *exponents; /* [32], the 16 twice, in their place in a weight; null: the matrix is not compact */
+    const uint64_t *seldom;    /* weight << 32 | place in the panel, by panel and place */
+    const int64_t *starts;     /* [panels + 1]: a panel's first one of `seldom` */
+};
+
+/* The seldom weights of a panel that are still to come. */
+struct Seldom {
+    const uint64_t *next, *end;
+    int64_t cell; /* that has the next one */
+
+    Seldom(const Compact &compact, int64_t panel)
+        : next(compact.seldom + compact.starts[panel]), end(compact.seldom + compact.starts[panel + 1]) {
+        find();
+    }
+    void find() { cell = next == end ? -1 : (int64_t)((uint32_t)*next / CELL); }
+};
+
+#if COMPACT
+/* The vectors of a cell: left and right half of the panel at the first word, then at the second. */
+INLINE void expand(const char *cell, __m512i exponents, Words (&vectors)[4]) {
+    const __m512i swap = _mm512_set4_epi32(0x0e0f0c0d, 0x0a0b0809, 0x06070405, 0x02030001); /* bytes of a lane */
+    const __m512i others = _mm512_set1_epi16((short)NO_EXPONENT);
+    const __m512i codes = _mm512_loadu_si512(cell);
+    const __m512i first = _mm512_loadu_si512(cell + 64), second = _mm512_loadu_si512(cell + 128);
+    const __m512i rests[4] = {first, _mm512_shuffle_epi8(first, swap), second, _mm512_shuffle_epi8(second, swap)};
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++) { /* a permutation looks at the lowest 5 bits of a lane: the fifth changes nothing */
+        const __m512i found = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * n), exponents);
+        vectors[n] = (Words)_mm512_ternarylogic_epi32(rests[n], others, found, 0xea); /* rest & others | found */
+    }
+}
+
+/* The seldom weights of the cell that has the next one. */
+INLINE void put_back(Seldom &seldom, Words (&vectors)[4]) {
+    uint16_t weights[CELL];
+    for (int n = 0; n < 4; n++) memcpy(weights + n * VECTOR, &vectors[n], sizeof vectors[n]);
+    for (const int64_t cell = seldom.cell; seldom.cell == cell; seldom.next++, seldom.find())
+        weights[(uint32_t)*seldom.next % CELL] = (uint16_t)(*seldom.next >> 32);
+    for (int n = 0; n < 4; n++) memcpy(&vectors[n], weights + n * VECTOR, sizeof vectors[n]);
+}
+#endif
+
+/* -- making them */
+
+/* Adds to `counts` [256] how many of the weights have each exponent. */
+extern "C" void count_exponents(const uint16_t *weights, int64_t count, int64_t *counts) {
+    for (int64_t i = 0; i < count; i++) counts[weights[i] >> 7 & 0xff]++;
+}
+
+/* Panels of words [panels, words, 32] as cells, and into `seldom` and `starts` what `codes` [256], which is -1 for it,
+ * does not name. Words of a panel are even in number. */
+extern "C" void make_compact(const uint16_t *weights, int64_t num_panels, int64_t words, const int8_t *codes, uint16_t *cells,
+                             uint64_t *seldom, int64_t *starts) {
+    const int64_t per_panel = words / 2;
+    int64_t found = 0;
+    starts[0] = 0;
+    for (int64_t n = 0; n < num_panels * per_panel; n++, weights += CELL, cells += CELL_BYTES / 2) {
+        for (int64_t lane = 0; lane < VECTOR; lane++) {
+            uint16_t named = 0, rests[4];
+            for (int64_t vector = 0; vector < 4; vector++) {
+                const uint16_t weight = weights[vector * VECTOR + lane];
+                const int8_t code = codes[weight >> 7 & 0xff];
+                rests[vector] = weight & NO_EXPONENT;
+                if (code >= 0) named = (uint16_t)(named | code << 4 * vector);
+            }
+            cells[lane] = named;
+            cells[VECTOR + lane] = (uint16_t)(rests[0] | rests[1] << 8 | rests[1] >> 8);
+            cells[2 * VECTOR + lane] = (uint16_t)(rests[2] | rests[3] << 8 | rests[3] >> 8);
+        }
+        for (int64_t i = 0; i < CELL; i++)
+            if (codes[weights[i] >> 7 & 0xff] < 0) seldom[found++] = (uint64_t)weights[i] << 32 | (n % per_panel * CELL + i);
+        if ((n + 1) % per_panel == 0) starts[(n + 1) / per_panel] = found;
+    }
+}
