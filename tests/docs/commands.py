@@ -19,18 +19,23 @@ from protocol.config import options_of
 ROOT = Path(__file__).parents[2]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 _SOURCES = ("benchmarks", "conductor", "deploy", "gateway", "kvstore", "models", "tests", "traces")
+_ENDS = ";&|\n"
 _ASSIGNMENT = re.compile(r"^[A-Z_]+=")
 
 
 def commands_of(script: str) -> Iterator[list[str]]:
     """The simple commands of a script, as words; comments and assignments are left out."""
-    for line in re.sub(r"\\\n", " ", script).splitlines():
-        for part in re.split(r"\s(?:&&|\|\||\||;|&)(?:\s|$)", line):
-            words = shlex.split(part.replace("[", " ").replace("]", " "), comments=True)
-            while words and _ASSIGNMENT.match(words[0]):
-                words.pop(0)
-            if words:
-                yield words
+    script = re.sub(r"\\\n", " ", script).replace("[", " ").replace("]", " ")
+    # A comment would take the end of its line along, which ends a command.
+    lexer = shlex.shlex(re.sub(r"(\s)#", r"\1\n#", script), posix=True, punctuation_chars=_ENDS)
+    lexer.whitespace, lexer.whitespace_split = " \t", True
+    words: list[str] = []
+    for token in [*lexer, "\n"]:
+        if not set(token) <= set(_ENDS):
+            words += [] if not words and _ASSIGNMENT.match(token) else [token]
+        elif words:
+            yield words
+            words = []
 
 
 def complaint(words: list[str]) -> str | None:

@@ -81,11 +81,31 @@ def test_metrics_in_the_prose_exist(page: Path) -> None:
         assert stem in sources() or name in sources(), f"{page.name}: {name}"
 
 
+def test_what_the_runbook_quotes_is_said_somewhere() -> None:
+    """Log lines and messages, as far as they are fixed text."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quotes = [code for code in CODE.findall(without_fences(page)) if " " in code]
+    quotes = [code for code in quotes if not code.startswith((*OURS, "--"))]
+    assert quotes
+    for quote in quotes:
+        assert quote in sources(), quote
+
+
 @cache
 def sources() -> str:
     """All of the packages' code."""
     packages = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
     return "\n".join(path.read_text() for folder in packages for path in folder.rglob("*.py"))
+
+
+def test_commands_are_told_apart() -> None:
+    script = "A=1 make x && moonserve serve \\\n  --port 1 # all\ncurl -d 'a; b' | cat\n# no\n"
+    assert list(commands_of(script)) == [
+        ["make", "x"],
+        ["moonserve", "serve", "--port", "1"],
+        ["curl", "-d", "a; b"],
+        ["cat"],
+    ]
 
 
 @pytest.mark.parametrize(
