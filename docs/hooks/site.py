@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 _FROM_ROOT = re.compile(r"\]\(docs/")
 _TO_ROOT = re.compile(rf"\]\(\.\./({'|'.join(map(re.escape, PAGES))})")
 _FOR_TESTS = re.compile(r'^(```.*?) (?:skip="[^"]*"|cluster|output)(?=$| )', re.MULTILINE)
+_FLAG = re.compile(r"<code>(--[a-z][a-z0-9-]{1,30})</code>")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -32,6 +33,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The page as the site has it."""
     return as_on_site(markdown, at_root=page.file.src_uri in PAGES)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """A flag is not broken behind its dashes."""
+    return _FLAG.sub(r'<code class="flag">\1</code>', html)
 
 
 def as_on_site(markdown: str, *, at_root: bool) -> str:
