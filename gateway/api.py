@@ -24,7 +24,15 @@ from gateway.errors import ApiError
 from gateway.feed import Piece
 from gateway.isolation import salt_of
 from gateway.limits.visit import Identity
-from gateway.params import Limits, Prompt, chat_prompt, choices_for, completion_prompts, encode
+from gateway.params import (
+    Limits,
+    Prompt,
+    chat_prompt,
+    choices_for,
+    completion_prompts,
+    encode,
+    truncated,
+)
 from gateway.replies import ClusterReply, StreamReply, WholeReply
 from gateway.schema import (
     BodyParser,
@@ -87,9 +95,11 @@ class Api:
             self._tokenizer,
             body.messages,
             limits,
-            add_generation_prompt=body.add_generation_prompt,
+            add_generation_prompt=body.adds_generation_prompt,
             variables=body.chat_template_kwargs,
+            continues=bool(body.continue_final_message),
         )
+        prompt = truncated(prompt, body, limits)
         choices = choices_for(body, [prompt], limits, "messages")
         heading = self._heading(id_prefix, request, body)
         wants = _wants(body, logprobs=bool(body.logprobs))

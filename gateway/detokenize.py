@@ -84,7 +84,9 @@ class StopMatcher:
     where token borders fall. One Knuth-Morris-Pratt automaton per stop string: O(1) amortised per character.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
+        """`includes_stop`: cuts behind the stop string, not before it."""
+        self._includes_stop = includes_stop
         self._automata = [_Automaton(stop) for stop in sorted(stops, key=len, reverse=True)]
         self._held = ""
         self.stopped = False
@@ -99,7 +101,8 @@ class StopMatcher:
                 automaton.step(char)
             for automaton in self._automata:
                 if automaton.complete:
-                    return self._stop(held[: position - len(automaton.pattern)])
+                    cut = 0 if self._includes_stop else len(automaton.pattern)
+                    return self._stop(held[: position - cut])
         keep = len(held) - max(automaton.matched for automaton in self._automata)
         self._held = held[keep:]
         return held[:keep]
@@ -152,10 +155,16 @@ class TextOutput:
     """The text of one choice: decoder and stop strings together."""
 
     def __init__(
-        self, decoder: TextDecoder, stops: Sequence[str] = (), min_tokens: int = 0
+        self,
+        decoder: TextDecoder,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        *,
+        includes_stop: bool = False,
     ) -> None:
+        self.includes_stop = includes_stop
         self._decoder = decoder
-        self._stops = StopMatcher(stops)
+        self._stops = StopMatcher(stops, includes_stop=includes_stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
 

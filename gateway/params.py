@@ -69,15 +69,61 @@ async def chat_prompt(
     add_generation_prompt: bool,
     variables: Mapping[str, object] | None,
     add_special_tokens: bool = False,
+    continues: bool = False,
 ) -> Prompt:
-    """A conversation as one prompt. The template writes special tokens itself."""
+    """A conversation as one prompt. The template writes special tokens itself. `continues`: the prompt ends where the
+    last message's text does."""
     text = tokenizer.render_chat(
         [message.for_template() for message in messages],
         add_generation_prompt=add_generation_prompt,
         variables=variables,
     )
+    if continues:
+        text = cut_behind(text, messages[-1])
     ids = await encode(tokenizer, text, limits, "messages", add_special_tokens=add_special_tokens)
     return Prompt(token_ids=ids, text=text)
+
+
+def cut_behind(text: str, message: ChatMessage) -> str:
+    """A rendered conversation up to the end of its last message's text, which the answer continues. Templates may strip
+    a text; the prompt then ends as they have it (as transformers does). Raises ApiError."""
+    said = message.for_template()["content"] or ""
+    stripped = said.strip()
+    if not stripped or stripped not in text:
+        raise ApiError(
+            400,
+            "continue_final_message: the last message has no text that the chat template keeps as it is",
+            param="continue_final_message",
+            code="invalid_value",
+        )
+    start = text.rindex(stripped)
+    whole = said.lstrip()
+    return text[: start + len(whole if text.startswith(whole, start) else stripped)]
+
+
+def truncated(prompt: Prompt, body: SamplingBody, limits: Limits) -> Prompt:
+    """The last `truncate_prompt_tokens` tokens of a prompt; −1: as many as leave room for the answer that is wanted."""
+    wanted = body.truncate_prompt_tokens
+    if wanted is None:
+        return prompt
+    if wanted == 0:
+        raise ApiError(
+            400,
+            "truncate_prompt_tokens: must be at least 1, or -1 for what the model's context holds",
+            param="truncate_prompt_tokens",
+            code="invalid_value",
+        )
+    if wanted < 0:
+        wanted = max(1, limits.max_model_len - max(1, _answer_tokens(body)))
+    if len(prompt.token_ids) <= wanted:
+        return prompt
+    return Prompt(token_ids=prompt.token_ids[-wanted:], text=None)
+
+
+def _answer_tokens(body: SamplingBody) -> int:
+    """That the client asked for; 0 where it did not say."""
+    chat = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    return chat or body.max_tokens or 0
 
 
 async def completion_prompts(
@@ -86,7 +132,7 @@ async def completion_prompts(
     """The prompts of a completions request, in order."""
     prompts = split_prompt(body.prompt)
     _check_count(body, len(prompts), "prompt")
-    return [
+    made = [
         Prompt(
             token_ids=await encode(tokenizer, one, limits, "prompt", add_special_tokens=True),
             text=one,
@@ -95,6 +141,7 @@ async def completion_prompts(
         else Prompt(token_ids=tuple(one), text=None)
         for one in prompts
     ]
+    return [truncated(prompt, body, limits) for prompt in made]
 
 
 def split_prompt(prompt: object) -> list[str] | list[list[int]]:
@@ -140,6 +187,7 @@ def choices_for(
                     sampling=sampling,
                     stops=body.stops,
                     skip_special_tokens=body.skip_special_tokens is not False,
+                    includes_stop=bool(body.include_stop_str_in_output),
                 )
             )
     return tuple(choices)

@@ -68,6 +68,8 @@ class SamplingBody(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1_024)] | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     response_format: dict[str, Any] | None = None
 
     @property
@@ -110,9 +112,24 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """Raises ApiError where the last message is to be continued and a new one begun."""
+        if not self.continue_final_message:
+            return self.add_generation_prompt
+        if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
+            raise ApiError(
+                400,
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="continue_final_message",
+                code="invalid_value",
+            )
+        return False
 
 
 class CompletionBody(SamplingBody):
@@ -157,10 +174,7 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "prediction": (None,),
     "use_beam_search": (None, False),
     "prompt_logprobs": (None,),
-    "include_stop_str_in_output": (None, False),
-    "continue_final_message": (None, False),
     "chat_template": (None,),
-    "truncate_prompt_tokens": (None,),
     "structured_outputs": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),

@@ -175,6 +175,7 @@ class Gateway:
                 self._tokenizer.decoder(skip_special_tokens=choice.skip_special_tokens),
                 choice.stops,
                 choice.sampling.min_tokens,
+                includes_stop=choice.includes_stop,
             ),
             reader=answer,
             surroundings=self._surroundings,

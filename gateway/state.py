@@ -82,6 +82,11 @@ class Output(Protocol):
     @property
     def stopped(self) -> bool: ...
 
+    @property
+    def includes_stop(self) -> bool:
+        """Whether what ends the text belongs to it."""
+        ...
+
     def push(self, token_id: int) -> str: ...
 
     def finish(self) -> str: ...
@@ -263,9 +268,8 @@ class RequestState:
         """Text, tokens used, and why the generation ends with them if it does."""
         parts: list[str] = []
         for count, token in enumerate(tokens, start=1):
-            if (
-                token.finish_reason is not FinishReason.STOP
-            ):  # the text of a stop token is no output
+            # The text of a stop token is no output.
+            if token.finish_reason is not FinishReason.STOP or self.output.includes_stop:
                 parts.append(self.output.push(token.token_id))
             if self.output.stopped:
                 return "".join(parts), tokens[:count], FinishReason.STOP

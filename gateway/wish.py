@@ -16,6 +16,7 @@ class Choice:
     sampling: SamplingParams
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
+    includes_stop: bool = False  # what ended it is part of its text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

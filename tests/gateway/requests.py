@@ -25,6 +25,7 @@ class Letters:
     """Token 3 is `d`; the stop string is `z`."""
 
     stopped = False
+    includes_stop = False
 
     def push(self, token_id: int) -> str:
         self.stopped = token_id == 25

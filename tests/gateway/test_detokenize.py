@@ -104,6 +104,20 @@ def test_output_is_the_full_decode_cut_at_the_first_stop(ids: list[int], stops: 
     assert (emitted, output.stopped) == (expected, stopped)
 
 
+@given(ANY_TOKENS, st.sampled_from(["e", "the", " a", "\n", "ab"]))
+def test_a_stop_that_belongs_to_the_text_ends_it(ids: list[int], stop: str) -> None:
+    """All up to the stop string's last character, and nothing behind it."""
+    output = TextOutput(TOKENIZER.decoder(), [stop], includes_stop=True)
+    emitted = ""
+    for token_id in ids:
+        emitted += output.push(token_id)
+        if output.stopped:
+            break
+    emitted += output.finish()
+    before, stopped = reference(TOKENIZER.decode(ids, skip_special_tokens=True), [stop])
+    assert emitted == (before + stop if stopped else before)
+
+
 def test_stop_strings_do_not_count_before_min_tokens() -> None:
     ids = TOKENIZER.encode(" to be or not to be", add_special_tokens=False)
     output = TextOutput(TOKENIZER.decoder(), [" be"], min_tokens=len(ids) - 1)

@@ -122,7 +122,13 @@ BAD_CHATS = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"max_completion_tokens": MAX_MODEL_LEN}, "max_completion_tokens"),
     ({"functions": [{}]}, "functions"),
-    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    (
+        {"continue_final_message": True, "messages": [{"role": "user", "content": " "}]},
+        "continue_final_message",
+    ),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
 ]
 
 
