@@ -12,7 +12,7 @@ ARGS ?=
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: .venv-peers serve test test-thorough test-rdma check format bench bench-transfer bench-store bench-engine reproduce docs proto proto-check clean
+.PHONY: .venv-peers serve test test-thorough test-rdma check format conformance bench bench-transfer bench-store bench-engine reproduce docs proto proto-check clean
 
 serve: $(RUNTIME)
 	$(BIN)/moonserve serve $(MODEL) $(ARGS)
@@ -44,6 +44,10 @@ check: $(DEV) proto-check
 format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# A live cluster against its own /openapi.json, for five minutes.
+conformance: $(DEV)
+	$(BIN)/python -m tests.e2e.conformance $(ARGS)
 
 bench: $(DEV)
 	$(BIN)/python -m benchmarks.serving $(ARGS)

@@ -1,0 +1,65 @@
+"""A live cluster against its own `/openapi.json`: `python -m tests.e2e.conformance --seconds 300` (make conformance).
+
+schemathesis makes requests that the document allows and requests that it forbids, and compares every reply with what
+the document says. Any 5xx, any status, content type or body that is not described, and any forbidden request that is
+accepted fails it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.e2e.cluster import UNHURRIED, running_cluster
+from tests.random_models import make_model
+
+# A small model with a short context: nothing that is generated takes long.
+CONTEXT = 128
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+)
+# Waits for events of the network for as long as its client does not leave.
+_SKIPPED = ("/dashboard/events",)
+
+
+def run(url: str, *limits: str) -> int:
+    """The exit code of schemathesis, which prints what it found; `limits`: its flags for how much to do."""
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"]
+    command += ["--checks", ",".join(CHECKS), "--seed", "1", "--request-timeout", "60"]
+    command += ["--suppress-health-check", "all", "--warnings", "off", *limits]
+    for path in _SKIPPED:
+        command += ["--exclude-path", path]
+    with tempfile.TemporaryDirectory() as folder:  # it keeps examples where it runs
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.run(command, cwd=folder, env=environ, check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=int, default=300)
+    parser.add_argument("--url", help="a server that runs already; otherwise one is started")
+    args = parser.parse_args()
+    limits = ("--max-time", str(args.seconds), "--continue-on-failure")
+    if args.url:
+        return run(args.url, *limits)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        make_model("llama", model, max_position_embeddings=CONTEXT)
+        with running_cluster(model, Path(folder) / "logs", *UNHURRIED) as cluster:
+            code = run(cluster.url, *limits)
+            assert not cluster.tracebacks(), cluster.logs()
+            return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
