@@ -107,7 +107,8 @@ class RejectCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
-    """One forward pass → StepDone or StepFailed. The slices change again only after that event."""
+    """One forward pass → StepDone or StepFailed. The slices change again only after that event. Steps end in the order
+    in which they were asked for; there may be two under way."""
 
     slices: Sequence[Slice]
 

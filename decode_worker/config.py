@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_worker.limits import Limits
+from engine.device import CUDA
 from engine.lookahead.base import Policy
 from engine.lookahead.costs import Costs
 from engine.lookahead.lookahead import Lookahead
@@ -29,6 +30,16 @@ class AllotmentConfig:
         "learned from those that ended; on-demand = while there is a free block for each",
         choices=("lookahead", "on-demand"),
     )
+
+    async_scheduling: bool | None = option(
+        None,
+        help="prepare a decode step while the one before it runs; when not given, on GPUs only: a processor that "
+        "prepares computes nothing meanwhile (docs/cuda.md)",
+    )
+
+    def runs_ahead(self, device: str) -> bool:
+        """Of a decode worker on this device."""
+        return device == CUDA if self.async_scheduling is None else self.async_scheduling
 
     def policy(self, profiles: Profiles) -> Policy:
         """`profiles`: of the replica."""
@@ -68,8 +79,14 @@ class DecodeConfig(ReplicaConfig, TransferConfig, AllotmentConfig):
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
                 f"--max-num-seqs {self.max_num_seqs}: each sequence of a step computes a token"
             )
+        if self.async_scheduling and self.is_elastic:
+            raise ConfigError(
+                "--async-scheduling does not go with elastic KV memory, which blocks leave between two steps"
+            )
 
-    def limits(self, plan: PoolPlan, budget: StepBudget | None = None) -> Limits:
+    def limits(
+        self, plan: PoolPlan, budget: StepBudget | None = None, *, runs_ahead: bool = False
+    ) -> Limits:
         """`budget`: of time, for steps with chunks of prompts."""
         return Limits(
             block_size=self.block_size,
@@ -77,4 +94,5 @@ class DecodeConfig(ReplicaConfig, TransferConfig, AllotmentConfig):
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=plan.max_model_len,
             budget=budget,
+            runs_ahead=runs_ahead,
         )

@@ -19,6 +19,8 @@ class Limits:
         None  # of time, for steps with chunks of prompts; None: as long as it takes
     )
 
+    runs_ahead: bool = False  # a step is prepared while the one before it runs
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

@@ -7,7 +7,8 @@ Requirements, and how each is met:
    the decoding sequences.
 3. *Something always progresses.* The best-ranked holder is never preempted; a preempted sequence is restored before any
    later one, and before new reservations are granted; one that fits into no empty pool fails.
-4. *Nothing that a step reads changes during it.* A sequence that ends while its step runs frees its blocks after it.
+4. *Nothing that a step reads changes during it.* A sequence that ends while steps use it frees its blocks after them,
+   and while one is under way nobody is preempted (`under_way`).
 
 Does not know leases: blocks that the pool counts as held and no sequence has are landings, which end in bounded time.
 """
@@ -26,6 +27,7 @@ from decode_worker.keeping import Keeping
 from decode_worker.limits import Limits
 from decode_worker.pace import Pace
 from decode_worker.sequence import Sequence, SequencePhase
+from decode_worker.under_way import StepsUnderWay, StepUnderWay
 from engine.batch import Sampled, Slice
 from engine.block_pool import BlockPool
 from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError
@@ -58,10 +60,9 @@ class Schedule:
         self._sequences: dict[RequestId, Sequence] = {}  # live ones
         self._running: list[Sequence] = []  # in order of admission
         self._waiting: list[Sequence] = []  # by rank
-        self._in_step: list[Sequence] = []  # of the step under way; may have ended meanwhile
+        self._steps = StepsUnderWay()
         self._num_added = 0
         self._pace = Pace()  # with a budget
-        self._began_at = 0.0  # the step under way
 
     @property
     def num_running(self) -> int:
@@ -78,7 +79,7 @@ class Schedule:
 
     @property
     def is_stepping(self) -> bool:
-        return bool(self._in_step)
+        return len(self._steps) > 0
 
     @property
     def has_preempted(self) -> bool:
@@ -141,7 +142,9 @@ class Schedule:
     # -- the step
 
     def next_step(self, now: float, out: list[Action]) -> list[Slice]:
-        """What to compute now; empty when nothing can. No step is under way."""
+        """What to compute now, or behind the step under way; empty when nothing can."""
+        if self._steps:
+            return self._next_ahead(now, out)
         self._make_way(now, out)
         while True:
             gave_way = self._grow(now, out)  # those who run come first
@@ -150,20 +153,27 @@ class Schedule:
                 gave_way |= self._grow(now, out)
             batch = self._compose()
             if batch or not gave_way:
-                self._in_step, self._began_at = batch, now
-                return [sequence.slice for sequence in batch]
+                return self._steps.begin([(each, each.slice) for each in batch], now)
+
+    def _next_ahead(self, now: float, out: list[Action]) -> list[Slice]:
+        if not self._limits.runs_ahead or len(self._steps) > 1:
+            return []
+        if self._waiting:
+            self._admit_waiting(now, out)
+        return self._steps.begin(self._steps.ahead(self._running, self._limits, self._pool), now)
 
     def steps(self, sequence: Sequence) -> bool:
-        """Whether the step under way computes some of it."""
-        return sequence in self._in_step
+        """Whether a step under way computes some of it."""
+        return self._steps.use(sequence)
 
     def step_done(self, sampled: Seq[Sampled | None], now: float, out: list[Action]) -> None:
-        batch, self._in_step = self._in_step, []
-        self._learn_pace(batch, now)
+        """The oldest one has ended."""
+        step = self._steps.end()
+        self._learn_pace(step, now)
         tokens: dict[GatewayId, list[Token]] = {}
-        for sequence, result in zip(batch, sampled, strict=True):
+        for sequence, result in zip(step.batch, sampled, strict=True):
             if sequence.phase is SequencePhase.ENDED:
-                self._free(sequence)
+                self._free_unless_used(sequence)
             elif result is None:
                 sequence.skip_sampling()
             else:
@@ -181,21 +191,20 @@ class Schedule:
             self._counters.generated_tokens += len(of_gateway)
             out.append(SendTokens(gateway_id=gateway_id, tokens=of_gateway))
 
-    def _learn_pace(self, batch: Seq[Sequence], now: float) -> None:
+    def _learn_pace(self, step: StepUnderWay, now: float) -> None:
         if (budget := self._limits.budget) is None:
             return
-        slices = [sequence.slice for sequence in batch]
+        slices = step.slices
         decoding = [piece for piece in slices if piece.num_tokens == 1]
         chunks = ((each.start, each.num_tokens) for each in slices if each.num_tokens > 1)
         predicted_s = budget.step_s(len(decoding), sum(piece.end for piece in decoding), chunks)
-        self._pace.observe(predicted_s, now - self._began_at)
+        self._pace.observe(predicted_s, now - step.began_at)
 
     def step_failed(self, error: MoonserveError, out: list[Action]) -> None:
-        """What the step computed is lost, and so are its sequences."""
-        batch, self._in_step = self._in_step, []
-        for sequence in batch:
+        """What the oldest one computed is lost, and so are its sequences."""
+        for sequence in self._steps.end().batch:
             if sequence.phase is SequencePhase.ENDED:
-                self._free(sequence)
+                self._free_unless_used(sequence)
             else:
                 self._fail(sequence, error, out)
 
@@ -337,7 +346,10 @@ class Schedule:
         among.remove(sequence)
         del self._sequences[sequence.request.request_id]
         sequence.phase = SequencePhase.ENDED
-        if sequence not in self._in_step:
+        self._free_unless_used(sequence)
+
+    def _free_unless_used(self, sequence: Sequence) -> None:
+        if not self._steps.use(sequence):
             self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
@@ -361,9 +373,8 @@ class Schedule:
     # -- proof
 
     def holders(self) -> list[Sequence]:
-        """All sequences that may hold blocks, ended ones of the step under way included."""
-        ended = [seq for seq in self._in_step if seq.phase is SequencePhase.ENDED]
-        return [*self._sequences.values(), *ended]
+        """All sequences that may hold blocks, ended ones of steps under way included."""
+        return [*self._sequences.values(), *self._steps.ended()]
 
     def validate(self) -> None:
         """Raises AssertionError unless every sequence is in exactly one place."""

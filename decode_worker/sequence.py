@@ -6,7 +6,7 @@ costs one append and three assignments, never a rebuild.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from engine.batch import Sampled, Slice
@@ -111,6 +111,17 @@ class Sequence:
         piece = self.slice
         piece.end = min(piece.start + num_tokens, len(self.token_ids))
         piece.samples = piece.end == len(self.token_ids)
+
+    def following(self) -> Slice:
+        """What comes behind the token that is being sampled now, whichever that is."""
+        end = len(self.token_ids) + 1
+        return replace(self.slice, start=end - 1, end=end, samples=True, follows=True)
+
+    def ends_with_next(self, max_model_len: int) -> bool:
+        """Whether the token that is being sampled now is its last, whichever that is."""
+        num_tokens = len(self.token_ids) + 1
+        num_generated = num_tokens - self.request.num_prompt_tokens
+        return num_generated >= self.max_tokens or num_tokens >= max_model_len
 
     def skip_sampling(self) -> None:
         """A chunk was computed that does not reach the end."""

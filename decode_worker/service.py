@@ -1,7 +1,7 @@
 """`DecodeService`: runs what `DecodeState` decides and tells it what came of it.
 
 Its rule: events are handled one after the other in the event loop's thread; whatever takes time is a held task whose
-result is the next event. The path of a token is: step task → StepDone → SendTokens and the next RunStep.
+result is the next event. The path of a token is: `stepping` → StepDone → SendTokens and the next RunStep.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 from decode_worker import actions, events
 from decode_worker.actions import Action, GrantLease
 from decode_worker.events import Event
 from decode_worker.state import DecodeState
+from decode_worker.stepping import Compute, Stepping
 from decode_worker.store_access import StoreAccess
 from decode_worker.verify import BlockVerifier, Verdict
-from engine.batch import Sampled, Slice
 from engine.staging import InPlace, Staging
 from kvstore.block_client import BlockClient
-from protocol.errors import MoonserveError, PeerError
+from protocol.errors import MoonserveError
 from protocol.ids import BlockId, GatewayId, LeaseId
 from protocol.layout import KvLayout
 from protocol.pb import conductor_pb2
@@ -34,22 +34,8 @@ from transfer import Segment, TransferEngine
 
 log = logging.getLogger(__name__)
 
-# Handing a step to the engine's thread and back wakes two sleeping threads, which took 1 to 2 ms per step on a virtual
-# machine with idle cores (LOG.md). Steps as short as this run in the event loop's thread instead.
-INLINE_STEP_S = 0.02
-# How often the event loop must go round for tokens to be handed to gRPC: outbox, servicer, call.
-TURNS_TO_SEND = 3
-
 # Below this, checking takes less time (0.1 ms at memory speed) than handing it to a thread.
 VERIFY_INLINE_BYTES = 1 << 20
-
-
-class Compute(Protocol):
-    """What the service needs of `engine.runtime.EngineThread`."""
-
-    def execute(self, slices: Sequence[Slice]) -> Awaitable[list[Sampled | None]]: ...
-
-    def execute_here(self, slices: Sequence[Slice]) -> list[Sampled | None]: ...
 
 
 class Question(Enum):
@@ -95,8 +81,7 @@ class DecodeService:
         self._look_for_home = look_for_home
         self._clock = clock
         self._inbox: deque[Event] = deque()
-        self._step_s = 0.0  # how long the latest step took
-        self._steps = conductor_pb2.Steps()  # of one token per sequence, since the start
+        self._stepping = Stepping(compute, clock)
         self._is_handling = False
         self._tasks: asyncio.TaskGroup | None = None  # while `run` is under way
         self._timer = Timer(lambda: self.handle(events.Tick()), clock)
@@ -166,7 +151,7 @@ class DecodeService:
             leased_blocks=state.num_leased_blocks,
             context_tokens=state.context_tokens,
             num_preemptions=state.counters.num_preemptions,
-            steps=self._steps,
+            steps=self._stepping.counted,
             num_blocks=state.capacity,
         )
 
@@ -216,7 +201,7 @@ class DecodeService:
             actions.AcceptCommit: answer(Question.COMMIT, lambda action: ()),
             actions.ReportCorrupt: answer(Question.COMMIT, lambda action: action.corrupt),
             actions.RejectCommit: answer(Question.COMMIT, lambda action: action.error),
-            actions.RunStep: lambda action: self._spawn(self._run_step(action.slices)),
+            actions.RunStep: self._run_step,
             actions.SendTokens: self._send_tokens,
             actions.Fail: self._fail,
             actions.KeepBlocks: lambda action: self._spawn(self._keep(action)),
@@ -257,41 +242,13 @@ class DecodeService:
             events.Verified(lease_id=action.lease_id, corrupt=corrupt, checksums=verdict.checksums)
         )
 
-    async def _run_step(self, slices: Sequence[Slice]) -> None:
-        try:
-            sampled = await self._compute_step(slices)
-        except MoonserveError as error:
-            log.error("step failed: %s", error)
-            self.handle(events.StepFailed(error=error))
-        except Exception as error:  # whatever the engine raises must end these requests only
-            log.exception("step failed")
-            failure = PeerError("the decode engine failed")
-            failure.__cause__ = error
-            self.handle(events.StepFailed(error=failure))
-        else:
-            self.handle(events.StepDone(sampled=sampled))
+    async def _run_steps(self) -> None:
+        async for outcome in self._stepping.outcomes():
+            self.handle(outcome)
 
-    async def _compute_step(self, slices: Sequence[Slice]) -> list[Sampled | None]:
-        if self._step_s > INLINE_STEP_S:
-            began_at = self._clock()
-            sampled = await self._compute.execute(slices)
-        else:
-            for _ in range(TURNS_TO_SEND):
-                await asyncio.sleep(0)
-            began_at = self._clock()
-            sampled = self._compute.execute_here(slices)
-        self._step_s = self._clock() - began_at
-        self._count(slices)
-        return sampled
-
-    def _count(self, slices: Sequence[Slice]) -> None:
-        """Not where a preempted sequence is read again: that is no decode step."""
-        if all(each.num_tokens == 1 for each in slices):
-            steps = self._steps
-            steps.num_steps += 1
-            steps.seconds += self._step_s
-            steps.sequences += len(slices)
-            steps.context_tokens += sum(each.end for each in slices)
+    def _run_step(self, action: actions.RunStep) -> None:
+        if self._stepping.add(action.slices):
+            self._spawn(self._run_steps())
 
     def _send_tokens(self, action: actions.SendTokens) -> None:
         self.streams.send(action.gateway_id, tokens=action.tokens)

@@ -225,11 +225,11 @@ class DecodeState:
         """Landed prompts become sequences, the next step starts, and what is left over is granted."""
         if self._landings.landed:
             self._take_landed()
-        if not self._schedule.is_stepping:
-            slices = self._schedule.next_step(now, out)
-            if slices:
-                # First: tokens travel while the engine computes, not before.
-                out.insert(0, RunStep(slices=slices))
+        num_steps = 0
+        while slices := self._schedule.next_step(now, out):
+            # First: tokens travel while the engine computes, not before.
+            out.insert(num_steps, RunStep(slices=slices))
+            num_steps += 1
         if self._landings.num_queued and not self._schedule.has_preempted and self._may_grant:
             self._landings.admit(now, out)
 

@@ -86,7 +86,8 @@ class DecodeWorker:
     def _make_service(self, transfer: TransferEngine, segment: Segment) -> DecodeService:
         replica, plan = self._replica, self._replica.plan
         policy = self._config.policy(replica.profiles)
-        state = DecodeState(self.pool, self._config.limits(plan), policy, self._keeping_costs())
+        limits = self._config.limits(plan, runs_ahead=self._config.runs_ahead(replica.device))
+        state = DecodeState(self.pool, limits, policy, self._keeping_costs())
         return DecodeService(
             state,
             replica.thread,

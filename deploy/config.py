@@ -239,6 +239,7 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig,
                 f"--max-num-seqs {self.max_num_seqs}: each sequence of a step computes a token"
             )
         self._check_tensor_parallelism()
+        self._check_async_scheduling()
         self._check_stores()
         if self.conductors > 1 and self.registry is None:
             raise ConfigError(
@@ -250,6 +251,12 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig,
         RoleTerms(hold_s=self.role_hold_s, cool_down_s=self.role_cool_down_s)
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
+
+    def _check_async_scheduling(self) -> None:
+        if self.async_scheduling and (self.is_elastic or self.conditional_disaggregation == "on"):
+            raise ConfigError(
+                "--async-scheduling does not go with elastic KV memory or --conditional-disaggregation"
+            )
 
     def _check_tensor_parallelism(self) -> None:
         sizes = self.tensor_parallel_sizes

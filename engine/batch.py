@@ -26,6 +26,9 @@ class Slice:
     sampling: SamplingParams
     num_prompt_tokens: int  # the client's prompt; what follows it counts as output for penalties
     samples: bool  # whether the token at position `end` is wanted
+    follows: bool = False
+    """Its only token is the one that the step begun before it samples for this request; it may be missing in
+    `token_ids` while that step is under way."""
 
     @property
     def num_tokens(self) -> int:

@@ -19,13 +19,14 @@ from engine.attention import Attention, Geometry, Span, make_attention
 from engine.batch import HiddenStates, Sampled, Slice
 from engine.config import ModelConfig
 from engine.cuda.graphs import with_graphs
+from engine.cuda.placing import to_device
 from engine.cuda.requirements import find_device
 from engine.cuda.staging import HostStaging, StepStores
 from engine.device import CPU, STAGED
+from engine.drawn import BegunStep, Drawn, Fed, draw_from, with_history
 from engine.kernels import crew_of, make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.model import ForwardPass, Model
-from engine.sampler import sample
 from engine.stage import Stage, split
 from engine.step import Step
 from engine.tensor_parallel.team import Leading, Team
@@ -70,6 +71,8 @@ class Engine:
         self._clean_tails: dict[RequestId, BlockId] = {}
         self.team = team
         self._leading: Leading | None = None
+        self._drawn: Drawn | None = None  # by the step begun last
+        self._feeds_on_device = model.kernels_name == "triton"
         self._outside = outside
         self._staging = self.make_staging() if outside is not None else None
 
@@ -178,8 +181,20 @@ class Engine:
 
         A stage takes hidden states from the one before and leaves some for the next one in `hidden`, and only the last
         one samples. Their rows are in the order of this engine's attention, which must be the same at all stages."""
+        return self.begin(slices, on_layer, before_attention=before_attention, hidden=hidden).end()
+
+    def begin(
+        self,
+        slices: Sequence[Slice],
+        on_layer: OnLayer | None = None,
+        *,
+        before_attention: OnLayer | None = None,
+        hidden: HiddenStates | None = None,
+    ) -> BegunStep:
+        """As `execute`, as far as a GPU is given it; what is sampled is waited for by `BegunStep.end`. Slices that
+        follow the step begun before this one are fed where its tokens are. Of a CPU the step is over on return."""
         if not slices:
-            return []
+            return BegunStep((), (), draw_from(None, (), may_stay=False))
         for piece in slices:
             self._check(piece)
         order = self._attention.order([(piece.start, piece.end) for piece in slices])
@@ -193,16 +208,19 @@ class Engine:
                     output = self.run(step, dirty, hook)
                 else:
                     output = self._leading.run(self.run, step, dirty, hook)
-            if not self.stage.is_last:
+            if self.stage.is_last:
+                drawn = self._draw(output, sampling)
+            else:
+                drawn, sampling = draw_from(None, (), may_stay=False), []
                 if hidden is not None and hidden.passed_on is not None:
                     self._rows_of(hidden.passed_on, len(output)).copy_(output)
-                return [None] * len(slices)
-            sampled = iter(sample(output, sampling) if sampling else ())
-        results: list[Sampled | None] = [None] * len(slices)
-        for index in order:
-            if slices[index].samples:
-                results[index] = next(sampled)
-        return results
+        self._drawn = drawn
+        return BegunStep(slices, order if sampling else (), drawn)
+
+    def _draw(self, logits: torch.Tensor, sampling: Sequence[Slice]) -> Drawn:
+        if any(piece.follows for piece in sampling) and self._drawn is not None:
+            sampling = with_history(sampling, self._drawn)
+        return draw_from(logits, sampling, may_stay=self._feeds_on_device)
 
     @contextmanager
     def _hooks(
@@ -239,7 +257,8 @@ class Engine:
 
     def _check(self, piece: Slice) -> None:
         capacity = len(piece.block_table) * self.layout.block_size
-        if not 0 <= piece.start < piece.end <= min(len(piece.token_ids), capacity):
+        known = piece.end if piece.follows else len(piece.token_ids)
+        if not 0 <= piece.start < piece.end <= min(known, capacity):
             raise InvalidRequest(
                 f"slice [{piece.start}, {piece.end}) of {len(piece.token_ids)} tokens "
                 f"in blocks for {capacity}",
@@ -254,6 +273,8 @@ class Engine:
 
     def _make_step(self, slices: Sequence[Slice], hidden: HiddenStates | None) -> Step:
         block_size = self.layout.block_size
+        following = [index for index, piece in enumerate(slices) if piece.follows]
+        on_device = self._drawn.on_device if following and self._drawn is not None else None
         spans: list[Span] = []
         token_ids: list[int] = []
         positions: list[int] = []
@@ -264,7 +285,9 @@ class Engine:
             spans.append(Span(piece.start, piece.end, blocks))
             if piece.num_tokens == 1:  # one array would cost more than all of this
                 block = piece.block_table[piece.start // block_size]
-                token_ids.append(piece.token_ids[piece.start])
+                token_ids.append(
+                    0 if piece.follows and on_device is not None else self._first_token(piece)
+                )
                 positions.append(piece.start)
                 slots.append(block * block_size + piece.start % block_size)
                 continue
@@ -281,8 +304,26 @@ class Engine:
             slots=torch.tensor(slots),
             spans=spans,
             rows=_rows(slices, len(token_ids)),
+            fed=None if on_device is None else self._fed(slices, following, on_device),
             hidden=self._given(hidden, len(token_ids)),
         )
+
+    def _first_token(self, piece: Slice) -> int:
+        if not piece.follows:
+            return piece.token_ids[piece.start]
+        if self._drawn is None:
+            raise InvalidRequest("it follows no step", request=piece.request_id)
+        return self._drawn.token_of(piece.request_id)
+
+    def _fed(
+        self, slices: Sequence[Slice], following: Sequence[int], on_device: torch.Tensor
+    ) -> Fed:
+        """Tokens that the step begun before has on the device."""
+        assert self._drawn is not None, "somebody has them"
+        ends = np.cumsum([piece.num_tokens for piece in slices])
+        rows = [self._drawn.row_of(slices[index].request_id) for index in following]
+        chosen = to_device(torch.tensor(rows), on_device.device)
+        return Fed(torch.from_numpy(ends[following] - 1), on_device.index_select(0, chosen))
 
     def _given(self, hidden: HiddenStates | None, num_tokens: int) -> torch.Tensor | None:
         if self.stage.is_first:

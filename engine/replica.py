@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.blanks import Blanks
 from engine.config import ModelConfig, load_model_config
-from engine.device import CUDA, resolve_device
+from engine.device import CPU, CUDA, resolve_device
 from engine.elastic.elasticity import Elasticity
 from engine.elastic.elasticity import Memory as ElasticMemory
 from engine.hub import resolve_model
@@ -45,6 +45,7 @@ class Replica:
     plan: PoolPlan
     thread: EngineThread
     profiles: Profiles
+    device: str = CPU  # cpu, cuda or cpu-staged
     elasticity: Elasticity | None = None  # None: its memory is there for good
     staging: Staging = field(default_factory=InPlace)  # between its memory and the engine's
 
@@ -177,6 +178,7 @@ async def load_replica(
         plan=plan,
         thread=thread,
         profiles=profiles,
+        device=device,
         elasticity=elasticity,
         staging=await asyncio.to_thread(staging_of, thread.engine),
     )

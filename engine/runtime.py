@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from engine.batch import HiddenStates, Sampled, Slice
+from engine.drawn import BegunStep
 from engine.engine import Engine
 
 T = TypeVar("T")
@@ -36,11 +37,26 @@ class EngineThread:
         """`Engine.execute` in the engine's thread, where what it is given is called too. A step cannot be interrupted:
         when the caller is cancelled this waits for the step's end before it re-raises, so that blocks the step writes
         to are never released under it."""
-        loop = asyncio.get_running_loop()
-        work = partial(
-            self.engine.execute, slices, on_layer, before_attention=before_attention, hidden=hidden
+        return await self._uninterrupted(
+            partial(
+                self.engine.execute,
+                slices,
+                on_layer,
+                before_attention=before_attention,
+                hidden=hidden,
+            )
         )
-        step = loop.run_in_executor(self._executor, work)
+
+    async def begin(self, slices: Sequence[Slice]) -> BegunStep:
+        """`Engine.begin` in the engine's thread; the step is `end`ed in the order of these calls."""
+        return await self._uninterrupted(partial(self.engine.begin, slices))
+
+    async def end(self, step: BegunStep) -> list[Sampled | None]:
+        """`BegunStep.end` in the engine's thread, as for `execute`."""
+        return await self._uninterrupted(step.end)
+
+    async def _uninterrupted(self, work: Callable[[], T]) -> T:
+        step = asyncio.get_running_loop().run_in_executor(self._executor, work)
         try:
             return await asyncio.shield(step)
         except asyncio.CancelledError:

@@ -23,9 +23,14 @@ GREEDY_TEMPERATURE = 1e-5  # below it, dividing by the temperature only loses pr
 Row = npt.NDArray[np.float32]
 
 
+def is_greedy_alone(slices: Sequence[Slice]) -> bool:
+    """Whether the largest logits are all that is wanted: then `argmax` may choose where they are."""
+    return all(_is_plain(piece) for piece in slices)
+
+
 def sample(logits: torch.Tensor, slices: Sequence[Slice]) -> list[Sampled]:
     """The next token of each slice. `logits`: [slices, vocab] float32 on any device, left unchanged."""
-    if logits.is_cuda and not all(_is_plain(piece) for piece in slices):
+    if logits.is_cuda and not is_greedy_alone(slices):
         logits = logits.cpu()
     token_ids = _choose(logits, slices)
     logprobs = _logprobs(logits, slices, token_ids)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.base import Span
+from engine.drawn import Fed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,7 @@ class Step:
     slots: torch.Tensor  # [tokens] int64: where their KV goes
     spans: Sequence[Span]
     rows: torch.Tensor | None  # int64, tokens whose logits are wanted; None = all of them
+    fed: Fed | None = None  # tokens that only the device knows; `token_ids` has 0 there
     hidden: torch.Tensor | None = (
         None  # [tokens, hidden_size] that an earlier stage computed; None = `token_ids` are embedded
     )

@@ -33,5 +33,9 @@ class UndividedConfig(DecodeConfig, PatienceConfig):
         super().__post_init__()
         require_at_least_1(self, "max_put_blocks", "max_pending_puts")
         self.transfer_patience()
+        if self.async_scheduling:
+            raise ConfigError(
+                "--async-scheduling does not go with --conditional-disaggregation, whose steps are cut by their time"
+            )
         if not self.tbt_slo > 0:
             raise ConfigError("--tbt-slo must be positive")

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from decode_worker import actions, events
-from decode_worker.service import VERIFY_INLINE_BYTES, Compute, DecodeService
+from decode_worker.service import VERIFY_INLINE_BYTES, DecodeService
+from decode_worker.stepping import Compute
 from deploy.undivided.events import PutEnded, SealBlocks, Sealed, Submitted
 from deploy.undivided.state import UndividedState
 from engine.staging import InPlace, Staging

@@ -122,6 +122,8 @@ class _Inputs:
             tables[row, : len(span.blocks)] = span.blocks
         for source, target in zip(self._on_host, self._on_device, strict=True):
             target.copy_(source, non_blocking=True)
+        if step.fed is not None:
+            step.fed.put_into(self._on_device[0][0])
         if self._on_host[0].is_pinned():
             self._arrived = record_event()
 

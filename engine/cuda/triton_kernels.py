@@ -63,6 +63,9 @@ class TritonKernels:
         tokens, positions, slots = (
             to_device(one, device) for one in (step.token_ids, step.positions, step.slots)
         )
+        if step.fed is not None:
+            tokens = tokens.clone()
+            step.fed.put_into(tokens)
         cos, signed_sin = self._angles.rows(positions, step.longest)
         rotation = self._rope.Positions(cos, signed_sin, slots)
         return _Pass(F.embedding(tokens, self._weights.embedding), None, rotation)

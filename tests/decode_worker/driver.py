@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from engine.batch import Sampled, Slice
 from engine.blanks import Blanks
 from engine.block_pool import BlockPool
 from engine.lookahead.base import Policy
-from protocol.errors import PeerLost
+from protocol.errors import MoonserveError, PeerLost
 from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
 from protocol.keys import BlockKey, block_keys, root_key
 from protocol.profile import PrefillProfile
@@ -31,8 +32,8 @@ CHEAP_STORE = KeepingCosts(
 A = TypeVar("A")
 
 
-def limits(**changes: int) -> Limits:
-    values = {
+def limits(**changes: int | bool) -> Limits:
+    values: dict[str, int | bool] = {
         "block_size": BLOCK_SIZE,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
@@ -63,15 +64,18 @@ def request_of(
     max_tokens: int = 1_000,
     priority: int = 0,
     timeout_s: float = 600.0,
+    stops_after: int | None = None,
 ) -> Request:
-    """As committed: the prompt and the first token that prefill sampled."""
+    """As committed: the prompt and the first token that prefill sampled. `stops_after`: of how many generated tokens
+    the last one is one to stop at."""
+    stops = () if stops_after is None else (next_token(len(prompt) + stops_after - 1),)
     return Request(
         request_id=RequestId(request_id),
         gateway_id=GatewayId(gateway_id),
         token_ids=(*prompt, next_token(len(prompt))),
         num_prompt_tokens=len(prompt),
         block_keys=tuple(block_keys(ROOT, prompt, BLOCK_SIZE)),
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stops),
         priority=priority,
         timeout_s=timeout_s,
     )
@@ -101,9 +105,12 @@ class PretendedMemory:
     def compute(self, piece: Slice) -> None:
         for position in range(piece.end):
             slot = (piece.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE)
-            if position >= piece.start:
-                self._slots[slot] = piece.token_ids[position]
-            assert self._slots.get(slot) == piece.token_ids[position], f"wrong KV at {position}"
+            token = next_token(position) if piece.follows else piece.token_ids[position]
+            if position < piece.start:
+                token = piece.token_ids[position]
+            else:
+                self._slots[slot] = token
+            assert self._slots.get(slot) == token, f"wrong KV at {position}"
 
     def keep(self, action: actions.KeepBlocks, *, failed: bool) -> events.Kept:
         checksums = tuple(item.checksum or 1 for item in action.blocks)
@@ -140,16 +147,18 @@ class Driver:
         policy: Policy | None = None,
         keeping: KeepingCosts | None = None,
         blanks: Blanks | None = None,
-        **changes: int,
+        **changes: int | bool,
     ) -> None:
         self.pool = pool(num_blocks, blanks)
-        self.state = DecodeState(self.pool, limits(**changes), policy, keeping)
+        bounds = limits(**changes)
+        self.most_ahead = int(bounds.runs_ahead)
+        self.state = DecodeState(self.pool, bounds, policy, keeping)
         self.now = 0.0
         self.log: list[actions.Action] = []  # everything so far
         self.open_windows: dict[int, actions.OpenWindow] = {}
         self.closing: list[actions.CloseWindow] = []
         self.verifying: list[actions.VerifyBlocks] = []
-        self.step: actions.RunStep | None = None
+        self.steps: deque[actions.RunStep] = deque()  # under way
         self.moving: list[actions.KeepBlocks | actions.LoadBlocks] = []
         self.memory = PretendedMemory()
         self.tokens: dict[str, list[Token]] = {}
@@ -180,11 +189,11 @@ class Driver:
             case actions.VerifyBlocks():
                 self.verifying.append(action)
             case actions.RunStep():
-                assert self.step is None, "two steps at once"
+                assert len(self.steps) <= self.most_ahead, "too many steps at once"
                 self._check_step(action)
                 for piece in action.slices:
                     self.memory.compute(piece)
-                self.step = action
+                self.steps.append(action)
             case actions.KeepBlocks() | actions.LoadBlocks():
                 self.moving.append(action)
             case actions.SendTokens(tokens=tokens):
@@ -200,12 +209,21 @@ class Driver:
         assert step.slices
         written: list[int] = []
         for piece in step.slices:
-            assert 0 <= piece.start < piece.end <= len(piece.token_ids)
+            assert 0 <= piece.start < piece.end <= len(piece.token_ids) + piece.follows
+            assert not piece.follows or self._continues(piece), "follows nothing"
             assert piece.end <= len(piece.block_table) * BLOCK_SIZE
             first, last = piece.start // BLOCK_SIZE, (piece.end - 1) // BLOCK_SIZE
             written += piece.block_table[first : last + 1]
         assert len(written) == len(set(written)), "two slices write one block"
         assert all(self.pool.references_of(block) == 1 for block in written), "writes a shared one"
+
+    def _continues(self, piece: Slice) -> bool:
+        """Whether the step begun before samples the token that this slice begins with."""
+        before = self.steps[-1].slices if self.steps else ()
+        return any(
+            each.samples and (each.request_id, each.end) == (piece.request_id, piece.start)
+            for each in before
+        )
 
     def check_windows(self) -> None:
         """No window is open for a block that is free, shared or in use by a sequence."""
@@ -283,9 +301,8 @@ class Driver:
         return self.handle(self.memory.load(action, failed=failed))
 
     def compute(self) -> list[actions.Action]:
-        """The step under way ends."""
-        assert self.step is not None
-        step, self.step = self.step, None
+        """The oldest step under way ends."""
+        step = self.steps.popleft()
         return self.handle(
             events.StepDone(
                 sampled=[
@@ -296,6 +313,16 @@ class Driver:
                 ]
             )
         )
+
+    @property
+    def step(self) -> actions.RunStep | None:
+        """The oldest one under way."""
+        return self.steps[0] if self.steps else None
+
+    def fail_step(self, error: MoonserveError) -> list[actions.Action]:
+        """The oldest step under way fails."""
+        self.steps.popleft()
+        return self.handle(events.StepFailed(error=error))
 
     def cancel(self, request_id: str) -> list[actions.Action]:
         return self.handle(events.RequestCancelled(request_id=RequestId(request_id)))
@@ -312,7 +339,7 @@ class Driver:
             self.close()
         elif self.moving:
             self.move()
-        elif self.step is not None:
+        elif self.steps:
             self.compute()
         elif not self.state.is_idle and self.state.wake_at is not None:
             self.wait(max(0.0, self.state.wake_at - self.now))

@@ -39,12 +39,18 @@ class DecodeWorker(RuleBasedStateMachine):
             max_num_seqs=3,
             max_num_batched_tokens=5,
             max_model_len=26,
+            runs_ahead=self.runs_ahead,
         )
         self.count = 0
         self.wishes: dict[str, list[int]] = {}  # request → prompt
         self.excused: set[str] = set()  # cancelled, or their gateway was lost
 
     keeping: KeepingCosts | None = None
+    runs_ahead = False
+
+    def stops_after(self, name: str, max_tokens: int) -> int | None:
+        """Of how many tokens the last one is one to stop at; None: at none."""
+        return None
 
     def policy(self) -> Policy:
         return OnDemand()
@@ -102,6 +108,7 @@ class DecodeWorker(RuleBasedStateMachine):
             max_tokens=max_tokens,
             priority=priority,
             timeout_s=timeout_s,
+            stops_after=self.stops_after(name, max_tokens),
         )
         self.driver.commit(request)
 
@@ -127,8 +134,7 @@ class DecodeWorker(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.step is not None)
     @rule()
     def fail_step(self) -> None:
-        self.driver.step = None
-        self.driver.handle(events.StepFailed(error=PeerError("broken")))
+        self.driver.fail_step(PeerError("broken"))
 
     @precondition(lambda self: self.wishes)
     @rule(data=st.data(), kind=st.sampled_from(["renew", "release", "withdraw"]))
@@ -232,10 +238,20 @@ class KeepingDecodeWorker(ForeseeingDecodeWorker):
         del store[data.draw(st.sampled_from(sorted(store)))]
 
 
-for machine in (DecodeWorker, ForeseeingDecodeWorker, KeepingDecodeWorker):
+class AheadDecodeWorker(KeepingDecodeWorker):
+    """One that begins steps before it knows what the one before says, which may be that a sequence is over."""
+
+    runs_ahead = True
+
+    def stops_after(self, name: str, max_tokens: int) -> int | None:
+        return max(2, max_tokens // 2) if name[-1] in "0369" else None
+
+
+for machine in (DecodeWorker, ForeseeingDecodeWorker, KeepingDecodeWorker, AheadDecodeWorker):
     machine.TestCase.settings = settings(
         max_examples=examples(75), stateful_step_count=40, deadline=None, derandomize=True
     )
 TestDecodeWorker = DecodeWorker.TestCase
 TestForeseeingDecodeWorker = ForeseeingDecodeWorker.TestCase
 TestKeepingDecodeWorker = KeepingDecodeWorker.TestCase
+TestAheadDecodeWorker = AheadDecodeWorker.TestCase

@@ -109,8 +109,7 @@ def test_a_failed_step_fails_its_sequences_and_the_others_go_on() -> None:
     driver = Driver()
     driver.start([1], "a")
     driver.start([2], "b")
-    driver.step = None
-    driver.handle(events.StepFailed(error=PeerError("no memory")))
+    driver.fail_step(PeerError("no memory"))
     assert list(driver.failures) == ["a"]
     assert driver.step_of() == [("b", 1, 2)]
 

@@ -124,12 +124,20 @@ async def world(
     keeping: KeepingCosts | None = None,
     kv_dtype: str = "auto",
     device: str = "cpu",
-    **limits: int,
+    **limits: int | bool,
 ) -> AsyncIterator[World]:
-    values = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 512, **limits}
+    bounds = Limits(
+        **{
+            "block_size": BLOCK_SIZE,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 32,
+            "max_model_len": 512,
+            **limits,
+        }
+    )
     layout = layout_of(path, kv_dtype)
     pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda _: None)
-    state = DecodeState(pool, Limits(block_size=BLOCK_SIZE, **values), keeping=keeping)
+    state = DecodeState(pool, bounds, keeping=keeping)
     channels, server = Channels(TOKEN), RpcServer(TOKEN)
     stop = asyncio.Event()
     with (
@@ -247,6 +255,29 @@ async def test_a_corrupted_write_is_found_and_repaired(
         expected = coupled(w.client.engine, prompt.request.token_ids[:-1], 8)
         assert await w.received.all_of(prompt) == expected
         assert (await w.client.status()).counters["integrity_failures"] == 1
+        await w.idle()
+
+
+async def test_steps_that_run_ahead_say_the_same(model_path: Path) -> None:
+    """Greedy and seeded, with penalties, to an end that is foreseen and to one that is not."""
+    greedy = SamplingParams(max_tokens=20, temperature=0.0)
+    seeded = SamplingParams(max_tokens=20, temperature=1.0, seed=5, presence_penalty=0.5)
+    wishes = {3: greedy, 8: greedy, 12: seeded, 21: greedy}  # by the prompt's length
+    async with world(model_path) as w:
+        expected = {
+            length: await w.complete(w.client.compute(prompt_of(length), 20, sampling=wish))
+            for length, wish in wishes.items()
+        }
+    stop = expected[3][10]
+    expected[3] = expected[3][: expected[3].index(stop) + 1]
+    wishes[3] = replace(greedy, stop_token_ids=(stop,))
+    prompts: dict[int, Prompt] = {}
+    async with world(model_path, runs_ahead=True) as w:
+        for length, wish in wishes.items():
+            prompts[length] = w.client.compute(prompt_of(length), 20, sampling=wish)
+            await w.client.hand_off(prompts[length])
+        for length, prompt in prompts.items():
+            assert await w.received.all_of(prompt) == expected[length]
         await w.idle()
 
 

@@ -147,6 +147,9 @@ def test_api_keys_are_no_flags() -> None:
         {"ssd": "/mnt/kv:1GiB", "store_nodes": 0},
         {"ssd_flush_s": -1.0},
         {"tenant_quota": ("alice",)},
+        {"gpu_memory_utilization": 1.5},
+        {"async_scheduling": True, "elastic_kv_memory": True},
+        {"async_scheduling": True, "conditional_disaggregation": "on"},
     ],
 )
 def test_impossible_clusters_are_refused(options: dict[str, object]) -> None:

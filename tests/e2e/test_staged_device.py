@@ -1,5 +1,6 @@
 """Workers whose engines have memory of their own, as on a GPU: nothing is computed from what was not loaded and nothing
-is sent that was not stored. The same processes and handoffs; only the device is a stand-in."""
+is sent that was not stored; and decode steps that are begun before the ones before them have ended. The same processes
+and handoffs; only the device is a stand-in."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ BLOCK_SIZE = 16
 FLAGS = (
     *("--device", "cpu-staged", "--dtype", "float32", "--num-threads", "1"),
     *("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", "100"),
-    *("--layered-loads", "always"),
+    *("--layered-loads", "always", "--async-scheduling"),
 )
 LENGTHS = (1, 5, 16, 17, 100, 513)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from decode_worker.config import DecodeConfig
 from engine.cuda import requirements
 from engine.device import count_gpus, resolve_device, visible_gpus
 from engine.replica_config import ReplicaConfig
@@ -92,6 +93,18 @@ def test_what_only_processors_compute_is_refused(options: dict[str, Any]) -> Non
     with pytest.raises(ConfigError, match="with --device cpu only, not cuda"):
         ReplicaConfig(instance_id="w", model="m", device="cuda", **options)
     ReplicaConfig(instance_id="w", model="m", device="cpu-staged", **options)
+
+
+def test_decode_steps_run_ahead_on_gpus_unless_told_otherwise() -> None:
+    def runs_ahead(device: str, wish: bool | None) -> bool:
+        return DecodeConfig(instance_id="w", model="m", async_scheduling=wish).runs_ahead(device)
+
+    assert runs_ahead("cuda", None)
+    assert not runs_ahead("cpu", None)
+    assert runs_ahead("cpu", True)
+    assert not runs_ahead("cuda", False)
+    with pytest.raises(ConfigError, match="--async-scheduling does not go with elastic"):
+        DecodeConfig(instance_id="w", model="m", async_scheduling=True, elastic_kv_memory=True)
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.1])

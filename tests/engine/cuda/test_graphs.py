@@ -26,8 +26,9 @@ from engine.kv_pool import KvPool
 from engine.model import Model
 from engine.weights import load_weights
 from protocol.request import SamplingParams
+from tests.engine.ahead import decode_ahead
 from tests.engine.conftest import Pair
-from tests.engine.steps import make_slice, random_prompt
+from tests.engine.steps import GREEDY, make_slice, random_prompt
 
 
 class Captures:
@@ -74,6 +75,18 @@ def test_tokens_equal_those_of_transformers(
         pairs[name].generate(prompt, 4) for prompt in prompts
     ]
     assert captures.captured == 1  # three sequences in a graph for four
+    assert captures.replayed == 3
+
+
+@pytest.mark.slow
+def test_graphs_are_fed_with_tokens_that_only_the_device_knows(
+    llama: Pair, device: torch.device
+) -> None:
+    captures = Captures()
+    engine, _ = graphed_engine(llama, captures, device)
+    prompts = [random_prompt(length, seed=length) for length in (20, 1, 3)]
+    found = decode_ahead(engine, prompts, [GREEDY] * 3, 4)
+    assert found == [llama.generate(prompt, 4) for prompt in prompts]
     assert captures.replayed == 3
 
 

@@ -14,8 +14,9 @@ from engine.engine import Engine
 from engine.generate import generate
 from protocol.errors import ConfigError
 from protocol.request import SamplingParams
+from tests.engine.ahead import decode_ahead
 from tests.engine.conftest import Pair
-from tests.engine.steps import random_prompt
+from tests.engine.steps import GREEDY, random_prompt
 
 
 def triton_engine(pair: Pair, device: torch.device) -> Engine:
@@ -44,6 +45,16 @@ def test_tokens_equal_those_of_transformers(
     assert [one.token_ids for one in results] == [
         pairs[name].generate(prompt, 3) for prompt in prompts
     ]
+
+
+@pytest.mark.slow
+def test_tokens_that_stay_on_the_device_are_those_of_transformers(
+    llama: Pair, device: torch.device
+) -> None:
+    """One prompt is a single token, so that the rows of the first steps are in another order than their slices."""
+    prompts = [random_prompt(length, seed=length) for length in (30, 1)]
+    found = decode_ahead(triton_engine(llama, device), prompts, [GREEDY] * 2, 3)
+    assert found == [llama.generate(prompt, 3) for prompt in prompts]
 
 
 def test_a_device_that_is_not_here_is_refused(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,133 @@
+"""The engine at work on a decode worker's steps, which end in the order in which they are asked for.
+
+A step that is asked for alone is computed in one go, in the event loop's thread where that is short. Two at once are
+begun one behind the other, so that a GPU has the second when it has done the first; then each is waited for in the
+engine's thread, while the event loop sends what the one before it said. Knows no sequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from decode_worker.events import StepDone, StepFailed
+from engine.batch import Sampled, Slice
+from protocol.errors import MoonserveError, PeerError
+from protocol.pb import conductor_pb2
+
+log = logging.getLogger(__name__)
+
+# Handing a step to the engine's thread and back wakes two sleeping threads, which took 1 to 2 ms per step on a virtual
+# machine with idle cores (LOG.md). Steps as short as this run in the event loop's thread instead.
+INLINE_STEP_S = 0.02
+# How often the event loop must go round for tokens to be handed to gRPC: outbox, servicer, call.
+TURNS_TO_SEND = 3
+
+Slices = Sequence[Slice]
+
+
+class Compute(Protocol):
+    """What decode workers need of `engine.runtime.EngineThread`."""
+
+    def execute(self, slices: Slices) -> Awaitable[list[Sampled | None]]: ...
+
+    def execute_here(self, slices: Slices) -> list[Sampled | None]: ...
+
+    def begin(self, slices: Slices) -> Awaitable[Any]: ...
+
+    def end(self, step: Any) -> Awaitable[list[Sampled | None]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    slices: Slices
+    began_at: float
+    step: Any  # of `Compute`, or what it raised
+
+
+class Stepping:
+    """`add` what is to be computed; who is told that nobody takes `outcomes` has to. What a step raises ends its own
+    requests only."""
+
+    def __init__(self, compute: Compute, clock: Callable[[], float]) -> None:
+        self.counted = conductor_pb2.Steps()  # of one token per sequence, since the start
+        self._compute = compute
+        self._clock = clock
+        self._due: deque[Slices] = deque()
+        self._begun: deque[_Begun] = deque()
+        self._is_taken = False  # somebody takes outcomes
+        self._step_s = 0.0  # how long the latest step took
+        self._ended_at = 0.0
+
+    def add(self, slices: Slices) -> bool:
+        """True where somebody has to take the outcomes."""
+        self._due.append(slices)
+        is_first, self._is_taken = not self._is_taken, True
+        return is_first
+
+    async def outcomes(self) -> AsyncIterator[StepDone | StepFailed]:
+        """Until nothing is due; what is added while an outcome is handled is due."""
+        try:
+            while self._due or self._begun:
+                if self._due and (self._begun or len(self._due) > 1):
+                    self._begun.append(await self._begin(self._due.popleft()))
+                elif self._begun:
+                    yield await self._outcome(self._end(self._begun.popleft()))
+                else:
+                    yield await self._outcome(self._execute(self._due.popleft()))
+        finally:
+            self._is_taken = False
+
+    async def _outcome(self, step: Awaitable[list[Sampled | None]]) -> StepDone | StepFailed:
+        try:
+            return StepDone(sampled=await step)
+        except MoonserveError as error:
+            log.error("step failed: %s", error)
+            return StepFailed(error=error)
+        except Exception as error:  # whatever the engine raises must end these requests only
+            log.exception("step failed")
+            failure = PeerError("the decode engine failed")
+            failure.__cause__ = error
+            return StepFailed(error=failure)
+
+    async def _execute(self, slices: Slices) -> list[Sampled | None]:
+        if self._step_s > INLINE_STEP_S:
+            began_at = self._clock()
+            sampled = await self._compute.execute(slices)
+        else:
+            for _ in range(TURNS_TO_SEND):
+                await asyncio.sleep(0)
+            began_at = self._clock()
+            sampled = self._compute.execute_here(slices)
+        self._count(slices, began_at)
+        return sampled
+
+    async def _begin(self, slices: Slices) -> _Begun:
+        began_at = self._clock()
+        try:
+            step: Any = await self._compute.begin(slices)
+        except Exception as error:  # told when its turn has come
+            step = error
+        return _Begun(slices, began_at, step)
+
+    async def _end(self, begun: _Begun) -> list[Sampled | None]:
+        if isinstance(begun.step, Exception):
+            raise begun.step
+        sampled = await self._compute.end(begun.step)
+        self._count(begun.slices, max(begun.began_at, self._ended_at))
+        return sampled
+
+    def _count(self, slices: Slices, began_at: float) -> None:
+        """Not where a preempted sequence is read again: that is no decode step."""
+        self._ended_at = self._clock()
+        self._step_s = self._ended_at - began_at
+        if all(each.num_tokens == 1 for each in slices):
+            counted = self.counted
+            counted.num_steps += 1
+            counted.seconds += self._step_s
+            counted.sequences += len(slices)
+            counted.context_tokens += sum(each.end for each in slices)
