@@ -34,6 +34,7 @@ FIRST = (
     "tests/transfer/test_leaks.py",
     "tests/transfer/fuzz/",
     "tests/e2e/",
+    "tests/docs/test_running.py",
     "tests/engine/",
     "tests/benchmarks/",
     "tests/prefill_worker/",
