@@ -23,6 +23,7 @@ TTFT_SLO = "ttft_slo"
 FOR_LOAD = frozenset({"landing_blocks", TTFT_SLO, "tbt_slo"})
 # There would be room, but a tenant that has had less than its share waits for it.
 TENANT_SHARE = "tenant_share"
+REASONS = FOR_LOAD | {"ttft_slo_unreachable", "tbt_slo_unreachable", TENANT_SHARE}
 # Of the TBT target, what steps may take. A request's TBT is the mean of its longest tenth of gaps (FAST'25, §5.2), and
 # one of these is that in which it joins, half a step longer in the mean: of 100 tokens that makes 5 %.
 STEP_SHARE = 0.95

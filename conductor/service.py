@@ -18,6 +18,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from conductor import wire
+from conductor.admission import REASONS
 from conductor.config import ConductorConfig
 from conductor.events import (
     Action,
@@ -48,6 +49,7 @@ from protocol.metrics import SchedulerMetrics, exposed, scheduler_metrics
 from protocol.pb import conductor_pb2, conductor_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.rpc import RpcServer, failure_to_wire
+from protocol.scraping import process_registry, serve_metrics
 from protocol.wire import placement_to_wire
 
 log = logging.getLogger(__name__)
@@ -243,8 +245,9 @@ def seldom_collected() -> Iterator[None]:
 
 async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     """Runs the conductor until the process is told to stop. Raises ConfigError when it cannot start."""
-    registry = CollectorRegistry()
+    registry = process_registry()
     metrics = scheduler_metrics(registry)
+    _begin(metrics, config)
     config.policy()  # says what is wrong before anything is served
     config.roles()
     config.replication_terms()
@@ -260,7 +263,7 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     with seldom_collected(), exposed(registry, config.host, config.metrics_port):
         try:
             if config.registry is None:
-                await _serve_alone(config, lifecycle, fresh())
+                await _serve_alone(config, lifecycle, fresh(), registry)
             else:
                 await serve_among_others(config, config.registry, lifecycle, fresh, registry)
         finally:
@@ -268,11 +271,23 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
             await copies.close()
 
 
+def _begin(metrics: SchedulerMetrics, config: ConductorConfig) -> None:
+    """What never changes, and zero for what has not happened yet: a rate of it is 0 then, not missing."""
+    for objective, seconds in (("ttft", config.ttft_slo), ("tbt", config.tbt_slo)):
+        metrics.objectives.labels(objective).set(seconds)
+    for reason in REASONS:
+        metrics.rejections.labels(reason)
+
+
 async def _serve_alone(
-    config: ConductorConfig, lifecycle: Lifecycle, service: ConductorService
+    config: ConductorConfig,
+    lifecycle: Lifecycle,
+    service: ConductorService,
+    registry: CollectorRegistry,
 ) -> None:
     server = RpcServer(config.cluster_token)
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
+    serve_metrics(server.grpc, config.instance_id, registry)
     address = await server.start(config.host, config.port)
     try:
         async with running(service.housekeep(config.heartbeat_interval_s / 2)) as task:

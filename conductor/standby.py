@@ -27,6 +27,7 @@ from protocol.pb import conductor_pb2, conductor_pb2_grpc, leadership_pb2, leade
 from protocol.process import Lifecycle, running
 from protocol.registry.connect import connect
 from protocol.rpc import RpcServer
+from protocol.scraping import serve_metrics
 
 log = logging.getLogger(__name__)
 
@@ -204,6 +205,7 @@ async def serve_among_others(
         cast(conductor_pb2_grpc.ConductorServicer, led), server.grpc
     )
     leadership_pb2_grpc.add_LeadershipServicer_to_server(LeadershipService(led), server.grpc)
+    serve_metrics(server.grpc, config.instance_id, metrics)
     address = await server.start(config.host, config.port)
     candidate = Candidate(registry, address, terms, begin=led.begin, step_down=led.step_down)
     led.candidate = candidate

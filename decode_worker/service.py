@@ -26,7 +26,7 @@ from kvstore.block_client import BlockClient
 from protocol.errors import MoonserveError
 from protocol.ids import BlockId, GatewayId, LeaseId
 from protocol.layout import KvLayout
-from protocol.pb import conductor_pb2
+from protocol.pb import conductor_pb2, worker_pb2
 from protocol.request import Endpoint
 from protocol.streams import GatewayStreams
 from protocol.timer import Timer
@@ -60,10 +60,12 @@ class DecodeService:
         stores: BlockClient | None = None,
         staging: Staging | None = None,
         look_for_home: Callable[[], None] = lambda: None,
+        observe_allocation: Callable[[float], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`stores`: None where no home store is ever found. `staging`: None where steps compute from the segment.
-        `look_for_home`: it could not be reached."""
+        `look_for_home`: it could not be reached. `observe_allocation`: gets the seconds that each granted landing
+        waited for its blocks."""
         self.streams = GatewayStreams(self._on_gateway_lost)
         self.idle = asyncio.Event()
         self._state = state
@@ -79,6 +81,7 @@ class DecodeService:
                 stores, segment, layout, state.num_blocks, self._verifier, self._staging
             )
         self._look_for_home = look_for_home
+        self._observe_allocation = observe_allocation
         self._clock = clock
         self._inbox: deque[Event] = deque()
         self._stepping = Stepping(compute, clock)
@@ -121,12 +124,14 @@ class DecodeService:
 
     async def reserve(self, event: events.ReserveRequested) -> GrantLease:
         """Waits for blocks. Raises what the state refuses with."""
+        asked_at = self._clock()
         try:
             grant: GrantLease = await self._ask(Question.RESERVE, event.lease_id, event)
         except asyncio.CancelledError:
             if (Question.RESERVE, event.lease_id) not in self._questions:
                 self.handle(events.ReserveWithdrawn(lease_id=event.lease_id))
             raise
+        self._observe_allocation(self._clock() - asked_at)
         return grant
 
     async def renew(self, event: events.LeaseRenewed) -> None:
@@ -153,6 +158,16 @@ class DecodeService:
             num_preemptions=state.counters.num_preemptions,
             steps=self._stepping.counted,
             num_blocks=state.capacity,
+        )
+
+    def status(self) -> worker_pb2.WorkerStatus:
+        """For people, tests and metrics."""
+        state = self._state
+        return worker_pb2.WorkerStatus(
+            load=self.load(),
+            num_blocks=state.num_blocks,
+            cached_blocks=state.num_cached_blocks,
+            counters=state.counters.as_dict(),
         )
 
     @property

@@ -54,13 +54,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: Context
     ) -> worker_pb2.WorkerStatus:
-        state = self._service.state
-        return worker_pb2.WorkerStatus(
-            load=self._service.load(),
-            num_blocks=state.num_blocks,
-            cached_blocks=state.num_cached_blocks,
-            counters=state.counters.as_dict(),
-        )
+        return self._service.status()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

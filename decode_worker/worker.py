@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 
 import grpc.aio
+from prometheus_client import CollectorRegistry
 
 from decode_worker import events
 from decode_worker.config import DecodeConfig
@@ -22,12 +23,15 @@ from engine.elastic.serving import MemoryAtWork, show_memory
 from engine.replica import Replica, loaded_replica
 from kvstore.block_client import BlockClient
 from kvstore.home_finder import HomeFinder, finding_home
+from protocol.ids import Role
 from protocol.keys import BlockKey
 from protocol.membership import BlockLog, Seat, member, own_endpoint
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle, host_identity
 from protocol.rpc import Channels, RpcServer
+from protocol.scraping import serve_metrics
 from protocol.wire import prefill_profile_from_wire
+from protocol.worker_metrics import allocation_histogram, registered, worker_collector
 from transfer import Segment, TransferEngine
 from transfer.serving import serving
 
@@ -46,12 +50,16 @@ class DecodeWorker:
         replica: Replica,
         transfer: TransferEngine,
         segment: Segment,
+        registry: CollectorRegistry,
         *,
         earlier: BlockPool | None = None,
     ) -> None:
         """`earlier`: the pool of who had this memory before and has ended."""
         plan = replica.plan
         self._config = config
+        self._registry = registry
+        self._allocations = allocation_histogram()
+        self._is_draining = False
         self._replica = replica
         self._channels = Channels(config.cluster_token)
         self._stores = BlockClient(self._channels, transfer)
@@ -97,6 +105,7 @@ class DecodeWorker:
             stores=self._stores,
             staging=replica.staging,
             look_for_home=self._look_for_home,
+            observe_allocation=self._allocations.observe,
         )
 
     def _keeping_costs(self) -> KeepingCosts:
@@ -124,24 +133,27 @@ class DecodeWorker:
         """Serves until told to stop; `add_services`: others at the same address. Raises ConfigError when the port is
         taken, or what ended the membership. All windows on the pool are closed when it returns or raises."""
         server = RpcServer(self._config.cluster_token)
+        figures = worker_collector(Role.DECODE, self.service.status, lambda: self._is_draining)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._make_servicer(), server.grpc)
         landing = LandingServicer(self.service, self._zone)
         worker_pb2_grpc.add_LandingServicer_to_server(landing, server.grpc)
         worker_pb2_grpc.add_KvMemoryServicer_to_server(self._memory.servicer, server.grpc)
+        serve_metrics(server.grpc, self._config.instance_id, self._registry)
         add_services(server.grpc)
         ended = asyncio.Event()
         work = asyncio.create_task(self.service.run(ended))
         try:
             address = await server.start(self._config.host, self._config.port)
             registration = self._registration(address)
-            async with (
-                member(self._config, registration, self.service.load, self._blocks) as seat,
-                finding_home(self._home_finder) as finding,
-                self._memory.coming_and_going() as moving,
-            ):
-                lifecycle.ready(rpc=address, transfer=self._zone.transfer_address)
-                await lifecycle.until_stopped(work, *seat.watched, *finding, *moving)
-                await self._drain(seat, lifecycle)
+            with registered(self._registry, figures, self._allocations):
+                async with (
+                    member(self._config, registration, self.service.load, self._blocks) as seat,
+                    finding_home(self._home_finder) as finding,
+                    self._memory.coming_and_going() as moving,
+                ):
+                    lifecycle.ready(rpc=address, transfer=self._zone.transfer_address)
+                    await lifecycle.until_stopped(work, *seat.watched, *finding, *moving)
+                    await self._drain(seat, lifecycle)
         finally:
             ended.set()
             await asyncio.wait({work})
@@ -153,6 +165,7 @@ class DecodeWorker:
 
     async def _drain(self, seat: Seat, lifecycle: Lifecycle) -> None:
         """Takes nothing new and lets what runs finish, for as long as the configuration allows."""
+        self._is_draining = True
         seat.drain()
         self.service.handle(events.DrainStarted())
         if not await lifecycle.drained(self.service.idle.wait(), self._config.drain_timeout_s):
@@ -172,4 +185,4 @@ async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
     with serving(config) as (transfer, registry):
         async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
             show_memory(replica.elasticity, registry)
-            await DecodeWorker(config, replica, transfer, segment).run(lifecycle)
+            await DecodeWorker(config, replica, transfer, segment, registry).run(lifecycle)

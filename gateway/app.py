@@ -18,9 +18,10 @@ from gateway.front import FrontDoor
 from gateway.keys.holder import KeyHolder
 from gateway.keys.record import KeyLimits
 from gateway.limits.limiter import Limiter
-from gateway.operations import Operations, package_version
+from gateway.operations import Operations
 from gateway.responses.handlers import Responses
 from protocol.errors import MoonserveError
+from protocol.scraping import package_version
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -76,6 +77,7 @@ def _add_gets(app: FastAPI, api: Api, responses: Responses, operations: Operatio
         ("/health", operations.health, docs.HEALTH),
         ("/ready", operations.ready, docs.READY),
         ("/metrics", operations.metrics, docs.METRICS),
+        ("/metrics/cluster", operations.cluster_metrics, docs.METRICS),
         ("/version", operations.version, docs.VERSION),
         ("/dashboard", operations.dashboard, docs.DASHBOARD),
     ]

@@ -25,7 +25,7 @@ from protocol.ids import new_id
 log = logging.getLogger(__name__)
 
 _OPEN_PATHS = frozenset(
-    {"/health", "/ready", "/metrics", "/version", "/dashboard", "/openapi.json"}
+    {"/health", "/ready", "/metrics", "/metrics/cluster", "/version", "/dashboard", "/openapi.json"}
 )
 # It becomes a part of ids, headers and log lines.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,14 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from gateway.admission import visit_of
+from gateway.cluster_metrics import ClusterMetrics
 from gateway.errors import ApiError
 from gateway.explanations import Explanation
 from gateway.isolation import visible_to
 from gateway.service import Gateway
 from protocol.errors import NoWorker
 from protocol.pb import conductor_pb2
+from protocol.scraping import package_version
 from protocol.wire import role_from_wire
 
 _PAGE = Path(__file__).with_name("dashboard.html")
@@ -27,9 +28,14 @@ class Operations:
     """Handlers that do not concern the model."""
 
     def __init__(
-        self, gateway: Gateway, registry: CollectorRegistry, names: tuple[str, ...]
+        self,
+        gateway: Gateway,
+        registry: CollectorRegistry,
+        names: tuple[str, ...],
+        of_cluster: ClusterMetrics,
     ) -> None:
         self._gateway = gateway
+        self._of_cluster = of_cluster
         self._registry = registry
         self._names = names
         self._page = _PAGE.read_text(encoding="utf-8")
@@ -47,8 +53,12 @@ class Operations:
         return JSONResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics in Prometheus' text form."""
+        """GET /metrics: of this gateway, in Prometheus' text form."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def cluster_metrics(self, request: Request) -> Response:
+        """GET /metrics/cluster: of all processes, each sample with the label `process`."""
+        return Response(await self._of_cluster.page(), media_type=CONTENT_TYPE_LATEST)
 
     async def version(self, request: Request) -> Response:
         """GET /version"""
@@ -83,14 +93,6 @@ class Operations:
     async def dashboard(self, request: Request) -> Response:
         """GET /dashboard: the cluster's state for people."""
         return HTMLResponse(self._page)
-
-
-def package_version() -> str:
-    """Of the installed package."""
-    try:
-        return version("moonserve")
-    except PackageNotFoundError:
-        return "unknown"  # run from a source tree that is not installed
 
 
 def _not_remembered(known_id: str, explanation: Explanation) -> str:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from gateway.api import Api, Served
 from gateway.app import build_app
+from gateway.cluster_metrics import ClusterMetrics, phase_collector
 from gateway.config import GatewayConfig
 from gateway.identity import open_keys, open_limits
 from gateway.operations import Operations
@@ -29,11 +30,13 @@ from gateway.responses.handlers import Responses
 from gateway.responses.store import ResponseStore
 from gateway.service import Gateway
 from gateway.tokenizer import Tokenizer, load_tokenizer, load_vocab_size
+from protocol.conductors import parse_addresses
 from protocol.errors import ConfigError
 from protocol.ids import GatewayId, new_id
 from protocol.metrics import request_metrics
 from protocol.process import Lifecycle
 from protocol.rpc import Channels
+from protocol.scraping import process_registry
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
     """Runs the gateway until the lifecycle stops."""
     if config.conductor is None:
         raise ConfigError("--conductor HOST:PORT[,…] must be given")
-    registry = CollectorRegistry()
+    registry = process_registry()
     async with contextlib.AsyncExitStack() as closing:
         keys = open_keys(config, registry)
         closing.push_async_callback(keys.close)
@@ -59,10 +62,18 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         served = _served(config, tokenizer)
         gateway = _gateway(config, channels, tokenizer, served, registry)
         api = Api(gateway, tokenizer, served, config)
+        registry.register(phase_collector(gateway.phases))
+        of_cluster = ClusterMetrics(
+            config.instance_id,
+            registry,
+            gateway.cluster,
+            channels,
+            parse_addresses(config.conductor),
+        )
         app = build_app(
             api,
             Responses(api, ResponseStore(config.response_store_bytes)),
-            Operations(gateway, registry, served.names),
+            Operations(gateway, registry, served.names, of_cluster),
             keys,
             limiter,
             config.limits_for_all,

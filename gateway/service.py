@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 from gateway.cluster import Cluster
@@ -19,6 +20,7 @@ from gateway.explanations import ClientNames, Explanation, choice_id, explain
 from gateway.feed import Feed, Piece
 from gateway.generation import Generation, Surroundings
 from gateway.routes import Routes
+from gateway.state import LIVE
 from gateway.tasks import TaskGroup
 from gateway.tokenizer import Tokenizer
 from gateway.wish import Choice, Wish
@@ -119,6 +121,12 @@ class Gateway:
     def num_live(self) -> int:
         """Generations that have not ended."""
         return len(self._routes)
+
+    def phases(self) -> Counter[str]:
+        """How many generations are in which phase (`gateway.state.Phase`), all named."""
+        counts = Counter({phase.value: 0 for phase in sorted(LIVE)})
+        counts.update(generation.state.phase.value for generation in self._routes.all())
+        return counts
 
     def ask(self, wish: Wish) -> Answer:
         """Starts a wish's generations. Raises NoWorker while the gateway stops."""

@@ -20,7 +20,6 @@ from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.event_log import EventLog, ToAll
 from kvstore.express.door import Door as ExpressDoor
 from kvstore.express.frames import METHOD
-from kvstore.express.in_loop import InLoop
 from kvstore.express.served import Served
 from kvstore.express.storing import Storing
 from kvstore.host_memory import available_bytes
@@ -32,6 +31,7 @@ from kvstore.service import StoreService
 from kvstore.state import StoreState
 from kvstore.stored import Announcements, Tier
 from protocol.errors import ConfigError
+from protocol.in_loop import InLoop
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.lean.methods import HandOver
 from protocol.membership import BlockLog, member, own_endpoint
@@ -44,6 +44,7 @@ from protocol.registry.identity import Identity, load_or_create
 from protocol.registry.seat import Seat, seated
 from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
+from protocol.scraping import process_registry, serve_metrics
 from protocol.wire import endpoint_to_wire
 from transfer import Segment, TransferEngine
 from transfer.metrics import TransferCollector
@@ -84,6 +85,7 @@ class StoreNode:
         generation: int,
     ) -> None:
         self._config = config
+        self._registry = registry
         self._is_first_life = generation == first_of(1)
         self._catching_up: CatchingUp | None = None
         self._endpoint = own_endpoint(
@@ -122,6 +124,7 @@ class StoreNode:
         server = RpcServer(self._config.cluster_token)
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self._service, server.grpc)
         server.add_lean("KvStore", self._service)
+        serve_metrics(server.grpc, self._config.instance_id, self._registry)
         express = self._express()
         if offers_express(self._config):
             server.add_hand_over(HandOver(METHOD, express.admit, express.take))
@@ -252,7 +255,7 @@ def offers_express(config: StoreConfig) -> bool:
 
 async def serve(config: StoreConfig, lifecycle: Lifecycle) -> None:
     """Runs a store node until the process is told to stop. Raises ConfigError when it cannot start."""
-    registry = CollectorRegistry()
+    registry = process_registry()
     ssd = config.ssd_folder()
     generation = await asyncio.to_thread(first_generation, ssd[0] if ssd else None)
     transfer = TransferEngine(

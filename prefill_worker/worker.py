@@ -28,12 +28,14 @@ from prefill_worker.pipeline.processes import followers_of
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import WorkerServicer
 from prefill_worker.state import PrefillState
-from protocol.ids import new_id
+from protocol.ids import Role, new_id
 from protocol.membership import BlockLog, Seat, member, own_endpoint
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.rpc import Channels, RpcServer
+from protocol.scraping import serve_metrics
 from protocol.wire import prefill_profile_from_wire
+from protocol.worker_metrics import registered, worker_collector
 from transfer import Segment, TransferEngine, told
 from transfer.serving import serving
 
@@ -74,7 +76,8 @@ class PrefillWorker:
         self.pool = state.pool
         if earlier is not None:
             self.pool.take_over(earlier)
-        self._registry, self._collector = registry, PrefixLoadCollector(state.prefix_loads)
+        self._registry = registry
+        self._prefix_loads = PrefixLoadCollector(state.prefix_loads)
         self._group = group
         self.service = self._make_service(state, transfer, segment)
         self._memory = MemoryAtWork(
@@ -95,26 +98,34 @@ class PrefillWorker:
         server = RpcServer(self._config.cluster_token)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._servicer, server.grpc)
         worker_pb2_grpc.add_KvMemoryServicer_to_server(self._memory.servicer, server.grpc)
+        serve_metrics(server.grpc, self._config.instance_id, self._registry)
         add_services(server.grpc)
-        self._registry.register(self._collector)
+        figures = worker_collector(
+            Role.PREFILL, self.service.status, lambda: self._servicer.draining
+        )
         try:
             address = await server.start(self._config.host, self._config.port)
             registration = self._registration(address)
-            async with (
-                member(self._config, registration, self._load, self._blocks) as seat,
-                finding_home(self._home_finder) as finding,
-                self._memory.coming_and_going() as moving,
-            ):
-                lifecycle.ready(rpc=address, transfer=self._transfer_address)
-                of_group = (self._group.failed,) if self._group is not None else ()
-                watched = (self.service.failed, *seat.watched, *finding, *moving, *of_group)
-                await lifecycle.until_stopped(*watched)
-                await self._drain(seat, lifecycle)
+            with registered(self._registry, self._prefix_loads, figures):
+                await self._be_member(registration, lifecycle, address)
         finally:
             await server.stop(STOP_GRACE_S)
             await self.service.stop()
             await self._channels.close()
-            self._registry.unregister(self._collector)
+
+    async def _be_member(
+        self, registration: conductor_pb2.RegisterRequest, lifecycle: Lifecycle, address: str
+    ) -> None:
+        async with (
+            member(self._config, registration, self._load, self._blocks) as seat,
+            finding_home(self._home_finder) as finding,
+            self._memory.coming_and_going() as moving,
+        ):
+            lifecycle.ready(rpc=address, transfer=self._transfer_address)
+            of_group = (self._group.failed,) if self._group is not None else ()
+            watched = (self.service.failed, *seat.watched, *finding, *moving, *of_group)
+            await lifecycle.until_stopped(*watched)
+            await self._drain(seat, lifecycle)
 
     async def _drain(self, seat: Seat, lifecycle: Lifecycle) -> None:
         """Takes nothing new and lets what is here finish, for as long as the configuration allows."""

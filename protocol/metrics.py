@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, error_classes
+from protocol.request import FinishReason
 
 _MODEL_LABELS = ("model_name", "engine")
 
@@ -93,7 +94,7 @@ class _Model:
 def request_metrics(registry: CollectorRegistry, model_name: str, engine: str) -> RequestMetrics:
     """Registers the request metrics; once per registry."""
     of = _Model(registry, (model_name, engine))
-    return RequestMetrics(
+    made = RequestMetrics(
         running=of.gauge("vllm:num_requests_running", "Requests that have their first token."),
         waiting=of.gauge("vllm:num_requests_waiting", "Requests waiting for their first token."),
         prompt_tokens=of.counter("vllm:prompt_tokens", "Prompt tokens of accepted requests."),
@@ -133,6 +134,16 @@ def request_metrics(registry: CollectorRegistry, model_name: str, engine: str) -
         retries=of.counter("moonserve_request_retries", "Requests placed again after a loss."),
         _labels=of.labels,
     )
+    _begin_at_zero(made)
+    return made
+
+
+def _begin_at_zero(metrics: RequestMetrics) -> None:
+    """A rate over what has never happened is 0, not missing."""
+    for reason in FinishReason:
+        metrics.success.labels(*metrics._labels, reason.value)
+    for code in error_classes():
+        metrics.failures.labels(*metrics._labels, code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +157,7 @@ class SchedulerMetrics:
     indexed_blocks: Gauge
     replicas: Gauge
     instances: Gauge  # label: role
+    objectives: Gauge  # label: objective
 
 
 def scheduler_metrics(registry: CollectorRegistry) -> SchedulerMetrics:
@@ -173,6 +185,12 @@ def scheduler_metrics(registry: CollectorRegistry) -> SchedulerMetrics:
         replicas=Gauge(
             "moonserve_conductor_replicas",
             "Blocks that stores hold because the conductor had them copied.",
+            registry=registry,
+        ),
+        objectives=Gauge(
+            "moonserve_slo_seconds",
+            "What placement must meet where requests do not say.",
+            ("objective",),
             registry=registry,
         ),
         instances=Gauge("moonserve_instances", "Live instances.", ("role",), registry=registry),

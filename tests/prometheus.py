@@ -1,13 +1,79 @@
-"""Reading a process's metrics as Prometheus does."""
+"""Reading a process's metrics as Prometheus does, and a real Prometheus of the test's own: on a free port, gone
+with the test. The system's service, where there is one, is never used."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
+import subprocess
+import urllib.parse
 import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from tests.patience import PATIENCE_S
+import pytest
+
+from tests.patience import PATIENCE_S, until
+from tests.ports import free_port
 
 
 def scrape(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as response:
         text: str = response.read().decode()
         return text
+
+
+def binary(name: str) -> str:
+    """Skips the test where it is missing."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"needs {name} (.ci/system-packages)")
+    return found
+
+
+class Prometheus:
+    """One that runs."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/api/v1"
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        """`data` of its answer; an HTTPError with the reason is raised for what it refuses."""
+        query = urllib.parse.urlencode(parameters)
+        with urllib.request.urlopen(f"{self._url}/{path}?{query}", timeout=PATIENCE_S) as response:
+            return json.load(response)["data"]
+
+    def values(self, expression: str) -> list[float]:
+        """Of an instant query, one for each series."""
+        found = self.ask("query", query=expression)["result"]
+        return [float(series["value"][1]) for series in found]
+
+
+@contextlib.contextmanager
+def running_prometheus(config: Path, folder: Path) -> Iterator[Prometheus]:
+    """`folder`: for its data and its log."""
+    port = free_port()
+    command = [
+        binary("prometheus"),
+        f"--config.file={config}",
+        f"--storage.tsdb.path={folder}/data",
+    ]
+    command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        prometheus = Prometheus(port)
+
+        def answers() -> bool:
+            assert process.poll() is None, (folder / "prometheus.log").read_text()
+            with contextlib.suppress(OSError):
+                return bool(prometheus.ask("status/runtimeinfo"))
+            return False
+
+        until(answers)
+        yield prometheus
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_S)

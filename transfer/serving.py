@@ -9,6 +9,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry
 
 from protocol.metrics import exposed
+from protocol.scraping import process_registry
 from transfer.engine import TransferEngine
 from transfer.faults import FaultPlan
 from transfer.metrics import TransferCollector
@@ -41,7 +42,7 @@ def serving(
         options=config.transfer_options(config.host),
         faults=faults,
     )
-    registry = CollectorRegistry()
+    registry = process_registry()
     registry.register(TransferCollector(engine))
     with engine, exposed(registry, config.host, config.metrics_port):
         yield engine, registry

@@ -42,6 +42,7 @@ class UndividedService(DecodeService):
         staging: Staging | None = None,
         patience: Patience | None = None,
         look_for_home: Callable[[], None] = lambda: None,
+        observe_allocation: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._undivided = state
         self._memory = KvMemory(segment, layout, state.num_blocks, staging=staging or InPlace())
@@ -56,6 +57,7 @@ class UndividedService(DecodeService):
             stores=stores,
             staging=staging,
             look_for_home=look_for_home,
+            observe_allocation=observe_allocation,
         )
 
     def _table(self) -> Mapping[type[Any], Callable[[Any], None]]:

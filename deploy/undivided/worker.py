@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
+from prometheus_client import CollectorRegistry
+
 from decode_worker.service import DecodeService
 from decode_worker.worker import DecodeWorker
 from deploy.undivided.config import UndividedConfig
@@ -35,10 +37,11 @@ class UndividedWorker(DecodeWorker):
         replica: Replica,
         transfer: TransferEngine,
         segment: Segment,
+        registry: CollectorRegistry,
     ) -> None:
         self._options = config
         self._publishing: Publishing | None = None
-        super().__init__(config, replica, transfer, segment)
+        super().__init__(config, replica, transfer, segment, registry)
         self._servicer = WorkerServicer(
             cast(PrefillService, self.service),
             block_size=replica.plan.layout.block_size,
@@ -67,6 +70,7 @@ class UndividedWorker(DecodeWorker):
             staging=replica.staging,
             patience=config.transfer_patience(),
             look_for_home=self._look_for_home,
+            observe_allocation=self._allocations.observe,
         )
 
     def _make_servicer(self) -> worker_pb2_grpc.WorkerServicer:
@@ -103,4 +107,4 @@ async def serve(config: UndividedConfig, lifecycle: Lifecycle) -> None:
     with serving(config) as (transfer, registry):
         async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
             show_memory(replica.elasticity, registry)
-            await UndividedWorker(config, replica, transfer, segment).run(lifecycle)
+            await UndividedWorker(config, replica, transfer, segment, registry).run(lifecycle)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
 from decode_worker.worker import DecodeWorker
 from deploy.worker.config import WorkerConfig
@@ -45,7 +45,6 @@ class SwitchingWorker:
         self._segment = segment
         self._registry = registry
         self._pool: BlockPool | None = None  # of the latest turn
-        self._role = Gauge("moonserve_role", "1 for the current one.", ["role"], registry=registry)
 
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serves until told to stop. Raises what ends a turn before its time."""
@@ -58,14 +57,10 @@ class SwitchingWorker:
         turn = Turn(role, lifecycle, drain_s=self._config.role_drain_s)
         servicer = RoleSwitchServicer(turn)
         worker = self._worker(role)
-        self._role.labels(role.value).set(1)
-        try:
-            async with running(turn.end_with_process()):
-                await worker.run(
-                    turn, partial(worker_pb2_grpc.add_RoleSwitchServicer_to_server, servicer)
-                )
-        finally:
-            self._role.labels(role.value).set(0)
+        async with running(turn.end_with_process()):
+            await worker.run(
+                turn, partial(worker_pb2_grpc.add_RoleSwitchServicer_to_server, servicer)
+            )
         self._pool = worker.pool
         if turn.next_role is not None:
             log.info("changing from %s to %s", role, turn.next_role)
@@ -78,6 +73,7 @@ class SwitchingWorker:
                 self._replica,
                 self._transfer,
                 self._segment,
+                self._registry,
                 earlier=self._pool,
             )
         return PrefillWorker(

@@ -27,6 +27,7 @@ from protocol.registry.identity import load_or_create
 from protocol.registry.seat import Seat, seated
 from protocol.registry.service import RegistryService
 from protocol.rpc import Channels, RpcServer
+from protocol.scraping import process_registry, serve_metrics
 
 DIRECTORY_ROLE = "directory"
 STOP_GRACE_S = 0.5
@@ -55,6 +56,7 @@ class DirectoryProcess:
         )
         self._service = DirectoryService(self._following, self._replicator)
         parts = (self._following, self._replicator, self._service)
+        serve_metrics(self._server.grpc, config.instance_id, metrics)
         metrics.register(DirectoryCollector(self._following, [part.counters for part in parts]))
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -101,6 +103,6 @@ class DirectoryProcess:
 
 async def serve(config: DirectoryConfig, lifecycle: Lifecycle) -> None:
     """Runs a directory until the process is told to stop. Raises ConfigError when it cannot start."""
-    metrics = CollectorRegistry()
+    metrics = process_registry()
     with exposed(metrics, config.host, config.metrics_port):
         await DirectoryProcess(config, metrics).run(lifecycle)

@@ -15,13 +15,13 @@ import numpy.typing as npt
 from kvstore.express import frames
 from kvstore.express.arriving import checksums_on_arrival
 from kvstore.express.frames import ANSWER, CHECKSUM, WISH, MalformedQuestion, Put, Status
-from kvstore.express.in_loop import InLoop
 from kvstore.express.link import Link, discard, received, send
 from kvstore.express.writes import LocalWrites
 from kvstore.promises import Outcome, Reservation, Wish
 from kvstore.wire import keys_from_wire, pin_from_wire
 from protocol.errors import InvalidRequest, MoonserveError
 from protocol.failures import failure_to_wire
+from protocol.in_loop import InLoop
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.pb import kvstore_pb2
 from transfer import Segment

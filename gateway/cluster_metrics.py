@@ -1,0 +1,126 @@
+"""The metrics of all processes as one page: each process is asked over its RPC server, and its name becomes the label
+`process` of every sample.
+
+`merged` is pure. `ClusterMetrics` asks; who asks while an answer is being gathered gets the same one. A process that
+does not answer is missing from the page but for `moonserve_up`, which is 0 for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from gateway.cluster import Cluster
+from protocol.errors import MoonserveError
+from protocol.pb import metrics_pb2, metrics_pb2_grpc
+from protocol.rpc import Channels
+from protocol.scraping import LoopCollector
+
+_TIMEOUT_S = 2.0
+_SAMPLE = re.compile(r"(?P<name>[^\s{]+)(?:\{(?P<labels>.*)\})?(?P<rest> .+)", re.DOTALL)
+_UP_HEADER = "# HELP moonserve_up 1 = the process told its metrics.\n# TYPE moonserve_up gauge\n"
+
+
+def merged(pages: Mapping[str, str]) -> str:
+    """One page in Prometheus' text format out of those of several processes, by name. A family's samples stand together
+    and its header once, as the format demands; where versions word a header differently the first one counts."""
+    headers: dict[str, dict[str, str]] = {}  # family → kind (HELP, TYPE) → line
+    samples: dict[str, list[str]] = {}
+    for process, page in pages.items():
+        label, family = f'process="{_escaped(process)}"', ""
+        for line in page.split("\n"):  # and at nothing else that labels may hold
+            if line.startswith("# "):
+                _, kind, family, *_ = line.split(" ", 3)
+                headers.setdefault(family, {}).setdefault(kind, line)
+            elif line:
+                samples.setdefault(family, []).append(_labelled(line, label))
+    families = ((*headers[family].values(), *lines) for family, lines in samples.items())
+    return "".join(f"{line}\n" for lines in families for line in lines)
+
+
+def _labelled(sample: str, label: str) -> str:
+    found = _SAMPLE.fullmatch(sample)
+    assert found is not None, "a sample is a name, maybe labels, and a value"
+    labels = f"{label},{found['labels']}" if found["labels"] else label
+    return f"{found['name']}{{{labels}}}{found['rest']}"
+
+
+def _escaped(value: str) -> str:
+    """As a label's value stands between quotes."""
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def phase_collector(phases: Callable[[], Mapping[str, int]]) -> LoopCollector:
+    """Where the gateway's requests are, counted when somebody asks."""
+
+    def collect() -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "moonserve_requests", "Choices under way by phase.", labels=("phase",)
+        )
+        for phase, count in phases().items():
+            family.add_metric((phase,), count)
+        yield family
+
+    return LoopCollector(collect)
+
+
+class ClusterMetrics:
+    """Used in one event loop."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        registry: CollectorRegistry,
+        cluster: Cluster,
+        channels: Channels,
+        conductors: Sequence[str],
+    ) -> None:
+        """`conductors`: their addresses; those of the others are in the cluster's view."""
+        self._instance_id = instance_id
+        self._registry = registry
+        self._cluster = cluster
+        self._channels = channels
+        self._conductors = conductors
+        self._gathering: asyncio.Task[str] | None = None
+
+    async def page(self) -> str:
+        """Of every process that answers within 2 s, this one included."""
+        if self._gathering is None or self._gathering.done():
+            self._gathering = asyncio.create_task(self._gather(), name="gather metrics")
+        return await asyncio.shield(self._gathering)
+
+    async def _gather(self) -> str:
+        named = self._addresses()
+        replies = await asyncio.gather(*map(self._ask, named))
+        pages = {self._instance_id: generate_latest(self._registry).decode()}
+        silent = []
+        for address, reply in zip(named, replies, strict=True):
+            if reply is None:
+                silent.append(named[address])
+            else:
+                pages[reply.instance_id] = reply.text.decode()
+        up = [f'moonserve_up{{process="{_escaped(name)}"}} 1' for name in pages]
+        up += [f'moonserve_up{{process="{_escaped(name)}"}} 0' for name in silent]
+        return merged(pages) + _UP_HEADER + "\n".join(up) + "\n"
+
+    def _addresses(self) -> dict[str, str]:
+        """Where to ask, and what to call who does not answer."""
+        named = {address: f"conductor@{address}" for address in self._conductors}
+        view = self._cluster.view
+        for instance in view.instances if view is not None else ():
+            named[instance.endpoint.rpc_address] = instance.endpoint.instance_id
+        return named
+
+    async def _ask(self, address: str) -> metrics_pb2.ScrapeReply | None:
+        stub = metrics_pb2_grpc.MetricsStub(self._channels.to(address))
+        try:
+            reply: metrics_pb2.ScrapeReply = await self._channels.call(
+                stub.Scrape, metrics_pb2.ScrapeRequest(), timeout_s=_TIMEOUT_S
+            )
+        except MoonserveError:
+            return None
+        return reply

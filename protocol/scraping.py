@@ -1,0 +1,81 @@
+"""What every process tells Prometheus, and how others of the cluster read it: over the RPC server that it has anyway.
+
+Owns the registry that each process begins with and the `Metrics` service. Reading happens in the event loop, so that
+collectors find the process's state between two events. Knows nothing of what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+import grpc.aio
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from protocol.in_loop import InLoop
+from protocol.pb import metrics_pb2, metrics_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def process_registry() -> CollectorRegistry:
+    """With what the system says of this process (`process_cpu_seconds_total`, `process_resident_memory_bytes`, …) and
+    the version that runs."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    info = Gauge("moonserve_info", "1; the version that runs.", ("version",), registry=registry)
+    info.labels(package_version()).set(1)
+    return registry
+
+
+def package_version() -> str:
+    """Of the installed package."""
+    try:
+        return metadata.version("moonserve")
+    except metadata.PackageNotFoundError:
+        return "unknown"  # run from a source tree that is not installed
+
+
+def serve_metrics(server: grpc.aio.Server, instance_id: str, registry: CollectorRegistry) -> None:
+    """Lets those who have the cluster token read `registry`; before the server starts."""
+    metrics_pb2_grpc.add_MetricsServicer_to_server(MetricsServicer(instance_id, registry), server)
+
+
+class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
+    """Serves `Metrics`."""
+
+    def __init__(self, instance_id: str, registry: CollectorRegistry) -> None:
+        self._instance_id = instance_id
+        self._registry = registry
+
+    async def Scrape(
+        self, request: metrics_pb2.ScrapeRequest, context: Context
+    ) -> metrics_pb2.ScrapeReply:
+        return metrics_pb2.ScrapeReply(
+            instance_id=self._instance_id, text=generate_latest(self._registry)
+        )
+
+
+class LoopCollector(Collector):
+    """Runs `collect` in the event loop that it was made in, whichever thread asks: state that only the loop changes is
+    whole there."""
+
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._collect = collect
+
+    def collect(self) -> Iterator[Metric]:
+        if _running_loop() is self._loop:
+            return self._collect()
+        return iter(InLoop(self._loop).run(lambda: list(self._collect())))
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

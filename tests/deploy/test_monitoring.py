@@ -1,0 +1,121 @@
+"""What `deploy/monitoring` ships, loaded by the programs that it is for and asked of a live cluster under load."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from models import demo_model_path
+from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.load import BackgroundLoad
+from tests.prometheus import Prometheus, binary, running_prometheus
+
+MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
+DASHBOARD = MONITORING / "grafana" / "dashboards" / "moonserve.json"
+
+
+def dashboard() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    return loaded
+
+
+def dashboard_expressions() -> Iterator[str]:
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            yield target["expr"].replace("$__rate_interval", "1m")
+
+
+def alert_expressions() -> Iterator[str]:
+    """What each alert compares: the comparison itself is empty while all is well."""
+    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
+    for rule in rules["groups"][0]["rules"]:
+        compared = re.fullmatch(r"(?P<value>.+) [<>] [0-9.]+", rule["expr"])
+        assert compared is not None, f"{rule['alert']} is no comparison with a number"
+        yield compared["value"]
+
+
+def test_promtool_accepts_the_configuration_and_the_rules() -> None:
+    check = [binary("promtool"), "check", "config", str(MONITORING / "prometheus.yml")]
+    checked = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "rules found" in checked.stdout
+
+
+def test_the_dashboard_loads_without_edits() -> None:
+    """Each panel has a place and a source that the dashboard itself lets one choose, and no id of another Grafana."""
+    board = dashboard()
+    assert board["uid"] == "moonserve"
+    assert "id" not in board
+    assert [v["type"] for v in board["templating"]["list"]] == ["datasource"]
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids))
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, f"{panel['title']} covers another panel"
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+        for target in panel.get("targets", ()):
+            assert target["datasource"]["uid"] == "${datasource}"
+    for path in MONITORING.glob("grafana/provisioning/*/*.yml"):
+        assert yaml.safe_load(path.read_text())["apiVersion"] == 1
+
+
+@pytest.mark.e2e
+def test_every_expression_of_dashboard_and_alerts_has_values_under_load(tmp_path: Path) -> None:
+    disk = f"{tmp_path}/disk:64MiB"
+    with running_cluster(demo_model_path(), tmp_path / "logs", "--ssd", disk) as cluster:
+        config = configured(cluster, tmp_path)
+        with (
+            running_prometheus(config, tmp_path) as prometheus,
+            BackgroundLoad(cluster, 4096, streams=3),
+        ):
+            missing = [*dashboard_expressions(), *alert_expressions()]
+            cluster.wait_for("two scrapes", lambda: scrapes(prometheus) >= 2)
+            while missing:
+                expression = missing.pop()
+                cluster.wait_for(
+                    f"a value of {expression}", lambda e=expression: has_values(prometheus, e)
+                )
+            (target,) = prometheus.ask("targets")["activeTargets"]
+            assert target["health"] == "up", target["lastError"]
+            rules = prometheus.ask("rules")["groups"][0]["rules"]
+            assert {rule["health"] for rule in rules} <= {"ok", "unknown"}, rules
+
+
+def configured(cluster: Cluster, folder: Path) -> Path:
+    """The shipped configuration, looking oftener and at this cluster."""
+    text = (MONITORING / "prometheus.yml").read_text()
+    for shipped, here in (
+        ("127.0.0.1:8000", cluster.url.removeprefix("http://")),
+        ("scrape_interval: 5s", "scrape_interval: 1s"),
+        ("evaluation_interval: 15s", "evaluation_interval: 1s"),
+        ("- alerts.yml", f"- {MONITORING}/alerts.yml"),
+    ):
+        assert shipped in text
+        text = text.replace(shipped, here)
+    path = folder / "prometheus.yml"
+    path.write_text(text)
+    return path
+
+
+def scrapes(prometheus: Prometheus) -> float:
+    return min(prometheus.values("count_over_time(up[1m])"), default=0)
+
+
+def has_values(prometheus: Prometheus, expression: str) -> bool:
+    values = prometheus.values(expression)
+    return bool(values) and not any(math.isnan(value) for value in values)
