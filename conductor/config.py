@@ -16,6 +16,7 @@ from conductor.state import Limits
 from protocol.config import option
 from protocol.errors import ConfigError
 from protocol.process import ProcessConfig
+from protocol.tracing import TracingConfig
 
 DEFAULT_TERMS = Terms()
 DEFAULT_ROLE_TERMS = RoleTerms()
@@ -25,7 +26,7 @@ MAX_LEADER_TTL_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConductorConfig(ProcessConfig):
+class ConductorConfig(ProcessConfig, TracingConfig):
     """Everything the conductor can be told."""
 
     instance_id: str = option("conductor", help="name of this process in logs")

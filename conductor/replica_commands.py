@@ -36,12 +36,20 @@ class ReplicaMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str) -> Counter:
-            return Counter(f"moonserve_conductor_{name}", text, registry=registry)
+            return Counter(name, text, registry=registry)
 
-        self.created = counter("replicas_created", "Blocks that stores copied from each other.")
-        self.dropped = counter("replicas_dropped", "Copies of blocks that stores let go again.")
-        self.copies_failed = counter("copies_failed", "Copies that were not made in full.")
-        self.drops_failed = counter("drops_failed", "Removals that stores did not answer.")
+        self.created = counter(
+            "moonserve_conductor_replicas_created", "Blocks that stores copied from each other."
+        )
+        self.dropped = counter(
+            "moonserve_conductor_replicas_dropped", "Copies of blocks that stores let go again."
+        )
+        self.copies_failed = counter(
+            "moonserve_conductor_copies_failed", "Copies that were not made in full."
+        )
+        self.drops_failed = counter(
+            "moonserve_conductor_drops_failed", "Removals that stores did not answer."
+        )
 
 
 class ReplicaCommands:

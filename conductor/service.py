@@ -50,6 +50,7 @@ from protocol.pb import conductor_pb2, conductor_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.rpc import RpcServer, failure_to_wire
 from protocol.scraping import process_registry, serve_metrics
+from protocol.tracing import NoTracer, Tracer, tracing
 from protocol.wire import placement_to_wire
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         clock: Callable[[], float] = time.monotonic,
         role_commands: RoleCommands | None = None,
         replica_commands: ReplicaCommands | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """Commands: needed where the state changes roles, or has stores copy."""
         self._state = state
@@ -80,6 +82,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self._clock = clock
         self._role_commands = role_commands
         self._replica_commands = replica_commands
+        self._tracer = tracer or NoTracer()
 
     async def Register(
         self, request: conductor_pb2.RegisterRequest, context: Context
@@ -104,7 +107,10 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
     async def Place(
         self, request: conductor_pb2.PlaceRequest, context: Context
     ) -> conductor_pb2.PlaceReply:
+        began_at = self._clock()
         reply = self._handle(wire.place_from_wire(request))[-1]
+        if request.traceparent:
+            self._trace(request.traceparent, reply, began_at)
         match reply:
             case Placed():
                 return conductor_pb2.PlaceReply(placement=placement_to_wire(reply.placement))
@@ -113,6 +119,17 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             case Refused():
                 return conductor_pb2.PlaceReply(failure=failure_to_wire(reply.error))
         raise AssertionError(f"{reply} does not answer a placement")
+
+    def _trace(self, traceparent: str, reply: Action, began_at: float) -> None:
+        attributes: dict[str, str | int | float | bool] = {"outcome": type(reply).__name__.lower()}
+        match reply:
+            case Placed(placement=placement):
+                attributes["prefill_instance"] = placement.prefill.instance_id
+                attributes["decode_instance"] = placement.decode.instance_id
+                attributes["predicted_ttft_s"] = placement.predicted_ttft_s
+            case Rejected(reason=reason):
+                attributes["reason"] = reason
+        self._tracer.span("place", traceparent, began_at, self._clock(), **attributes)
 
     async def Report(
         self, request: conductor_pb2.ReportRequest, context: Context
@@ -258,9 +275,15 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
         state = ConductorState(
             config.policy(), config.limits(), config.roles(), config.replication_terms()
         )
-        return ConductorService(state, metrics, role_commands=commands, replica_commands=copies)
+        return ConductorService(
+            state, metrics, role_commands=commands, replica_commands=copies, tracer=tracer
+        )
 
-    with seldom_collected(), exposed(registry, config.host, config.metrics_port):
+    with (
+        seldom_collected(),
+        exposed(registry, config.host, config.metrics_port),
+        tracing(config, config.instance_id, "conductor") as tracer,
+    ):
         try:
             if config.registry is None:
                 await _serve_alone(config, lifecycle, fresh(), registry)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.batch import Slice
 from protocol.errors import MoonserveError
 from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
 from protocol.keys import BlockKey
-from protocol.request import Endpoint, Token
+from protocol.request import DecodeReport, Endpoint, Token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +114,25 @@ class RunStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePhase:
+    """A whole one, for traces."""
+
+    traceparent: str
+    queued_at: float
+    began_at: float
+    num_tokens: int  # generated here
+    times_preempted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendTokens:
-    """All tokens of one step for one gateway."""
+    """All tokens of one step for one gateway. `began`: of those whose first step here it was; `ended`: of those that
+    are traced and had their last."""
 
     gateway_id: GatewayId
-    tokens: Sequence[Token]
+    tokens: list[Token]
+    began: list[DecodeReport] = field(default_factory=list)
+    ended: list[DecodePhase] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

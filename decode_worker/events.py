@@ -70,6 +70,7 @@ class CommitRequested:
     request: Request
     checksums: tuple[int, ...]  # of the blocks that were sent, in order; of parts they are joined
     part_layers: tuple[int, ...] = ()  # layers that each of a block's checksums covers; () = all
+    transfer_s: float = 0.0  # as the prefill worker measured it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

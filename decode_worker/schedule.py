@@ -27,12 +27,13 @@ from decode_worker.keeping import Keeping
 from decode_worker.limits import Limits
 from decode_worker.pace import Pace
 from decode_worker.sequence import Sequence, SequencePhase
+from decode_worker.times import note_times
 from decode_worker.under_way import StepsUnderWay, StepUnderWay
 from engine.batch import Sampled, Slice
 from engine.block_pool import BlockPool
 from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError
 from protocol.ids import BlockId, GatewayId, RequestId
-from protocol.request import FinishReason, Request, Token
+from protocol.request import FinishReason, Request
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
@@ -170,7 +171,7 @@ class Schedule:
         """The oldest one has ended."""
         step = self._steps.end()
         self._learn_pace(step, now)
-        tokens: dict[GatewayId, list[Token]] = {}
+        sent: dict[GatewayId, SendTokens] = {}
         for sequence, result in zip(step.batch, sampled, strict=True):
             if sequence.phase is SequencePhase.ENDED:
                 self._free_unless_used(sequence)
@@ -178,7 +179,11 @@ class Schedule:
                 sequence.skip_sampling()
             else:
                 token = sequence.append(result, self._limits.max_model_len)
-                tokens.setdefault(sequence.request.gateway_id, []).append(token)
+                gateway_id = sequence.request.gateway_id
+                if (sending := sent.get(gateway_id)) is None:
+                    sending = sent[gateway_id] = SendTokens(gateway_id=gateway_id, tokens=[])
+                sending.tokens.append(token)
+                note_times(sequence, token, sending, began_at=step.began_at)
                 if token.finish_reason is not None:
                     self._counters.requests_finished += 1
                     stopped = token.finish_reason is FinishReason.LENGTH
@@ -187,9 +192,9 @@ class Schedule:
                     self._end(sequence)
         self._counters.steps += 1
         self._allotment.stepped()
-        for gateway_id, of_gateway in tokens.items():
-            self._counters.generated_tokens += len(of_gateway)
-            out.append(SendTokens(gateway_id=gateway_id, tokens=of_gateway))
+        for sending in sent.values():
+            self._counters.generated_tokens += len(sending.tokens)
+            out.append(sending)
 
     def _learn_pace(self, step: StepUnderWay, now: float) -> None:
         if (budget := self._limits.budget) is None:

@@ -25,6 +25,15 @@ class SequencePhase(Enum):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class Landed:
+    """When it came from its prefill worker, and when it got its turn."""
+
+    committed_at: float
+    transfer_s: float  # as the prefill worker measured it
+    began_at: float | None = None  # its first step
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     """Positions below `slice.start` have their KV in `block_table`; the last token's never is before its step."""
 
@@ -37,6 +46,7 @@ class Sequence:
     times_preempted: int = 0
     block_keys: list[BlockKey] = field(init=False)  # of leading full blocks
     num_kept: int = 0  # leading blocks that the home store was seen to have
+    landed: Landed | None = None  # it came from a prefill worker
     move_id: int | None = None  # WAITING: its blocks are on their way to the store, or back
     slice: Slice = field(init=False)  # shares token_ids and block_table
 

@@ -30,6 +30,7 @@ from protocol.pb import conductor_pb2, worker_pb2
 from protocol.request import Endpoint
 from protocol.streams import GatewayStreams
 from protocol.timer import Timer
+from protocol.tracing import NoTracer, Tracer
 from transfer import Segment, TransferEngine
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class DecodeService:
         staging: Staging | None = None,
         look_for_home: Callable[[], None] = lambda: None,
         observe_allocation: Callable[[float], None] = lambda _: None,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`stores`: None where no home store is ever found. `staging`: None where steps compute from the segment.
@@ -82,6 +84,7 @@ class DecodeService:
             )
         self._look_for_home = look_for_home
         self._observe_allocation = observe_allocation
+        self._tracer = tracer or NoTracer()
         self._clock = clock
         self._inbox: deque[Event] = deque()
         self._stepping = Stepping(compute, clock)
@@ -266,7 +269,21 @@ class DecodeService:
             self._spawn(self._run_steps())
 
     def _send_tokens(self, action: actions.SendTokens) -> None:
-        self.streams.send(action.gateway_id, tokens=action.tokens)
+        self.streams.send(action.gateway_id, tokens=action.tokens, decodes=action.began)
+        for phase in action.ended:
+            self._trace(phase)
+
+    def _trace(self, phase: actions.DecodePhase) -> None:
+        span = self._tracer.span
+        span("decode queue", phase.traceparent, phase.queued_at, phase.began_at)
+        span(
+            "decode",
+            phase.traceparent,
+            phase.began_at,
+            self._clock(),
+            num_tokens=phase.num_tokens,
+            times_preempted=phase.times_preempted,
+        )
 
     def _fail(self, action: actions.Fail) -> None:
         self.streams.send(action.gateway_id, failures=[(action.request_id, action.error)])

@@ -113,6 +113,7 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
                 request=committed,
                 checksums=_checksums(request),
                 part_layers=tuple(request.part_layers),
+                transfer_s=request.transfer_s,
             )
         )
         return worker_pb2.CommitReply(corrupt=corrupt)

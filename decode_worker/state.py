@@ -23,6 +23,7 @@ from decode_worker.keeping import Keeping, KeepingCosts
 from decode_worker.landings import Landings
 from decode_worker.limits import Limits
 from decode_worker.schedule import Schedule
+from decode_worker.sequence import Landed
 from engine.block_pool import BlockPool
 from engine.lookahead.base import Policy
 from protocol.errors import Cancelled, NoWorker, PeerLost
@@ -242,7 +243,11 @@ class DecodeState:
         for lease in self._landings.landed:
             assert lease.commit is not None, "landed without a commit"
             request = lease.commit.request
-            self._schedule.add(request, lease.blocks, lease.committed_at + request.timeout_s)
+            deadline_at = lease.committed_at + request.timeout_s
+            sequence = self._schedule.add(request, lease.blocks, deadline_at)
+            sequence.landed = Landed(
+                committed_at=lease.committed_at, transfer_s=lease.commit.transfer_s
+            )
         self._landings.landed.clear()
 
     def _claims(self) -> Iterator[Claim]:

@@ -30,6 +30,7 @@ from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle, host_identity
 from protocol.rpc import Channels, RpcServer
 from protocol.scraping import serve_metrics
+from protocol.tracing import Tracer, tracing
 from protocol.wire import prefill_profile_from_wire
 from protocol.worker_metrics import allocation_histogram, registered, worker_collector
 from transfer import Segment, TransferEngine
@@ -53,6 +54,7 @@ class DecodeWorker:
         registry: CollectorRegistry,
         *,
         earlier: BlockPool | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`earlier`: the pool of who had this memory before and has ended."""
         plan = replica.plan
@@ -60,6 +62,7 @@ class DecodeWorker:
         self._registry = registry
         self._allocations = allocation_histogram()
         self._is_draining = False
+        self._tracer = tracer
         self._replica = replica
         self._channels = Channels(config.cluster_token)
         self._stores = BlockClient(self._channels, transfer)
@@ -106,6 +109,7 @@ class DecodeWorker:
             staging=replica.staging,
             look_for_home=self._look_for_home,
             observe_allocation=self._allocations.observe,
+            tracer=self._tracer,
         )
 
     def _keeping_costs(self) -> KeepingCosts:
@@ -182,7 +186,12 @@ class DecodeWorker:
 
 async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
     """Runs a decode worker until the process is told to stop. Raises ConfigError when it cannot start."""
-    with serving(config) as (transfer, registry):
+    with (
+        serving(config) as (transfer, registry),
+        tracing(config, config.instance_id, "decode") as tracer,
+    ):
         async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
             show_memory(replica.elasticity, registry)
-            await DecodeWorker(config, replica, transfer, segment, registry).run(lifecycle)
+            await DecodeWorker(config, replica, transfer, segment, registry, tracer=tracer).run(
+                lifecycle
+            )

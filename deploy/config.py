@@ -25,6 +25,7 @@ from prefill_worker.puts import MIN_HITS
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
 from protocol.layout import KV_DTYPES
+from protocol.tracing import TracingConfig
 from transfer.config import PatienceConfig, TransferConfig
 
 MIB = 2**20
@@ -34,7 +35,9 @@ DRAIN_S = 3.0  # leaves a worker time to fail what did not finish, and to say go
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig, ClientConfig):
+class ServeConfig(
+    TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig, ClientConfig, TracingConfig
+):
     """A whole cluster on this machine."""
 
     model: str | None = option(
@@ -214,6 +217,7 @@ class ServeConfig(TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig,
 
     def __post_init__(self) -> None:
         self.transfer_patience()
+        self.check_tracing()
         self.transfer_options("127.0.0.1")  # says what is wrong before any process is started
         self._check_memory()
         require_share(self.gpu_memory_utilization)

@@ -14,6 +14,7 @@ from protocol.errors import ConfigError
 from protocol.layout import KV_DTYPES
 from protocol.machine import cache_folder
 from protocol.process import ProcessConfig
+from protocol.tracing import TracingConfig
 
 MIB = 2**20
 DEFAULT_KV_BYTES = 256 * MIB
@@ -21,7 +22,7 @@ DEFAULT_UTILIZATION = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaConfig(ProcessConfig, LedgerConfig):
+class ReplicaConfig(ProcessConfig, LedgerConfig, TracingConfig):
     """Options of every worker. Flags that vLLM has too mean the same."""
 
     model: str = option(help="local Hugging Face folder or hub name")

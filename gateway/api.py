@@ -7,10 +7,12 @@ neither sockets nor how a placement comes about.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -268,10 +270,17 @@ class Api:
             return usage_of(answer, prompts)
 
         if body.stream:
+            timing = None
+            if body.x_timing and isinstance(chunks, ChatChunks | CompletionChunks):
+                timing = partial(_timing_chunk, chunks, answer)
             return StreamReply(
-                answer, slow_client_s, chunks, usage if body.includes_usage else None
+                answer, slow_client_s, chunks, usage if body.includes_usage else None, timing
             )
-        return WholeReply(answer, slow_client_s, lambda pieces: render(pieces, usage()))
+        return WholeReply(
+            answer,
+            slow_client_s,
+            lambda pieces: with_timing(body, render(pieces, usage()), answer),
+        )
 
     def _model_card(self, name: str) -> dict[str, Any]:
         view = self._gateway.cluster.view
@@ -286,6 +295,17 @@ class Api:
             "vocab_size": self._served.vocab_size,
             "block_size": view.layout.block_size if view and view.fingerprint else None,
         }
+
+
+def _timing_chunk(chunks: ChatChunks | CompletionChunks, answer: Answer) -> str:
+    return chunks.timing(answer.timing())
+
+
+def with_timing(body: SamplingBody, reply: bytes, answer: Answer) -> bytes:
+    """A reply's JSON object with `x_timing`, where the client wants that."""
+    if not body.x_timing:
+        return reply
+    return reply[:-1] + b',"x_timing":' + json.dumps(answer.timing()).encode() + b"}"
 
 
 def usage_of(answer: Answer, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -319,6 +339,7 @@ def _wish(request: Request, body: SamplingBody, choices: tuple[Choice, ...]) -> 
         priority=identity.priority_of(body.priority),
         tenant=_tenant(identity, body),
         cache_salt=salt_of(identity.tenant, body.cache_salt),
+        traceparent=request.headers.get("traceparent", ""),
         ttft_slo_s=_milliseconds(request, "x-slo-ttft-ms"),
         tbt_slo_s=_milliseconds(request, "x-slo-tbt-ms"),
     )

@@ -97,6 +97,10 @@ class _Chunks(ABC):
     def failure(self, reply: ErrorReply) -> bytes:
         return b"data: " + reply.body() + b"\n\n"
 
+    def timing(self, ledgers: Sequence[dict[str, Any]]) -> str:
+        """The chunk with `x_timing`, of choices that have ended."""
+        return f'{self._opening},"choices":[],"x_timing":{_compact(ledgers)}{self._closing}'
+
     def _chunk(
         self,
         index: int,

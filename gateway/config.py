@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from gateway.client_config import ClientConfig
 from protocol.config import option
 from protocol.process import ProcessConfig
+from protocol.tracing import TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(ProcessConfig, ClientConfig):
+class GatewayConfig(ProcessConfig, ClientConfig, TracingConfig):
     """`moonserve gateway`."""
 
     instance_id: str = option("gateway-0", help="name of this gateway in the cluster")

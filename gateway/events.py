@@ -12,7 +12,7 @@ from enum import StrEnum
 from gateway.avoidance import Incarnation
 from protocol.errors import MoonserveError
 from protocol.ids import RequestId
-from protocol.request import Endpoint, FinishReason, Placement, PrefillReport, Token
+from protocol.request import DecodeReport, Endpoint, FinishReason, Placement, PrefillReport, Token
 
 
 class ReportPhase(StrEnum):
@@ -67,6 +67,12 @@ class PrefillReported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeReported:
+    attempt: int
+    report: DecodeReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFailed:
     """A worker gave the request up."""
 
@@ -98,6 +104,7 @@ Event = (
     | SubmitFailed
     | TokensArrived
     | PrefillReported
+    | DecodeReported
     | WorkerFailed
     | InstanceLost
     | Aborted

@@ -32,6 +32,7 @@ from gateway.events import (
     SubmitFailed,
 )
 from gateway.feed import Piece
+from gateway.journey import Journey
 from gateway.routes import Routes
 from gateway.state import RequestState
 from gateway.tasks import TaskGroup
@@ -43,6 +44,7 @@ from protocol.keys import BlockKey, block_keys, pack_keys, root_key
 from protocol.metrics import RequestMetrics
 from protocol.pb import conductor_pb2
 from protocol.request import Placement, Request
+from protocol.tracing import Tracer
 from protocol.wire import submission_to_wire
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class Surroundings:
     tasks: TaskGroup
     metrics: RequestMetrics
     routes: Routes[Generation]
+    tracer: Tracer
 
 
 class Reader(Protocol):
@@ -87,7 +90,9 @@ class Generation:
         reader: Reader,
         surroundings: Surroundings,
         timeout_s: float,
+        traceparent: str = "",
     ) -> None:
+        """`traceparent`: of the request's span; empty = not traced."""
         self._loop = asyncio.get_running_loop()
         self._wish = wish
         self._choice = choice
@@ -95,6 +100,7 @@ class Generation:
         self._around = surroundings
         self._arrived_at = self._loop.time()
         self._timings = Timings(surroundings.metrics, self._arrived_at)
+        self.journey = Journey(surroundings.metrics, surroundings.tracer, traceparent)
         deadline_at = self._arrived_at + timeout_s
         self.state = RequestState(
             request_id=request_id,
@@ -129,6 +135,11 @@ class Generation:
         self.deliver(Aborted(error=error))
 
     @property
+    def index(self) -> int:
+        """Of the choice, in the reply."""
+        return self._choice.index
+
+    @property
     def placement(self) -> Placement | None:
         return self.state.placement
 
@@ -138,8 +149,10 @@ class Generation:
                 self._emit(action)
             case Place():
                 self._route(action.request_id)
+                self.journey.placing(action.attempt)
                 self._start(self._place(action))
             case Submit():
+                self.journey.placed()
                 self._start(self._submit(action))
             case Pause():
                 event = RetryDue(attempt=action.attempt)
@@ -158,13 +171,13 @@ class Generation:
         self._around.tasks.start(coroutine, name=self.state.attempt_id)
 
     def _emit(self, action: Emit) -> None:
-        report = self.state.report
-        self._timings.tokens(len(action.tokens), self._loop.time(), report)
+        now = self._loop.time()
+        self._timings.tokens(len(action.tokens), now, self.state.report)
+        self.journey.tokens()
         if action.finish_reason is not None:
             self._end()
-            self._timings.finished(
-                action.finish_reason, len(self.state.generated), self._loop.time()
-            )
+            self._timings.finished(action.finish_reason, len(self.state.generated), now)
+            self.journey.finished(self.state)
         if self._followers and (action.finish_reason or len(self.state.generated) > 1):
             self._start_followers()
         self._reader.on_piece(
@@ -211,6 +224,7 @@ class Generation:
             tenant=self._wish.tenant,
             excluded_instances=sorted(self._around.cluster.still_there(action.excluded)),
             session_id=self._wish.session_id,
+            traceparent=self.journey.traceparent,
         )
 
     async def _submit(self, action: Submit) -> None:
@@ -224,12 +238,16 @@ class Generation:
             priority=self._wish.priority,
             timeout_s=action.timeout_s,
             tenant=self._wish.tenant,
+            traceparent=self.journey.traceparent,
         )
         message = submission_to_wire(request, action.placement)
         try:
             await self._around.cluster.submit(action.placement.prefill, message)
         except MoonserveError as error:
             self.deliver(SubmitFailed(attempt=action.attempt, error=error))
+            return
+        if action.attempt == self.state.attempt:
+            self.journey.taken()
 
     async def _report(self, action: Report) -> None:
         prefill = action.prefill

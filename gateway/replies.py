@@ -118,11 +118,13 @@ class StreamReply(ClusterReply):
         slow_client_s: float,
         chunks: Chunks,
         usage: Callable[[], dict[str, Any]] | None,
+        timing: Callable[[], str] | None = None,
     ) -> None:
-        """`usage` is asked at the end, when the client wants to know."""
+        """`usage` and `timing`, a chunk, are asked at the end, when the client wants to know."""
         super().__init__(answer, slow_client_s)
         self._chunks = chunks
         self._usage = usage
+        self._timing = timing
 
     async def _deliver(self, send: Send) -> None:
         try:
@@ -149,6 +151,8 @@ class StreamReply(ClusterReply):
                 await self._send(send, text.encode(), more=True)
             text = ""
             pieces = await self._answer.take()
+        if self._timing is not None:
+            text += self._timing()
         if self._usage is not None:
             text += self._chunks.usage(self._usage())
         await self._send(send, text.encode() + self._chunks.ending(), more=False)

@@ -25,6 +25,7 @@ from gateway.app import build_app
 from gateway.cluster_metrics import ClusterMetrics, phase_collector
 from gateway.config import GatewayConfig
 from gateway.identity import open_keys, open_limits
+from gateway.ledger import PHASES
 from gateway.operations import Operations
 from gateway.responses.handlers import Responses
 from gateway.responses.store import ResponseStore
@@ -37,6 +38,7 @@ from protocol.metrics import request_metrics
 from protocol.process import Lifecycle
 from protocol.rpc import Channels
 from protocol.scraping import process_registry
+from protocol.tracing import Tracer, tracing
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +62,8 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         lifecycle.progress("loading tokenizer")
         tokenizer = load_tokenizer(Path(config.model))
         served = _served(config, tokenizer)
-        gateway = _gateway(config, channels, tokenizer, served, registry)
+        tracer = closing.enter_context(tracing(config, config.instance_id, "gateway"))
+        gateway = _gateway(config, channels, tokenizer, served, registry, tracer)
         api = Api(gateway, tokenizer, served, config)
         registry.register(phase_collector(gateway.phases))
         of_cluster = ClusterMetrics(
@@ -88,6 +91,7 @@ def _gateway(
     tokenizer: Tokenizer,
     served: Served,
     registry: CollectorRegistry,
+    tracer: Tracer,
 ) -> Gateway:
     assert config.conductor is not None
     return Gateway(
@@ -96,8 +100,9 @@ def _gateway(
         # Streams of an earlier life must not be taken for ours.
         gateway_id=GatewayId(new_id(config.instance_id)),
         tokenizer=tokenizer,
-        metrics=request_metrics(registry, served.names[0], config.instance_id),
+        metrics=request_metrics(registry, served.names[0], config.instance_id, PHASES),
         timeout_s=config.request_timeout_s,
+        tracer=tracer,
     )
 
 

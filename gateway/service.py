@@ -11,11 +11,19 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from gateway.cluster import Cluster
 from gateway.decode_figures import DecodeFigures
 from gateway.detokenize import TextOutput
-from gateway.events import Event, InstanceLost, PrefillReported, TokensArrived, WorkerFailed
+from gateway.events import (
+    DecodeReported,
+    Event,
+    InstanceLost,
+    PrefillReported,
+    TokensArrived,
+    WorkerFailed,
+)
 from gateway.explanations import ClientNames, Explanation, choice_id, explain
 from gateway.feed import Feed, Piece
 from gateway.generation import Generation, Surroundings
@@ -30,7 +38,8 @@ from protocol.metrics import RequestMetrics
 from protocol.pb import worker_pb2
 from protocol.request import Placement, Token
 from protocol.rpc import Channels, failure_from_wire
-from protocol.wire import prefill_report_from_wire, token_from_wire
+from protocol.tracing import NoTracer, Root, Tracer
+from protocol.wire import decode_report_from_wire, prefill_report_from_wire, token_from_wire
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +51,13 @@ _GOODBYE_S = 1.0
 class Answer:
     """All choices of one wish, as the reply's writer reads them."""
 
-    def __init__(self, num_choices: int) -> None:
+    def __init__(self, wish: Wish, root: Root | None) -> None:
+        """`root`: the request's span, which the answer ends; None = it is not traced."""
         self._feed = Feed(_MAX_UNREAD_TOKENS)
-        self._unfinished = num_choices
+        self._unfinished = len(wish.choices)
+        self._generating = len(wish.choices)
+        self._wish = wish
+        self.root = root
         self.generations: list[Generation] = []
 
     async def take(self) -> list[Piece]:
@@ -69,13 +82,38 @@ class Answer:
             generation.abort(error)
 
     def on_piece(self, piece: Piece) -> None:
+        self._generating -= piece.finish_reason is not None
+        if not self._generating:
+            self._end_trace(None)
         if not self._feed.put(piece):
             self.cancel(Cancelled("the client reads too slowly"))
 
     def on_failure(self, error: MoonserveError) -> None:
         """One failed choice ends the others: a reply is whole or an error."""
+        self._end_trace(error)
         self._feed.fail(error)
         self.cancel(error)
+
+    def timing(self) -> list[dict[str, Any]]:
+        """The ledger of each choice that has ended well, in their order (docs/tracing.md)."""
+        ledgers = ((each.index, each.journey.ledger) for each in self.generations)
+        return [{"index": i, **found.as_json()} for i, found in ledgers if found is not None]
+
+    def _facts(self) -> dict[str, str | int]:
+        """Of the request, for its span."""
+        states = [generation.state for generation in self.generations]
+        return {
+            "request_id": self._wish.request_id,
+            "num_choices": len(states),
+            "prompt_tokens": sum(len(state.prompt) for state in states),
+            "output_tokens": sum(len(state.generated) for state in states),
+            "cached_tokens": sum(state.cached_tokens for state in states),
+        }
+
+    def _end_trace(self, error: MoonserveError | None) -> None:
+        root, self.root = self.root, None
+        if root is not None:
+            root.end(None if error is None else error.code, **self._facts())
 
 
 class Gateway:
@@ -90,6 +128,7 @@ class Gateway:
         tokenizer: Tokenizer,
         metrics: RequestMetrics,
         timeout_s: float,
+        tracer: Tracer | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
@@ -109,6 +148,7 @@ class Gateway:
             tasks=self._tasks,
             metrics=metrics,
             routes=self._routes,
+            tracer=tracer or NoTracer(),
         )
         self._names = ClientNames()
         self.is_draining = False
@@ -134,7 +174,8 @@ class Gateway:
             raise NoWorker("this gateway is shutting down")
         if wish.client_id:
             self._names.remember(wish.client_id, wish.request_id)
-        answer = Answer(len(wish.choices))
+        root = self._surroundings.tracer.begin("request", wish.traceparent)
+        answer = Answer(wish, root)
         answer.generations = [self._generation(wish, choice, answer) for choice in wish.choices]
         self._start(wish, answer.generations)
         return answer
@@ -188,6 +229,7 @@ class Gateway:
             reader=answer,
             surroundings=self._surroundings,
             timeout_s=self._timeout_s,
+            traceparent=answer.root.traceparent if answer.root is not None else "",
         )
 
     def _on_batch(self, instance_id: str, batch: worker_pb2.EventBatch) -> None:
@@ -197,6 +239,14 @@ class Gateway:
                     attempt=generation.state.attempt, report=prefill_report_from_wire(report)
                 )
                 self._deliver(generation, event)
+        for decoded in batch.decodes:
+            if (generation := self._routes.find(decoded.request_id)) is not None:
+                self._deliver(
+                    generation,
+                    DecodeReported(
+                        attempt=generation.state.attempt, report=decode_report_from_wire(decoded)
+                    ),
+                )
         for generation, tokens in self._by_generation(batch):
             attempt = generation.state.attempt
             self._deliver(generation, TokensArrived(attempt=attempt, tokens=tuple(tokens)))

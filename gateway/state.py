@@ -23,6 +23,7 @@ from gateway.events import (
     Aborted,
     Action,
     CancelAt,
+    DecodeReported,
     Emit,
     Event,
     Fail,
@@ -52,7 +53,14 @@ from protocol.errors import (
     PeerLost,
 )
 from protocol.ids import RequestId
-from protocol.request import FinishReason, Placement, PrefillReport, SamplingParams, Token
+from protocol.request import (
+    DecodeReport,
+    FinishReason,
+    Placement,
+    PrefillReport,
+    SamplingParams,
+    Token,
+)
 
 MAX_ATTEMPTS = 3
 
@@ -113,6 +121,7 @@ class RequestState:
     )  # PREFILLING: from decode, before the first
     report: PrefillReport | None = None  # of the first attempt that had one
     last_report: PrefillReport | None = None  # of the current attempt
+    decode_report: DecodeReport | None = None  # of the current attempt
     avoidance: Avoidance = field(default_factory=Avoidance)
     impatient_at: float | None = None  # from the first failed placing to the next token
     error: MoonserveError | None = None  # FAILED
@@ -218,6 +227,10 @@ class RequestState:
             self.report = event.report
         return []
 
+    def _on_decode_reported(self, event: DecodeReported, now: float) -> list[Action]:
+        self.decode_report = event.report
+        return []
+
     def _on_tokens(self, event: TokensArrived, now: float) -> list[Action]:
         if self.phase not in _WITH_WORKERS:
             return []
@@ -315,7 +328,7 @@ class RequestState:
         self.early.clear()
         self._avoid(error, excluded or set(), now)
         self.attempt += 1
-        self.last_report = None
+        self.last_report = self.decode_report = None
         return [*actions, *self._place(now)]
 
     def _avoid(self, error: MoonserveError, at_fault: set[str], now: float) -> None:
@@ -397,6 +410,7 @@ _HANDLERS: dict[type, Callable[..., list[Action]]] = {
     SubmitFailed: RequestState._on_submit_failed,
     TokensArrived: RequestState._on_tokens,
     PrefillReported: RequestState._on_prefill_reported,
+    DecodeReported: RequestState._on_decode_reported,
     WorkerFailed: RequestState._on_worker_failed,
     InstanceLost: RequestState._on_instance_lost,
     Aborted: RequestState._on_aborted,

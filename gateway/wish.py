@@ -30,5 +30,6 @@ class Wish:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    traceparent: str = ""  # of the client's own trace, as it came
     ttft_slo_s: float = 0.0  # 0 = the conductor's default
     tbt_slo_s: float = 0.0

@@ -130,6 +130,7 @@ class SendFirstToken:
     gateway_id: GatewayId
     token: Token
     report: PrefillReport
+    traceparent: str = ""  # empty = not traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +153,7 @@ class CommitHandoff:
     num_cached_blocks: int  # leading ones that the target had
     checksums: tuple[int, ...]  # of the others, in order
     timeout_s: float  # what is left of the request's time
+    transfer_s: float  # since the first token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,7 @@ class Handoffs:
                 num_cached_blocks=landing.num_cached_blocks,
                 checksums=tuple(sequence.checksums[index] for index in sent),
                 timeout_s=max(0.0, sequence.deadline_at - now),
+                transfer_s=now - sequence.first_token_at,
             )
         )
 

@@ -124,6 +124,8 @@ def _commit_to_wire(action: CommitHandoff, part_layers: Sequence[int]) -> worker
         priority=request.priority,
         timeout_s=action.timeout_s,
         tenant=request.tenant,
+        traceparent=request.traceparent,
+        transfer_s=action.transfer_s,
     )
 
 

@@ -104,6 +104,7 @@ class Sequence:
     admitted_at: float = 0.0
     ready_at: float = 0.0
     started_at: float = 0.0
+    first_token_at: float = 0.0  # with first_token
 
     @property
     def request_id(self) -> RequestId:

@@ -25,12 +25,14 @@ from prefill_worker.sending import Sender
 from prefill_worker.state import PrefillState
 from prefill_worker.stores import load_prefix, prefetch, put_blocks
 from prefill_worker.tasks import Operations
+from prefill_worker.traces import trace_prefill, trace_transfer
 from protocol.errors import Cancelled, MoonserveError, PeerError
 from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.pb import conductor_pb2, worker_pb2
 from protocol.request import Endpoint
 from protocol.streams import GatewayStreams
 from protocol.timer import Timer
+from protocol.tracing import NoTracer, Tracer
 from transfer import TransferEngine
 from transfer.patience import Patience
 
@@ -72,6 +74,7 @@ class PrefillService:
         patience: Patience | None = None,
         look_for_home: Callable[[], None] = lambda: None,
         group: Stages | None = None,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
@@ -84,6 +87,7 @@ class PrefillService:
         self._landing_ttl_s = landing_ttl_s
         self._look_for_home = look_for_home
         self._clock = clock
+        self._tracer = tracer or NoTracer()
         self.streams = GatewayStreams(on_lost=self._gateway_lost)
         self._operations = Operations(self.post)
         self._gates: dict[RequestId, LayerGate] = {}  # of prefixes that load layer by layer
@@ -211,6 +215,8 @@ class PrefillService:
 
     async def _commit(self, action: act.CommitHandoff) -> ev.Event:
         request_id = action.request.request_id
+        if action.request.traceparent:
+            trace_transfer(self._tracer, action, self._clock())
         try:
             corrupt = await self._landings.commit(action)
         except MoonserveError as error:
@@ -304,6 +310,8 @@ class PrefillService:
 
     def _send_first_token(self, action: act.SendFirstToken) -> None:
         self.streams.send(action.gateway_id, tokens=[action.token], prefills=[action.report])
+        if action.traceparent:
+            trace_prefill(self._tracer, action, self._clock())
 
     def _send_failure(self, action: act.Fail) -> None:
         self.streams.send(action.gateway_id, failures=[(action.request_id, action.error)])

@@ -209,6 +209,7 @@ class Steps:
 
     def _emit_first_token(self, sequence: Sequence, result: ev.SliceDone, now: float) -> Token:
         request, sampled = sequence.request, result.sampled
+        sequence.first_token_at = now
         assert sampled is not None, "the last slice of a prompt samples"
         sequence.first_token = token = Token(
             request_id=request.request_id,
@@ -219,7 +220,12 @@ class Steps:
         )
         report = prefill_report(sequence, now)
         self._ledger.out.append(
-            SendFirstToken(gateway_id=request.gateway_id, token=token, report=report)
+            SendFirstToken(
+                gateway_id=request.gateway_id,
+                token=token,
+                report=report,
+                traceparent=request.traceparent,
+            )
         )
         return token
 

@@ -34,6 +34,7 @@ from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.rpc import Channels, RpcServer
 from protocol.scraping import serve_metrics
+from protocol.tracing import Tracer, tracing
 from protocol.wire import prefill_profile_from_wire
 from protocol.worker_metrics import registered, worker_collector
 from transfer import Segment, TransferEngine, told
@@ -58,6 +59,7 @@ class PrefillWorker:
         *,
         earlier: BlockPool | None = None,
         group: Group | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`earlier`: the pool of who had this memory before and has ended. `group`: whom this worker leads; the replica
         is its first stage then."""
@@ -79,6 +81,7 @@ class PrefillWorker:
         self._registry = registry
         self._prefix_loads = PrefixLoadCollector(state.prefix_loads)
         self._group = group
+        self._tracer = tracer
         self.service = self._make_service(state, transfer, segment)
         self._memory = MemoryAtWork(
             replica.elasticity, self.pool, lambda: self.service.post(ev.MemoryChanged())
@@ -169,6 +172,7 @@ class PrefillWorker:
             patience=config.transfer_patience(),
             look_for_home=self._look_for_home,
             group=self._group,
+            tracer=self._tracer,
         )
 
     def _make_home_finder(self) -> HomeFinder | None:
@@ -202,19 +206,25 @@ class PrefillWorker:
 
 async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
     """Runs a prefill worker until the process is told to stop. Raises ConfigError when it cannot start."""
-    with serving(config, config.faults()) as (transfer, registry):
+    with (
+        serving(config, config.faults()) as (transfer, registry),
+        tracing(config, config.instance_id, "prefill") as tracer,
+    ):
         if config.pipeline_parallel_size > 1:
-            await _lead(config, transfer, registry, lifecycle)
+            await _lead(config, transfer, registry, tracer, lifecycle)
             return
         async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
             show_memory(replica.elasticity, registry)
-            await PrefillWorker(config, replica, transfer, segment, registry).run(lifecycle)
+            await PrefillWorker(config, replica, transfer, segment, registry, tracer=tracer).run(
+                lifecycle
+            )
 
 
 async def _lead(
     config: PrefillConfig,
     transfer: TransferEngine,
     registry: CollectorRegistry,
+    tracer: Tracer,
     lifecycle: Lifecycle,
 ) -> None:
     """As the first stage of a group, whose others run and end with this process."""
@@ -227,7 +237,9 @@ async def _lead(
         ),
     ):
         group = await followers.join(replica, transfer, segment)
-        worker = PrefillWorker(config, replica, transfer, segment, registry, group=group)
+        worker = PrefillWorker(
+            config, replica, transfer, segment, registry, group=group, tracer=tracer
+        )
         async with running(followers.watch(group)):
             await worker.run(lifecycle)
 

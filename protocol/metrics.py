@@ -8,7 +8,7 @@ seconds and bytes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -30,6 +30,10 @@ _DURATION_BUCKETS = (
 )  # fmt: skip
 _TOKEN_BUCKETS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000,
+)  # fmt: skip
+# From what is next to nothing to a request that only queued.
+_PHASE_BUCKETS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 )  # fmt: skip
 _ERROR_BUCKETS = (
     -30.0, -10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0,
@@ -59,6 +63,7 @@ class RequestMetrics:
     kv_usage: Gauge
     failures: Counter  # further label: code
     retries: Counter
+    phases: Mapping[str, Histogram]  # by gateway.ledger's names
     _labels: tuple[str, str]
 
     def succeeded(self, finished_reason: str) -> None:
@@ -86,13 +91,23 @@ class _Model:
         """With a further label, to be bound with the model's."""
         return Counter(name, text, (*_MODEL_LABELS, label), registry=self.registry)
 
+    def histograms_by(
+        self, label: str, values: Sequence[str], name: str, text: str, buckets: tuple[float, ...]
+    ) -> dict[str, Histogram]:
+        """One for each value of a further label."""
+        labels = (*_MODEL_LABELS, label)
+        made = Histogram(name, text, labels, registry=self.registry, buckets=buckets)
+        return {value: made.labels(*self.labels, value) for value in values}
+
     def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(name, text, _MODEL_LABELS, registry=self.registry, buckets=buckets)
         return made.labels(*self.labels)
 
 
-def request_metrics(registry: CollectorRegistry, model_name: str, engine: str) -> RequestMetrics:
-    """Registers the request metrics; once per registry."""
+def request_metrics(
+    registry: CollectorRegistry, model_name: str, engine: str, phases: Sequence[str]
+) -> RequestMetrics:
+    """Registers the request metrics; once per registry. `phases`: of the ledger of a request's time."""
     of = _Model(registry, (model_name, engine))
     made = RequestMetrics(
         running=of.gauge("vllm:num_requests_running", "Requests that have their first token."),
@@ -132,6 +147,13 @@ def request_metrics(registry: CollectorRegistry, model_name: str, engine: str) -
             "code", "moonserve_request_failures", "Requests that ended in an error, by its code."
         ),
         retries=of.counter("moonserve_request_retries", "Requests placed again after a loss."),
+        phases=of.histograms_by(
+            "phase",
+            phases,
+            "moonserve_request_phase_seconds",
+            "Where the time of requests went.",
+            _PHASE_BUCKETS,
+        ),
         _labels=of.labels,
     )
     _begin_at_zero(made)

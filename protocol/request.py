@@ -58,6 +58,7 @@ class Request:
     priority: int = 0  # lower runs first
     timeout_s: float = 600.0
     tenant: str = ""  # whose it is, where that is known
+    traceparent: str = ""  # W3C Trace Context; empty = not traced
 
     @property
     def first_index(self) -> int:
@@ -110,6 +111,15 @@ class PrefillReport:
     queue_s: float
     load_s: float
     compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeReport:
+    """How a request came from its prefill worker into its first decode step, each part on the clock of who did it."""
+
+    request_id: RequestId
+    transfer_s: float  # first token to the last byte of KV; the prefill worker's
+    queue_s: float  # commit to the first step's begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from protocol.errors import MoonserveError
 from protocol.ids import GatewayId, RequestId
 from protocol.pb import worker_pb2
-from protocol.request import PrefillReport, Token
+from protocol.request import DecodeReport, PrefillReport, Token
 from protocol.rpc import failure_to_wire
-from protocol.wire import prefill_report_to_wire, token_to_wire
+from protocol.wire import decode_report_to_wire, prefill_report_to_wire, token_to_wire
 
 
 class _Outbox:
@@ -47,11 +47,13 @@ class GatewayStreams:
         *,
         tokens: Sequence[Token] = (),
         prefills: Sequence[PrefillReport] = (),
+        decodes: Sequence[DecodeReport] = (),
         failures: Sequence[tuple[RequestId, MoonserveError]] = (),
     ) -> None:
         """Queues events for a gateway; everything queued before its stream wakes leaves as one message."""
         outbox = self._outbox(gateway_id)
         outbox.batch.prefills.extend(map(prefill_report_to_wire, prefills))
+        outbox.batch.decodes.extend(map(decode_report_to_wire, decodes))
         outbox.batch.tokens.extend(map(token_to_wire, tokens))
         outbox.batch.failures.extend(
             worker_pb2.RequestFailed(request_id=request_id, failure=failure_to_wire(error))

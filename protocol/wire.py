@@ -8,6 +8,7 @@ from protocol.layout import KvLayout
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import (
+    DecodeReport,
     Endpoint,
     FinishReason,
     Logprobs,
@@ -168,6 +169,7 @@ def submission_to_wire(request: Request, placement: Placement) -> worker_pb2.Sub
         priority=request.priority,
         timeout_s=request.timeout_s,
         tenant=request.tenant,
+        traceparent=request.traceparent,
     )
 
 
@@ -183,6 +185,7 @@ def request_from_wire(message: worker_pb2.SubmitRequest | worker_pb2.CommitReque
         priority=message.priority,
         timeout_s=message.timeout_s,
         tenant=message.tenant,
+        traceparent=message.traceparent,
     )
 
 
@@ -234,6 +237,22 @@ def prefill_report_from_wire(message: worker_pb2.PrefillReport) -> PrefillReport
         queue_s=message.queue_s,
         load_s=message.load_s,
         compute_s=message.compute_s,
+    )
+
+
+def decode_report_to_wire(report: DecodeReport) -> worker_pb2.DecodeReport:
+    return worker_pb2.DecodeReport(
+        request_id=report.request_id,
+        transfer_s=report.transfer_s,
+        queue_s=report.queue_s,
+    )
+
+
+def decode_report_from_wire(message: worker_pb2.DecodeReport) -> DecodeReport:
+    return DecodeReport(
+        request_id=RequestId(message.request_id),
+        transfer_s=message.transfer_s,
+        queue_s=message.queue_s,
     )
 
 

@@ -99,11 +99,15 @@ def _blocks(status: worker_pb2.WorkerStatus) -> Metric:
 
 def _steps(steps: conductor_pb2.Steps) -> Iterator[Metric]:
     for name, text, value in (
-        ("steps", "Decode steps.", steps.num_steps),
-        ("step_seconds", "Time in decode steps.", steps.seconds),
-        ("step_sequences", "Sequences of all decode steps: by steps, the batch.", steps.sequences),
+        ("moonserve_decode_steps", "Decode steps.", steps.num_steps),
+        ("moonserve_decode_step_seconds", "Time in decode steps.", steps.seconds),
+        (
+            "moonserve_decode_step_sequences",
+            "Sequences of all decode steps: by steps, the batch.",
+            steps.sequences,
+        ),
     ):
-        yield CounterMetricFamily(f"moonserve_decode_{name}", text, value)
+        yield CounterMetricFamily(name, text, value)
 
 
 def _counters(counters: Mapping[str, int]) -> Iterator[Metric]:

@@ -23,6 +23,7 @@ from prefill_worker.landing import KvMemory
 from prefill_worker.stores import load_prefix, put_blocks
 from protocol.layout import KvLayout
 from protocol.pb import conductor_pb2, worker_pb2
+from protocol.tracing import Tracer
 from transfer import Segment, TransferEngine
 from transfer.patience import Patience
 
@@ -43,6 +44,7 @@ class UndividedService(DecodeService):
         patience: Patience | None = None,
         look_for_home: Callable[[], None] = lambda: None,
         observe_allocation: Callable[[float], None] = lambda _: None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._undivided = state
         self._memory = KvMemory(segment, layout, state.num_blocks, staging=staging or InPlace())
@@ -58,6 +60,7 @@ class UndividedService(DecodeService):
             staging=staging,
             look_for_home=look_for_home,
             observe_allocation=observe_allocation,
+            tracer=tracer,
         )
 
     def _table(self) -> Mapping[type[Any], Callable[[Any], None]]:
@@ -126,4 +129,8 @@ class UndividedService(DecodeService):
     def _send_tokens(self, action: actions.SendTokens) -> None:
         reports = [self._undivided.report(token.request_id, self.now) for token in action.tokens]
         known = [report for report in reports if report is not None]
-        self.streams.send(action.gateway_id, tokens=action.tokens, prefills=known)
+        self.streams.send(
+            action.gateway_id, tokens=action.tokens, prefills=known, decodes=action.began
+        )
+        for phase in action.ended:
+            self._trace(phase)

@@ -21,6 +21,7 @@ from protocol.membership import Seat
 from protocol.pb import conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle
 from protocol.step_budget import CHUNK_SHARE, StepBudget
+from protocol.tracing import Tracer, tracing
 from protocol.wire import decode_profile_from_wire, prefill_profile_from_wire
 from transfer import Segment, TransferEngine
 from transfer.serving import serving
@@ -38,10 +39,11 @@ class UndividedWorker(DecodeWorker):
         transfer: TransferEngine,
         segment: Segment,
         registry: CollectorRegistry,
+        tracer: Tracer | None = None,
     ) -> None:
         self._options = config
         self._publishing: Publishing | None = None
-        super().__init__(config, replica, transfer, segment, registry)
+        super().__init__(config, replica, transfer, segment, registry, tracer=tracer)
         self._servicer = WorkerServicer(
             cast(PrefillService, self.service),
             block_size=replica.plan.layout.block_size,
@@ -71,6 +73,7 @@ class UndividedWorker(DecodeWorker):
             patience=config.transfer_patience(),
             look_for_home=self._look_for_home,
             observe_allocation=self._allocations.observe,
+            tracer=self._tracer,
         )
 
     def _make_servicer(self) -> worker_pb2_grpc.WorkerServicer:
@@ -104,7 +107,12 @@ def budget_of(replica: Replica, tbt_slo_s: float) -> StepBudget:
 
 async def serve(config: UndividedConfig, lifecycle: Lifecycle) -> None:
     """Runs the worker until the process is told to stop. Raises ConfigError when it cannot start."""
-    with serving(config) as (transfer, registry):
+    with (
+        serving(config) as (transfer, registry),
+        tracing(config, config.instance_id, "decode") as tracer,
+    ):
         async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
             show_memory(replica.elasticity, registry)
-            await UndividedWorker(config, replica, transfer, segment, registry).run(lifecycle)
+            await UndividedWorker(config, replica, transfer, segment, registry, tracer).run(
+                lifecycle
+            )

@@ -22,6 +22,7 @@ from prefill_worker.worker import PrefillWorker
 from protocol.ids import Role
 from protocol.pb import worker_pb2_grpc
 from protocol.process import Lifecycle, running
+from protocol.tracing import Tracer, tracing
 from transfer import Segment, TransferEngine
 from transfer.serving import serving
 
@@ -38,12 +39,14 @@ class SwitchingWorker:
         transfer: TransferEngine,
         segment: Segment,
         registry: CollectorRegistry,
+        tracer: Tracer,
     ) -> None:
         self._config = config
         self._replica = replica
         self._transfer = transfer
         self._segment = segment
         self._registry = registry
+        self._tracer = tracer
         self._pool: BlockPool | None = None  # of the latest turn
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -75,6 +78,7 @@ class SwitchingWorker:
                 self._segment,
                 self._registry,
                 earlier=self._pool,
+                tracer=self._tracer,
             )
         return PrefillWorker(
             self._config,
@@ -83,12 +87,18 @@ class SwitchingWorker:
             self._segment,
             self._registry,
             earlier=self._pool,
+            tracer=self._tracer,
         )
 
 
 async def serve(config: WorkerConfig, lifecycle: Lifecycle) -> None:
     """Runs a worker of changing roles until the process is told to stop. Raises ConfigError when it cannot start."""
-    with serving(config, config.faults()) as (transfer, registry):
+    with (
+        serving(config, config.faults()) as (transfer, registry),
+        tracing(config, config.instance_id, "worker") as tracer,
+    ):
         async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
             show_memory(replica.elasticity, registry)
-            await SwitchingWorker(config, replica, transfer, segment, registry).run(lifecycle)
+            await SwitchingWorker(config, replica, transfer, segment, registry, tracer).run(
+                lifecycle
+            )

@@ -448,6 +448,7 @@ class PlaceRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     EXCLUDED_INSTANCES_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     block_keys: _builtins.bytes
     """keys of the prompt's full blocks"""
@@ -460,6 +461,8 @@ class PlaceRequest(_message.Message):
     tenant: _builtins.str
     session_id: _builtins.str
     """of the client's conversation; empty = the chain of blocks tells it"""
+    traceparent: _builtins.str
+    """W3C Trace Context; empty = not traced"""
     @_builtins.property
     def excluded_instances(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """they failed this request before"""
@@ -477,10 +480,11 @@ class PlaceRequest(_message.Message):
         tenant: _builtins.str = ...,
         excluded_instances: _abc.Iterable[_builtins.str] | None = ...,
         session_id: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_instances", b"excluded_instances", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "tbt_slo_s", b"tbt_slo_s", "tenant", b"tenant", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_instances", b"excluded_instances", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "tbt_slo_s", b"tbt_slo_s", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -182,6 +182,7 @@ class SubmitRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     gateway_id: _builtins.str
     token_ids: _builtins.bytes
@@ -194,6 +195,8 @@ class SubmitRequest(_message.Message):
     timeout_s: _builtins.float
     tenant: _builtins.str
     """whose it is, where that is known"""
+    traceparent: _builtins.str
+    """W3C Trace Context; empty = not traced"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -211,10 +214,11 @@ class SubmitRequest(_message.Message):
         priority: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "gateway_id", b"gateway_id", "num_prompt_tokens", b"num_prompt_tokens", "placement", b"placement", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "gateway_id", b"gateway_id", "num_prompt_tokens", b"num_prompt_tokens", "placement", b"placement", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -405,28 +409,61 @@ class RequestFailed(_message.Message):
 Global___RequestFailed: _TypeAlias = RequestFailed  # noqa: Y015
 
 @_typing.final
+class DecodeReport(_message.Message):
+    """Comes with the decode worker's first token, in seconds of its own clock but for `transfer_s`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRANSFER_S_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    transfer_s: _builtins.float
+    """as the prefill worker measured it"""
+    queue_s: _builtins.float
+    """from the commit to its first step"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        transfer_s: _builtins.float = ...,
+        queue_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue_s", b"queue_s", "request_id", b"request_id", "transfer_s", b"transfer_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeReport: _TypeAlias = DecodeReport  # noqa: Y015
+
+@_typing.final
 class EventBatch(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKENS_FIELD_NUMBER: _builtins.int
     PREFILLS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    DECODES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenEvent]: ...
     @_builtins.property
     def prefills(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillReport]: ...
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestFailed]: ...
+    @_builtins.property
+    def decodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeReport]: ...
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[Global___TokenEvent] | None = ...,
         prefills: _abc.Iterable[Global___PrefillReport] | None = ...,
         failures: _abc.Iterable[Global___RequestFailed] | None = ...,
+        decodes: _abc.Iterable[Global___DecodeReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "prefills", b"prefills", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "failures", b"failures", "prefills", b"prefills", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -647,6 +684,8 @@ class CommitRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     PART_LAYERS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRANSFER_S_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.str
     gateway_id: _builtins.str
@@ -657,6 +696,9 @@ class CommitRequest(_message.Message):
     priority: _builtins.int
     timeout_s: _builtins.float
     tenant: _builtins.str
+    traceparent: _builtins.str
+    transfer_s: _builtins.float
+    """since the first token, on the prefill worker's clock"""
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the blocks that were sent, in order; the last block's valid tokens only"""
@@ -684,10 +726,12 @@ class CommitRequest(_message.Message):
         timeout_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
         part_layers: _abc.Iterable[_builtins.int] | None = ...,
+        traceparent: _builtins.str = ...,
+        transfer_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "checksums", b"checksums", "gateway_id", b"gateway_id", "lease_id", b"lease_id", "num_prompt_tokens", b"num_prompt_tokens", "part_layers", b"part_layers", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "checksums", b"checksums", "gateway_id", b"gateway_id", "lease_id", b"lease_id", "num_prompt_tokens", b"num_prompt_tokens", "part_layers", b"part_layers", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ class Seen:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._figures = DecodeFigures(request_metrics(self._registry, "model", "gateway-0"))
+        self._figures = DecodeFigures(request_metrics(self._registry, "model", "gateway-0", ()))
 
     def take(self, *workers: conductor_pb2.InstanceView) -> None:
         self._figures.take(conductor_pb2.ClusterView(instances=workers))

@@ -1,0 +1,205 @@
+"""Spans of one request in several processes, by OpenTelemetry; off unless a process is told where to send them.
+
+A trace's context travels as a W3C `traceparent` in the cluster's own messages, and an empty one means: not traced. So
+processes decide nothing: who began the trace has, and without a context nothing here is called. Spans are made when
+they are over, from instants on the process's own monotonic clock; clocks of different hosts are never compared. Only
+`open_tracer` imports OpenTelemetry (extra `tracing`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from protocol.config import option
+from protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
+
+Attribute = str | int | float | bool
+
+_EXPORT_TIMEOUT_S = 2.0  # a collector that is away must not hold up the end of a process
+_BATCH_MS = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracingConfig:
+    """Options of processes that a request passes through."""
+
+    otlp_traces_endpoint: str | None = option(
+        None,
+        help="send spans to this OpenTelemetry collector over HTTP, as http://localhost:4318/v1/traces "
+        "(needs moonserve[tracing])",
+    )
+    trace_dir: str | None = option(
+        None,
+        help="write spans as JSON lines into this folder, a file per process (needs moonserve[tracing])",
+    )
+    trace_sample_ratio: float = option(
+        1.0, help="share of requests that are traced where clients do not say, 0 to 1"
+    )
+
+    def check_tracing(self) -> None:
+        """Raises ConfigError."""
+        if not 0.0 <= self.trace_sample_ratio <= 1.0:
+            raise ConfigError(f"--trace-sample-ratio {self.trace_sample_ratio} is not from 0 to 1")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"--otlp-traces-endpoint {endpoint}: give a URL, as http://localhost:4318/v1/traces"
+            )
+
+
+class Root(Protocol):
+    """The span of a whole request, under way."""
+
+    @property
+    def traceparent(self) -> str:
+        """What its parts are given as `parent`, here and in other processes."""
+
+    def end(self, error: str | None, **attributes: Attribute) -> None:
+        """Now; `error`: why it failed."""
+
+
+class Tracer(Protocol):
+    """Makes spans."""
+
+    def begin(self, name: str, incoming: str) -> Root | None:
+        """A request begins now. `incoming`: its client's traceparent, empty or malformed where it has none. None: it is
+        not traced."""
+
+    def span(
+        self, name: str, parent: str, started_at: float, ended_at: float, **attributes: Attribute
+    ) -> str:
+        """A part that is over, between two monotonic instants. `parent`: a traceparent; gives the part's own."""
+
+
+class NoTracer:
+    """Traces nothing, of those either whose clients ask for it."""
+
+    def begin(self, name: str, incoming: str) -> Root | None:
+        return None
+
+    def span(
+        self, name: str, parent: str, started_at: float, ended_at: float, **attributes: Attribute
+    ) -> str:
+        return ""
+
+
+@contextlib.contextmanager
+def tracing(config: TracingConfig, instance_id: str, role: str) -> Iterator[Tracer]:
+    """A tracer for as long as a process serves. Raises ConfigError."""
+    config.check_tracing()
+    if config.otlp_traces_endpoint is None and config.trace_dir is None:
+        yield NoTracer()
+        return
+    with contextlib.ExitStack() as stack:
+        provider = _provider(config, instance_id, role, stack)
+        stack.callback(provider.shutdown)
+        yield _Tracer(provider)
+
+
+def _provider(
+    config: TracingConfig, instance_id: str, role: str, stack: contextlib.ExitStack
+) -> TracerProvider:
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+    except ImportError as error:
+        raise ConfigError(f"tracing needs pip install 'moonserve[tracing]' ({error})") from error
+    resource = Resource.create(
+        {
+            "service.namespace": "moonserve",
+            "service.name": f"moonserve-{role}",
+            "service.instance.id": instance_id,
+        }
+    )
+    sampler = ParentBased(TraceIdRatioBased(config.trace_sample_ratio))
+    provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
+    for exporter in _exporters(config, instance_id, stack):
+        provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_BATCH_MS))
+    return provider
+
+
+def _exporters(
+    config: TracingConfig, instance_id: str, stack: contextlib.ExitStack
+) -> Iterator[SpanExporter]:
+    if config.otlp_traces_endpoint is not None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        yield OTLPSpanExporter(config.otlp_traces_endpoint, timeout=_EXPORT_TIMEOUT_S)
+    if config.trace_dir is not None:
+        from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+
+        path = Path(config.trace_dir) / f"{instance_id}.jsonl"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("a", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"--trace-dir: cannot write {path}: {error.strerror}") from error
+        yield ConsoleSpanExporter(out=file, formatter=lambda span: span.to_json(indent=None) + "\n")
+
+
+class _Tracer:
+    """By OpenTelemetry's SDK."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._tracer = provider.get_tracer("moonserve")
+
+    def begin(self, name: str, incoming: str) -> Root | None:
+        from opentelemetry.trace import SpanKind
+
+        span = self._tracer.start_span(name, _context(incoming), kind=SpanKind.SERVER)
+        return _Root(span) if span.is_recording() else None
+
+    def span(
+        self, name: str, parent: str, started_at: float, ended_at: float, **attributes: Attribute
+    ) -> str:
+        span = self._tracer.start_span(
+            name, _context(parent), start_time=_wall_ns(started_at), attributes=dict(attributes)
+        )
+        span.end(_wall_ns(ended_at))
+        return _traceparent(span)
+
+
+class _Root:
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self.traceparent = _traceparent(span)
+
+    def end(self, error: str | None, **attributes: Attribute) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        self._span.set_attributes(dict(attributes))
+        if error is not None:
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end()
+
+
+def _context(traceparent: str) -> Context:
+    """A fresh one for what is none."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    return TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())
+
+
+def _traceparent(span: Span) -> str:
+    """W3C Trace Context, version 00."""
+    context = span.get_span_context()
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+def _wall_ns(at: float) -> int:
+    """Unix nanoseconds of a monotonic instant, by this process's clocks as they are now."""
+    return time.time_ns() - int((time.monotonic() - at) * 1e9)
