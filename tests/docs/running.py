@@ -9,6 +9,7 @@ import contextlib
 import doctest
 import io
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +100,10 @@ class PageRun:
 
 
 def expect(shown: str, printed: str) -> None:
-    """`…` stands for anything, runs of blanks and newlines for each other. Raises AssertionError."""
-    wanted = shown.replace("…", "...")
+    """`…` stands for anything, on a line of its own also for no line; runs of blanks and newlines for each other.
+
+    Raises AssertionError.
+    """
+    wanted = re.sub(r"\s*^…$\s*", "…", shown, flags=re.MULTILINE).replace("…", "...")
     matches = doctest.OutputChecker().check_output(wanted, printed, _LENIENT)
     assert matches, f"expected\n{shown}\nbut it printed\n{printed}"

@@ -59,5 +59,7 @@ def test_a_page_runs(
 
 def test_what_is_printed_is_compared() -> None:
     expect("a … c\n", "a   b\nc\n")
+    expect("a\n…\nc\n", "a\nc\n")
+    expect("…\nc\n", "c\n")
     with pytest.raises(AssertionError, match="but it printed"):
         expect("a … c\n", "a b d\n")
