@@ -21,7 +21,10 @@ from benchmarks.engine.contestants import CONTESTANTS
 from benchmarks.engine.shapes import BATCHES, CONTEXTS, DTYPES, MODELS, SHAPES
 from benchmarks.measure import table, write_json
 
-OTHERS = ("attention", "kv_error", "pages", "prefix", "elastic", "lookahead", "overlap")
+OTHERS = (
+    *("attention", "kv_error", "pages", "prefix", "elastic", "lookahead", "overlap"),
+    *("pipeline", "tensor_parallel"),
+)
 PARTS = ("speed", *OTHERS)
 _VERDICTS = {None: "not measured", True: "met", False: "**missed**"}
 
