@@ -1,0 +1,314 @@
+"""Three models' clusters under one memory budget: `python -m benchmarks.engine.elastic_serving`.
+
+Real processes: for each model a conductor, a gateway, a prefill and a decode worker, all on one core (the demo model,
+bf16). Bursts go round the models, with long answers, so that KV is what they wait for. Three ways to divide the
+memory, each with fresh clusters, in turns:
+
+- fixed: every model has a third, of which its prefill worker has a sixth and its decode worker the rest;
+- elastic: all six workers share the budget by one ledger, each up to a ceiling of all of it;
+- elastic, 60 % of the memory.
+
+TTFT is measured by clients, over all requests of a run. Memory is what the kernel counts for the workers' own mappings
+of their pools (/proc/PID/smaps), all six together, its peak over the run. Before it each model answers some requests of
+the load, so that decode workers have seen how long answers are. Medians over rounds, a seed per round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import latencies_ms, median, medians, random_prompts, table, write_json
+from benchmarks.turns import in_turns, tell
+from deploy.config import ServeConfig
+from deploy.local import free_port
+from deploy.plan import ProcessSpec, conductor_spec, member_specs
+from deploy.supervisor import Supervisor
+from engine.config import load_model_config
+from models import demo_model_path
+from protocol.timeline import Timeline
+from traces.client import Outcome, StreamClient
+
+MIB = 1 << 20
+NUM_MODELS = 3
+PREFILL_SHARE = 6  # one part of so many of a fixed third
+LESS = 0.6  # of the memory
+BLOCK_SIZE = 32
+WARM_UP = 12  # requests of each model: a decode worker predicts lengths from the tenth that ended
+NO_SLO_S = 600.0
+LOOK_S = 0.25  # between two looks at resident memory, which take milliseconds
+WAYS = ("fixed", "elastic", f"elastic, {LESS:.0%}")
+Row = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Each model in turn gets a burst; lengths are uniform."""
+
+    burst: int  # requests
+    num_bursts: int
+    period_s: float
+    prompt: tuple[int, int]  # tokens, from to
+    output: tuple[int, int]
+
+    def burst_of(self, seed: str, vocab_size: int) -> list[tuple[list[int], int]]:
+        """Prompts and lengths of answers."""
+        dice = random.Random(seed)
+        sizes = [dice.randint(*self.prompt) for _ in range(self.burst)]
+        prompts = [
+            random_prompts(1, size, vocab_size, f"{seed}-{n}")[0] for n, size in enumerate(sizes)
+        ]
+        return [(prompt, dice.randint(*self.output)) for prompt in prompts]
+
+
+# -- clusters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """One cluster as its clients see it."""
+
+    url: str
+    workers: Sequence[int]  # process ids
+
+
+def flags_of(way: str, budget: int, ledger: Path) -> dict[str, Any]:
+    """Of every worker; fixed parts are cut to each worker's by `fixed_parts`."""
+    if way == WAYS[0]:
+        return {"kv_cache_memory": budget // NUM_MODELS}
+    share = budget if way == WAYS[1] else int(budget * LESS)
+    return {
+        "kv_cache_memory": share,
+        "kv_memory_budget": share,
+        "kv_memory_floor": share // 24,
+        "kv_memory_ledger": str(ledger),
+    }
+
+
+def fixed_parts(specs: Sequence[ProcessSpec], third: int) -> list[ProcessSpec]:
+    """The workers' parts of a model's third."""
+    parts = {
+        "prefill_worker": third // PREFILL_SHARE,
+        "decode_worker": third - third // PREFILL_SHARE,
+    }
+    return [
+        replace(spec, flags=_with(spec.flags, "--kv-cache-memory", str(parts[spec.module])))
+        if spec.module in parts
+        else spec
+        for spec in specs
+    ]
+
+
+def _with(flags: Sequence[str], name: str, value: str) -> tuple[str, ...]:
+    place = flags.index(name) + 1
+    return (*flags[:place], value, *flags[place + 1 :])
+
+
+@contextlib.asynccontextmanager
+async def models_of(way: str, budget: int) -> AsyncIterator[list[Model]]:
+    """All clusters, ready."""
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        yield [
+            await stack.enter_async_context(_cluster(way, budget, folder, number))
+            for number in range(NUM_MODELS)
+        ]
+
+
+@contextlib.asynccontextmanager
+async def _cluster(way: str, budget: int, folder: Path, number: int) -> AsyncIterator[Model]:
+    config = ServeConfig(
+        port=free_port(),
+        store_nodes=0,
+        num_threads=1,
+        dtype="bfloat16",
+        block_size=BLOCK_SIZE,
+        admission="none",
+        ttft_slo=NO_SLO_S,
+        tbt_slo=NO_SLO_S,
+        **flags_of(way, budget, folder / "ledger"),
+    )
+    logs = folder / f"model-{number}"
+    logs.mkdir()
+    supervisor = Supervisor(logs, _environment(), lambda: None)
+    try:
+        (conductor,) = await supervisor.start([conductor_spec(config)])
+        # Ledgers know workers by name.
+        specs = [
+            replace(
+                spec, flags=_with(spec.flags, "--instance-id", f"{spec.instance_id}-of-{number}")
+            )
+            for spec in member_specs(config, str(demo_model_path()), conductor.facts["rpc"])
+        ]
+        await supervisor.start(
+            fixed_parts(specs, budget // NUM_MODELS) if way == WAYS[0] else specs
+        )
+        url = f"http://127.0.0.1:{config.port}"
+        await _until_ready(url)
+        workers = [c for c in supervisor.children if c.spec.module.endswith("_worker")]
+        pids = [child.pid for child in workers if child.pid is not None]
+        assert len(pids) == len(workers), "they are ready"
+        yield Model(url=url, workers=pids)
+    finally:
+        await supervisor.stop()
+
+
+def _environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "MOONSERVE_CLUSTER_TOKEN": os.urandom(16).hex(),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *(p for p in sys.path if p)]),
+    }
+
+
+async def _until_ready(url: str) -> None:
+    """The conductor has to have heard of all workers."""
+    async with StreamClient(url) as client, asyncio.timeout(60.0):
+        while not await client.is_ready():  # noqa: ASYNC110 - another process says it, when asked
+            await asyncio.sleep(0.05)
+
+
+def resident_bytes(pid: int) -> int:
+    """Of a worker's own pool: others map it for reading only."""
+    total, is_pool = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        first = line.split(" ", 1)[0]
+        if not first.endswith(":"):
+            is_pool = "memfd:moonserve:kv" in line and " rw-s " in line
+        elif is_pool and first == "Rss:":
+            total += int(line.split()[1]) << 10
+    return total
+
+
+# -- one run
+
+
+async def run(way: str, budget: int, load: Load, seed: int) -> Row:
+    """Figures of one way and seed. Raises RuntimeError for a request that failed."""
+    vocab_size = load_model_config(demo_model_path()).vocab_size
+    async with models_of(way, budget) as models:
+        await asyncio.gather(
+            *(
+                _burst(model, replace(load, burst=WARM_UP).burst_of(f"warm {n}", vocab_size))
+                for n, model in enumerate(models)
+            )
+        )
+        looking = asyncio.create_task(_peak(models, done := asyncio.Event()))
+        begin = asyncio.get_running_loop().time()
+        bursts = []
+        for number in range(load.num_bursts):
+            await asyncio.sleep(max(0.0, begin + number * load.period_s - _now()))
+            requests = load.burst_of(f"{seed} {number}", vocab_size)
+            bursts.append(asyncio.create_task(_burst(models[number % NUM_MODELS], requests)))
+        timelines = [timeline for burst in await asyncio.gather(*bursts) for timeline in burst]
+        done.set()
+        return {**latencies_ms(timelines), "peak_resident_mib": await looking / MIB}
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _burst(model: Model, requests: Sequence[tuple[list[int], int]]) -> list[Timeline]:
+    """All at once."""
+    async with StreamClient(model.url) as client:
+        name = (await client.model(None)).name
+        outcomes = await asyncio.gather(
+            *(client.complete(name, prompt, max_tokens=count) for prompt, count in requests)
+        )
+    return [_timeline(outcome) for outcome in outcomes]
+
+
+def _timeline(outcome: Outcome) -> Timeline:
+    if outcome.timeline is None or outcome.error is not None:
+        raise RuntimeError(f"a request failed: {outcome.status} {outcome.error}")
+    return outcome.timeline
+
+
+async def _peak(models: Sequence[Model], done: asyncio.Event) -> int:
+    """Bytes, until `done`."""
+    peak = 0
+    while not done.is_set():
+        peak = max(peak, sum(resident_bytes(pid) for model in models for pid in model.workers))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), LOOK_S)
+    return peak
+
+
+# -- the command
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    load = Load(
+        burst=arguments.burst,
+        num_bursts=arguments.bursts,
+        period_s=arguments.period,
+        prompt=tuple(arguments.prompt),
+        output=tuple(arguments.output),
+    )
+    rows: dict[str, list[Row]] = {way: [] for way in WAYS}
+    for way, _ in in_turns(WAYS, [load], arguments.rounds):
+        row = asyncio.run(run(way, arguments.budget_mib * MIB, load, len(rows[way])))
+        tell(f"{way}: { ({name: round(value, 1) for name, value in row.items()}) }")
+        rows[way].append(row)
+    return {"rows": rows, "ratios": {way: _ratios(rows, way) for way in WAYS[1:]}}
+
+
+def _ratios(rows: dict[str, list[Row]], way: str) -> Row:
+    """Fixed ÷ this way, medians of the rounds' ratios. Bars: 2 for p99 at equal memory, or 1 with 60 % of it."""
+    pairs = list(zip(rows[WAYS[0]], rows[way], strict=True))
+    return {
+        name: median([fixed[name] / own[name] for fixed, own in pairs])
+        for name in ("ttft_p50_ms", "ttft_p99_ms", "peak_resident_mib")
+    }
+
+
+def as_text(result: dict[str, Any]) -> str:
+    figures = {way: medians(rows) for way, rows in result["rows"].items()}
+    lines: list[list[Any]] = [[way, *row.values()] for way, row in figures.items()]
+    ratios = [
+        [f"fixed ÷ {way}", *(f"{value:.2f}" for value in own.values())]
+        for way, own in result["ratios"].items()
+    ]
+    return "\n\n".join(
+        (
+            table(["way", *next(iter(figures.values()))], lines),
+            table(["ratio", *next(iter(result["ratios"].values()))], ratios),
+        )
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.elastic_serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget-mib", type=int, default=108)
+    parser.add_argument("--burst", type=int, default=16, help="requests")
+    parser.add_argument("--bursts", type=int, default=3, help="in all, one model after the other")
+    parser.add_argument("--period", type=float, default=12.0, help="seconds between bursts")
+    parser.add_argument("--prompt", type=int, nargs=2, default=(400, 600), help="tokens, from to")
+    parser.add_argument("--output", type=int, nargs=2, default=(800, 1200), help="tokens, from to")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    result = measure(arguments)
+    print(as_text(result))
+    if arguments.json is not None:
+        write_json(arguments.json, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
