@@ -27,8 +27,8 @@ from benchmarks.conductor_rpc import rpc_rows
 from benchmarks.measure import medians, table, write_json
 from conductor.events import Event, Place, Placed
 from conductor.policies import POLICY_NAMES, PUBLISHED_POLICY
-from conductor.service import seldom_collected
 from conductor.state import ConductorState
+from protocol.garbage import seldom_collected
 from protocol.timeline import percentile
 
 GROWTH_INSTANCES = (16, 64, 256, 1024)

@@ -30,6 +30,8 @@ STEP_SHARE = 0.95
 # Standard deviations of what overtakes a prompt that are added to its mean. By the mean alone every other prompt lands
 # where it makes steps too long: admission keeps the load at its edge. docs/reproduction.md has what it is worth.
 CAUTION = 1.0
+# There would be room, but it is kept for those who were told to come back about now (`conductor.returns`).
+RETURNS_FIRST = "returns_first"
 # A client that comes back sooner finds the same queues.
 MIN_RETRY_AFTER_S = 0.1
 

@@ -18,6 +18,7 @@ _DECODE_ROW_BYTES = 10 * 8 + 1
 class _Entry:
     decision: Decision
     num_bytes: int
+    name: str  # under which its client knows it; "" = by the id
     # Apart, since copying a decision to add it would cost more than deciding.
     outcome: Outcome | None = None
 
@@ -29,28 +30,42 @@ class DecisionLog:
         self.capacity = capacity
         self._max_bytes = max_bytes
         self._entries: OrderedDict[RequestId, _Entry] = OrderedDict()
+        self._named: dict[str, RequestId] = {}  # the latest of each name
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def record(self, decision: Decision) -> None:
-        """Adds a decision; it supersedes an earlier one for the same request. The newest one always stays."""
+    def record(self, decision: Decision, name: str = "") -> None:
+        """Adds a decision; it supersedes an earlier one for the same request. The newest one always stays.
+
+        `name`: under which the client knows the request. Clients use names again; the latest request counts.
+        """
         superseded = self._entries.pop(decision.request_id, None)
         if superseded is not None:
-            self.num_bytes -= superseded.num_bytes
-        entry = _Entry(decision, _size(decision))
+            self._forget(superseded)
+        entry = _Entry(decision, _size(decision) + len(name), name)
         self._entries[decision.request_id] = entry
         self.num_bytes += entry.num_bytes
+        if name:
+            self._named[name] = decision.request_id
         entries = self._entries
         while len(entries) > self.capacity or (
             self.num_bytes > self._max_bytes and len(entries) > 1
         ):
-            _, oldest = entries.popitem(last=False)
-            self.num_bytes -= oldest.num_bytes
+            self._forget(entries.popitem(last=False)[1])
 
-    def find(self, request_id: RequestId) -> Decision | None:
+    def _forget(self, entry: _Entry) -> None:
+        self.num_bytes -= entry.num_bytes
+        if self._named.get(entry.name) == entry.decision.request_id:
+            del self._named[entry.name]
+
+    def find(self, known_id: str) -> Decision | None:
+        """By the request's id, or by its name."""
+        request_id = RequestId(known_id)
         entry = self._entries.get(request_id)
+        if entry is None:  # names come last: clients choose them
+            entry = self._entries.get(self._named.get(known_id, request_id))
         return None if entry is None else replace(entry.decision, outcome=entry.outcome)
 
     def conclude(self, request_id: RequestId, outcome: Outcome) -> None:
@@ -65,6 +80,7 @@ class DecisionLog:
         assert len(entries) <= 1 or self.num_bytes <= self._max_bytes
         assert self.num_bytes == sum(entry.num_bytes for entry in entries.values())
         assert all(key == entry.decision.request_id for key, entry in entries.items())
+        assert all(entries[id].name == name for name, id in self._named.items())
 
 
 def _after(earlier: Outcome, outcome: Outcome) -> Outcome:

@@ -123,6 +123,9 @@ class Place:
     excluded_instances: frozenset[str] = frozenset()
     # Of the client; None = the chain of blocks tells the conversation.
     session_id: str | None = None
+    client_id: str = ""  # under which the client knows the request; "" = by its id
+    # Equal for equal requests of one client, so that one that comes back is known; b"" = it is not meant to be.
+    ticket: bytes = b""
 
 
 class Phase(StrEnum):

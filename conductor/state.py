@@ -54,12 +54,13 @@ from conductor.placement import Planner, Targets
 from conductor.policies import make_builtin
 from conductor.policies.base import PlacementPolicy
 from conductor.replication import Replication, ReplicationTerms
+from conductor.returns import Returns
 from conductor.role_loads import RoleLoads
 from conductor.roles import RoleController
 from conductor.view import ClusterView, InstanceView
 from kvstore.directory import Directory
 from protocol.errors import ConfigError, InvalidRequest, MoonserveError, StaleLease
-from protocol.ids import RequestId, Role
+from protocol.ids import Role
 from protocol.request import Placement
 from protocol.step_budget import CHUNK_SHARE
 
@@ -109,6 +110,7 @@ class ConductorState:
         self._planner = Planner(
             self._members, self._directory, self._learned, self._fairness, policy, self._targets
         )
+        self._returns = Returns()
         self._decisions = DecisionLog(limits.num_decisions, limits.decision_bytes)
         self._roles = roles
         self._replication = (
@@ -270,10 +272,12 @@ class ConductorState:
         self._flights.end(event.request_id, now)  # placed again after a failure or a lost reply
         plan = self._planner.plan(event, now)
         decision = plan.decision
+        if self._limits.admission is not Admission.NONE:
+            decision = self._returns.judged(decision, event.ticket, now)
         if self._replication is not None and not decision.is_undivided:
             self._replication.observe(decision, event.block_keys, now)
             decision = self._replication.noted(decision, event.block_keys)
-        self._decisions.record(decision)
+        self._decisions.record(decision, event.client_id)
         if decision.rejection is not None:
             self._fading.refused()
             if decision.rejection.reason == TTFT_SLO:
@@ -330,9 +334,10 @@ class ConductorState:
 
     # ---- questions
 
-    def explain(self, request_id: RequestId) -> Decision | None:
-        """The latest decision about a request; None when it was never decided or has left the record."""
-        return self._decisions.find(request_id)
+    def explain(self, known_id: str) -> Decision | None:
+        """The latest decision about a request, by its id or its client's name for it; None when it was never decided or
+        has left the record."""
+        return self._decisions.find(known_id)
 
     @property
     def decisions(self) -> DecisionLog:
@@ -377,6 +382,7 @@ class ConductorState:
         self._members.validate()
         self._directory.validate()
         self._decisions.validate()
+        self._returns.validate()
         self._flights.validate(self._members)
         self._learned.validate()
         self._fairness.validate()

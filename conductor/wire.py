@@ -21,6 +21,7 @@ from conductor.events import (
     SwitchPolicy,
     Traffic,
 )
+from conductor.gateways import GatewayView
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.view import ClusterView, InstanceView
 from protocol.errors import InvalidRequest
@@ -107,6 +108,8 @@ def place_from_wire(message: conductor_pb2.PlaceRequest) -> Place:
         tenant=message.tenant,
         excluded_instances=frozenset(message.excluded_instances),
         session_id=message.session_id or None,
+        client_id=message.client_id,
+        ticket=message.ticket,
     )
 
 
@@ -161,6 +164,24 @@ def cluster_to_wire(view: ClusterView) -> conductor_pb2.ClusterView:
             )
             for term, accuracy in view.ttft_accuracy.items()
         ],
+    )
+
+
+def gateway_from_wire(message: conductor_pb2.GatewayView) -> GatewayView:
+    return GatewayView(
+        instance_id=message.instance_id,
+        rpc_address=message.rpc_address,
+        host=message.host,
+        num_requests=message.num_requests,
+    )
+
+
+def gateway_to_wire(view: GatewayView) -> conductor_pb2.GatewayView:
+    return conductor_pb2.GatewayView(
+        instance_id=view.instance_id,
+        rpc_address=view.rpc_address,
+        host=view.host,
+        num_requests=view.num_requests,
     )
 
 

@@ -51,6 +51,11 @@ class ServeConfig(
         DEFAULT_TERMS.ttl_s,
         help="a conductor that is dead or silent is replaced after this, seconds",
     )
+    gateways: int = option(
+        1,
+        help="number of gateways behind the port; the kernel deals connections out. With a Redis as --registry they "
+        "share the limits of keys",
+    )
     prefill_workers: int = option(1, help="number of prefill workers")
     pipeline_parallel_size: int = option(
         1,
@@ -224,6 +229,7 @@ class ServeConfig(
         require_at_least_1(
             self,
             "conductors",
+            "gateways",
             "prefill_workers",
             "pipeline_parallel_size",
             "tensor_parallel_size",

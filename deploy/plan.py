@@ -23,6 +23,9 @@ from protocol.config import Option, options_of
 # The HTTP endpoint's address is the gateway's alone.
 _NOT_INHERITED = {"host", "port"}
 
+# Workers compute on all cores; who answers clients has little to do, and shall not wait for a time slice to do it.
+WORKER_NICE = 5
+
 DEMO_MODEL_NAME = "moonserve-demo"
 
 
@@ -35,6 +38,7 @@ class ProcessSpec:
     flags: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     stop_grace_s: float = STOP_GRACE_S  # from SIGTERM to SIGKILL
+    nice: int = 0  # as nice(1): higher gives way
 
 
 def conductor_spec(config: ServeConfig, port: str = "0", number: int = 0) -> ProcessSpec:
@@ -50,7 +54,7 @@ def member_specs(
     ledger: str | None = None,
     gpus: Sequence[str] = (),
 ) -> list[ProcessSpec]:
-    """All other processes: store nodes, workers, gateway. `conductor`: addresses with commas between; `ledger`: file
+    """All other processes: store nodes, workers, gateways. `conductor`: addresses with commas between; `ledger`: file
     for the shares of a memory budget, unless the configuration names another; `gpus`: this machine's, as
     CUDA_VISIBLE_DEVICES names them."""
     shared = {"conductor": conductor}
@@ -65,8 +69,11 @@ def member_specs(
     stores = [_store_spec(config, f"store-{i}", shared) for i in range(config.store_nodes)]
     dealt = _Dealt(config, gpus)
     workers = (_switching if config.role_switching == "on" else _fixed)(config, worker, dealt)
-    workers = [dealt.seen_by(index, spec) for index, spec in enumerate(workers)]
-    return [*stores, *workers, _gateway_spec(config, model_path, conductor)]
+    workers = [
+        replace(dealt.seen_by(index, spec), nice=WORKER_NICE) for index, spec in enumerate(workers)
+    ]
+    gateways = [_gateway_spec(config, i, model_path, conductor) for i in range(config.gateways)]
+    return [*stores, *workers, *gateways]
 
 
 class _Dealt:
@@ -140,7 +147,7 @@ def _switching(config: ServeConfig, worker: Mapping[str, str], dealt: _Dealt) ->
     ]
 
 
-def _gateway_spec(config: ServeConfig, model_path: str, conductor: str) -> ProcessSpec:
+def _gateway_spec(config: ServeConfig, index: int, model_path: str, conductor: str) -> ProcessSpec:
     names = config.served_model_name or (config.model or DEMO_MODEL_NAME,)
     values = {
         "conductor": conductor,
@@ -149,7 +156,8 @@ def _gateway_spec(config: ServeConfig, model_path: str, conductor: str) -> Proce
         "port": str(config.port),
         "served_model_name": ",".join(names),
     }
-    return _spec(config, "gateway-0", "gateway", GatewayConfig, values)
+    spec = _spec(config, f"gateway-{index}", "gateway", GatewayConfig, values)
+    return replace(spec, flags=(*spec.flags, "--reuse-port")) if config.gateways > 1 else spec
 
 
 def _store_spec(config: ServeConfig, instance_id: str, values: Mapping[str, str]) -> ProcessSpec:

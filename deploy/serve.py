@@ -8,15 +8,16 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from deploy.config import ServeConfig
 from deploy.display import Display
 from deploy.local import takes_requests
 from deploy.plan import conductor_spec, member_specs
+from deploy.port import held_port
 from deploy.supervisor import ChildDied, Supervisor
 from engine.config import load_model_config
 from engine.device import visible_gpus
@@ -41,8 +42,9 @@ def main(argv: Sequence[str]) -> int:
         config = load(ServeConfig, arguments, prog="moonserve serve", environ=dict(os.environ))
         # Before the event loop, whose signal handling a download would hold up.
         model_path = _model_path(config)
-        _check_port(config)
-        return asyncio.run(_serve(config, model_path, _log_dir(config)))
+        with held_port(config) as port:
+            config = replace(config, port=port)
+            return asyncio.run(_serve(config, model_path, _log_dir(config)))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except HelpRequested as request:
@@ -134,19 +136,6 @@ def _model_path(config: ServeConfig) -> Path:
     path = demo_model_path() if config.model is None else resolve_model(config.model)
     load_model_config(path)
     return path
-
-
-def _check_port(config: ServeConfig) -> None:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {config.host}:{config.port}: {os.strerror(error.errno or 0)}; "
-                "stop what uses it or choose another with --port"
-            ) from error
 
 
 def _log_dir(config: ServeConfig) -> Path:

@@ -123,6 +123,7 @@ class Supervisor:
             raise
         finally:
             os.close(write_fd)
+        give_way(child.process.pid, child.spec.nice)
         child.follower = asyncio.create_task(self._follow(child, read_fd))
 
     async def _follow(self, child: Child, read_fd: int) -> None:
@@ -218,6 +219,16 @@ async def _end(process: asyncio.subprocess.Process, grace_s: float) -> None:
         log.warning("pid %d did not stop in %g s: killing it", process.pid, grace_s)
         _signal(process, signal.SIGKILL)
         await process.wait()
+
+
+def give_way(pid: int, nice: int) -> None:
+    """Lowers the priority of a process that leads a session, and of the threads that it will start: among its like, and
+    where the kernel weighs sessions (sched_autogroup, sched(7)) also that of the session."""
+    if not nice:
+        return
+    with contextlib.suppress(OSError):  # it has ended, or there are no autogroups
+        os.setpriority(os.PRIO_PROCESS, pid, nice)
+        Path(f"/proc/{pid}/autogroup").write_text(str(nice))
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:

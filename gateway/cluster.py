@@ -60,13 +60,16 @@ class Cluster:
         on_batch: Callable[[str, worker_pb2.EventBatch], None],
         on_lost: Callable[[str, MoonserveError], None],
         on_view: Callable[[conductor_pb2.ClusterView], None],
+        about: Callable[[], conductor_pb2.GatewayView],
     ) -> None:
+        """`about`: what is told of this gateway whenever it looks at the cluster."""
         self._channels = channels
         self._conductors = Conductors(channels, conductor_addresses)
         self._gateway_id = gateway_id
         self._on_batch = on_batch
         self._on_lost = on_lost
         self._on_view = on_view
+        self._about = about
         self._view: conductor_pb2.ClusterView | None = None
         self._viewed_at = 0.0
         self._streams: dict[str, _Stream] = {}
@@ -101,12 +104,20 @@ class Cluster:
             await self.refresh()
             await asyncio.sleep(POLL_INTERVAL_S if self.is_ready else _UNREADY_POLL_INTERVAL_S)
 
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Until a request could be placed, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self.is_ready:
+                    await self.refresh()
+                    await asyncio.sleep(_UNREADY_POLL_INTERVAL_S)
+
     async def refresh(self) -> None:
         """One look at the cluster; a failure leaves the old view to age."""
         try:
             view = await self._conductors.call(
                 lambda conductor: conductor.GetCluster,
-                conductor_pb2.GetClusterRequest(),
+                conductor_pb2.GetClusterRequest(gateway=self._about()),
                 timeout_s=_CALL_TIMEOUT_S,
             )
         except MoonserveError as error:

@@ -22,6 +22,10 @@ class GatewayConfig(ProcessConfig, ClientConfig, TracingConfig):
     served_model_name: tuple[str, ...] = option(
         (), help="names under which clients ask for the model; by default the folder's name"
     )
+    reuse_port: bool = option(
+        False,
+        help="share the port with other gateways of this host and user; begin to listen when the cluster is ready",
+    )
     drain_s: float = option(3.0, help="seconds that requests under way get when the gateway stops")
 
     def __post_init__(self) -> None:

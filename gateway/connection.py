@@ -6,6 +6,7 @@ scope; with any other server the methods do nothing and the connection lives on.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 from typing import Any
@@ -45,9 +46,13 @@ class Connection:
     def abort(self) -> None:
         """Drops the connection and whatever is still buffered for it, here and in the kernel."""
         transport = getattr(self._cycle, "transport", None)
-        if transport is None:
-            return
-        client = transport.get_extra_info("socket")
-        if client is not None:  # or the kernel would keep megabytes for a client that hardly reads
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        transport.abort()
+        if transport is not None:
+            drop(transport)
+
+
+def drop(transport: asyncio.Transport) -> None:
+    """Ends a connection without sending what is still buffered for it."""
+    client = transport.get_extra_info("socket")
+    if client is not None:  # or the kernel would keep megabytes for a client that hardly reads
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    transport.abort()

@@ -1,7 +1,7 @@
 """Why a request went where it went: from an id that a client knows to the conductor's records of all its placements.
 
-Clients name requests as they like, and use a name again; the cluster's id differs then. Owns the memory of the names
-that this gateway saw last. Does not know HTTP.
+Clients name requests as they like, and use a name again; the cluster's id differs then. The conductor is told the name
+with the first placement, so that every gateway can explain what another one served. Does not know HTTP.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,6 @@ from gateway.state import MAX_ATTEMPTS, attempt_id
 from protocol.ids import RequestId
 from protocol.pb import conductor_pb2
 
-# As many as the conductor keeps decisions when nothing else is said.
-_MAX_NAMES = 4096
 _BODY_ID = re.compile("^(?:(?:chat)?cmpl-|resp_)")
 
 Ask = Callable[[str], Awaitable[conductor_pb2.ExplainReply]]
@@ -28,29 +25,6 @@ Ask = Callable[[str], Awaitable[conductor_pb2.ExplainReply]]
 def choice_id(request_id: str, index: int) -> RequestId:
     """The id under which the cluster knows one choice of a request."""
     return RequestId(f"{request_id}.{index}" if index else request_id)
-
-
-class ClientNames:
-    """The cluster's id of the latest request of each name."""
-
-    def __init__(self, capacity: int = _MAX_NAMES) -> None:
-        self._ids: OrderedDict[str, str] = OrderedDict()
-        self._capacity = capacity
-
-    def remember(self, name: str, request_id: str) -> None:
-        """Of more than `capacity` names the oldest is forgotten."""
-        self._ids[name] = request_id
-        self._ids.move_to_end(name)
-        if len(self._ids) > self._capacity:
-            self._ids.popitem(last=False)
-
-    def meanings(self, known_id: str) -> Iterator[str]:
-        """Ids that the cluster may know for what a client calls so, likeliest first."""
-        bare = _BODY_ID.sub("", known_id)
-        for name in dict.fromkeys((known_id, bare)):
-            if name in self._ids:
-                yield self._ids[name]
-            yield name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +38,11 @@ class Explanation:
     max_decisions: int  # at most
 
 
-async def explain(known_id: str, names: ClientNames, ask: Ask) -> Explanation:
+async def explain(known_id: str, ask: Ask) -> Explanation:
     """Raises what `ask` raises. Asks for one id after the other: most requests have one choice and one attempt."""
-    for request_id in names.meanings(known_id):
+    for name in dict.fromkeys((known_id, _BODY_ID.sub("", known_id))):
+        named = await ask(name)
+        request_id = json.loads(named.decision_json)["request_id"] if named.found else name
         decisions, last = await _decisions(request_id, ask)
         if decisions:
             break

@@ -6,6 +6,7 @@ The shell around `gateway.state`. Everything here happens in one event loop; tas
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from gateway.timings import Timings
 from gateway.wish import Choice, Wish
 from protocol.errors import DeadlineExceeded, MoonserveError
 from protocol.ids import GatewayId, RequestId
-from protocol.keys import BlockKey, block_keys, pack_keys, root_key
+from protocol.keys import BlockKey, block_keys, pack_keys, pack_tokens, root_key
 from protocol.metrics import RequestMetrics
 from protocol.pb import conductor_pb2
 from protocol.request import Placement, Request
@@ -48,6 +49,8 @@ from protocol.tracing import Tracer
 from protocol.wire import submission_to_wire
 
 log = logging.getLogger(__name__)
+
+_TICKET_BYTES = 16
 
 _PHASES = {
     ReportPhase.FIRST_TOKEN: conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN,
@@ -225,7 +228,28 @@ class Generation:
             excluded_instances=sorted(self._around.cluster.still_there(action.excluded)),
             session_id=self._wish.session_id,
             traceparent=self.journey.traceparent,
+            client_id=self._client_id(action.request_id),
+            ticket=self._ticket(action),
         )
+
+    def _ticket(self, action: Place) -> bytes:
+        """By which the conductor knows this choice again when its client comes back; none for what goes on."""
+        if action.request_id != self.state.request_id:
+            return b""
+        block_size = self._around.cluster.facts().block_size
+        whole = len(action.token_ids) // block_size * block_size
+        digest = hashlib.blake2b(digest_size=_TICKET_BYTES, person=b"moonserve-ticket")
+        # The last key stands for all tokens before it, and for the salt.
+        digest.update(self._keys[-1] if self._keys else self._wish.cache_salt.encode())
+        digest.update(pack_tokens(action.token_ids[whole:]))
+        asker = (self._wish.tenant, self._wish.session_id, self._choice.index, action.max_tokens)
+        digest.update(repr((len(action.token_ids), *asker)).encode())
+        return digest.digest()
+
+    def _client_id(self, request_id: RequestId) -> str:
+        """With the first placement of a request, where its client knows it by another id."""
+        is_first = request_id == self._wish.request_id
+        return self._wish.client_id if is_first and self._wish.client_id != request_id else ""
 
     async def _submit(self, action: Submit) -> None:
         request = Request(

@@ -76,7 +76,8 @@ class Operations:
                 "fingerprint": view.fingerprint,
                 "max_model_len": view.max_model_len,
                 "layout": _plain(view.layout) if view.HasField("layout") else None,
-                "requests": self._gateway.num_live,
+                "requests": self._gateway.num_live + self._gateway.num_live_elsewhere,
+                "gateways": [gateway.instance_id for gateway in view.gateways],
                 "instances": [_instance(instance) for instance in view.instances],
             }
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import socket
 import time
@@ -24,6 +25,7 @@ from gateway.api import Api, Served
 from gateway.app import build_app
 from gateway.cluster_metrics import ClusterMetrics, phase_collector
 from gateway.config import GatewayConfig
+from gateway.http_protocol import BoundedProtocol, Patience
 from gateway.identity import open_keys, open_limits
 from gateway.ledger import PHASES
 from gateway.operations import Operations
@@ -33,6 +35,7 @@ from gateway.service import Gateway
 from gateway.tokenizer import Tokenizer, load_tokenizer, load_vocab_size
 from protocol.conductors import parse_addresses
 from protocol.errors import ConfigError
+from protocol.garbage import seldom_collected
 from protocol.ids import GatewayId, new_id
 from protocol.metrics import request_metrics
 from protocol.process import Lifecycle
@@ -43,6 +46,12 @@ from protocol.tracing import Tracer, tracing
 log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 60
+_BACKLOG = 2_048
+# Tracebacks of refusals are cycles that hold their request's body, so they must not pile up. A look at all that there
+# was took 50 ms; one at what came since the start takes less than one.
+_COLLECT_AFTER = 10_000
+# Gateways that share a port wait for the cluster so long: workers load their weights first.
+_JOIN_S = 600.0
 
 
 async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
@@ -58,7 +67,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         await keys.load()
         channels = Channels(config.cluster_token)
         closing.push_async_callback(channels.close)
-        listener = closing.enter_context(bind(config.host, config.port))
+        listener = closing.enter_context(bind(config.host, config.port, shared=config.reuse_port))
         lifecycle.progress("loading tokenizer")
         tokenizer = load_tokenizer(Path(config.model))
         served = _served(config, tokenizer)
@@ -81,8 +90,9 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
             limiter,
             config.limits_for_all,
         )
+        closing.enter_context(seldom_collected(_COLLECT_AFTER))
         beside = [gateway.run, keys.run, limiter.run]
-        await _run(gateway, _server(app), listener, lifecycle, config.drain_s, beside)
+        await _run(gateway, _server(app, config), listener, lifecycle, config, beside)
 
 
 def _gateway(
@@ -97,6 +107,7 @@ def _gateway(
     return Gateway(
         channels=channels,
         conductor_addresses=config.conductor,
+        instance_id=config.instance_id,
         # Streams of an earlier life must not be taken for ours.
         gateway_id=GatewayId(new_id(config.instance_id)),
         tokenizer=tokenizer,
@@ -106,11 +117,19 @@ def _gateway(
     )
 
 
-def _server(app: ASGIApp) -> _Server:
+def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
+    patience = Patience(
+        max_header_bytes=config.max_header_bytes,
+        header_timeout_s=config.header_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+        slow_client_s=config.slow_client_s,
+    )
+    # uvicorn's type says a class; it only calls it.
+    protocol: Any = functools.partial(BoundedProtocol, patience=patience)
     return _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -126,18 +145,23 @@ async def _run(
     server: _Server,
     listener: socket.socket,
     lifecycle: Lifecycle,
-    drain_s: float,
+    config: GatewayConfig,
     beside: Sequence[Callable[[], Coroutine[Any, Any, None]]],
 ) -> None:
     """`beside`: run until all else has ended."""
     async with asyncio.TaskGroup() as tasks:
         await gateway.cluster.refresh()
         following = [tasks.create_task(each()) for each in beside]
+        if config.reuse_port:  # until then others have the connections, where there are any
+            await gateway.cluster.wait_ready(_JOIN_S)
+            listener.listen(_BACKLOG)
         serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
         host, port = listener.getsockname()[:2]
         lifecycle.ready(http=f"http://{host}:{port}")
         await lifecycle.stopping.wait()
-        await gateway.drain(drain_s)
+        if config.reuse_port:
+            server.turn_away()
+        await gateway.drain(config.drain_s)
         await gateway.close()
         server.should_exit = True
         await serving
@@ -152,15 +176,26 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def turn_away(self) -> None:
+        """New connections go to others that listen on the port; idle ones end, so that their clients connect again."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError where the address cannot be had."""
+
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket. `shared`: others of this user may have the port, too, and it does not listen yet. Raises
+    ConfigError where the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
-        listener.listen(2048)
+        if not shared:
+            listener.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE

@@ -24,7 +24,7 @@ from gateway.events import (
     TokensArrived,
     WorkerFailed,
 )
-from gateway.explanations import ClientNames, Explanation, choice_id, explain
+from gateway.explanations import Explanation, choice_id, explain
 from gateway.feed import Feed, Piece
 from gateway.generation import Generation, Surroundings
 from gateway.routes import Routes
@@ -35,7 +35,8 @@ from gateway.wish import Choice, Wish
 from protocol.errors import Cancelled, MoonserveError, NoWorker
 from protocol.ids import GatewayId
 from protocol.metrics import RequestMetrics
-from protocol.pb import worker_pb2
+from protocol.pb import conductor_pb2, worker_pb2
+from protocol.process import host_identity
 from protocol.request import Placement, Token
 from protocol.rpc import Channels, failure_from_wire
 from protocol.tracing import NoTracer, Root, Tracer
@@ -124,12 +125,15 @@ class Gateway:
         *,
         channels: Channels,
         conductor_addresses: str,
+        instance_id: str,
         gateway_id: GatewayId,
         tokenizer: Tokenizer,
         metrics: RequestMetrics,
         timeout_s: float,
         tracer: Tracer | None = None,
     ) -> None:
+        """`gateway_id` differs from one start of `instance_id` to the next."""
+        self._instance_id = instance_id
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
         self._routes: Routes[Generation] = Routes()
@@ -141,6 +145,7 @@ class Gateway:
             on_batch=self._on_batch,
             on_lost=self._on_lost,
             on_view=DecodeFigures(metrics).take,
+            about=self._about,
         )
         self._surroundings = Surroundings(
             gateway_id=gateway_id,
@@ -150,7 +155,6 @@ class Gateway:
             routes=self._routes,
             tracer=tracer or NoTracer(),
         )
-        self._names = ClientNames()
         self.is_draining = False
 
     @property
@@ -168,12 +172,16 @@ class Gateway:
         counts.update(generation.state.phase.value for generation in self._routes.all())
         return counts
 
+    @property
+    def num_live_elsewhere(self) -> int:
+        """Of the other gateways, as of a second ago."""
+        gateways = self.cluster.view.gateways if self.cluster.view is not None else ()
+        return sum(g.num_requests for g in gateways if g.instance_id != self._instance_id)
+
     def ask(self, wish: Wish) -> Answer:
         """Starts a wish's generations. Raises NoWorker while the gateway stops."""
         if self.is_draining:
             raise NoWorker("this gateway is shutting down")
-        if wish.client_id:
-            self._names.remember(wish.client_id, wish.request_id)
         root = self._surroundings.tracer.begin("request", wish.traceparent)
         answer = Answer(wish, root)
         answer.generations = [self._generation(wish, choice, answer) for choice in wish.choices]
@@ -193,7 +201,7 @@ class Gateway:
 
     async def explain(self, known_id: str) -> Explanation:
         """Why a request went where it went; `known_id` is what the client knows, from a header or from a body."""
-        return await explain(known_id, self._names, self.cluster.explain)
+        return await explain(known_id, self.cluster.explain)
 
     async def run(self) -> None:
         """Follows the cluster until cancelled."""
@@ -214,6 +222,12 @@ class Gateway:
         await self._tasks.drain(_GOODBYE_S)
         await self._tasks.cancel()
         await self.cluster.close()
+
+    def _about(self) -> conductor_pb2.GatewayView:
+        """What other gateways should know of this one."""
+        return conductor_pb2.GatewayView(
+            instance_id=self._instance_id, host=host_identity(), num_requests=self.num_live
+        )
 
     def _generation(self, wish: Wish, choice: Choice, answer: Answer) -> Generation:
         return Generation(

@@ -449,6 +449,8 @@ class PlaceRequest(_message.Message):
     EXCLUDED_INSTANCES_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     block_keys: _builtins.bytes
     """keys of the prompt's full blocks"""
@@ -463,6 +465,10 @@ class PlaceRequest(_message.Message):
     """of the client's conversation; empty = the chain of blocks tells it"""
     traceparent: _builtins.str
     """W3C Trace Context; empty = not traced"""
+    client_id: _builtins.str
+    """under which the client knows the request, where that is another id; Explain takes it, too"""
+    ticket: _builtins.bytes
+    """equal for equal requests of one client: one that was rejected and comes back is known by it"""
     @_builtins.property
     def excluded_instances(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """they failed this request before"""
@@ -481,10 +487,12 @@ class PlaceRequest(_message.Message):
         excluded_instances: _abc.Iterable[_builtins.str] | None = ...,
         session_id: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        client_id: _builtins.str = ...,
+        ticket: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_instances", b"excluded_instances", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "tbt_slo_s", b"tbt_slo_s", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "client_id", b"client_id", "excluded_instances", b"excluded_instances", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "tbt_slo_s", b"tbt_slo_s", "tenant", b"tenant", "ticket", b"ticket", "traceparent", b"traceparent", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -692,16 +700,55 @@ Global___SetPolicyReply: _TypeAlias = SetPolicyReply  # noqa: Y015
 class GetClusterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def gateway(self) -> Global___GatewayView:
+        """who asks, where it is a gateway"""
+
     def __init__(
         self,
+        *,
+        gateway: Global___GatewayView | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetClusterRequest: _TypeAlias = GetClusterRequest  # noqa: Y015
+
+@_typing.final
+class GatewayView(_message.Message):
+    """One gateway, as it last told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    RPC_ADDRESS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    rpc_address: _builtins.str
+    host: _builtins.str
+    """equal for processes of one machine"""
+    num_requests: _builtins.int
+    """choices under way"""
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        rpc_address: _builtins.str = ...,
+        host: _builtins.str = ...,
+        num_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "instance_id", b"instance_id", "num_requests", b"num_requests", "rpc_address", b"rpc_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatewayView: _TypeAlias = GatewayView  # noqa: Y015
 
 @_typing.final
 class InstanceView(_message.Message):
@@ -756,6 +803,7 @@ class ClusterView(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     TTFT_ACCURACY_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     max_model_len: _builtins.int
     ready: _builtins.bool
@@ -770,6 +818,10 @@ class ClusterView(_message.Message):
     def ttft_accuracy(self) -> _containers.RepeatedCompositeFieldContainer[Global___TtftAccuracy]:
         """of what was observed"""
 
+    @_builtins.property
+    def gateways(self) -> _containers.RepeatedCompositeFieldContainer[Global___GatewayView]:
+        """that have asked lately"""
+
     def __init__(
         self,
         *,
@@ -779,10 +831,11 @@ class ClusterView(_message.Message):
         max_model_len: _builtins.int = ...,
         ready: _builtins.bool = ...,
         ttft_accuracy: _abc.Iterable[Global___TtftAccuracy] | None = ...,
+        gateways: _abc.Iterable[Global___GatewayView] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "instances", b"instances", "layout", b"layout", "max_model_len", b"max_model_len", "ready", b"ready", "ttft_accuracy", b"ttft_accuracy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "gateways", b"gateways", "instances", b"instances", "layout", b"layout", "max_model_len", b"max_model_len", "ready", b"ready", "ttft_accuracy", b"ttft_accuracy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -830,6 +883,7 @@ class ExplainRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """or a PlaceRequest.client_id: then its latest request"""
     def __init__(
         self,
         *,

@@ -60,9 +60,16 @@ def test_every_process_understands_its_flags_and_gets_the_shared_options() -> No
 
 def test_every_option_of_serve_reaches_a_process_or_is_the_launchers_own() -> None:
     launchers = {"conductors", "prefill_workers", "decode_workers", "store_nodes", "log_dir"}
-    launchers |= {"prefill_tensor_parallel_size", "decode_tensor_parallel_size"}
+    launchers |= {"prefill_tensor_parallel_size", "decode_tensor_parallel_size", "gateways"}
     known = {option.name for cls in CLASSES.values() for option in options_of(cls)}
     assert {option.name for option in options_of(ServeConfig)} <= known | launchers
+
+
+def test_several_gateways_share_the_port_and_one_has_it_alone() -> None:
+    specs = members(gateways=2, port=1234)
+    found = [parsed(specs[f"gateway-{number}"]) for number in range(2)]
+    assert [(config.port, config.reuse_port) for config in found] == [(1234, True)] * 2
+    assert not parsed(members()["gateway-0"]).reuse_port
 
 
 def test_prefill_workers_are_dealt_out_over_the_store_nodes() -> None:

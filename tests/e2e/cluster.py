@@ -35,6 +35,7 @@ class Cluster(LocalCluster):
 
     def __init__(self, model: Path | None, *flags: str, log_dir: Path) -> None:
         self.token = secrets.token_hex(8)
+        self.headers: dict[str, str] = {}  # of every request, such as an API key
         environ = {"MOONSERVE_CLUSTER_TOKEN": self.token}
         super().__init__(model, *flags, log_dir=log_dir, environ=environ, port=free_port())
 
@@ -45,7 +46,7 @@ class Cluster(LocalCluster):
         return super().stop(timeout_s)
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=2 * PATIENCE_S)
+        return httpx.Client(base_url=self.url, timeout=2 * PATIENCE_S, headers=self.headers)
 
     def complete(self, prompt: Any, **parameters: Any) -> dict[str, Any]:
         """One unary completion; fails on any status but 200."""
@@ -84,7 +85,10 @@ class Cluster(LocalCluster):
         """Process id of every instance, by instance id."""
         found: dict[str, int] = {}
         for child in psutil.Process(self.process.pid).children():
-            arguments = child.cmdline()
+            try:
+                arguments = child.cmdline()
+            except psutil.NoSuchProcess:  # it has just ended
+                continue
             if "--instance-id" in arguments:
                 found[arguments[arguments.index("--instance-id") + 1]] = child.pid
         return found

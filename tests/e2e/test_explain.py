@@ -21,6 +21,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder: Path = tmp_path_factory.mktemp("explain")
     make_model("llama", folder / "model")
     with running_cluster(folder / "model", folder / "logs", "--decode-workers", "2") as started:
+        # One of them is enough to be ready.
+        started.wait_for(
+            "both decode workers", lambda: started.epoch("decode-0") and started.epoch("decode-1")
+        )
         yield started
 
 

@@ -302,8 +302,12 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
     async def Explain(
         self, request: conductor_pb2.ExplainRequest, context: Context
     ) -> conductor_pb2.ExplainReply:
-        known = any(place.request_id == request.request_id for place in self.places)
-        decision = {"because": "scripted", "request_id": request.request_id}
+        asked = request.request_id
+        by_id = [place for place in self.places if place.request_id == asked]
+        named = [place for place in self.places if place.client_id == asked]
+        found = by_id or named[-1:]
+        decision = {"because": "scripted", "turn": {"tenant": found[0].tenant}} if found else {}
+        decision["request_id"] = found[0].request_id if found else asked
         return conductor_pb2.ExplainReply(
-            found=known, decision_json=json.dumps(decision), max_decisions=4096
+            found=bool(found), decision_json=json.dumps(decision), max_decisions=4096
         )

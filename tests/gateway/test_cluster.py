@@ -48,6 +48,7 @@ async def test_a_replaced_incarnation_is_lost_at_once_and_its_own_channel_closed
         on_batch=lambda instance_id, batch: None,
         on_lost=lambda instance_id, error: lost.append(instance_id),
         on_view=lambda view: None,
+        about=conductor_pb2.GatewayView,
     )
     cluster.listen(endpoint("d0", 1, 2))
     cluster.listen(endpoint("d1", 1, 3))
@@ -90,6 +91,7 @@ async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_fact
         on_batch=lambda instance_id, batch: None,
         on_lost=lambda instance_id, error: None,
         on_view=lambda view: None,
+        about=conductor_pb2.GatewayView,
     )
     try:
         with pytest.raises(NoWorker):

@@ -1,0 +1,109 @@
+"""`python -m benchmarks.isolation`: whether the time to a first token tells one tenant what another one has asked.
+
+Three samples of 200 prompts each, taken in turn on an idle cluster: prompts that another tenant has asked before
+(*foreign*), prompts that nobody has asked (*miss*), and prompts that the same tenant has asked before (*own*). Claims,
+by Mann and Whitney's test on the times to the first token:
+1. foreign and miss are not told apart: p > 0.05;
+2. own and miss are: p < 0.001, so that the experiment would have shown a shared block.
+Where 1 holds exactly, one run in twenty fails it: that is what p means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import median, table, write_json
+from benchmarks.rank_test import mann_whitney_p
+from deploy.local import running
+from traces.client import StreamClient
+
+PROMPT_TOKENS = 256
+VOCAB = 4_000
+KEYS = {"alice": "isolation-key-of-alice", "bob": "isolation-key-of-bob"}
+
+
+class Samples:
+    """Times to the first token by kind, in ms, and how many prompt tokens were cached."""
+
+    def __init__(self) -> None:
+        self.ttft_ms: dict[str, list[float]] = {"foreign": [], "miss": [], "own": []}
+        self.cached: dict[str, int] = dict.fromkeys(self.ttft_ms, 0)
+
+    async def take(self, kind: str, client: StreamClient, model: str, prompt: list[int]) -> None:
+        outcome = await client.complete(model, prompt, max_tokens=2)
+        if outcome.timeline is None:
+            raise RuntimeError(f"a request failed: {outcome.status} {outcome.error}")
+        if kind in self.ttft_ms:
+            self.ttft_ms[kind].append(1000 * outcome.timeline.ttft_s)
+            self.cached[kind] += outcome.cached_tokens
+
+
+async def measure(url: str, trials: int) -> Samples:
+    rng, samples = random.Random("isolation"), Samples()
+    async with (
+        StreamClient(url, api_key=KEYS["alice"]) as alice,
+        StreamClient(url, api_key=KEYS["bob"]) as bob,
+    ):
+        model = (await bob.model(None)).name
+        for trial in range(-10, trials):  # the first ten warm everything up
+            kinds = ("foreign", "miss", "own") if trial >= 0 else ("", "", "")
+            asked, fresh = (
+                [rng.randrange(16, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(2)
+            )
+            await samples.take("", alice, model, asked)
+            pair = [(kinds[0], asked), (kinds[1], fresh)]
+            rng.shuffle(pair)  # whatever comes second finds the machine as the first one left it
+            for kind, prompt in pair:
+                await samples.take(kind, bob, model, prompt)
+            await samples.take(kinds[2], bob, model, asked)
+    return samples
+
+
+def result_of(samples: Samples) -> dict[str, Any]:
+    times = samples.ttft_ms
+    p_foreign = mann_whitney_p(times["foreign"], times["miss"])
+    p_own = mann_whitney_p(times["own"], times["miss"])
+    return {
+        "trials": len(times["miss"]),
+        "ttft_p50_ms": {kind: median(values) for kind, values in times.items()},
+        "cached_tokens": samples.cached,
+        "claims": {
+            "foreign_is_as_a_miss": {"p": p_foreign, "bar": "> 0.05", "met": p_foreign > 0.05},
+            "own_is_told_apart": {"p": p_own, "bar": "< 0.001", "met": p_own < 0.001},
+        },
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--output", type=Path, default=Path("out/isolation.json"))
+    options = parser.parse_args()
+    tenants = ",".join(f"{name}={key}" for name, key in KEYS.items())
+    flags = ("--num-threads", "1", "--tenant-keys", tenants)
+    with (
+        tempfile.TemporaryDirectory() as log_dir,
+        running(None, *flags, log_dir=Path(log_dir)) as cluster,
+    ):
+        result = result_of(asyncio.run(measure(cluster.url, options.trials)))
+    rows = [
+        [kind, result["ttft_p50_ms"][kind], result["cached_tokens"][kind]]
+        for kind in ("miss", "foreign", "own")
+    ]
+    print(table(["prompt", "TTFT p50 ms", "cached tokens"], rows))
+    claims = [[name, c["p"], c["bar"], c["met"]] for name, c in result["claims"].items()]
+    print(table(["claim", "p", "bar", "met"], claims))
+    write_json(options.output, result)
+    return 0 if all(claim["met"] for claim in result["claims"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Who was rejected for load and told when to come back: so that who obeys is let in. Pure; `now` in monotonic seconds.
+
+Under lasting overload a rejected request that returns meets as many newcomers as before, and would be rejected again
+however long it waited. So each rejection takes the next place in a queue that exists on paper only: its `Retry-After`
+is the moment at which all who were promised a return before it have been served, at the pace at which requests are let
+in. Until these have come, newcomers are let in only while there is room to spare (`NEWCOMER_TTFT_SHARE`), which is what
+is left when some do not return; that they do not is learned, and the queue moves on faster then. In teletraffic this is
+trunk reservation for overflow.
+
+A request is known again by its ticket, a digest of what was asked and by whom, which needs nothing of the client. Who
+asks again before its time keeps its place and gains nothing.
+
+    unknown ── rejected ──► promised ── asks when due ──► (unknown; judged by the objectives alone)
+                               └── not come within GRACE_S ──► unknown
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from heapq import heappop, heappush
+
+from conductor.admission import FOR_LOAD, RETURNS_FIRST, STEP_SHARE
+from conductor.decision import Decision, Rejection
+
+NEWCOMER_TTFT_SHARE = 0.5
+"""Of the TTFT objective, what a newcomer may need while others are to return: half of the queue is theirs."""
+NEWCOMER_TBT_SHARE = 0.9
+"""Of the TBT objective. A decode step has a floor, so that half of it may be out of reach."""
+PACE = 0.85
+"""Of the rate at which requests are let in, what is promised: arrivals are not as even as promises."""
+EARLY_S = 0.1
+"""Clocks and networks; `Retry-After` is rounded up to seconds, so nobody comes much earlier than told."""
+GRACE_S = 10.0
+"""The rounding, a slow client's start, and a second try after a lost reply."""
+MAX_PROMISES = 100_000
+_MEMORY = 1 / 64  # weight of the newest observation: gaps differ by as much as their mean
+_LEAST_SHARE = 0.05
+
+
+class Returns:
+    """Promises by ticket."""
+
+    def __init__(self) -> None:
+        self._due_at: dict[bytes, float] = {}
+        self._in_order: list[tuple[float, bytes]] = []  # heap of these, and of some that are over
+        self._last_place_at = float("-inf")  # in the queue; a promise may be later than its place
+        self._gap_s = 0.0  # between requests that are let in, while others are to return
+        self._let_in_at: float | None = None
+        self._share = 1.0  # of those who were promised a return, who came
+
+    def __len__(self) -> int:
+        return len(self._due_at)
+
+    def judged(self, decision: Decision, ticket: bytes, now: float) -> Decision:
+        """The decision with its rejection as it is told: at its place in the queue, or for the sake of those in it.
+        Without a ticket as it was."""
+        if not ticket:
+            return decision
+        rejection = self.judge(
+            ticket,
+            decision.rejection,
+            is_crowded=_is_crowded(decision),
+            service_s=_service_s(decision),
+            horizon_s=decision.ttft_slo_s,
+            now=now,
+        )
+        return replace(decision, rejection=rejection)
+
+    def judge(
+        self,
+        ticket: bytes,
+        rejection: Rejection | None,
+        *,
+        is_crowded: bool,
+        service_s: float,
+        horizon_s: float,
+        now: float,
+    ) -> Rejection | None:
+        """None: let in. `is_crowded`: the objectives would be kept, but with little room to spare. `service_s`: about
+        what one request takes of the cluster's time, until it is known better. `horizon_s`: how far ahead those who are
+        to return are waited for."""
+        self._forget_late(now)
+        is_due = now >= self._due_at.get(ticket, float("inf")) - EARLY_S
+        is_expecting = bool(self._in_order) and self._in_order[0][0] <= now + horizon_s
+        if rejection is None and (is_due or not is_crowded or not is_expecting):
+            self._let_in(ticket, now, is_due=is_due)
+            return None
+        if rejection is not None and rejection.reason not in FOR_LOAD:
+            return rejection
+        reason = RETURNS_FIRST if rejection is None else rejection.reason
+        earliest_s = service_s if rejection is None else rejection.retry_after_s
+        return Rejection(
+            reason=reason,
+            retry_after_s=self._promise(ticket, now + earliest_s, service_s, is_due, now) - now,
+        )
+
+    def validate(self) -> None:
+        """Raises AssertionError where a promise would never end."""
+        promises = {(due_at, ticket) for ticket, due_at in self._due_at.items()}
+        assert promises <= set(self._in_order)
+        assert len(promises) <= MAX_PROMISES
+        assert 0.0 < self._share <= 1.0
+
+    def _promise(
+        self, ticket: bytes, earliest_at: float, service_s: float, is_due: bool, now: float
+    ) -> float:
+        """When the request may come back; where it has a promise that is not due yet, that one."""
+        if is_due:
+            del self._due_at[ticket]
+        elif ticket in self._due_at:
+            return self._due_at[ticket]
+        if (
+            not self._due_at
+        ):  # what was let in before filled the queue, and says nothing of its pace
+            self._gap_s = max(self._gap_s, service_s)
+        self._last_place_at = max(self._last_place_at, now) + self._gap_s * self._share / PACE
+        due_at = max(earliest_at, self._last_place_at)
+        if len(self._in_order) < MAX_PROMISES:
+            self._due_at[ticket] = due_at
+            heappush(self._in_order, (due_at, ticket))
+        return due_at
+
+    def _let_in(self, ticket: bytes, now: float, *, is_due: bool) -> None:
+        if self._let_in_at is not None and self._due_at:
+            self._gap_s = _mean(self._gap_s, now - self._let_in_at)
+        self._let_in_at = now if self._due_at else None
+        if self._due_at.pop(ticket, None) is not None and is_due:
+            self._share = _mean(self._share, 1.0)
+
+    def _forget_late(self, now: float) -> None:
+        """Those who did not come, and what is left in the order of those who did."""
+        while self._in_order:
+            due_at, ticket = self._in_order[0]
+            is_kept = self._due_at.get(ticket) == due_at
+            if is_kept and due_at + GRACE_S > now:
+                return
+            heappop(self._in_order)
+            if is_kept:
+                del self._due_at[ticket]
+                self._share = max(_LEAST_SHARE, _mean(self._share, 0.0))
+
+
+def _mean(before: float, newest: float) -> float:
+    return before + (newest - before) * _MEMORY
+
+
+def _is_crowded(decision: Decision) -> bool:
+    return (
+        decision.predicted_ttft_s > NEWCOMER_TTFT_SHARE * decision.ttft_slo_s
+        or decision.predicted_tbt_s > NEWCOMER_TBT_SHARE * STEP_SHARE * decision.tbt_slo_s
+    )
+
+
+def _service_s(decision: Decision) -> float:
+    """Prefill alone: where decode is what is short, what is observed says so."""
+    prefills = decision.prefill_columns.prefill_s
+    return float(prefills.mean()) / len(prefills)

@@ -1,0 +1,139 @@
+"""Three gateways behind one port: any of them explains, counts and limits for all, and dies alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from deploy.keys import main as keys
+from gateway.keys.file import KeyFile, read
+from gateway.keys.record import ApiKey, KeyLimits, digest_of
+from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
+from tests.patience import PATIENCE_S
+from tests.random_models import make_model
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.e2e
+
+NAMES = {f"gateway-{number}" for number in range(3)}
+LIMIT = 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("gateways")
+    make_model("llama", made / "model")
+    return made
+
+
+@pytest.fixture(scope="module")
+def own_keys(folder: Path) -> dict[str, str]:
+    """Without limits, and with one."""
+    return {name: f"msk-{name}-{'x' * 40}" for name in ("free", "limited")}
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, own_keys: dict[str, str]) -> Iterator[Cluster]:
+    file = KeyFile(folder / "keys.json")
+    for name, limits in (("free", KeyLimits()), ("limited", KeyLimits(requests_per_minute=LIMIT))):
+        record = ApiKey(digest=digest_of(own_keys[name].encode()), tenant=name, limits=limits)
+        asyncio.run(file.add(record))
+    with RedisServer() as redis:
+        flags = ("--gateways", "3", "--registry", redis.url, "--store-nodes", "0")
+        limits = ("--api-key-file", str(folder / "keys.json"))
+        with running_cluster(
+            folder / "model", folder / "logs", *flags, *limits, *UNHURRIED
+        ) as started:
+            yield started
+
+
+def ask(
+    cluster: Cluster, key: str, path: str = "/v1/completions", **headers: str
+) -> httpx.Response:
+    """On a connection of its own, so that the kernel chooses a gateway."""
+    headers |= {"authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=cluster.url, timeout=PATIENCE_S, headers=headers) as client:
+        if path == "/v1/completions":
+            return client.post(path, json={"prompt": [1, 2, 3], "max_tokens": 2})
+        return client.get(path)
+
+
+def who_answers(cluster: Cluster) -> str:
+    """The gateway that a new connection reaches."""
+    found = re.search(r'engine="(gateway-\d)"', ask(cluster, "", "/metrics").text)
+    assert found is not None
+    return found[1]
+
+
+def test_any_gateway_serves_and_explains_what_another_served(
+    cluster: Cluster, own_keys: dict[str, str]
+) -> None:
+    reply = ask(cluster, own_keys["free"], **{"x-request-id": "my-name"})
+    assert reply.status_code == 200
+    explained, reached = set(), set()
+    for _ in range(40):
+        reached.add(who_answers(cluster))
+        for known_id in ("my-name", reply.json()["id"]):
+            answer = ask(cluster, own_keys["free"], f"/v1/requests/{known_id}/explain")
+            assert answer.status_code == 200, answer.text
+            explained.add(answer.json()["request_id"])
+        if reached == NAMES:
+            break
+    assert reached == NAMES
+    assert len(explained) == 1
+    for _ in range(5):
+        view = ask(cluster, own_keys["free"], "/v1/cluster").json()
+        assert set(view["gateways"]) == NAMES
+
+
+def test_a_tenant_sees_no_other_tenants_decisions(
+    cluster: Cluster, own_keys: dict[str, str]
+) -> None:
+    reply = ask(cluster, own_keys["free"], **{"x-request-id": "mine"})
+    for known_id in ("mine", reply.json()["id"]):
+        path = f"/v1/requests/{known_id}/explain"
+        assert ask(cluster, own_keys["limited"], path).status_code == 404
+
+
+def test_a_limit_is_one_for_all_gateways(cluster: Cluster, own_keys: dict[str, str]) -> None:
+    statuses = [ask(cluster, own_keys["limited"]).status_code for _ in range(2 * LIMIT)]
+    assert set(statuses) == {200, 429}
+    # One more refills every 3 s: three gateways for themselves would have let all 40 in.
+    assert LIMIT <= statuses.count(200) < 2 * LIMIT
+
+
+def test_a_key_is_revoked_everywhere(
+    cluster: Cluster, folder: Path, own_keys: dict[str, str]
+) -> None:
+    path, digest = folder / "keys.json", digest_of(own_keys["limited"].encode())
+    (record,) = [key for key in read(path) if key.digest == digest]
+    assert keys(["revoke", "--file", str(path), record.key_id], {}) == 0
+    cluster.wait_for(
+        "every gateway to know",
+        lambda: all(
+            ask(cluster, own_keys["limited"], "/v1/models").status_code == 401 for _ in range(12)
+        ),
+    )
+    assert ask(cluster, own_keys["free"], "/v1/models").status_code == 200
+
+
+def test_one_that_dies_is_replaced_at_the_same_port_and_the_others_serve(
+    cluster: Cluster, own_keys: dict[str, str]
+) -> None:
+    before = cluster.pids()
+    os.kill(before["gateway-1"], signal.SIGKILL)
+    cluster.wait_for("its end", lambda: cluster.pids().get("gateway-1") != before["gateway-1"])
+    for _ in range(10):
+        assert ask(cluster, own_keys["free"]).status_code == 200
+    cluster.wait_for("its return", lambda: who_answers(cluster) == "gateway-1")
+    assert ask(cluster, own_keys["free"]).status_code == 200
+    assert {n: p for n, p in cluster.pids().items() if n != "gateway-1"} == {
+        n: p for n, p in before.items() if n != "gateway-1"
+    }

@@ -1,0 +1,180 @@
+"""Clients that no library would be, on real sockets: endless heads, silence, trickles, and none that reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+
+from tests.gateway.conftest import running_gateway
+from tests.gateway.scripted_cluster import Run, ScriptedCluster
+from tests.patience import NEVER_S, PATIENCE_S, answered
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+BODY = json.dumps({"prompt": [5] * 10, "max_tokens": 6, "ignore_eos": True}).encode()
+SOON = {"header_timeout_s": 0.3, "body_timeout_s": 0.3, "slow_client_s": NEVER_S}
+NEVER = {"header_timeout_s": NEVER_S, "body_timeout_s": NEVER_S, "slow_client_s": NEVER_S}
+
+
+@contextlib.asynccontextmanager
+async def connected(cluster: ScriptedCluster, **options: Any) -> AsyncIterator[Streams]:
+    """A gateway that must still serve others afterwards, and a connection to it."""
+    async with running_gateway(cluster, **options) as url:
+        address = urlsplit(url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        try:
+            yield reader, writer
+            async with (
+                aiohttp.ClientSession(url) as http,
+                http.post("/v1/completions", data=BODY) as reply,
+            ):
+                assert reply.status == 200
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+def head(*lines: str, length: int = len(BODY)) -> bytes:
+    every = ("POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {length}", *lines)
+    return "\r\n".join(every).encode() + b"\r\n\r\n"
+
+
+async def reply_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
+    """Status and body of a reply after which the connection ends."""
+    async with asyncio.timeout(PATIENCE_S):
+        raw = await reader.read()
+    first, _, body = raw.partition(b"\r\n\r\n")
+    assert b"connection: close" in first.lower()
+    return int(first.split()[1]), json.loads(body)["error"]
+
+
+ENDLESS = {
+    "a header": (b"GET /health HTTP/1.1\r\nX: ", b"x" * 1_000),
+    "headers": (b"GET /health HTTP/1.1\r\n", b"X-A: b\r\n" * 100),
+    "a path": (b"GET /", b"x" * 1_000),
+    "a name of a header": (b"GET /health HTTP/1.1\r\n", b"x" * 1_000),
+    "trailers": (
+        b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n",
+        b"X-A: b\r\n" * 100,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+async def test_a_head_without_an_end_is_refused_once_it_is_too_long(
+    cluster: ScriptedCluster, name: str
+) -> None:
+    begin, more = ENDLESS[name]
+    async with connected(cluster, max_header_bytes=4_096, **NEVER) as (reader, writer):
+        writer.write(begin)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(50):  # with pauses, so that it comes in pieces
+                writer.write(more)
+                await writer.drain()
+                await asyncio.sleep(0)
+        if name == "trailers":  # the request was being answered: nothing may be said any more
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), PATIENCE_S)
+            return
+        with contextlib.suppress(ConnectionResetError):
+            status, error = await reply_of(reader)
+            assert (status, error["code"]) == (431, "headers_too_large")
+
+
+async def test_a_head_in_one_piece_with_its_body_is_measured_without_it(
+    cluster: ScriptedCluster,
+) -> None:
+    body = json.dumps({"prompt": [5] * 4_000, "max_tokens": 1}).encode()
+    assert len(body) > 8_192
+    async with connected(cluster, max_header_bytes=4_096, **NEVER) as (reader, writer):
+        writer.write(head(length=len(body)) + body)
+        assert b" 400 " in await reader.readline()  # the model's context, not the head
+    async with connected(cluster, max_header_bytes=4_096, **NEVER) as (reader, writer):
+        writer.write(head("X: " + "x" * 5_000) + BODY)
+        assert (await reply_of(reader))[0] == 431
+
+
+async def test_a_head_that_does_not_come_whole_is_408_and_silence_is_closed(
+    cluster: ScriptedCluster,
+) -> None:
+    async with connected(cluster, **SOON) as (reader, writer):
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHo")
+        status, error = await reply_of(reader)
+        assert (status, error["code"]) == (408, "request_timeout")
+    async with connected(cluster, **SOON) as (reader, writer):
+        async with asyncio.timeout(PATIENCE_S):
+            assert await reader.read() == b""
+
+
+async def test_a_body_that_does_not_come_whole_is_408(cluster: ScriptedCluster) -> None:
+    async with connected(cluster, **SOON) as (reader, writer):
+        writer.write(head(length=1_000) + b"{")
+        async with asyncio.timeout(PATIENCE_S):
+            assert b" 408 " in await reader.readline()
+            await reader.read()  # to its end: what would come is not waited for
+
+
+async def test_a_body_that_goes_on_after_its_refusal_ends_the_connection(
+    cluster: ScriptedCluster,
+) -> None:
+    async with connected(cluster, api_key=(), **SOON, max_body_bytes=100) as (reader, writer):
+        writer.write(head(length=10**6) + b"{")
+        async with asyncio.timeout(PATIENCE_S):
+            assert b" 413 " in await reader.readline()
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(1_000):
+                    writer.write(b"x")
+
+
+async def test_who_sends_the_next_head_slowly_still_gets_the_reply_under_way(
+    cluster: ScriptedCluster,
+) -> None:
+    """The head's time passes while the first request's stream goes on."""
+    go_on = asyncio.Event()
+
+    async def slowly(run: Run) -> None:
+        run.prefill_done(cluster.tokens[0])
+        await go_on.wait()
+        run.play(cluster.tokens)
+
+    cluster.scripts.append(slowly)
+    async with connected(cluster, **SOON) as (reader, writer):
+        writer.write(head() + BODY + b"POST /v1/comp")
+        await asyncio.sleep(0.6)  # longer than a head may take
+        go_on.set()
+        async with asyncio.timeout(PATIENCE_S):
+            assert b" 200 " in await reader.readline()
+
+
+async def test_what_is_no_http_gets_an_error_in_the_usual_form(cluster: ScriptedCluster) -> None:
+    for rubbish in (b"\x16\x03\x01\x02\x00\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
+        async with connected(cluster, **NEVER) as (reader, writer):
+            writer.write(rubbish)
+            status, error = await reply_of(reader)
+            assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+async def test_who_does_not_read_a_large_reply_is_let_go(cluster: ScriptedCluster) -> None:
+    """Also of replies that no worker makes; pipelined, they are together more than all buffers hold."""
+    async with connected(cluster, **{**NEVER, "slow_client_s": 0.3}) as (_, writer):
+        writer.transport.pause_reading()
+        writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 500)
+
+        async def is_let_go() -> bool:
+            return writer.transport.is_closing() or not is_open(writer)
+
+        await answered(is_let_go)
+
+
+def is_open(writer: asyncio.StreamWriter) -> bool:
+    """Whether the other end has not reset the connection, by the kernel's word (TCP_INFO: 1 = established)."""
+    connection = writer.get_extra_info("socket")
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == 1
