@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.gpu_check import graphs, handoff, kernels, parity, rates, speed
+from benchmarks.gpu_check import ahead, graphs, handoff, kernels, parity, rates, speed, workers
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.rows import Row, failed, skipped
 
@@ -27,7 +27,9 @@ CHECKS = (
     Check("graphs", 30, graphs.replays),
     Check("decode attention", 20, rates.decode),
     Check("prefill attention", 20, rates.prefill),
+    Check("ahead", 20, ahead.decoding),
     Check("handoff", 60, handoff.processes),
+    Check("workers", 90, workers.cluster),
     Check("models", 90, speed.models),
 )
 

@@ -148,7 +148,8 @@ class CudaCapture:
     def __call__(self, work: Callable[[], torch.Tensor]) -> Replay:
         self._warm_up(work)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # Only of this thread: others stage blocks meanwhile, which allocates and waits.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             result = work()
 
         def replay() -> torch.Tensor:

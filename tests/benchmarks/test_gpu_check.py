@@ -44,7 +44,9 @@ def test_a_rehearsal_passes_and_leaves_table_and_json(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["graphs", "decode attention", "handoff", "models"])
+@pytest.mark.parametrize(
+    "check", ["graphs", "decode attention", "ahead", "handoff", "workers", "models"]
+)
 def test_each_check_can_be_rehearsed(check: str) -> None:
     rows = list(run_checks(BENCH, check, time.monotonic() + 600))
     assert rows
