@@ -374,6 +374,8 @@ class ConductorState:
             fingerprint=self._members.fingerprint,
             max_model_len=self._members.max_model_len,
             ready={Role.PREFILL, Role.DECODE} <= working,
+            ttft_slo_s=self._limits.ttft_slo_s,
+            tbt_slo_s=self._limits.tbt_slo_s,
             ttft_accuracy=self.ttft_accuracy(),
         )
 

@@ -35,4 +35,6 @@ class ClusterView:
     fingerprint: str | None
     max_model_len: int
     ready: bool  # a prefill and a decode worker accept requests
+    ttft_slo_s: float  # what placement must meet where requests do not say
+    tbt_slo_s: float
     ttft_accuracy: Mapping[Term, TermAccuracy]  # of the terms that were observed

@@ -154,6 +154,8 @@ def cluster_to_wire(view: ClusterView) -> conductor_pb2.ClusterView:
         fingerprint=view.fingerprint or "",
         max_model_len=view.max_model_len,
         ready=view.ready,
+        ttft_slo_s=view.ttft_slo_s,
+        tbt_slo_s=view.tbt_slo_s,
         ttft_accuracy=[
             conductor_pb2.TtftAccuracy(
                 term=term.value,

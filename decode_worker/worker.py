@@ -33,7 +33,7 @@ from protocol.scraping import serve_metrics
 from protocol.tracing import Tracer, tracing
 from protocol.wire import prefill_profile_from_wire
 from protocol.worker_metrics import allocation_histogram, registered, worker_collector
-from transfer import Segment, TransferEngine
+from transfer import Segment, TransferEngine, told
 from transfer.serving import serving
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class DecodeWorker:
         plan = replica.plan
         self._config = config
         self._registry = registry
+        self._stats = transfer.stats
         self._allocations = allocation_histogram()
         self._is_draining = False
         self._tracer = tracer
@@ -142,7 +143,12 @@ class DecodeWorker:
         landing = LandingServicer(self.service, self._zone)
         worker_pb2_grpc.add_LandingServicer_to_server(landing, server.grpc)
         worker_pb2_grpc.add_KvMemoryServicer_to_server(self._memory.servicer, server.grpc)
-        serve_metrics(server.grpc, self._config.instance_id, self._registry)
+        serve_metrics(
+            server.grpc,
+            self._config.instance_id,
+            self._registry,
+            lambda: told.rails(self._stats),
+        )
         add_services(server.grpc)
         ended = asyncio.Event()
         work = asyncio.create_task(self.service.run(ended))

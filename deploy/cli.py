@@ -24,6 +24,8 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "kvctl": ("deploy.kvctl.main", "main", "look into a running KV store, and operate it; limits"),
     "keys": ("deploy.keys", "main", "API keys: keys add | list | revoke | hash"),
     "explain": ("deploy.explain", "main", "why a request went where it went: explain ID"),
+    "top": ("deploy.top", "main", "the cluster live: queues, latencies, caches, transfers"),
+    "chat": ("deploy.chat", "main", "talk to the model, with what each answer took: chat [PROMPT]"),
     "doctor": ("deploy.doctor", "main", "examine this machine, its transports and a peer"),
     "profile": ("deploy.profile", "main", "measure a model on this machine: profile [MODEL]"),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),

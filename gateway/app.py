@@ -72,6 +72,7 @@ def _add_gets(app: FastAPI, api: Api, responses: Responses, operations: Operatio
         ("/v1/models/{name:path}", api.model, docs.MODEL),
         ("/v1/responses/{response_id}", responses.retrieve, docs.RESPONSE),
         ("/v1/cluster", operations.cluster, docs.CLUSTER),
+        ("/v1/figures", operations.figures, docs.FIGURES),
         ("/v1/requests/{request_id:path}/explain", operations.explain, docs.EXPLAIN),
         ("/v1/explain/{request_id:path}", operations.explain, docs.EXPLAIN),
         ("/health", operations.health, docs.HEALTH),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -21,6 +22,7 @@ from protocol.rpc import Channels
 from protocol.scraping import LoopCollector
 
 _TIMEOUT_S = 2.0
+_RAIL_FIELDS = metrics_pb2.Rail.DESCRIPTOR.fields
 _SAMPLE = re.compile(r"(?P<name>[^\s{]+)(?:\{(?P<labels>.*)\})?(?P<rest> .+)", re.DOTALL)
 _UP_HEADER = "# HELP moonserve_up 1 = the process told its metrics.\n# TYPE moonserve_up gauge\n"
 
@@ -106,6 +108,28 @@ class ClusterMetrics:
         up = [f'moonserve_up{{process="{_escaped(name)}"}} 1' for name in pages]
         up += [f'moonserve_up{{process="{_escaped(name)}"}} 0' for name in silent]
         return merged(pages) + _UP_HEADER + "\n".join(up) + "\n"
+
+    async def rails(self) -> list[dict[str, Any]]:
+        """What each instance moved over each of its rails since its start; who does not answer is missing."""
+        view = self._cluster.view
+        addresses = [each.endpoint.rpc_address for each in view.instances] if view else []
+        replies = await asyncio.gather(*map(self._ask_rails, addresses))
+        return [
+            {"process": reply.instance_id, **{f.name: getattr(rail, f.name) for f in _RAIL_FIELDS}}
+            for reply in replies
+            if reply is not None
+            for rail in reply.rails
+        ]
+
+    async def _ask_rails(self, address: str) -> metrics_pb2.RailsReply | None:
+        stub = metrics_pb2_grpc.MetricsStub(self._channels.to(address))
+        try:
+            reply: metrics_pb2.RailsReply = await self._channels.call(
+                stub.Rails, metrics_pb2.RailsRequest(), timeout_s=_TIMEOUT_S
+            )
+        except MoonserveError:
+            return None
+        return reply
 
     def _addresses(self) -> dict[str, str]:
         """Where to ask, and what to call who does not answer."""

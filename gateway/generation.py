@@ -33,6 +33,7 @@ from gateway.events import (
     SubmitFailed,
 )
 from gateway.feed import Piece
+from gateway.figures import Figures
 from gateway.journey import Journey
 from gateway.routes import Routes
 from gateway.state import RequestState
@@ -70,6 +71,7 @@ class Surroundings:
     metrics: RequestMetrics
     routes: Routes[Generation]
     tracer: Tracer
+    figures: Figures
 
 
 class Reader(Protocol):
@@ -102,7 +104,7 @@ class Generation:
         self._reader = reader
         self._around = surroundings
         self._arrived_at = self._loop.time()
-        self._timings = Timings(surroundings.metrics, self._arrived_at)
+        self._timings = Timings(surroundings.metrics, surroundings.figures, self._arrived_at)
         self.journey = Journey(surroundings.metrics, surroundings.tracer, traceparent)
         deadline_at = self._arrived_at + timeout_s
         self.state = RequestState(
@@ -115,6 +117,7 @@ class Generation:
         self._keys: tuple[BlockKey, ...] = ()  # of the current attempt's tokens
         self._route_id: RequestId | None = None
         self._deadline = self._loop.call_at(deadline_at, self._expire)
+        self._note_reuse = True  # with the first token
         self._followers: list[Generation] = []  # until the prompt's blocks can be found
 
     def start(self) -> None:
@@ -176,6 +179,9 @@ class Generation:
     def _emit(self, action: Emit) -> None:
         now = self._loop.time()
         self._timings.tokens(len(action.tokens), now, self.state.report)
+        if self._note_reuse:
+            self._note_reuse = False
+            self._reused(now)
         self.journey.tokens()
         if action.finish_reason is not None:
             self._end()
@@ -191,6 +197,18 @@ class Generation:
                 finish_reason=action.finish_reason,
             )
         )
+
+    def _reused(self, now: float) -> None:
+        """Tells whose blocks the prompt's beginning was."""
+        placement, report = self.state.placement, self.state.last_report
+        if placement is None or report is None:
+            return
+        num_blocks = report.cached_tokens // self._around.cluster.facts().block_size
+        if 0 < num_blocks <= len(self._keys):
+            sources = (source.store.instance_id for source in placement.prefix_sources)
+            holders = (placement.prefill.instance_id, *sources)
+            leaf = self._keys[num_blocks - 1]
+            self._around.figures.reused(leaf, report.cached_tokens, holders, now)
 
     def _start_followers(self) -> None:
         followers, self._followers = self._followers, []

@@ -190,6 +190,17 @@ _EXPLAIN_REPLY = _object(request_id=_TEXT, decisions=_list({"type": "object"}))
 _CLUSTER_REPLY = _object(
     ready={"type": "boolean"}, models=_list(_TEXT), instances=_list({"type": "object"})
 )
+_FIGURES_REPLY = _object(
+    window_s={"type": "number"},
+    ttft_s={"type": "object"},
+    tbt_s={"type": "object"},
+    slo={"type": "object"},
+    phases={"type": "object"},
+    totals={"type": "object"},
+    rejections={"type": "object"},
+    failures={"type": "object"},
+    rails=_list({"type": "object"}),
+)
 _EMBEDDINGS_BODY: Json = {
     "type": "object",
     "properties": {"model": _TEXT, "input": {}},
@@ -231,6 +242,7 @@ DETOKENIZE = document(summary="The text of tokens", body=DetokenizeBody, reply=_
 MODELS = document(summary="The models that are served", reply=_MODELS_REPLY)
 MODEL = document(summary="One model", reply=_MODEL_REPLY, path=["name"], refusals=_NOT_FOUND)
 CLUSTER = document(summary="What runs where", reply=_CLUSTER_REPLY)
+FIGURES = document(summary="The last minute in figures", reply=_FIGURES_REPLY)
 EXPLAIN = document(
     summary="Why a request went where it went",
     reply=_EXPLAIN_REPLY,

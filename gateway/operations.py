@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,22 @@ class Operations:
                 "instances": [_instance(instance) for instance in view.instances],
             }
         )
+
+    async def figures(self, request: Request) -> Response:
+        """GET /v1/figures: the last minute as this gateway saw it, and every instance's rails. Prefixes are shown to
+        who may see all tenants."""
+        gateway, now = self._gateway, asyncio.get_running_loop().time()
+        view = gateway.cluster.view
+        figures = gateway.figures.as_json(now)
+        figures["slo"] = {
+            "ttft_s": view.ttft_slo_s if view is not None else None,
+            "tbt_s": view.tbt_slo_s if view is not None else None,
+        }
+        figures["phases"] = dict(gateway.phases())
+        figures["rails"] = await self._of_cluster.rails()
+        if not visit_of(request).identity.tenant:
+            figures["prefixes"] = gateway.figures.hot_prefixes(now)
+        return JSONResponse(figures)
 
     async def explain(self, request: Request) -> Response:
         """GET /v1/requests/{request_id}/explain: why a request went where it went, and what then happened."""

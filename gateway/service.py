@@ -26,6 +26,7 @@ from gateway.events import (
 )
 from gateway.explanations import Explanation, choice_id, explain
 from gateway.feed import Feed, Piece
+from gateway.figures import Figures
 from gateway.generation import Generation, Surroundings
 from gateway.routes import Routes
 from gateway.state import LIVE
@@ -134,6 +135,7 @@ class Gateway:
     ) -> None:
         """`gateway_id` differs from one start of `instance_id` to the next."""
         self._instance_id = instance_id
+        self.figures = Figures()
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
         self._routes: Routes[Generation] = Routes()
@@ -154,6 +156,7 @@ class Gateway:
             metrics=metrics,
             routes=self._routes,
             tracer=tracer or NoTracer(),
+            figures=self.figures,
         )
         self.is_draining = False
 

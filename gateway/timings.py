@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from protocol.errors import MoonserveError
+from gateway.figures import Figures
+from protocol.errors import MoonserveError, Overloaded
 from protocol.metrics import RequestMetrics
 from protocol.request import FinishReason, PrefillReport
 
@@ -10,8 +11,9 @@ from protocol.request import FinishReason, PrefillReport
 class Timings:
     """Follows one generation; exactly one of `finished` and `failed` ends it."""
 
-    def __init__(self, metrics: RequestMetrics, arrived_at: float) -> None:
+    def __init__(self, metrics: RequestMetrics, figures: Figures, arrived_at: float) -> None:
         self._metrics = metrics
+        self._figures = figures
         self._arrived_at = arrived_at
         self._first_at: float | None = None
         self._last_at = arrived_at
@@ -20,6 +22,7 @@ class Timings:
     def accepted(self, num_prompt_tokens: int) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._metrics.waiting.inc()
+        self._figures.totals["requests"] += 1
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
         self._metrics.prompt_length.observe(num_prompt_tokens)
 
@@ -27,11 +30,13 @@ class Timings:
         """`count` tokens arrived together: one gap, then none."""
         metrics = self._metrics
         metrics.generation_tokens.inc(count)
+        self._figures.totals["output_tokens"] += count
         if self._first_at is None:
             self._begin_decoding(now, report)
             count -= 1
         elif count:
             metrics.inter_token_s.observe(now - self._last_at)
+            self._figures.gaps.add(now - self._last_at, now)
             count -= 1
         for _ in range(count):
             metrics.inter_token_s.observe(0.0)
@@ -43,6 +48,7 @@ class Timings:
     def finished(self, reason: FinishReason, num_tokens: int, now: float) -> None:
         metrics = self._metrics
         metrics.running.dec()
+        self._figures.totals["finished"] += 1
         metrics.succeeded(reason.value)
         metrics.e2e_s.observe(now - self._arrived_at)
         metrics.generation_length.observe(num_tokens)
@@ -52,6 +58,10 @@ class Timings:
     def failed(self, error: MoonserveError) -> None:
         (self._metrics.waiting if self._first_at is None else self._metrics.running).dec()
         self._metrics.failed(error.code)
+        if isinstance(error, Overloaded):
+            self._figures.rejections[error.message] += 1
+        else:
+            self._figures.failures[error.code] += 1
 
     def _begin_decoding(self, now: float, report: PrefillReport | None) -> None:
         metrics = self._metrics
@@ -59,8 +69,12 @@ class Timings:
         metrics.waiting.dec()
         metrics.running.inc()
         metrics.ttft_s.observe(now - self._arrived_at)
+        self._figures.ttft.add(now - self._arrived_at, now)
         if report is not None:
             metrics.queue_s.observe(report.queue_s)
             metrics.prefill_s.observe(report.load_s + report.compute_s)
             metrics.prefix_queries.inc(self._num_prompt_tokens)
-            metrics.prefix_hits.inc(min(report.cached_tokens, self._num_prompt_tokens))
+            cached = min(report.cached_tokens, self._num_prompt_tokens)
+            metrics.prefix_hits.inc(cached)
+            self._figures.totals["prompt_tokens"] += self._num_prompt_tokens
+            self._figures.totals["cached_tokens"] += cached

@@ -46,7 +46,7 @@ from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
 from protocol.scraping import process_registry, serve_metrics
 from protocol.wire import endpoint_to_wire
-from transfer import Segment, TransferEngine
+from transfer import Segment, TransferEngine, told
 from transfer.metrics import TransferCollector
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class StoreNode:
     ) -> None:
         self._config = config
         self._registry = registry
+        self._transfer = transfer
         self._is_first_life = generation == first_of(1)
         self._catching_up: CatchingUp | None = None
         self._endpoint = own_endpoint(
@@ -124,7 +125,12 @@ class StoreNode:
         server = RpcServer(self._config.cluster_token)
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self._service, server.grpc)
         server.add_lean("KvStore", self._service)
-        serve_metrics(server.grpc, self._config.instance_id, self._registry)
+        serve_metrics(
+            server.grpc,
+            self._config.instance_id,
+            self._registry,
+            lambda: told.rails(self._transfer.stats),
+        )
         express = self._express()
         if offers_express(self._config):
             server.add_hand_over(HandOver(METHOD, express.admit, express.take))

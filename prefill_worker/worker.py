@@ -101,7 +101,12 @@ class PrefillWorker:
         server = RpcServer(self._config.cluster_token)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._servicer, server.grpc)
         worker_pb2_grpc.add_KvMemoryServicer_to_server(self._memory.servicer, server.grpc)
-        serve_metrics(server.grpc, self._config.instance_id, self._registry)
+        serve_metrics(
+            server.grpc,
+            self._config.instance_id,
+            self._registry,
+            lambda: told.rails(self._stats),
+        )
         add_services(server.grpc)
         figures = worker_collector(
             Role.PREFILL, self.service.status, lambda: self._servicer.draining

@@ -7,7 +7,7 @@ collectors find the process's state between two events. Knows nothing of what is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -40,17 +40,34 @@ def package_version() -> str:
         return "unknown"  # run from a source tree that is not installed
 
 
-def serve_metrics(server: grpc.aio.Server, instance_id: str, registry: CollectorRegistry) -> None:
-    """Lets those who have the cluster token read `registry`; before the server starts."""
-    metrics_pb2_grpc.add_MetricsServicer_to_server(MetricsServicer(instance_id, registry), server)
+def serve_metrics(
+    server: grpc.aio.Server,
+    instance_id: str,
+    registry: CollectorRegistry,
+    rails: Callable[[], Iterable[metrics_pb2.Rail]] = tuple,
+) -> None:
+    """Lets those who have the cluster token read `registry` and `rails`; before the server starts."""
+    servicer = MetricsServicer(instance_id, registry, rails)
+    metrics_pb2_grpc.add_MetricsServicer_to_server(servicer, server)
 
 
 class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
     """Serves `Metrics`."""
 
-    def __init__(self, instance_id: str, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        instance_id: str,
+        registry: CollectorRegistry,
+        rails: Callable[[], Iterable[metrics_pb2.Rail]],
+    ) -> None:
         self._instance_id = instance_id
         self._registry = registry
+        self._rails = rails
+
+    async def Rails(
+        self, request: metrics_pb2.RailsRequest, context: Context
+    ) -> metrics_pb2.RailsReply:
+        return metrics_pb2.RailsReply(instance_id=self._instance_id, rails=self._rails())
 
     async def Scrape(
         self, request: metrics_pb2.ScrapeRequest, context: Context

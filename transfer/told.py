@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from protocol.pb import conductor_pb2
-from transfer.stats import TransferStats
+from protocol.pb import conductor_pb2, metrics_pb2
+from transfer.stats import Incident, TransferStats
 
 _COPIED_BYTES = 8 << 20
 """More than a core's caches hold, and a few milliseconds."""
@@ -24,6 +24,20 @@ def traffic(stats: TransferStats) -> Iterator[conductor_pb2.Traffic]:
                 written_bytes=seen.written_bytes,
                 written_s=seen.written_s,
             )
+
+
+def rails(stats: TransferStats) -> Iterator[metrics_pb2.Rail]:
+    """Totals by transport and rail, of all peers together."""
+    by_rail: dict[tuple[str, str], metrics_pb2.Rail] = {}
+    for path in stats:
+        key = path.transport, path.rail
+        rail = by_rail.setdefault(key, metrics_pb2.Rail(transport=key[0], rail=key[1]))
+        rail.read_bytes += path.read_bytes
+        rail.written_bytes += path.written_bytes
+        rail.failures += path.incidents[Incident.FAILURE]
+        rail.retries += path.incidents[Incident.RETRY]
+        rail.bytes_in_flight += path.bytes_in_flight
+    yield from by_rail.values()
 
 
 def local_bytes_per_s(memory: memoryview) -> float:

@@ -804,10 +804,15 @@ class ClusterView(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     TTFT_ACCURACY_FIELD_NUMBER: _builtins.int
     GATEWAYS_FIELD_NUMBER: _builtins.int
+    TTFT_SLO_S_FIELD_NUMBER: _builtins.int
+    TBT_SLO_S_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     max_model_len: _builtins.int
     ready: _builtins.bool
     """at least one prefill and one decode worker"""
+    ttft_slo_s: _builtins.float
+    """what placement must meet where requests do not say"""
+    tbt_slo_s: _builtins.float
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceView]: ...
     @_builtins.property
@@ -832,10 +837,12 @@ class ClusterView(_message.Message):
         ready: _builtins.bool = ...,
         ttft_accuracy: _abc.Iterable[Global___TtftAccuracy] | None = ...,
         gateways: _abc.Iterable[Global___GatewayView] | None = ...,
+        ttft_slo_s: _builtins.float = ...,
+        tbt_slo_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "gateways", b"gateways", "instances", b"instances", "layout", b"layout", "max_model_len", b"max_model_len", "ready", b"ready", "ttft_accuracy", b"ttft_accuracy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "gateways", b"gateways", "instances", b"instances", "layout", b"layout", "max_model_len", b"max_model_len", "ready", b"ready", "tbt_slo_s", b"tbt_slo_s", "ttft_accuracy", b"ttft_accuracy", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

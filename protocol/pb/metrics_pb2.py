@@ -24,17 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protocol/pb/metrics.proto\x12\tmoonserve\"\x0f\n\rScrapeRequest\"0\n\x0bScrapeReply\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x32\x45\n\x07Metrics\x12:\n\x06Scrape\x12\x18.moonserve.ScrapeRequest\x1a\x16.moonserve.ScrapeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protocol/pb/metrics.proto\x12\tmoonserve\"\x0e\n\x0cRailsRequest\"A\n\nRailsReply\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x1e\n\x05rails\x18\x02 \x03(\x0b\x32\x0f.moonserve.Rail\"\x8e\x01\n\x04Rail\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0c\n\x04rail\x18\x02 \x01(\t\x12\x12\n\nread_bytes\x18\x03 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x04 \x01(\x04\x12\x10\n\x08\x66\x61ilures\x18\x05 \x01(\x04\x12\x0f\n\x07retries\x18\x06 \x01(\x04\x12\x17\n\x0f\x62ytes_in_flight\x18\x07 \x01(\x04\"\x0f\n\rScrapeRequest\"0\n\x0bScrapeReply\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x32~\n\x07Metrics\x12:\n\x06Scrape\x12\x18.moonserve.ScrapeRequest\x1a\x16.moonserve.ScrapeReply\x12\x37\n\x05Rails\x12\x17.moonserve.RailsRequest\x1a\x15.moonserve.RailsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protocol.pb.metrics_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SCRAPEREQUEST']._serialized_start=40
-  _globals['_SCRAPEREQUEST']._serialized_end=55
-  _globals['_SCRAPEREPLY']._serialized_start=57
-  _globals['_SCRAPEREPLY']._serialized_end=105
-  _globals['_METRICS']._serialized_start=107
-  _globals['_METRICS']._serialized_end=176
+  _globals['_RAILSREQUEST']._serialized_start=40
+  _globals['_RAILSREQUEST']._serialized_end=54
+  _globals['_RAILSREPLY']._serialized_start=56
+  _globals['_RAILSREPLY']._serialized_end=121
+  _globals['_RAIL']._serialized_start=124
+  _globals['_RAIL']._serialized_end=266
+  _globals['_SCRAPEREQUEST']._serialized_start=268
+  _globals['_SCRAPEREQUEST']._serialized_end=283
+  _globals['_SCRAPEREPLY']._serialized_start=285
+  _globals['_SCRAPEREPLY']._serialized_end=333
+  _globals['_METRICS']._serialized_start=335
+  _globals['_METRICS']._serialized_end=461
 # @@protoc_insertion_point(module_scope)

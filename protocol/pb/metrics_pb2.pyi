@@ -3,8 +3,10 @@
 isort:skip_file
 Served by every process beside its own services: what Prometheus would read of it, so that one endpoint can show all."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -15,6 +17,83 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class RailsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RailsRequest: _TypeAlias = RailsRequest  # noqa: Y015
+
+@_typing.final
+class RailsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    RAILS_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    @_builtins.property
+    def rails(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rail]: ...
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        rails: _abc.Iterable[Global___Rail] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "rails", b"rails"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RailsReply: _TypeAlias = RailsReply  # noqa: Y015
+
+@_typing.final
+class Rail(_message.Message):
+    """What this process moved as initiator, since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    RAIL_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    RETRIES_FIELD_NUMBER: _builtins.int
+    BYTES_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    rail: _builtins.str
+    read_bytes: _builtins.int
+    written_bytes: _builtins.int
+    failures: _builtins.int
+    retries: _builtins.int
+    bytes_in_flight: _builtins.int
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        rail: _builtins.str = ...,
+        read_bytes: _builtins.int = ...,
+        written_bytes: _builtins.int = ...,
+        failures: _builtins.int = ...,
+        retries: _builtins.int = ...,
+        bytes_in_flight: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_in_flight", b"bytes_in_flight", "failures", b"failures", "rail", b"rail", "read_bytes", b"read_bytes", "retries", b"retries", "transport", b"transport", "written_bytes", b"written_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rail: _TypeAlias = Rail  # noqa: Y015
 
 @_typing.final
 class ScrapeRequest(_message.Message):

@@ -39,6 +39,11 @@ class MetricsStub:
                 request_serializer=protocol_dot_pb_dot_metrics__pb2.ScrapeRequest.SerializeToString,
                 response_deserializer=protocol_dot_pb_dot_metrics__pb2.ScrapeReply.FromString,
                 _registered_method=True)
+        self.Rails = channel.unary_unary(
+                '/moonserve.Metrics/Rails',
+                request_serializer=protocol_dot_pb_dot_metrics__pb2.RailsRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_metrics__pb2.RailsReply.FromString,
+                _registered_method=True)
 
 
 class MetricsServicer:
@@ -50,6 +55,13 @@ class MetricsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rails(self, request, context):
+        """Cheaper than a scrape, for who looks once a second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MetricsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +69,11 @@ def add_MetricsServicer_to_server(servicer, server):
                     servicer.Scrape,
                     request_deserializer=protocol_dot_pb_dot_metrics__pb2.ScrapeRequest.FromString,
                     response_serializer=protocol_dot_pb_dot_metrics__pb2.ScrapeReply.SerializeToString,
+            ),
+            'Rails': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rails,
+                    request_deserializer=protocol_dot_pb_dot_metrics__pb2.RailsRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_metrics__pb2.RailsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +103,33 @@ class Metrics:
             '/moonserve.Metrics/Scrape',
             protocol_dot_pb_dot_metrics__pb2.ScrapeRequest.SerializeToString,
             protocol_dot_pb_dot_metrics__pb2.ScrapeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rails(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.Metrics/Rails',
+            protocol_dot_pb_dot_metrics__pb2.RailsRequest.SerializeToString,
+            protocol_dot_pb_dot_metrics__pb2.RailsReply.FromString,
             options,
             channel_credentials,
             insecure,

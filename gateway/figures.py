@@ -1,0 +1,98 @@
+"""What a person wants to know of the last minute: latencies, rejections, prefixes that are hot. Pure; `now` is in
+monotonic seconds.
+
+Owns short memories of what this gateway saw, all bounded. Counts since the start are the metrics', not repeated here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol.keys import BlockKey
+from protocol.timeline import percentile
+
+WINDOW_S = 60.0
+_MAX_SAMPLES = 4096
+_MAX_PREFIXES = 512
+_SHOWN_PREFIXES = 8
+_HALF_LIFE_S = 60.0  # of a prefix's heat
+
+
+class Samples:
+    """Durations of the last minute, the latest few thousand."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
+
+    def add(self, seconds: float, now: float) -> None:
+        self._samples.append((now, seconds))
+
+    def summary(self, now: float) -> dict[str, float | int | None]:
+        """Percentiles in seconds; None where there is no sample."""
+        recent = sorted(seconds for at, seconds in self._samples if at > now - WINDOW_S)
+        shown = {f"p{p}": percentile(recent, p) if recent else None for p in (50, 95, 99)}
+        return {**shown, "count": len(recent)}
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Prefix:
+    """One that requests had in common."""
+
+    num_tokens: int
+    heat: float = 0.0  # uses, each fading
+    seen_at: float = 0.0
+    holders: set[str] = field(default_factory=set)  # who was found to have it
+
+    def at(self, now: float) -> float:
+        return float(self.heat * 0.5 ** ((now - self.seen_at) / _HALF_LIFE_S))
+
+
+class Figures:
+    """Of one gateway."""
+
+    def __init__(self) -> None:
+        self.ttft = Samples()
+        self.gaps = Samples()
+        self.totals: Counter[str] = Counter(
+            requests=0, finished=0, output_tokens=0, prompt_tokens=0, cached_tokens=0
+        )
+        self.rejections: Counter[str] = Counter()  # by reason
+        self.failures: Counter[str] = Counter()  # by code
+        self._prefixes: OrderedDict[BlockKey, _Prefix] = OrderedDict()
+
+    def reused(self, leaf: BlockKey, num_tokens: int, holders: Iterable[str], now: float) -> None:
+        """A prompt's first `num_tokens` tokens were found; `leaf`: key of their last block."""
+        found = self._prefixes.setdefault(leaf, _Prefix(num_tokens=num_tokens, seen_at=now))
+        found.heat, found.seen_at = found.at(now) + 1.0, now
+        found.holders.update(holders)
+        self._prefixes.move_to_end(leaf)
+        if len(self._prefixes) > _MAX_PREFIXES:
+            self._prefixes.popitem(last=False)
+
+    def as_json(self, now: float) -> dict[str, Any]:
+        """Everything but prefixes, which are for those who may see all tenants."""
+        return {
+            "window_s": WINDOW_S,
+            "at_s": now,
+            "ttft_s": self.ttft.summary(now),
+            "tbt_s": self.gaps.summary(now),
+            "totals": dict(self.totals),
+            "rejections": dict(self.rejections),
+            "failures": dict(self.failures),
+        }
+
+    def hot_prefixes(self, now: float) -> list[dict[str, Any]]:
+        """The hottest first."""
+        ranked = sorted(self._prefixes.items(), key=lambda entry: -entry[1].at(now))
+        return [
+            {
+                "key": leaf.hex(),
+                "tokens": prefix.num_tokens,
+                "heat": round(prefix.at(now), 2),
+                "holders": sorted(prefix.holders),
+            }
+            for leaf, prefix in ranked[:_SHOWN_PREFIXES]
+        ]

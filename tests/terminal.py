@@ -1,0 +1,90 @@
+"""A program on a terminal of its own: what it shows, and what one types."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from tests.patience import PATIENCE_S
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[()][A-Z0-9]|[=>])")
+COLUMNS, ROWS = 120, 40
+
+
+class Terminal:
+    """The near end of a pseudo-terminal."""
+
+    def __init__(self, process: subprocess.Popen[bytes], fd: int) -> None:
+        self.process = process
+        self._fd = fd
+        self._seen = ""
+        self._from = 0  # what was waited for before lies before it
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Until the program has shown it, after what was waited for before; without colours and cursor movements."""
+        give_up_at = time.monotonic() + PATIENCE_S
+        while (found := re.compile(pattern).search(self.text, self._from)) is None:
+            assert time.monotonic() < give_up_at, f"{pattern!r} is not in {self.text!r}"
+            assert self._read(), f"it ended without {pattern!r}: {self.text!r}"
+        self._from = found.end()
+        return found
+
+    def ended(self) -> int:
+        """Its exit code, once it has ended."""
+        while self._read():
+            pass
+        return self.process.wait(PATIENCE_S)
+
+    @property
+    def text(self) -> str:
+        return _ESCAPES.sub("", self._seen).replace("\r\n", "\n")
+
+    def _read(self) -> bool:
+        """Whether it may show more."""
+        ready, _, _ = select.select([self._fd], [], [], 0.1)
+        if not ready:
+            return True
+        try:
+            read = os.read(self._fd, 65536)
+        except OSError:  # Linux says EIO when the last one has closed the other end
+            return False
+        self._seen += read.decode(errors="replace")
+        return bool(read)
+
+
+@contextlib.contextmanager
+def terminal(
+    command: Sequence[str], environ: Mapping[str, str] | None = None
+) -> Iterator[Terminal]:
+    """Runs a command until the block ends."""
+    near, far = pty.openpty()
+    fcntl.ioctl(far, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    env = {**os.environ, "TERM": "xterm-256color", **(environ or {})}
+    env = {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES")}
+
+    def own() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(command, stdin=far, stdout=far, stderr=far, env=env, preexec_fn=own)
+    os.close(far)
+    try:
+        yield Terminal(process, near)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait()
+        os.close(near)
