@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -45,6 +46,7 @@ LESS = 0.6  # of the memory
 BLOCK_SIZE = 32
 WARM_UP = 12  # requests of each model: a decode worker predicts lengths from the tenth that ended
 NO_SLO_S = 600.0
+_POOL = re.compile(r"memfd:moonserve(:kv)? ")  # elastic ones have the name
 LOOK_S = 0.25  # between two looks at resident memory, which take milliseconds
 WAYS = ("fixed", "elastic", f"elastic, {LESS:.0%}")
 Row = dict[str, float]
@@ -118,10 +120,8 @@ async def models_of(way: str, budget: int) -> AsyncIterator[list[Model]]:
     """All clusters, ready."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        yield [
-            await stack.enter_async_context(_cluster(way, budget, folder, number))
-            for number in range(NUM_MODELS)
-        ]
+        clusters = [_cluster(way, budget, folder, number) for number in range(NUM_MODELS)]
+        yield await asyncio.gather(*map(stack.enter_async_context, clusters))
 
 
 @contextlib.asynccontextmanager
@@ -184,7 +184,7 @@ def resident_bytes(pid: int) -> int:
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         first = line.split(" ", 1)[0]
         if not first.endswith(":"):
-            is_pool = "memfd:moonserve:kv" in line and " rw-s " in line
+            is_pool = _POOL.search(line) is not None and " rw-s " in line
         elif is_pool and first == "Rss:":
             total += int(line.split()[1]) << 10
     return total
