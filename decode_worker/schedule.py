@@ -177,6 +177,8 @@ class Schedule:
                 self._free_unless_used(sequence)
             elif result is None:
                 sequence.skip_sampling()
+            elif result.failure is not None:
+                self._fail(sequence, InvalidRequest(result.failure), out)
             else:
                 token = sequence.append(result, self._limits.max_model_len)
                 gateway_id = sequence.request.gateway_id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from protocol.errors import Incompatible, InvalidRequest
 from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.keys import unpack_keys
 from protocol.pb import worker_pb2, worker_pb2_grpc
+from protocol.request import SamplingParams
 from protocol.wire import request_from_wire
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -71,9 +72,16 @@ class LandingZone:
 class LandingServicer(worker_pb2_grpc.LandingServicer):
     """Prefill workers' side."""
 
-    def __init__(self, service: DecodeService, zone: LandingZone) -> None:
+    def __init__(
+        self,
+        service: DecodeService,
+        zone: LandingZone,
+        prepare: Callable[[SamplingParams], Awaitable[None]] | None = None,
+    ) -> None:
+        """`prepare`: awaited before a request comes to the service (`EngineThread.prepare`)."""
         self._service = service
         self._zone = zone
+        self._prepare = prepare
 
     async def Reserve(
         self, request: worker_pb2.ReserveRequest, context: Context
@@ -107,6 +115,8 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
             committed = request_from_wire(request)
         except ValueError as error:
             raise InvalidRequest(str(error), request=request.request_id) from error
+        if self._prepare is not None:
+            await self._prepare(committed.sampling)
         corrupt = await self._service.commit(
             events.CommitRequested(
                 lease_id=LeaseId(request.lease_id),

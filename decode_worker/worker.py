@@ -140,7 +140,7 @@ class DecodeWorker:
         server = RpcServer(self._config.cluster_token)
         figures = worker_collector(Role.DECODE, self.service.status, lambda: self._is_draining)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._make_servicer(), server.grpc)
-        landing = LandingServicer(self.service, self._zone)
+        landing = LandingServicer(self.service, self._zone, self._replica.thread.prepare)
         worker_pb2_grpc.add_LandingServicer_to_server(landing, server.grpc)
         worker_pb2_grpc.add_KvMemoryServicer_to_server(self._memory.servicer, server.grpc)
         serve_metrics(

@@ -38,11 +38,12 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """The token that follows a slice."""
+    """The token that follows a slice, or why there is none."""
 
     request_id: RequestId
     token_id: int
     logprobs: Logprobs | None = None
+    failure: str | None = None  # its grammar cannot be followed; the rest means nothing then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import torch
 from engine.batch import Sampled, Slice
 from engine.cuda.placing import to_device
 from engine.cuda.streams import Event, record_event
+from engine.grammar_masks import Allowed
 from engine.sampler import is_greedy_alone, sample
 from protocol.errors import InvalidRequest
 from protocol.ids import RequestId
@@ -49,14 +50,20 @@ class Drawn(Protocol):
         """Raises InvalidRequest where the step sampled none for the request."""
 
 
-def draw_from(logits: torch.Tensor | None, slices: Sequence[Slice], *, may_stay: bool) -> Drawn:
-    """`slices`: those that sample, a row of `logits` each (None where there is none). `may_stay`: greedy tokens may
-    stay on the device for now."""
+def draw_from(
+    logits: torch.Tensor | None,
+    slices: Sequence[Slice],
+    allowed: Sequence[Allowed | None] | None = None,
+    *,
+    may_stay: bool,
+) -> Drawn:
+    """`slices`: those that sample, a row of `logits` each (None where there is none). `allowed`: as for `sample`.
+    `may_stay`: greedy tokens may stay on the device for now."""
     if logits is None or not slices:
         return OnHost(())
     if may_stay and is_greedy_alone(slices):
         return OnDevice(logits.argmax(dim=-1), slices)
-    return OnHost(sample(logits, slices))
+    return OnHost(sample(logits, slices, allowed))
 
 
 class OnHost:
@@ -111,12 +118,13 @@ def _row_of(request_id: RequestId, among: Sequence[RequestId]) -> int:
 
 
 def with_history(slices: Sequence[Slice], before: Drawn) -> list[Slice]:
-    """Where sampling looks at a sequence's tokens, and the last one may not be among them yet, with it."""
+    """Where sampling looks at a sequence's tokens, and the last one may not be among them yet, with it. Such a token is
+    on the host already: it was sampled there, for the same reason."""
     return [
         replace(
             piece, token_ids=[*piece.token_ids[: piece.start], before.token_of(piece.request_id)]
         )
-        if piece.follows and piece.sampling.needs_history
+        if piece.follows and (piece.sampling.needs_history or piece.sampling.grammar)
         else piece
         for piece in slices
     ]

@@ -24,6 +24,7 @@ from engine.cuda.requirements import find_device
 from engine.cuda.staging import HostStaging, StepStores
 from engine.device import CPU, STAGED
 from engine.drawn import BegunStep, Drawn, Fed, draw_from, with_history
+from engine.grammar_masks import GrammarMasks
 from engine.kernels import crew_of, make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.model import ForwardPass, Model
@@ -52,6 +53,7 @@ class Engine:
         stage: Stage | None = None,
         team: Team | None = None,
         outside: memoryview | None = None,
+        grammars: GrammarMasks | None = None,
     ) -> None:
         """`outside`: where others reach the pool's KV, by way of `engine.staging`; None: in the pool itself."""
         self.config = config
@@ -70,6 +72,7 @@ class Engine:
         # The partly filled block behind which each sequence of the last step is known to be clean.
         self._clean_tails: dict[RequestId, BlockId] = {}
         self.team = team
+        self.grammars = grammars
         self._leading: Leading | None = None
         self._drawn: Drawn | None = None  # by the step begun last
         self._feeds_on_device = model.kernels_name == "triton"
@@ -149,7 +152,10 @@ class Engine:
         model = with_graphs(plain, config, pool)
         identity = make_fingerprint(weights.digest, layout, dtype)
         outside = memory if is_staged else None
-        return cls(config, model, backend, pool, identity, own, team, outside)
+        grammars = GrammarMasks(
+            model_path, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+        )
+        return cls(config, model, backend, pool, identity, own, team, outside, grammars)
 
     @property
     def is_staged(self) -> bool:
@@ -199,7 +205,10 @@ class Engine:
             self._check(piece)
         order = self._attention.order([(piece.start, piece.end) for piece in slices])
         ordered = [slices[index] for index in order]
-        sampling = [piece for piece in ordered if piece.samples]
+        sampling = [piece for piece in ordered if piece.samples] if self.stage.is_last else []
+        if any(piece.follows for piece in sampling) and self._drawn is not None:
+            sampling = with_history(sampling, self._drawn)
+        masks = None if self.grammars is None else self.grammars.begin(sampling)
         with torch.inference_mode():
             step = self._make_step(ordered, hidden)
             dirty = self._find_dirty(ordered) if self._attention.reads_whole_blocks else None
@@ -209,18 +218,14 @@ class Engine:
                 else:
                     output = self._leading.run(self.run, step, dirty, hook)
             if self.stage.is_last:
-                drawn = self._draw(output, sampling)
+                allowed = None if masks is None else masks.result()
+                drawn = draw_from(output, sampling, allowed, may_stay=self._feeds_on_device)
             else:
-                drawn, sampling = draw_from(None, (), may_stay=False), []
+                drawn = draw_from(None, (), may_stay=False)
                 if hidden is not None and hidden.passed_on is not None:
                     self._rows_of(hidden.passed_on, len(output)).copy_(output)
         self._drawn = drawn
         return BegunStep(slices, order if sampling else (), drawn)
-
-    def _draw(self, logits: torch.Tensor, sampling: Sequence[Slice]) -> Drawn:
-        if any(piece.follows for piece in sampling) and self._drawn is not None:
-            sampling = with_history(sampling, self._drawn)
-        return draw_from(logits, sampling, may_stay=self._feeds_on_device)
 
     @contextmanager
     def _hooks(
@@ -264,6 +269,8 @@ class Engine:
                 f"in blocks for {capacity}",
                 request=piece.request_id,
             )
+        if piece.sampling.grammar and self.grammars is None:
+            raise InvalidRequest("this engine knows no grammars", request=piece.request_id)
 
     def _rows_of(self, memory: memoryview, num_tokens: int) -> torch.Tensor:
         """The first rows [tokens, hidden_size] of somebody's memory."""

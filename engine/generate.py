@@ -56,7 +56,7 @@ def generate(
     enable_prefix_caching: bool = False,
 ) -> list[Generation]:
     """Continues every prompt. `chunk_size`: prompt tokens per step, over all sequences. Raises InvalidRequest for a
-    prompt that is empty or cannot fit the pool."""
+    prompt that is empty or cannot fit the pool, or whose grammar cannot be followed."""
     wishes = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     loop = _Loop(engine, chunk_size, max_num_seqs, enable_prefix_caching)
     for prompt, wish in zip(prompts, wishes, strict=True):
@@ -156,6 +156,8 @@ class _Loop:
         self._publish(sequence)
         if sampled is None:
             return
+        if sampled.failure is not None:
+            raise InvalidRequest(sampled.failure, request=sequence.request_id)
         index = len(sequence.token_ids) - sequence.num_prompt_tokens
         sequence.token_ids.append(sampled.token_id)
         sequence.logprobs.append(sampled.logprobs)

@@ -15,6 +15,7 @@ from typing import TypeVar
 from engine.batch import HiddenStates, Sampled, Slice
 from engine.drawn import BegunStep
 from engine.engine import Engine
+from protocol.request import SamplingParams
 
 T = TypeVar("T")
 
@@ -64,6 +65,12 @@ class EngineThread:
             if not step.cancelled():
                 step.exception()  # retrieved: the cancelled caller is not interested
             raise
+
+    async def prepare(self, sampling: SamplingParams) -> None:
+        """Compiles a request's grammar, if it has one, beside the engine's thread: no step has to wait for that. Raises
+        InvalidRequest for one that the engine cannot follow."""
+        if sampling.grammar and self.engine.grammars is not None:
+            await asyncio.to_thread(self.engine.grammars.prepare, sampling.grammar)
 
     def execute_here(self, slices: Sequence[Slice]) -> list[Sampled | None]:
         """`Engine.execute` in the caller's thread, for steps shorter than it takes to wake another one. Only for a

@@ -2,8 +2,8 @@
 
 A token is a function of its row of logits, its sequence's history and (seed, position), never of the rest of the
 batch, of time or of what was sampled before; that is what lets a request move between workers. Penalties, filters and
-their order are vLLM's: penalties and bias, then temperature, min-p, top-k, top-p. Log-probabilities are those of the
-model, before any of that.
+their order are vLLM's: penalties and bias, then temperature, min-p, top-k, top-p. What a grammar forbids is never
+taken, whatever they say. Log-probabilities are those of the model, before any of that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from engine.batch import Sampled, Slice
+from engine.grammar_masks import Allowed, Mask
 from engine.philox import uniform
 from protocol.request import Logprobs, SamplingParams
 
@@ -28,15 +29,27 @@ def is_greedy_alone(slices: Sequence[Slice]) -> bool:
     return all(_is_plain(piece) for piece in slices)
 
 
-def sample(logits: torch.Tensor, slices: Sequence[Slice]) -> list[Sampled]:
-    """The next token of each slice. `logits`: [slices, vocab] float32 on any device, left unchanged."""
+def sample(
+    logits: torch.Tensor,
+    slices: Sequence[Slice],
+    allowed: Sequence[Allowed | None] | None = None,
+) -> list[Sampled]:
+    """The next token of each slice. `logits`: [slices, vocab] float32 on any device, left unchanged. `allowed`: what
+    grammars leave, per slice; None = everything."""
     if logits.is_cuda and not is_greedy_alone(slices):
         logits = logits.cpu()
-    token_ids = _choose(logits, slices)
+    allowed = allowed or [None] * len(slices)
+    masks = [None if one is None else one.mask for one in allowed]
+    token_ids = _choose(logits, slices, masks)
     logprobs = _logprobs(logits, slices, token_ids)
     return [
-        Sampled(request_id=piece.request_id, token_id=token_id, logprobs=found)
-        for piece, token_id, found in zip(slices, token_ids, logprobs, strict=True)
+        Sampled(
+            request_id=piece.request_id,
+            token_id=token_id,
+            logprobs=found,
+            failure=None if one is None else one.failure,
+        )
+        for piece, token_id, found, one in zip(slices, token_ids, logprobs, allowed, strict=True)
     ]
 
 
@@ -47,12 +60,14 @@ def _is_plain(piece: Slice) -> bool:
     return is_greedy and sampling.num_logprobs is None and not _is_adjusted(piece)
 
 
-def _choose(logits: torch.Tensor, slices: Sequence[Slice]) -> list[int]:
+def _choose(
+    logits: torch.Tensor, slices: Sequence[Slice], masks: Sequence[Mask | None]
+) -> list[int]:
     adjusted = [row for row, piece in enumerate(slices) if _is_adjusted(piece)]
     if adjusted:
         logits = logits.clone()
         for row in adjusted:
-            adjust(logits[row].numpy(), slices[row])
+            adjust(logits[row].numpy(), slices[row], masks[row])
     token_ids = _best(logits)
     random = [
         row for row, piece in enumerate(slices) if piece.sampling.temperature > GREEDY_TEMPERATURE
@@ -86,7 +101,8 @@ def _weights(
 
 def _is_adjusted(piece: Slice) -> bool:
     sampling = piece.sampling
-    return sampling.needs_history or bool(sampling.logit_bias) or _may_not_stop(piece)
+    changes_row = sampling.needs_history or bool(sampling.logit_bias) or bool(sampling.grammar)
+    return changes_row or _may_not_stop(piece)
 
 
 def _may_not_stop(piece: Slice) -> bool:
@@ -94,16 +110,26 @@ def _may_not_stop(piece: Slice) -> bool:
     return index < piece.sampling.min_tokens and bool(piece.sampling.stop_token_ids)
 
 
-def adjust(row: Row, piece: Slice) -> None:
-    """Applies penalties, min_tokens and bias to one row of logits, in place."""
+def adjust(row: Row, piece: Slice, mask: Mask | None = None) -> None:
+    """Applies penalties, min_tokens, bias and a grammar's mask to one row of logits, in place."""
     sampling = piece.sampling
     if sampling.needs_history:
         history = np.asarray(piece.token_ids[: piece.end], dtype=np.int64)
         _penalize(row, history, piece.num_prompt_tokens, sampling)
     for token_id, bias in sampling.logit_bias.items():
         row[token_id] += bias
+    if mask is not None:
+        row[~mask] = -np.inf
     if _may_not_stop(piece):
-        row[list(sampling.stop_token_ids)] = -np.inf
+        _forbid(row, list(sampling.stop_token_ids))
+
+
+def _forbid(row: Row, token_ids: list[int]) -> None:
+    """Unless nothing else is left: a complete answer ends, though `min_tokens` has not been reached."""
+    before = row[token_ids]
+    row[token_ids] = -np.inf
+    if row.max() == -np.inf:
+        row[token_ids] = before
 
 
 def _penalize(
@@ -132,7 +158,8 @@ def draw(weights: Row, sampling: SamplingParams, position: int) -> int:
     cumulative = _cumulative(kept)
     target = uniform(sampling.seed, position) * cumulative[-1]
     index = int(np.searchsorted(cumulative, target, side="right"))
-    index = min(index, len(kept) - 1)
+    if target >= cumulative[-1]:  # by rounding; the last one that has any weight
+        index = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
     return index if candidates is None else int(candidates[index])
 
 

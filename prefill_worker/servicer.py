@@ -6,7 +6,7 @@ Checks what a gateway sends before it becomes a request: one malformed submissio
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc.aio
@@ -16,7 +16,7 @@ from prefill_worker.service import PrefillService
 from protocol.errors import InvalidRequest, NoWorker
 from protocol.ids import GatewayId, RequestId
 from protocol.pb import worker_pb2, worker_pb2_grpc
-from protocol.request import Request
+from protocol.request import Request, SamplingParams
 from protocol.wire import placement_from_wire, request_from_wire
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -25,8 +25,17 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """Serves `Worker`."""
 
-    def __init__(self, service: PrefillService, *, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        service: PrefillService,
+        *,
+        block_size: int,
+        vocab_size: int,
+        prepare: Callable[[SamplingParams], Awaitable[None]] | None = None,
+    ) -> None:
+        """`prepare`: awaited before a request comes to the service (`EngineThread.prepare`)."""
         self._service = service
+        self._prepare = prepare
         self._block_size = block_size
         self._vocab_size = vocab_size
         self.draining = False
@@ -34,7 +43,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Submit(
         self, request: worker_pb2.SubmitRequest, context: Context
     ) -> worker_pb2.SubmitReply:
-        """Raises NoWorker while draining and InvalidRequest for what cannot be a request."""
+        """Raises NoWorker while draining and InvalidRequest for what cannot be a request or be held to its grammar."""
         if self.draining:
             raise NoWorker("this prefill worker is draining", request=request.request_id)
         wish = self._parse(request)
@@ -43,6 +52,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             raise InvalidRequest(
                 f"rank {placement.rank} is no number of seconds", request=request.request_id
             )
+        if self._prepare is not None:
+            await self._prepare(wish.sampling)
         self._service.post(ev.Submitted(request=wish, placement=placement))
         return worker_pb2.SubmitReply()
 

@@ -19,6 +19,7 @@ from prefill_worker.early_steps import EarlySteps
 from prefill_worker.ledger import Ledger
 from prefill_worker.preparation import send_computed
 from prefill_worker.sequence import PREPARED, RUNNABLE, Phase, Sequence
+from protocol.errors import InvalidRequest
 from protocol.request import PrefillReport, Token, finish_reason
 
 MIN_SHARE = 32
@@ -200,6 +201,10 @@ class Steps:
 
     def _finish(self, sequence: Sequence, result: ev.SliceDone, now: float) -> None:
         """All KV is there. The first token goes out at once, unless it did before blocks arrived corrupt."""
+        sampled = result.sampled
+        if sequence.first_token is None and sampled is not None and sampled.failure is not None:
+            self._ledger.fail(sequence, InvalidRequest(sampled.failure), now)
+            return
         token = sequence.first_token or self._emit_first_token(sequence, result, now)
         if token.finish_reason is None:
             self._on_computed(sequence, now)

@@ -91,6 +91,7 @@ class PrefillWorker:
             self.service,
             block_size=replica.plan.layout.block_size,
             vocab_size=replica.vocab_size,
+            prepare=replica.thread.prepare,
         )
 
     async def run(

@@ -32,6 +32,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str = ""  # that the output follows, as `protocol.grammar` reads it; empty = none
 
     @property
     def needs_history(self) -> bool:
@@ -93,8 +94,11 @@ class Token:
 
 
 def finish_reason(sampling: SamplingParams, index: int, token_id: int) -> FinishReason | None:
-    """Whether the generated token with this index ends the request. Prefill and decode workers must agree on it."""
-    if token_id in sampling.stop_token_ids and index >= sampling.min_tokens:
+    """Whether the generated token with this index ends the request. Prefill and decode workers must agree on it.
+
+    Under a grammar every stop token does: before `min_tokens` it is only taken where nothing else could follow."""
+    may_stop = index >= sampling.min_tokens or bool(sampling.grammar)
+    if token_id in sampling.stop_token_ids and may_stop:
         return FinishReason.STOP
     if index + 1 >= sampling.max_tokens:
         return FinishReason.LENGTH

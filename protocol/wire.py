@@ -136,6 +136,7 @@ def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=dict(sampling.logit_bias),
+        grammar=sampling.grammar,
     )
 
 
@@ -154,6 +155,7 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
         frequency_penalty=message.frequency_penalty,
         repetition_penalty=message.repetition_penalty,
         logit_bias=dict(message.logit_bias),
+        grammar=message.grammar,
     )
 
 

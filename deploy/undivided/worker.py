@@ -48,6 +48,7 @@ class UndividedWorker(DecodeWorker):
             cast(PrefillService, self.service),
             block_size=replica.plan.layout.block_size,
             vocab_size=replica.vocab_size,
+            prepare=replica.thread.prepare,
         )
 
     def _make_service(self, transfer: TransferEngine, segment: Segment) -> DecodeService:

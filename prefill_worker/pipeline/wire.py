@@ -83,6 +83,7 @@ def done_to_wire(
                 logprobs=result.logprobs,
             )
             done.sampled.CopyFrom(token_to_wire(token))
+            done.failure = result.failure or ""
     return reply
 
 
@@ -91,7 +92,12 @@ def sampled_from_wire(message: pipeline_pb2.StageSliceDone, plan: SlicePlan) -> 
         return None
     with_logprobs = plan.slice.sampling.num_logprobs is not None
     token = token_from_wire(message.sampled, with_logprobs=with_logprobs)
-    return Sampled(request_id=token.request_id, token_id=token.token_id, logprobs=token.logprobs)
+    return Sampled(
+        request_id=token.request_id,
+        token_id=token.token_id,
+        logprobs=token.logprobs,
+        failure=message.failure or None,
+    )
 
 
 def send_to_wire(action: SendBlocks) -> pipeline_pb2.StageSendRequest:

@@ -264,6 +264,9 @@ class StageSliceDone(_message.Message):
 
     SAMPLED_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    failure: _builtins.str
+    """why no token could be sampled: `sampled` means nothing then; empty = it was"""
     @_builtins.property
     def sampled(self) -> _worker_pb2.TokenEvent:
         """by the last stage only"""
@@ -277,10 +280,11 @@ class StageSliceDone(_message.Message):
         *,
         sampled: _worker_pb2.TokenEvent | None = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampled", b"sampled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "sampled", b"sampled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "failure", b"failure", "sampled", b"sampled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,114 @@
+"""Grammars that hold an answer to a form, compiled over one model's vocabulary.
+
+A grammar is a text in llguidance's dialect of Lark, which has JSON schemas (`start: %json {…}`) and regular expressions
+in it. The gateway compiles it to refuse what is none, workers to know which tokens may follow; both do it here, so that
+what one accepts the other can follow. Knows neither requests nor logits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from protocol.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_GRAMMAR_CHARS = 256 * 1024
+"""It travels with its request, to both workers."""
+
+_MAX_COMPILED = 128
+_MAX_COMPLAINT = 400  # characters; the library quotes the grammar in its own
+
+
+class Grammars:
+    """Thread-safe; the vocabulary is read, and each grammar compiled, when somebody first asks."""
+
+    def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`folder`: the model's, with its tokenizer. `vocab_size`: of the logits, which may be padded."""
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._reading = threading.Lock()
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # least recently used first
+
+    def start(self, grammar: str) -> LLMatcher:
+        """A matcher before the first token, the caller's own. Raises InvalidRequest for what is no grammar, matches
+        nothing, or where the model has no end-of-sequence token or no tokenizer that can be read."""
+        compiled = self._find(grammar)
+        if compiled is None:
+            compiled = self._compile(grammar)
+            self._keep(grammar, compiled)
+        return compiled.deep_copy()
+
+    def _find(self, grammar: str) -> LLMatcher | None:
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
+                self._compiled.move_to_end(grammar)
+            return compiled
+
+    def _keep(self, grammar: str, compiled: LLMatcher) -> None:
+        with self._lock:
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        if len(grammar) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(
+                f"a grammar of {len(grammar)} characters is longer than {MAX_GRAMMAR_CHARS}"
+            )
+        with self._reading:
+            vocabulary = self._vocabulary
+        # What a request may cost is bounded by the library's own limits, which count work, not seconds.
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(vocabulary, grammar, limits=limits, log_level=0)
+        if matcher.is_error():
+            raise InvalidRequest(_shortened(matcher.get_error()))
+        return matcher
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        if not self._eos_token_ids:
+            raise InvalidRequest(
+                "this model names no end-of-sequence token, with which an answer in a given form ends"
+            )
+        try:
+            return LLTokenizer(
+                _tokenizer_json(self._folder),
+                n_vocab=self._vocab_size,
+                eos_token=list(self._eos_token_ids),
+            )
+        except Exception as error:  # of several trees: whatever the libraries say of a bad file
+            raise InvalidRequest(
+                "answers cannot be held to a form here: the tokenizer in the model's folder cannot be read"
+                f" ({_shortened(str(error))}); put its tokenizer.json there, or ask without a form"
+            ) from error
+
+
+def _tokenizer_json(folder: Path) -> str:
+    """As text, or the path of it; converted where the folder has another kind."""
+    path = folder / "tokenizer.json"
+    if path.exists():
+        return str(path)
+    from transformers import AutoTokenizer  # slow to import, and most folders do not need it
+
+    backend = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+    serialize: Callable[[], str] = backend.to_str
+    return serialize()
+
+
+def _shortened(complaint: str) -> str:
+    text = " ".join(complaint.split())
+    return text if len(text) <= _MAX_COMPLAINT else f"{text[:_MAX_COMPLAINT]}…"

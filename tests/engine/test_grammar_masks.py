@@ -1,0 +1,203 @@
+"""Answers that follow a grammar: a random model under masks writes what is valid, whatever else the sampling wants."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.batch import Slice
+from engine.generate import generate
+from engine.grammar_masks import Allowed, GrammarMasks
+from engine.runtime import EngineThread
+from protocol.errors import InvalidRequest
+from protocol.grammar import MAX_GRAMMAR_CHARS
+from protocol.ids import RequestId
+from protocol.request import FinishReason, SamplingParams
+from tests.engine.conftest import Pair
+from tests.engine.steps import random_prompt
+from tests.random_models import EOS, VOCAB_SIZE
+from tests.thoroughness import examples
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["prefill", "decode", "Zürich"]},
+        "blocks": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+        "note": {"type": "string", "maxLength": 4},
+        "share": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["kind", "blocks", "note", "share"],
+    "additionalProperties": False,
+}
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+JSON_GRAMMAR = f"start: %json {json.dumps({**SCHEMA, **COMPACT})}"
+DEFAULTS = SamplingParams(
+    max_tokens=200, stop_token_ids=frozenset({EOS}), grammar=JSON_GRAMMAR, temperature=1.0
+)
+
+
+def masks_of(pair: Pair) -> GrammarMasks:
+    return GrammarMasks(pair.path, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
+
+
+def piece(generated: list[int], grammar: str = JSON_GRAMMAR, request_id: str = "request") -> Slice:
+    tokens = [1, 2, 3, *generated]
+    return Slice(
+        request_id=RequestId(request_id),
+        token_ids=tokens,
+        start=len(tokens) - 1,
+        end=len(tokens),
+        block_table=[0],
+        sampling=replace(DEFAULTS, grammar=grammar),
+        num_prompt_tokens=3,
+        samples=True,
+    )
+
+
+def text_of(token_ids: list[int]) -> str:
+    """Of the byte-level tokenizer whose first 256 ids are the bytes."""
+    return bytes(token_id for token_id in token_ids if token_id < 256).decode()
+
+
+def only(found: list[Allowed | None]) -> Any:
+    [allowed] = found
+    assert allowed is not None
+    assert allowed.failure is None
+    return allowed.mask
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 3.0, "top_k": 5},
+        {"top_p": 0.2, "min_p": 0.3},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 5.0},
+        {"logit_bias": {ord("!"): 100.0, ord("{"): -100.0, EOS: 100.0}},
+        {"min_tokens": 190},
+        {"num_logprobs": 3},
+    ],
+    ids=str,
+)
+def test_every_answer_of_a_random_model_validates(llama: Pair, wishes: dict[str, Any]) -> None:
+    samplings = [replace(DEFAULTS, seed=seed, **wishes) for seed in range(4)]
+    prompts = [random_prompt(20, seed=seed) for seed in range(4)]
+    for answer in generate(llama.engine(), prompts, samplings, chunk_size=32):
+        assert answer.finish_reason is FinishReason.STOP
+        assert answer.token_ids[-1] == EOS
+        jsonschema.validate(json.loads(text_of(answer.token_ids)), SCHEMA)
+
+
+def test_who_has_no_grammar_samples_as_without_such_neighbours(llama: Pair) -> None:
+    engine = llama.engine()
+    plain = replace(DEFAULTS, grammar="", max_tokens=12, seed=5)
+    [alone] = generate(engine, [random_prompt(20)], plain)
+    beside, constrained = generate(
+        engine, [random_prompt(20), random_prompt(20)], [plain, replace(DEFAULTS, seed=5)]
+    )
+    assert beside.token_ids == alone.token_ids
+    assert json.loads(text_of(constrained.token_ids))
+    assert engine.grammars is not None
+    assert engine.grammars.begin([piece([], grammar="")]) is None
+
+
+def test_an_answer_goes_on_elsewhere_from_its_tokens(llama: Pair) -> None:
+    [whole] = generate(llama.engine(), [random_prompt(25)], replace(DEFAULTS, seed=9))
+    for cut in (1, 7, len(whole.token_ids) - 1):
+        tokens = random_prompt(25) + whole.token_ids[:cut]
+        masks = masks_of(llama)
+        engine = llama.engine()
+        one = replace(piece([]), token_ids=tokens, end=len(tokens), num_prompt_tokens=25)
+        one.start, one.block_table = 0, list(range(8))
+        one.sampling = replace(DEFAULTS, seed=9)
+        [sampled] = engine.execute([one])
+        assert sampled is not None
+        assert sampled.token_id == whole.token_ids[cut]
+        assert only(masks.of([one]))[sampled.token_id]
+
+
+@given(st.data())
+@settings(max_examples=examples(20), deadline=None)
+def test_a_mask_is_a_function_of_the_tokens_alone(llama: Pair, data: st.DataObject) -> None:
+    """Whatever was asked before: the same request further on, set back, or another answer under the same id."""
+    masks = masks_of(llama)
+    answers: list[list[int]] = [[], []]
+    for _ in range(data.draw(st.integers(1, 25), label="steps")):
+        which = data.draw(st.integers(0, 1), label="answer")
+        tokens = answers[which]
+        if tokens and data.draw(st.booleans(), label="sets back"):
+            del tokens[data.draw(st.integers(0, len(tokens) - 1)) :]
+        mask = only(masks.of([piece(tokens)]))
+        fresh = only(masks_of(llama).of([piece(tokens)]))
+        assert (mask == fresh).all()
+        token_id = data.draw(st.sampled_from(np.flatnonzero(mask).tolist()), label="token")
+        if token_id != EOS:
+            tokens.append(token_id)
+
+
+def test_the_end_is_allowed_when_the_answer_is_complete_and_then_alone(llama: Pair) -> None:
+    masks = masks_of(llama)
+    grammar = 'start: "ab" "c"?'
+    allowed = [np.flatnonzero(only(masks.of([piece(list(text), grammar)]))) for text in WRITTEN]
+    assert [ids.tolist() for ids in allowed] == [[ord("a")], [ord("b")], [ord("c"), EOS], [EOS]]
+
+
+WRITTEN = (b"", b"a", b"ab", b"abc")
+
+
+def test_a_grammar_that_cannot_be_followed_fails_its_own_request_only(llama: Pair) -> None:
+    masks = masks_of(llama)
+    good, bad, none = masks.of([piece([ord("{")]), piece([ord("x")]), piece([], grammar="")])
+    assert good is not None
+    assert good.mask is not None
+    assert bad is not None
+    assert bad.mask is None
+    assert bad.failure is not None
+    assert "cannot be followed" in bad.failure
+    assert none is None
+    broken = replace(DEFAULTS, grammar="start: nothing")
+    with pytest.raises(InvalidRequest, match="unknown name"):
+        generate(llama.engine(), [random_prompt(20)], broken)
+
+
+def test_an_end_that_ends_nothing_is_no_choice(llama: Pair) -> None:
+    endless = piece(list(b"abc"), 'start: "abc"')
+    endless.sampling = replace(endless.sampling, stop_token_ids=frozenset())
+    [allowed] = masks_of(llama).of([endless])
+    assert allowed is not None
+    assert allowed.failure == "the answer is complete, and no stop token may end it"
+
+
+def test_matchers_of_those_who_have_left_are_forgotten(llama: Pair) -> None:
+    masks = masks_of(llama)
+    masks.of([piece([], request_id="gone")])
+    for _ in range(300):
+        masks.of([piece([], request_id="here")])
+    assert list(masks._followers) == ["here"]
+
+
+async def test_a_request_whose_grammar_is_none_is_told_before_any_step(llama: Pair) -> None:
+    thread = EngineThread(llama.engine())
+    try:
+        await thread.prepare(DEFAULTS)
+        with pytest.raises(InvalidRequest, match="look-around"):
+            await thread.prepare(replace(DEFAULTS, grammar="start: /(?=x)/"))
+        with pytest.raises(InvalidRequest, match="is longer than"):
+            await thread.prepare(replace(DEFAULTS, grammar="x" * (MAX_GRAMMAR_CHARS + 1)))
+    finally:
+        thread.close()
+
+
+def test_a_folder_without_a_tokenizer_and_a_model_without_an_end_say_so(tmp_path: Any) -> None:
+    for eos, complaint in (([EOS], "put its tokenizer.json there"), ([], "no end-of-sequence")):
+        masks = GrammarMasks(tmp_path, vocab_size=VOCAB_SIZE, eos_token_ids=eos)
+        with pytest.raises(InvalidRequest, match=complaint):
+            masks.prepare(JSON_GRAMMAR)
