@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -24,6 +25,7 @@ from gateway.chunks import ChatChunks, Chunks, CompletionChunks, Heading, Wants
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.feed import Piece
+from gateway.forms import FormChecker
 from gateway.isolation import salt_of
 from gateway.limits.visit import Identity
 from gateway.params import (
@@ -48,6 +50,7 @@ from gateway.service import Answer, Gateway
 from gateway.tokenizer import Tokenizer
 from gateway.whole import render_chat, render_completion
 from gateway.wish import Choice, Wish
+from protocol.grammar import Grammars
 
 _MAX_TENANT = 256  # characters; the conductor keeps it with each decision, so longer names are known by a digest
 _TENANT_DIGEST_BYTES = 16
@@ -74,6 +77,13 @@ class Api:
         self._served = served
         self._config = config
         self._parser = BodyParser()
+        self._forms = FormChecker(
+            Grammars(
+                Path(config.model),
+                vocab_size=served.vocab_size,
+                eos_token_ids=sorted(tokenizer.eos_token_ids),
+            )
+        )
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
@@ -102,7 +112,9 @@ class Api:
             continues=bool(body.continue_final_message),
         )
         prompt = truncated(prompt, body, limits)
-        choices = choices_for(body, [prompt], limits, "messages")
+        form = await self._forms.form_of(body)
+        grammar = form.grammar if form else ""
+        choices = choices_for(body, [prompt], limits, "messages", grammar)
         heading = self._heading(id_prefix, request, body)
         wants = _wants(body, logprobs=bool(body.logprobs))
         chunks = ChatChunks(
@@ -132,7 +144,8 @@ class Api:
             raise ApiError(400, "best_of other than n is not supported", param="best_of")
         limits = self._limits()
         prompts = await completion_prompts(self._tokenizer, body, limits)
-        choices = choices_for(body, prompts, limits, "prompt")
+        form = await self._forms.form_of(body)
+        choices = choices_for(body, prompts, limits, "prompt", form.grammar if form else "")
         echoes = [self._echo(body, prompts[i // (body.n or 1)]) for i in range(len(choices))]
         heading = self._heading("cmpl-", request, body)
         wants = _wants(body, logprobs=body.logprobs is not None)

@@ -169,9 +169,10 @@ def _all(values: list[object], kind: type) -> bool:
 
 
 def choices_for(
-    body: SamplingBody, prompts: Sequence[Prompt], limits: Limits, param: str
+    body: SamplingBody, prompts: Sequence[Prompt], limits: Limits, param: str, grammar: str = ""
 ) -> tuple[Choice, ...]:
-    """`n` choices of each prompt, numbered through. Choice i of a prompt samples with seed + i."""
+    """`n` choices of each prompt, numbered through. Choice i of a prompt samples with seed + i. `grammar`: that all of
+    them follow; empty = none."""
     count = body.n or 1
     _check_count(body, len(prompts), param)
     seed = secrets.randbits(63) if body.seed is None else body.seed
@@ -179,7 +180,7 @@ def choices_for(
     for prompt in prompts:
         check_prompt(prompt.token_ids, limits, param)
         for offset in range(count):
-            sampling = sampling_for(body, len(prompt.token_ids), (seed + offset), limits)
+            sampling = sampling_for(body, len(prompt.token_ids), (seed + offset), limits, grammar)
             choices.append(
                 Choice(
                     index=len(choices),
@@ -239,7 +240,7 @@ def _too_long(num_tokens: str, limits: Limits, param: str) -> ApiError:
 
 
 def sampling_for(
-    body: SamplingBody, num_prompt_tokens: int, seed: int, limits: Limits
+    body: SamplingBody, num_prompt_tokens: int, seed: int, limits: Limits, grammar: str = ""
 ) -> SamplingParams:
     """The parameters as workers trust them."""
     max_tokens = _max_tokens(body, num_prompt_tokens, limits)
@@ -266,6 +267,7 @@ def sampling_for(
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         repetition_penalty=_or(body.repetition_penalty, 1.0),
         logit_bias=_logit_bias(body, limits),
+        grammar=grammar,
     )
 
 

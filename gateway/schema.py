@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway.errors import ApiError
+from gateway.form_schema import Choices, ResponseFormat, SchemaOrText, StructuredOutputs
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,12 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -168,7 +174,6 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "tool_choice": (None, "none"),
     "functions": (None, []),
     "function_call": (None, "none"),
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
     "audio": (None,),
@@ -176,11 +181,6 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (None, False),
     "prompt_logprobs": (None,),
     "chat_template": (None,),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "bad_words": (None, []),
     "logits_processors": (None, []),
 }

@@ -47,6 +47,10 @@ class Grammars:
             self._keep(grammar, compiled)
         return compiled.deep_copy()
 
+    def knows(self, grammar: str) -> bool:
+        """Whether it is compiled and has proved good."""
+        return self._find(grammar) is not None
+
     def _find(self, grammar: str) -> LLMatcher | None:
         with self._lock:
             compiled = self._compiled.get(grammar)

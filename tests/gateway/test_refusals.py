@@ -87,7 +87,7 @@ BAD_PARAMETERS = [
     ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"priority": 2**40}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
 ]
 
 

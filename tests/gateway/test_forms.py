@@ -1,0 +1,159 @@
+"""The form of an answer, from what clients say to a grammar that workers can follow, or to a 400 that names it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.errors import ApiError
+from gateway.forms import Form, form_of
+from gateway.schema import BodyParser, CompletionBody
+from gateway.tokenizer import Tokenizer
+from protocol.errors import InvalidRequest
+from protocol.grammar import Grammars
+from tests.gateway.conftest import MODEL
+from tests.gateway.scripted_cluster import ScriptedCluster
+from tests.thoroughness import examples
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+NAMED = {"name": "it", "schema": SCHEMA, "strict": True}
+GRAMMARS = Grammars(MODEL, vocab_size=4096, eos_token_ids=[1, 4])
+
+
+def form(**fields: Any) -> Form | None:
+    raw = json.dumps({"prompt": "x", **fields}).encode()
+    return form_of(BodyParser().parse(CompletionBody, raw))
+
+
+def follows(found: Form | None, text: str, tokenizer: Tokenizer) -> bool:
+    assert found is not None
+    matcher = GRAMMARS.start(found.grammar)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, ['{"x": [1, "é"]}', "{}"], ["[]", "{"]),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": NAMED}},
+            ['{"a": 1}', '{"a":1}', '{\n  "a": -20\n}'],
+            ['{"a": "1"}', "{}", '{"a": 1}}', '{  "a": 1}'],
+        ),
+        ({"guided_json": json.dumps(SCHEMA)}, ['{"a": 7}'], ['{"a": }']),
+        ({"guided_regex": r"\d{2}/(ab|c)+"}, ["12/abcc"], ["1/c", "12/", "12/c "]),
+        ({"guided_choice": ["red", 'gr"ün', "\n\\"]}, ["red", 'gr"ün', "\n\\"], ["re", "redred"]),
+        ({"guided_grammar": 'start: "a" b*\nb: "b" | "c"'}, ["a", "abcb"], ["b", "aa"]),
+        ({"guided_grammar": 'root ::= "a" [0-9]+'}, ["a1", "a22"], ["a"]),
+        ({"structured_outputs": {"json": SCHEMA}}, ['{"a": 1}'], ["{}"]),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+            ['{"a":1}'],
+            ['{"a": 1}'],
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "whitespace_pattern": "~"}},
+            ['{"a"~:1}'],
+            ['{"a": 1}'],
+        ),
+        ({"structured_outputs": {"regex": "ab?"}}, ["a"], ["b"]),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, ["no"], ["n"]),
+        ({"structured_outputs": {"grammar": 'start: "x"'}}, ["x"], ["y"]),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_an_answer_in_the_form_is_allowed_and_no_other(
+    fields: dict[str, Any], good: list[str], bad: list[str], tokenizer: Tokenizer
+) -> None:
+    found = form(**fields)
+    assert all(follows(found, text, tokenizer) for text in good)
+    assert not any(follows(found, text, tokenizer) for text in bad)
+
+
+def test_text_is_no_form_and_neither_is_nothing() -> None:
+    assert form(response_format={"type": "text"}) is None
+    assert form(guided_json=None, structured_outputs={}) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[]"}, "guided_json"),
+        ({"guided_regex": "a\\"}, "guided_regex"),
+        ({"guided_grammar": "nonsense"}, "guided_grammar"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "structured_outputs.structural_tag",
+        ),
+    ],
+    ids=str,
+)
+def test_a_form_that_contradicts_itself_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        form(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+         "response_format.json_schema.name"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "(a"}, "guided_regex"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+        ({"guided_json": {"type": "thing"}}, "guided_json"),
+        ({"guided_json": {"not": {}}}, "guided_json"),
+        ({"guided_json": {"$ref": "https://example.org/schema"}}, "guided_json"),
+        ({"structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs.json"),
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_what_no_worker_could_follow_is_refused_before_anything_is_placed(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, fields: dict[str, Any], param: str
+) -> None:
+    body = {"prompt": "x", **fields}
+    async with http.post("/v1/completions", json=body) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, param)
+    assert error["message"]
+    assert not cluster.places
+
+
+async def test_every_choice_carries_the_grammar_to_its_worker(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    wish = {"messages": [{"role": "user", "content": "x"}], "n": 2, "max_tokens": 2}
+    form = {"response_format": {"type": "json_schema", "json_schema": NAMED}}
+    async with http.post("/v1/chat/completions", json={**wish, **form}) as response:
+        assert response.status == 200, await response.text()
+    async with http.post("/v1/chat/completions", json={**wish, "n": 1}) as response:
+        assert response.status == 200
+    grammars = [submission.sampling.grammar for submission in cluster.submissions]
+    assert [bool(grammar) for grammar in grammars] == [True, True, False]
+    assert '"integer"' in grammars[0] == grammars[1]
+
+
+@given(st.text(max_size=60) | st.text(alphabet='rot:=|()[]{}*+?"\\/%<>a-z \n', max_size=60))
+@settings(max_examples=examples(150), deadline=None)
+def test_any_text_for_a_grammar_is_one_or_is_refused(text: str) -> None:
+    for name in ("guided_grammar", "guided_regex", "guided_json"):
+        try:
+            found = form(**{name: text})
+            assert found is not None
+            GRAMMARS.start(found.grammar)
+        except (ApiError, InvalidRequest):
+            continue
