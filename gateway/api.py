@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.admission import admitted, visit_of
 from gateway.body import read_body
-from gateway.chunks import ChatChunks, Chunks, CompletionChunks, Heading, Wants
+from gateway.chunks import Chunks, CompletionChunks, Heading, Wants
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.feed import Piece
@@ -48,6 +48,9 @@ from gateway.schema import (
 )
 from gateway.service import Answer, Gateway
 from gateway.tokenizer import Tokenizer
+from gateway.tools.formats import format_of
+from gateway.tools.plan import ToolPlanner
+from gateway.tools.replies import chat_chunks, message_of
 from gateway.whole import render_chat, render_completion
 from gateway.wish import Choice, Wish
 from protocol.grammar import Grammars
@@ -84,6 +87,12 @@ class Api:
                 eos_token_ids=sorted(tokenizer.eos_token_ids),
             )
         )
+        self._tools = ToolPlanner(
+            format_of(config.tool_call_parser, tokenizer.template_source),
+            self._forms,
+            allows_auto=config.enable_auto_tool_choice,
+            is_special=tokenizer.is_special,
+        )
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
@@ -103,6 +112,8 @@ class Api:
         """A chat completion in another API's form: `as_stream` and `as_whole` turn chunks and body into that."""
         self._find_model(body.model)
         limits = self._limits()
+        form = await self._forms.form_of(body)
+        plan = await self._tools.plan(body, form)
         prompt = await chat_prompt(
             self._tokenizer,
             body.messages,
@@ -110,19 +121,22 @@ class Api:
             add_generation_prompt=body.adds_generation_prompt,
             variables=body.chat_template_kwargs,
             continues=bool(body.continue_final_message),
+            tools=body.tools,
         )
         prompt = truncated(prompt, body, limits)
-        form = await self._forms.form_of(body)
-        grammar = form.grammar if form else ""
+        grammar = (plan.grammar if plan else "") or (form.grammar if form else "")
         choices = choices_for(body, [prompt], limits, "messages", grammar)
+        if plan is not None:
+            choices = plan.seen_in(choices, body)
         heading = self._heading(id_prefix, request, body)
         wants = _wants(body, logprobs=bool(body.logprobs))
-        chunks = ChatChunks(
+        chunks = chat_chunks(
             heading,
             wants,
             self._tokenizer,
             num_choices=len(choices),
             prompt_token_ids=prompt.token_ids,
+            plan=plan,
         )
         return await self._reply(
             request,
@@ -132,7 +146,15 @@ class Api:
             as_stream(heading, chunks),
             lambda pieces, usage: as_whole(
                 heading,
-                render_chat(heading, wants, self._tokenizer, prompt.token_ids, pieces, usage),
+                render_chat(
+                    heading,
+                    wants,
+                    self._tokenizer,
+                    prompt.token_ids,
+                    pieces,
+                    usage,
+                    None if plan is None else partial(message_of, plan),
+                ),
             ),
         )
 
@@ -243,6 +265,7 @@ class Api:
                 limits,
                 add_generation_prompt=body.add_generation_prompt,
                 variables=body.chat_template_kwargs,
+                tools=body.tools,
                 add_special_tokens=body.add_special_tokens is True,
             )
             return prompt.token_ids

@@ -25,9 +25,14 @@ from protocol.errors import ConfigError, InvalidRequest
 class ChatTemplate:
     """One compiled template with the special tokens it may name."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None
+    ) -> None:
+        """`with_tools`: the template of conversations with tools, where it is another. Raises ConfigError."""
+        self.source = with_tools or source
         try:
             self._template = _environment().from_string(source)
+            self._with_tools = _environment().from_string(self.source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
@@ -38,17 +43,19 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt's text. Raises InvalidRequest when the template refuses the conversation."""
         context = {**self._special_tokens, **(variables or {})}
-        context |= {"tools": None, "documents": None}
+        context |= {"tools": tools, "documents": None}
         # As transformers does: templates expect an absent key rather than None.
         plain = [
             {name: value for name, value in message.items() if value is not None}
             for message in messages
         ]
         try:
-            return self._template.render(
+            template = self._with_tools if tools else self._template
+            return template.render(
                 {**context, "messages": plain, "add_generation_prompt": add_generation_prompt}
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:

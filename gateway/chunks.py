@@ -109,14 +109,25 @@ class _Chunks(ABC):
         finish_reason: str | None,
         extra: str = "",
     ) -> str:
+        output = f"{self.text_opening}{encode_basestring_ascii(text)}{self.text_closing}"
+        return self._around(index, output, tokens, finish_reason, extra)
+
+    def _around(
+        self,
+        index: int,
+        output: str,
+        tokens: Sequence[Token],
+        finish_reason: str | None,
+        extra: str = "",
+    ) -> str:
+        """The chunk with these fields of the choice, as JSON, for its output."""
         logprobs = _compact(self._logprobs(index, tokens)) if self._wants.logprobs else "null"
         reason = f'"{finish_reason}"' if finish_reason else "null"
         if self._wants.token_ids:
             ids = ",".join(str(token.token_id) for token in tokens)
             extra += f',"token_ids":[{ids}]'
         return (
-            f'{self._opening},"choices":[{{"index":{index},{self.text_opening}'
-            f"{encode_basestring_ascii(text)}{self.text_closing}"
+            f'{self._opening},"choices":[{{"index":{index},{output}'
             f',"logprobs":{logprobs},"finish_reason":{reason}{extra}}}]{self._closing}'
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.keys.record import ApiKey, KeyLimits, digest_of
+from gateway.tools.formats import FORMATS
 from protocol.config import option
 from protocol.errors import ConfigError
 from protocol.registry.redis_address import SCHEMES
@@ -45,6 +46,14 @@ class ClientConfig:
     max_streams: int | None = option(None, help="likewise, requests under way at once")
     max_prompt_tokens: int | None = option(
         None, help="longest prompt that is accepted; what the model's context holds when not given"
+    )
+    tool_call_parser: str = option(
+        "auto",
+        help="how the model writes tool calls; auto = as its chat template shows",
+        choices=("auto", "none", *FORMATS),
+    )
+    enable_auto_tool_choice: bool = option(
+        True, help="let the model choose whether to call tools (tool_choice auto)"
     )
     max_body_bytes: int = option(
         8 * 2**20, help="longest request body that is accepted", unit="bytes"

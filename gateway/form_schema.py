@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from gateway.part import Part
 
 Choices = Annotated[
     list[Annotated[str, Field(max_length=10_000)]], Field(min_length=1, max_length=1_000)
@@ -15,13 +17,7 @@ Choices = Annotated[
 SchemaOrText = dict[str, Any] | str
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
-    )
-
-
-class NamedSchema(_Part):
+class NamedSchema(Part):
     """`response_format.json_schema`. Answers follow the schema whether or not it is called strict."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -30,14 +26,14 @@ class NamedSchema(_Part):
     strict: bool | None = None
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(Part):
     """`response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(Part):
     """`structured_outputs`: one of the first five, and how JSON is spaced."""
 
     json_: SchemaOrText | None = Field(None, alias="json")

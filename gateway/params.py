@@ -14,6 +14,7 @@ from typing import TypeVar
 from gateway.errors import ApiError
 from gateway.schema import MAX_CHOICES, ChatBody, ChatMessage, CompletionBody, SamplingBody
 from gateway.tokenizer import Tokenizer
+from gateway.tools.schema import Tool
 from gateway.wish import Choice
 from protocol.request import SamplingParams
 
@@ -68,6 +69,7 @@ async def chat_prompt(
     *,
     add_generation_prompt: bool,
     variables: Mapping[str, object] | None,
+    tools: Sequence[Tool] | None = None,
     add_special_tokens: bool = False,
     continues: bool = False,
 ) -> Prompt:
@@ -77,6 +79,7 @@ async def chat_prompt(
         [message.for_template() for message in messages],
         add_generation_prompt=add_generation_prompt,
         variables=variables,
+        tools=[tool.for_template() for tool in tools or ()] or None,
     )
     if continues:
         text = cut_behind(text, messages[-1])

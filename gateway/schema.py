@@ -11,10 +11,12 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from gateway.errors import ApiError
 from gateway.form_schema import Choices, ResponseFormat, SchemaOrText, StructuredOutputs
+from gateway.part import Part
+from gateway.tools.schema import CallMade, ToolChoice, Tools
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +31,8 @@ _StopString = Annotated[str, Field(min_length=1, max_length=1_000)]
 _Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 
 
-class Body(BaseModel):
+class Body(Part):
     """Strict, frozen, with whatever else was sent as `model_extra`."""
-
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
-    )
 
 
 class StreamOptions(Body):
@@ -95,10 +93,14 @@ class ChatMessage(Body):
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[CallMade] | None = None
+    tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As templates expect it: text parts joined. Raises ApiError for parts that are not text."""
-        return {**self.model_dump(), "content": self._text()}
+        """As templates expect it: text parts joined, arguments of calls as objects. Raises ApiError for parts that are
+        not text."""
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        return {**self.model_dump(), "content": self._text(), "tool_calls": calls or None}
 
     def _text(self) -> str | None:
         if not isinstance(self.content, list):
@@ -121,8 +123,9 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool = True
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def adds_generation_prompt(self) -> bool:
@@ -159,6 +162,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
 
 
 class DetokenizeBody(Body):
@@ -185,6 +189,9 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "logits_processors": (None, []),
 }
 
+# Of them, those that are refused only where the body has no such field.
+_BUILT_FOR_CHAT = frozenset({"tools", "tool_choice"})
+
 B = TypeVar("B", bound=Body)
 
 
@@ -210,6 +217,8 @@ class BodyParser:
     def _check_extra(self, body: Body) -> None:
         given = body.model_extra or {}
         for name, harmless in _NOT_BUILT.items():
+            if name in _BUILT_FOR_CHAT and name in type(body).model_fields:
+                continue
             value = given.get(name, getattr(body, name, None))
             if value not in harmless:
                 raise ApiError(

@@ -65,6 +65,19 @@ class Tokenizer:
         """One more than the greatest token id."""
         return self._codec.size
 
+    def is_special(self, text: str) -> bool:
+        """Whether there is a special token that is spelled so."""
+        return text in self._special_texts
+
+    @cached_property
+    def _special_texts(self) -> frozenset[str | None]:
+        return frozenset(map(self._codec.token_text, self._codec.special_ids))
+
+    @property
+    def template_source(self) -> str | None:
+        """The chat template's text, the one for tools where there are two."""
+        return self._template.source if self._template else None
+
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token, a bound on how few tokens a text can become."""
@@ -102,14 +115,18 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """A conversation as the prompt text the model was trained on."""
+        """A conversation as the prompt text the model was trained on. `tools`: functions that it may call."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
         return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, variables=variables
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+            tools=tools,
         )
 
 
@@ -160,9 +177,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise ConfigError(f"--model {folder}: no such folder")
     config = _read_json(folder / "tokenizer_config.json")
-    source = _template_source(folder, config)
+    source, with_tools = _template_sources(folder, config)
     special = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
-    template = ChatTemplate(source, special) if source else None
+    template = ChatTemplate(source, special, with_tools) if source else None
     eos = _eos_token_ids(folder)
     if (folder / "tokenizer.json").exists():
         return Tokenizer(_fast_codec(folder / "tokenizer.json"), template, eos)
@@ -195,17 +212,18 @@ def _slow_codec(folder: Path) -> _SlowCodec:
         raise ConfigError(f"{folder} has no tokenizer that can be read: {error}") from error
 
 
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """`chat_template.jinja` beats `chat_template.json` beats the entry in tokenizer_config.json."""
+def _template_sources(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """`chat_template.jinja` beats `chat_template.json` beats the entry in tokenizer_config.json. The second one is for
+    conversations with tools, where there is one."""
     standalone = folder / "chat_template.jinja"
     if standalone.exists():
-        return standalone.read_text(encoding="utf-8")
+        return standalone.read_text(encoding="utf-8"), None
     template = _read_json(folder / "chat_template.json").get("chat_template")
     template = template or config.get("chat_template")
     if isinstance(template, list):  # several named ones
         named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        return named.get("default"), named.get("tool_use")
+    return template if isinstance(template, str) else None, None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

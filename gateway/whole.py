@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gateway.chunks import Heading, Wants
@@ -11,6 +11,9 @@ from gateway.feed import Piece
 from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.tokenizer import Tokenizer
 from protocol.request import Token
+
+MessageOf = Callable[[Sequence[Piece]], tuple[dict[str, Any], str | None]]
+"""A choice's message, and why it ended, from its pieces."""
 
 
 def render_chat(
@@ -20,19 +23,21 @@ def render_chat(
     prompt_token_ids: Sequence[int],
     choices: Sequence[Sequence[Piece]],
     usage: dict[str, Any],
+    message_of: MessageOf | None = None,
 ) -> bytes:
-    """A `chat.completion`; `choices` are the pieces of each."""
+    """A `chat.completion`; `choices` are the pieces of each. `message_of`: None = their text is the message."""
     rendered = []
     for index, pieces in enumerate(choices):
         tokens = _tokens(pieces)
+        message, finish_reason = (message_of or _text_message)(pieces)
         rendered.append(
             {
                 "index": index,
-                "message": {"role": "assistant", "content": _text(pieces), "refusal": None},
+                "message": message,
                 "logprobs": {"content": chat_logprobs(tokens, tokenizer)}
                 if wants.logprobs
                 else None,
-                "finish_reason": pieces[-1].finish_reason,
+                "finish_reason": finish_reason,
                 **_token_ids(wants, tokens),
             }
         )
@@ -87,6 +92,11 @@ def _body(
         **extra,
     }
     return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _text_message(pieces: Sequence[Piece]) -> tuple[dict[str, Any], str | None]:
+    message = {"role": "assistant", "content": _text(pieces), "refusal": None}
+    return message, pieces[-1].finish_reason
 
 
 def _text(pieces: Sequence[Piece]) -> str:

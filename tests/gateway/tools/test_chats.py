@@ -1,0 +1,154 @@
+"""Chats with tools over HTTP: what the template and the workers get, and what the client gets of the model's text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gateway.tokenizer import Tokenizer
+from protocol.keys import unpack_tokens
+from tests.gateway.conftest import MODEL, running_gateway
+from tests.gateway.scripted_cluster import ScriptedCluster
+
+END_OF_TURN = 4
+TEMPLATE = (
+    "{% if tools %}<tool_call> {% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.a }}{% endfor %};"
+    "{% endfor %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "default": {"a": None}}},
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": [1, 2]}}\n</tool_call>'
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "max_tokens": 200}
+
+
+@pytest.fixture
+async def http(cluster: ScriptedCluster, tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
+    """A gateway whose model's template shows Hermes calls."""
+    for path in MODEL.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    async with (
+        running_gateway(cluster, model=str(tmp_path)) as url,
+        aiohttp.ClientSession(url) as session,
+    ):
+        yield session
+
+
+def answers(cluster: ScriptedCluster, tokenizer: Tokenizer, text: str) -> None:
+    cluster.tokens = [*tokenizer.encode(text, add_special_tokens=False), END_OF_TURN]
+
+
+async def ask(http: aiohttp.ClientSession, **fields: Any) -> dict[str, Any]:
+    async with http.post("/v1/chat/completions", json={**CHAT, **fields}) as response:
+        assert response.status == 200, await response.text()
+        [choice] = (await response.json())["choices"]
+        return choice
+
+
+async def stream(http: aiohttp.ClientSession, **fields: Any) -> list[dict[str, Any]]:
+    body = {**CHAT, **fields, "stream": True}
+    async with http.post("/v1/chat/completions", json=body) as response:
+        lines = (await response.text()).split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
+
+
+async def test_a_call_is_no_content_and_why_the_answer_ended(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
+    answers(cluster, tokenizer, f"I add.\n{CALL}\n{CALL}")
+    choice = await ask(http)
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["content"] == "I add."
+    ids = {call.pop("id") for call in message["tool_calls"]}
+    assert len(ids) == 2
+    called = {"type": "function", "function": {"name": "add", "arguments": '{"a": [1, 2]}'}}
+    assert message["tool_calls"] == [called, called]
+    answers(cluster, tokenizer, CALL)
+    assert (await ask(http))["message"]["content"] is None
+
+
+async def test_a_stream_says_the_same_in_pieces(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
+    answers(cluster, tokenizer, f"I add.\n{CALL}\n{CALL}")
+    choices = await stream(http)
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(choice["delta"].get("content") or "" for choice in choices) == "I add."
+    deltas = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    for index in (0, 1):
+        mine = [delta for delta in deltas if delta["index"] == index]
+        assert mine[0]["type"] == "function"
+        assert mine[0]["function"]["name"] == "add"
+        assert mine[0]["id"].startswith("call_")
+        assert all("name" not in delta["function"] and "id" not in delta for delta in mine[1:])
+        assert "".join(delta["function"]["arguments"] for delta in mine) == '{"a": [1, 2]}'
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [
+        "tool_calls"
+    ]
+
+
+async def test_what_is_no_call_is_content_and_a_cut_call_is_as_far_as_it_goes(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
+    wrong = CALL.replace("add", "rm")
+    answers(cluster, tokenizer, wrong)
+    choice = await ask(http)
+    assert choice["message"] == {"role": "assistant", "content": wrong, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert "".join(c["delta"].get("content", "") for c in await stream(http)) == wrong
+    answers(cluster, tokenizer, CALL)
+    start = tokenizer.encode(CALL.partition("1")[0], add_special_tokens=False)
+    choice = await ask(http, max_tokens=len(start))
+    [call] = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "length"
+    assert '{"a": [1, 2]}'.startswith(call["function"]["arguments"])
+    assert (await ask(http, tool_choice="none"))["message"]["content"] == CALL
+
+
+async def test_the_template_gets_tools_and_calls_and_the_worker_the_grammar(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
+    called = {"name": "add", "arguments": '{"a": 41}'}
+    history = [
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "call_1", "type": "function", "function": called}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "42"},
+    ]  # fmt: skip
+    messages = CHAT["messages"] + history
+    await ask(http, messages=messages, tool_choice="required", max_tokens=2)
+    [submitted] = cluster.submissions
+    prompt = tokenizer.decode(unpack_tokens(submitted.token_ids))
+    expected = f"<tool_call> {json.dumps(TOOL)}user: hi;assistant: 41;tool: 42;"
+    assert prompt == expected
+    assert "tool_call" in submitted.sampling.grammar
+    async with http.post("/tokenize", json={"messages": messages, "tools": [TOOL]}) as response:
+        assert (await response.json())["tokens"] == list(unpack_tokens(submitted.token_ids))
+    history[0]["tool_calls"][0]["function"]["arguments"] = "{"
+    async with http.post("/v1/chat/completions", json={**CHAT, "messages": messages}) as response:
+        error = (await response.json())["error"]
+    assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+
+
+async def test_calls_come_through_the_responses_api(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
+    answers(cluster, tokenizer, CALL)
+    tool = {"type": "function", **TOOL["function"]}
+    body = {"input": "hi", "tools": [tool], "max_output_tokens": 100}
+    async with http.post("/v1/responses", json=body) as response:
+        assert response.status == 200, await response.text()
+        [item] = (await response.json())["output"]
+    assert (item["type"], item["name"]) == ("function_call", "add")
+    assert item["arguments"] == '{"a": [1, 2]}'
