@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Literal
 
 import openai
+import pydantic
 import pytest
 
 from tests.e2e.cluster import running_cluster
@@ -21,7 +23,7 @@ QUESTION = [
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    flags = ("--dtype", "float32", "--api-key", "sesame")
+    flags = ("--dtype", "float32", "--api-key", "sesame", "--tool-call-parser", "hermes")
     with (
         running_cluster(None, tmp_path_factory.mktemp("logs"), *flags) as cluster,
         openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="sesame", max_retries=0) as client,
@@ -66,6 +68,50 @@ def test_completions_take_lists_seeds_stops_and_logprobs(client: openai.OpenAI) 
     )
     assert cut.choices[0].text == plain.choices[0].text.partition(word)[0]
     assert cut.choices[0].finish_reason == "stop"
+
+
+class Paint(pydantic.BaseModel):
+    """Small enough for any model to finish."""
+
+    color: Literal["red", "blue"]
+    name: Annotated[str, pydantic.Field(pattern="^[a-z]{1,8}$")]
+    is_dry: bool
+
+
+def test_an_answer_is_parsed_into_the_class_it_was_asked_for(client: openai.OpenAI) -> None:
+    for temperature in (0.0, 1.5):
+        answer = client.chat.completions.parse(
+            model=MODEL,
+            messages=QUESTION,  # type: ignore[arg-type]
+            response_format=Paint,
+            max_tokens=400,
+            temperature=temperature,
+            seed=1,
+        )
+        assert isinstance(answer.choices[0].message.parsed, Paint)
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_function_that_must_be_called_is_whole_and_streamed(client: openai.OpenAI) -> None:
+    schema = {**Paint.model_json_schema(), "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "paint", "parameters": schema}}
+    wish = {
+        **{"model": MODEL, "messages": QUESTION, "tools": [tool], "max_tokens": 400},
+        **{"tool_choice": {"type": "function", "function": {"name": "paint"}}, "seed": 3},
+    }
+    whole = client.chat.completions.create(**wish)  # type: ignore[call-overload]
+    [call] = whole.choices[0].message.tool_calls
+    assert call.function.name == "paint"
+    Paint.model_validate_json(call.function.arguments)
+    assert whole.choices[0].finish_reason == "tool_calls"
+    assert whole.choices[0].message.content is None
+    with client.chat.completions.stream(**wish) as stream:
+        types = {event.type for event in stream}
+        streamed = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in types
+    assert streamed.choices[0].message.tool_calls[0].function.arguments == call.function.arguments
+    free = client.chat.completions.create(**{**wish, "tool_choice": "auto", "max_tokens": 8})  # type: ignore[call-overload]
+    assert free.choices[0].message.content
 
 
 def test_a_wrong_key_an_unknown_model_and_a_long_prompt_raise_the_clients_own_errors(
