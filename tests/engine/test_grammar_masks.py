@@ -201,3 +201,19 @@ def test_a_folder_without_a_tokenizer_and_a_model_without_an_end_say_so(tmp_path
         masks = GrammarMasks(tmp_path, vocab_size=VOCAB_SIZE, eos_token_ids=eos)
         with pytest.raises(InvalidRequest, match=complaint):
             masks.prepare(JSON_GRAMMAR)
+
+
+def test_a_step_that_runs_ahead_is_masked_as_one_that_waits(llama: Pair) -> None:
+    """It is begun before its only token, which the step before it samples, is among the sequence's."""
+    [waited] = generate(llama.engine(), [random_prompt(25)], replace(DEFAULTS, seed=4))
+    engine, tokens = llama.engine(), random_prompt(25)
+    one = replace(piece([]), token_ids=tokens, start=0, end=25, num_prompt_tokens=25)
+    one.block_table, one.sampling = list(range(16)), replace(DEFAULTS, seed=4)
+    step, end = engine.begin([one]), 25
+    while tokens[-1] != EOS:
+        ahead = engine.begin([replace(one, start=end, end=end + 1, follows=True)])
+        [sampled] = step.end()
+        assert sampled is not None
+        tokens.append(sampled.token_id)
+        step, end = ahead, end + 1
+    assert tokens[25:] == waited.token_ids
