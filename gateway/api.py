@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.admission import admitted, visit_of
 from gateway.body import read_body
-from gateway.chunks import Chunks, CompletionChunks, Heading, Wants
+from gateway.chunks import ChatChunks, Chunks, CompletionChunks, Heading, Wants
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.feed import Piece
