@@ -18,6 +18,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from gateway.cluster import Cluster
 from protocol.errors import MoonserveError
 from protocol.pb import metrics_pb2, metrics_pb2_grpc
+from protocol.process import host_identity
 from protocol.rpc import Channels
 from protocol.scraping import LoopCollector
 
@@ -87,6 +88,7 @@ class ClusterMetrics:
         self._cluster = cluster
         self._channels = channels
         self._conductors = conductors
+        self._host = host_identity()
         self._gathering: asyncio.Task[str] | None = None
 
     async def page(self) -> str:
@@ -137,6 +139,10 @@ class ClusterMetrics:
         view = self._cluster.view
         for instance in view.instances if view is not None else ():
             named[instance.endpoint.rpc_address] = instance.endpoint.instance_id
+        for gateway in view.gateways if view is not None else ():
+            is_here = gateway.rpc_address and gateway.host == self._host
+            if is_here and gateway.instance_id != self._instance_id:
+                named[gateway.rpc_address] = gateway.instance_id
         return named
 
     async def _ask(self, address: str) -> metrics_pb2.ScrapeReply | None:

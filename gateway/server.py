@@ -39,8 +39,8 @@ from protocol.garbage import seldom_collected
 from protocol.ids import GatewayId, new_id
 from protocol.metrics import request_metrics
 from protocol.process import Lifecycle
-from protocol.rpc import Channels
-from protocol.scraping import process_registry
+from protocol.rpc import Channels, RpcServer
+from protocol.scraping import process_registry, serve_metrics
 from protocol.tracing import Tracer, tracing
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         tokenizer = load_tokenizer(Path(config.model))
         served = _served(config, tokenizer)
         tracer = closing.enter_context(tracing(config, config.instance_id, "gateway"))
-        gateway = _gateway(config, channels, tokenizer, served, registry, tracer)
+        rpc_address = await _served_metrics(config, registry, closing)
+        gateway = _gateway(config, channels, tokenizer, served, registry, tracer, rpc_address)
         api = Api(gateway, tokenizer, served, config)
         registry.register(phase_collector(gateway.phases))
         of_cluster = ClusterMetrics(
@@ -95,6 +96,19 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         await _run(gateway, _server(app, config), listener, lifecycle, config, beside)
 
 
+async def _served_metrics(
+    config: GatewayConfig, registry: CollectorRegistry, closing: contextlib.AsyncExitStack
+) -> str:
+    """Where the gateways that share the port read each other's metrics, so that any of them shows all; "" where there
+    is one only."""
+    if not config.reuse_port:
+        return ""
+    server = RpcServer(config.cluster_token)
+    serve_metrics(server.grpc, config.instance_id, registry)
+    closing.push_async_callback(server.stop, 0)
+    return await server.start("127.0.0.1", 0)  # of this host, as they are
+
+
 def _gateway(
     config: GatewayConfig,
     channels: Channels,
@@ -102,12 +116,14 @@ def _gateway(
     served: Served,
     registry: CollectorRegistry,
     tracer: Tracer,
+    rpc_address: str,
 ) -> Gateway:
     assert config.conductor is not None
     return Gateway(
         channels=channels,
         conductor_addresses=config.conductor,
         instance_id=config.instance_id,
+        rpc_address=rpc_address,
         # Streams of an earlier life must not be taken for ours.
         gateway_id=GatewayId(new_id(config.instance_id)),
         tokenizer=tokenizer,

@@ -127,15 +127,18 @@ class Gateway:
         channels: Channels,
         conductor_addresses: str,
         instance_id: str,
+        rpc_address: str,
         gateway_id: GatewayId,
         tokenizer: Tokenizer,
         metrics: RequestMetrics,
         timeout_s: float,
         tracer: Tracer | None = None,
     ) -> None:
-        """`gateway_id` differs from one start of `instance_id` to the next."""
+        """`gateway_id` differs from one start of `instance_id` to the next. `rpc_address`: where others of this host
+        read its metrics; "" = nowhere."""
         self._instance_id = instance_id
         self.figures = Figures()
+        self._rpc_address = rpc_address
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
         self._routes: Routes[Generation] = Routes()
@@ -229,7 +232,10 @@ class Gateway:
     def _about(self) -> conductor_pb2.GatewayView:
         """What other gateways should know of this one."""
         return conductor_pb2.GatewayView(
-            instance_id=self._instance_id, host=host_identity(), num_requests=self.num_live
+            instance_id=self._instance_id,
+            rpc_address=self._rpc_address,
+            host=host_identity(),
+            num_requests=self.num_live,
         )
 
     def _generation(self, wish: Wish, choice: Choice, answer: Answer) -> Generation:

@@ -93,6 +93,14 @@ def test_any_gateway_serves_and_explains_what_another_served(
         assert set(view["gateways"]) == NAMES
 
 
+def test_any_gateway_tells_the_metrics_of_all(cluster: Cluster) -> None:
+    for _ in range(5):
+        told = ask(cluster, "", "/metrics/cluster").text
+        for name in NAMES:
+            assert f'moonserve_up{{process="{name}"}} 1' in told
+            assert f'vllm:num_requests_running{{process="{name}"' in told
+
+
 def test_a_tenant_sees_no_other_tenants_decisions(
     cluster: Cluster, own_keys: dict[str, str]
 ) -> None:
