@@ -42,6 +42,7 @@ PROBE_S = 12.0
 LOWER_BY = 0.85
 MOST_PROBES = 5
 VOCAB = 4_000  # ids below it are ordinary tokens of the demo model
+STORE = "64MiB"  # soon full, and with it the conductor's index of what it holds
 FLAT_AFTER_S = 60.0  # the conductor remembers 4,096 decisions, and fills that first
 LAG_EVERY_S = 0.02
 BARS = {
@@ -318,6 +319,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("out/overload.json"))
     options = parser.parse_args()
     flags = ("--num-threads", "1", "--ttft-slo", str(TTFT_SLO_S), "--tbt-slo", str(TBT_SLO_S))
+    flags += ("--dram", STORE)
     with (
         tempfile.TemporaryDirectory() as log_dir,
         running(None, *flags, log_dir=Path(log_dir)) as cluster,
