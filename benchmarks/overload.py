@@ -318,8 +318,8 @@ def main() -> int:
     parser.add_argument("--obeying", type=float, default=0.25, help="share that comes back")
     parser.add_argument("--output", type=Path, default=Path("out/overload.json"))
     options = parser.parse_args()
-    flags = ("--num-threads", "1", "--ttft-slo", str(TTFT_SLO_S), "--tbt-slo", str(TBT_SLO_S))
-    flags += ("--dram", STORE)
+    objectives = ("--ttft-slo", str(TTFT_SLO_S), "--tbt-slo", str(TBT_SLO_S))
+    flags = ("--num-threads", "1", "--dram", STORE, *objectives)
     with (
         tempfile.TemporaryDirectory() as log_dir,
         running(None, *flags, log_dir=Path(log_dir)) as cluster,
