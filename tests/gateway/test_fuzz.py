@@ -1,0 +1,144 @@
+"""Whatever comes in: bodies are accepted or refused with 400, templates give text or say no, and every event that goes
+out is one event that says what was to be said. Nothing else is raised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.chat_template import ChatTemplate
+from gateway.chunks import CompletionChunks, Heading, Wants
+from gateway.errors import ApiError
+from gateway.feed import Piece
+from gateway.responses.schema import ResponsesBody
+from gateway.schema import (
+    BodyParser,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    validated,
+)
+from gateway.tokenizer import load_tokenizer
+from protocol.errors import ConfigError, InvalidRequest
+
+TOKENIZER = load_tokenizer(Path(__file__).parents[2] / "models" / "demo")
+BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, ResponsesBody)
+NAMES = sorted({name for body in BODIES for name in body.model_fields} | {"guided_json", "n", "x"})
+
+_leaf = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=6)
+    | st.sampled_from(["auto", "json_object", "user", "function", "-1", "\ud800", "\u2028"])
+)
+_values = st.recursive(
+    _leaf,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "name", "function"]) | st.text(),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+_bodies = st.dictionaries(st.sampled_from(NAMES), _values, max_size=6)
+
+
+def status_of(cls: Any, raw: bytes) -> int:
+    """Of parsing a body; nothing but an ApiError may be raised."""
+    try:
+        body = validated(cls, raw) if cls is ResponsesBody else BodyParser().parse(cls, raw)
+        if isinstance(body, ResponsesBody):
+            body.check()
+    except ApiError as error:
+        json.loads(json.dumps({"message": error.message, "param": error.param}))
+        return error.status
+    return 200
+
+
+@given(st.sampled_from(BODIES), _bodies)
+def test_any_json_body_is_accepted_or_400(cls: Any, body: dict[str, Any]) -> None:
+    raw = json.dumps(body).encode("utf-8", "surrogatepass")
+    assert status_of(cls, raw) in (200, 400)
+
+
+@given(st.sampled_from(BODIES), st.binary(max_size=60))
+def test_any_bytes_are_a_body_or_400(cls: Any, raw: bytes) -> None:
+    assert status_of(cls, raw) in (200, 400)
+
+
+_messages = st.lists(
+    st.dictionaries(
+        st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id"]), _values
+    ),
+    max_size=4,
+)
+_sources = st.lists(
+    st.sampled_from(
+        [
+            "{% for message in messages %}",
+            "{{ message['content'] }}",
+            "{{ message.content | tojson }}",
+            "{{ messages[0].role.upper() }}",
+            "{{ raise_exception('no') }}",
+            "{{ ''.__class__.__mro__ }}",
+            "{% generation %}",
+            "{% endgeneration %}",
+            "{% endfor %}",
+            "{{ 10 ** 3 / 0 }}",
+            "{{ namespace(a=1).a }}",
+            "{{ strftime_now('%Y') }}",
+            "{{ dict(a=1) }}",
+            "text",
+        ]
+    ),
+    max_size=8,
+).map("".join)
+
+
+@given(_sources, _messages)
+def test_any_template_gives_text_or_says_no(source: str, messages: list[dict[str, Any]]) -> None:
+    outcome: object = None
+    try:
+        outcome = ChatTemplate(source, {}).render(messages)
+    except (ConfigError, InvalidRequest) as error:
+        outcome = error.message
+    assert isinstance(outcome, str)
+
+
+@given(_messages)
+def test_any_conversation_is_rendered_or_refused(messages: list[dict[str, Any]]) -> None:
+    outcome: object = None
+    try:
+        outcome = TOKENIZER.render_chat(messages)
+    except InvalidRequest as error:
+        outcome = error.message
+    assert isinstance(outcome, str)
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@given(texts=st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=5))
+def test_events_are_framed_whatever_they_say(usage: bool, texts: list[str]) -> None:
+    """ASCII lines that no splitter of lines takes for more, one JSON object each."""
+    wants = Wants(usage=usage, token_ids=False, logprobs=False)
+    heading = Heading(id="cmpl-\u2028\n", created=1, model="m\r\n\r\n")
+    chunks = CompletionChunks(heading, wants, TOKENIZER, prompt_token_ids=[()], echoes=[texts[0]])
+    sent = chunks.first() + "".join(
+        chunks.piece(Piece(index=0, text=text, tokens=())) for text in texts
+    )
+    assert sent.isascii()
+    events = sent.split("\n\n")
+    assert events.pop() == ""
+    assert all(event.splitlines() == [event] for event in events)
+    said = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+    assert said == [texts[0], *texts]
