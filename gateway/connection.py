@@ -32,6 +32,12 @@ class Connection:
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether sending now could wait for the client; without uvicorn nobody knows."""
+        flow = getattr(self._cycle, "flow", None)
+        return flow is None or flow.write_paused
+
     async def drained(self) -> None:
         """Until the client has taken what was sent, but for the last buffer's worth."""
         flow = getattr(self._cycle, "flow", None)

@@ -76,8 +76,17 @@ class ClusterReply(Response, ABC):
 
     async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
         """Raises TimeoutError when the client takes nothing for too long."""
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        if (
+            not self._connection.may_wait
+        ):  # nearly always, and a timeout is a twentieth of a chunk's time
+            await send(message)
+            if self._connection.may_wait:
+                async with asyncio.timeout(self._slow_client_s):
+                    await self._connection.drained()
+            return
         async with asyncio.timeout(self._slow_client_s):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+            await send(message)
             await self._connection.drained()
 
 
