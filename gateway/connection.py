@@ -32,7 +32,6 @@ class Connection:
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self
 
-    @property
     def may_wait(self) -> bool:
         """Whether sending now could wait for the client; without uvicorn nobody knows."""
         flow = getattr(self._cycle, "flow", None)

@@ -81,7 +81,7 @@ class ClusterReply(Response, ABC):
             not self._connection.may_wait
         ):  # nearly always, and a timeout is a twentieth of a chunk's time
             await send(message)
-            if self._connection.may_wait:
+            if self._connection.may_wait():
                 async with asyncio.timeout(self._slow_client_s):
                     await self._connection.drained()
             return
