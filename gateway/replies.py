@@ -77,9 +77,7 @@ class ClusterReply(Response, ABC):
     async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
         """Raises TimeoutError when the client takes nothing for too long."""
         message = {"type": "http.response.body", "body": body, "more_body": more}
-        if (
-            not self._connection.may_wait
-        ):  # nearly always, and a timeout is a twentieth of a chunk's time
+        if not self._connection.may_wait():  # nearly always; a timeout is 5 % of a chunk's time
             await send(message)
             if self._connection.may_wait():
                 async with asyncio.timeout(self._slow_client_s):
