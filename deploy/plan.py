@@ -24,7 +24,7 @@ from protocol.config import Option, options_of
 _NOT_INHERITED = {"host", "port"}
 
 # Workers compute on all cores; who answers clients has little to do, and shall not wait for a time slice to do it.
-WORKER_NICE = 5
+WORKER_NICE = 10
 
 DEMO_MODEL_NAME = "moonserve-demo"
 
