@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from decode_worker import actions, events
+from engine.batch import Sampled
 from protocol.errors import DeadlineExceeded, InvalidRequest, PeerError
-from protocol.ids import GatewayId
+from protocol.ids import GatewayId, RequestId
 from protocol.request import FinishReason
 from tests.decode_worker.driver import Driver, next_token, only, request_of
 
@@ -220,3 +221,22 @@ def test_no_deadlock_when_a_preempted_one_and_a_blocked_one_wait(max_num_seqs: i
     driver.drain()
     assert len(driver.tokens["low"]) == 8
     assert len(driver.tokens["high"]) == 5
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_who_cannot_follow_its_grammar_fails_alone(runs_ahead: bool) -> None:
+    driver = Driver(runs_ahead=runs_ahead)
+    driver.start([1], "a", max_tokens=30)
+    driver.start([2], "b", max_tokens=20)
+    while [piece.request_id for piece in driver.steps[0].slices] != ["a", "b"]:
+        driver.compute()
+    sampled = [
+        Sampled(request_id=RequestId("a"), token_id=0, failure="it cannot be followed"),
+        Sampled(request_id=RequestId("b"), token_id=next_token(driver.steps[0].slices[1].end)),
+    ]
+    driver.steps.popleft()
+    driver.handle(events.StepDone(sampled=sampled))
+    driver.drain()
+    [failure] = driver.failures["a"]
+    assert isinstance(failure.error, InvalidRequest)
+    assert driver.tokens["b"][-1].finish_reason is FinishReason.LENGTH
