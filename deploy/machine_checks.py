@@ -18,6 +18,8 @@ from transfer.native import data_plane
 
 PACKAGES = ("moonserve", "torch", "transformers", "numpy", "grpcio", "xxhash")
 
+VECTORS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
+
 ENOUGH_FILES = 4096
 """Per process: a connection per peer and stream, a descriptor per segment of a peer."""
 ENOUGH_AVAILABLE_BYTES = 2 << 30
@@ -51,10 +53,25 @@ def check_machine() -> Iterator[Finding]:
     processor = _read(Path("/proc/cpuinfo")).partition("model name")[2].partition("\n")[0]
     if processor:
         yield Finding("machine", "processor", State.OK, processor.strip(" \t:"))
+    yield _features(_read(Path("/proc/cpuinfo")))
     yield _cores(len(os.sched_getaffinity(0)), os.cpu_count() or 1, _read(_CGROUP / "cpu.max"))
     yield _memory(_read(Path("/proc/meminfo")), _read(_CGROUP / "memory.max"))
     yield _shared_memory(Path("/dev/shm"))
     yield _files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+def _features(cpuinfo: str) -> Finding:
+    """What native kernels use of a processor, by the names of /proc/cpuinfo."""
+    flags = set(cpuinfo.partition("\nflags")[2].partition("\n")[0].split())
+    found = [name for name in VECTORS if name in flags]
+    facts = {"features": found}
+    if {"avx2", "fma"} <= flags:
+        return Finding("machine", "vectors", State.OK, ", ".join(found), facts=facts)
+    text = f"{', '.join(found) or 'none that is known'}: kernels compute few numbers at once"
+    advice = (
+        "a processor with AVX2 and FMA is several times as fast; a virtual machine may hide them"
+    )
+    return Finding("machine", "vectors", State.NOTE, text, advice, facts)
 
 
 def locked_memory(*, rdma_wanted: bool) -> Finding:

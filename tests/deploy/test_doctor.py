@@ -253,3 +253,11 @@ def test_the_text_names_each_problem_at_the_end_and_json_has_the_same() -> None:
             ],
         },
     }
+
+
+def test_a_processor_without_wide_vectors_is_a_note_with_advice() -> None:
+    fast = machine_checks._features("model name: x\nflags\t\t: fpu avx2 fma amx_bf16\nbugs:\n")
+    assert (fast.state, fast.facts["features"]) == (State.OK, ["avx2", "fma", "amx_bf16"])
+    slow = machine_checks._features("model name: x\nflags\t\t: fpu sse2\n")
+    assert slow.state is State.NOTE
+    assert "AVX2" in slow.advice
