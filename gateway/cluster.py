@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class Cluster:
         conductor_addresses: str,
         gateway_id: GatewayId,
         *,
-        on_batch: Callable[[str, worker_pb2.EventBatch], None],
+        on_batch: Callable[[str, worker_pb2.EventBatch], Awaitable[None]],
         on_lost: Callable[[str, MoonserveError], None],
         on_view: Callable[[conductor_pb2.ClusterView], None],
         about: Callable[[], conductor_pb2.GatewayView],
@@ -252,7 +252,7 @@ class Cluster:
                 worker_pb2.EventsRequest(gateway_id=self._gateway_id),
             ):
                 stream.is_open = True
-                self._on_batch(endpoint.instance_id, batch)
+                await self._on_batch(endpoint.instance_id, batch)
         except MoonserveError as error:
             return PeerLost(
                 f"lost the stream from {endpoint.instance_id}: {error.message}",

@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 # Enough for any client that reads at all; at 1,000 tokens a second it is 4 s of output.
 _MAX_UNREAD_TOKENS = 4096
+_GROUP = 8  # choices whose tokens are handed over in one go
 _GOODBYE_S = 1.0
 
 
@@ -255,7 +256,8 @@ class Gateway:
             traceparent=answer.root.traceparent if answer.root is not None else "",
         )
 
-    def _on_batch(self, instance_id: str, batch: worker_pb2.EventBatch) -> None:
+    async def _on_batch(self, instance_id: str, batch: worker_pb2.EventBatch) -> None:
+        """In groups, between which those who have their tokens write them; else the first would wait for the last."""
         for report in batch.prefills:
             if (generation := self._routes.find(report.request_id)) is not None:
                 event = PrefillReported(
@@ -270,9 +272,10 @@ class Gateway:
                         attempt=generation.state.attempt, report=decode_report_from_wire(decoded)
                     ),
                 )
-        for generation, tokens in self._by_generation(batch):
-            attempt = generation.state.attempt
-            self._deliver(generation, TokensArrived(attempt=attempt, tokens=tuple(tokens)))
+        for number, (generation, arrived) in enumerate(self._arrivals(batch), start=1):
+            self._deliver(generation, arrived)
+            if number % _GROUP == 0:
+                await asyncio.sleep(0)
         for failed in batch.failures:
             if (generation := self._routes.find(failed.request_id)) is not None:
                 failure = WorkerFailed(
@@ -282,7 +285,8 @@ class Gateway:
                 )
                 self._deliver(generation, failure)
 
-    def _by_generation(self, batch: worker_pb2.EventBatch) -> list[tuple[Generation, list[Token]]]:
+    def _arrivals(self, batch: worker_pb2.EventBatch) -> list[tuple[Generation, TokensArrived]]:
+        """Each generation's tokens together, as of the attempt that they belong to."""
         found: dict[str, tuple[Generation, list[Token]]] = {}
         for event in batch.tokens:
             request_id = event.request_id
@@ -294,7 +298,10 @@ class Gateway:
                 entry = found[request_id] = (generation, [])
             wants_logprobs = entry[0].state.sampling.num_logprobs is not None
             entry[1].append(token_from_wire(event, with_logprobs=wants_logprobs))
-        return list(found.values())
+        return [
+            (generation, TokensArrived(attempt=generation.state.attempt, tokens=tuple(tokens)))
+            for generation, tokens in found.values()
+        ]
 
     def _on_lost(self, instance_id: str, error: MoonserveError) -> None:
         for generation in self._routes.all():

@@ -11,7 +11,7 @@ import gateway.cluster
 from gateway.cluster import Cluster
 from protocol.errors import NoWorker
 from protocol.ids import GatewayId
-from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
+from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2
 from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
 from tests.patience import PATIENCE_S
@@ -27,6 +27,10 @@ class RecordingChannels(Channels):
     async def forget(self, address: str) -> None:
         await super().forget(address)
         self.forgotten.put_nowait(address)
+
+
+async def ignored(instance_id: str, batch: worker_pb2.EventBatch) -> None:
+    """Nobody sends any."""
 
 
 def endpoint(name: str, epoch: int, port: int) -> Endpoint:
@@ -45,7 +49,7 @@ async def test_a_replaced_incarnation_is_lost_at_once_and_its_own_channel_closed
         channels,
         "127.0.0.1:1",
         GatewayId("g"),
-        on_batch=lambda instance_id, batch: None,
+        on_batch=ignored,
         on_lost=lambda instance_id, error: lost.append(instance_id),
         on_view=lambda view: None,
         about=conductor_pb2.GatewayView,
@@ -88,7 +92,7 @@ async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_fact
         channels,
         await server.start("127.0.0.1", 0),
         GatewayId("g"),
-        on_batch=lambda instance_id, batch: None,
+        on_batch=ignored,
         on_lost=lambda instance_id, error: None,
         on_view=lambda view: None,
         about=conductor_pb2.GatewayView,
