@@ -58,6 +58,8 @@ class Connection:
 def drop(transport: asyncio.Transport) -> None:
     """Ends a connection without sending what is still buffered for it. No-op when it has ended."""
     client = transport.get_extra_info("socket")
-    if client is not None and client.fileno() >= 0:  # or the kernel would keep megabytes for a client that hardly reads
+    if (
+        client is not None and client.fileno() >= 0
+    ):  # or the kernel would keep megabytes for a client that hardly reads
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     transport.abort()

@@ -64,15 +64,14 @@ class Running:
         self._connection, theirs = socket.socketpair()
         self._control = Control(self._connection)
         try:
-            cores = placement.cores("target")
-            facts = contestant.servers(self._group, cores, contestant.options)
-            self._child = _client(contestant, self._group, facts, placement, theirs)
+            with theirs:  # the client's alone then, so that its death is noticed
+                cores = placement.cores("target")
+                facts = contestant.servers(self._group, cores, contestant.options)
+                self._child = _client(contestant, self._group, facts, placement, theirs)
             self._answer(START_S)
         except BaseException:  # interrupted too: no process is left behind
             self.kill()
             raise
-        finally:
-            theirs.close()
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
         with contextlib.suppress(OSError):  # who has died does not answer either

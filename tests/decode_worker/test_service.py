@@ -286,10 +286,10 @@ async def test_preemption_changes_no_token(model_path: Path, kv_dtype: str) -> N
     """Three sequences that together outgrow the pool."""
     few = {"num_blocks": 10, "max_num_batched_tokens": 12}
     async with world(model_path, kv_dtype=kv_dtype, **few) as w:
-        prompts = []
-        for seed in range(3):
-            prompts.append(w.client.compute(prompt_of(14, seed), 40))
-            await w.client.hand_off(prompts[-1])
+        # Computed beforehand, or on a slow machine the first would have ended before the last one comes.
+        prompts = [w.client.compute(prompt_of(14, seed), 40) for seed in range(3)]
+        for prompt in prompts:
+            await w.client.hand_off(prompt)
         for prompt in prompts:
             expected = coupled(w.client.engine, prompt.request.token_ids[:-1], 40)
             assert await w.received.all_of(prompt) == expected

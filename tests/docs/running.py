@@ -11,6 +11,7 @@ import io
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,9 @@ class PageRun:
 
     def _shell(self, command: str) -> str:
         """What it prints, on both streams. Raises AssertionError for an exit code other than 0."""
-        environ = {**os.environ, "MOONSERVE_URL": f"http://{self._address}"}
+        # As in an activated environment, also where the interpreter was called by its path.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environ = {**os.environ, "PATH": path, "MOONSERVE_URL": f"http://{self._address}"}
         if self._cluster is not None:
             environ["MOONSERVE_CLUSTER_TOKEN"] = self._cluster.token
         done = subprocess.run(
