@@ -283,17 +283,20 @@ async def test_steps_that_run_ahead_say_the_same(model_path: Path) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 async def test_preemption_changes_no_token(model_path: Path, kv_dtype: str) -> None:
-    """Three sequences that together outgrow the pool."""
+    """Three sequences that together outgrow the pool; more of them where the first had ended when the last one came."""
     few = {"num_blocks": 10, "max_num_batched_tokens": 12}
     async with world(model_path, kv_dtype=kv_dtype, **few) as w:
-        # Computed beforehand, or on a slow machine the first would have ended before the last one comes.
-        prompts = [w.client.compute(prompt_of(14, seed), 40) for seed in range(3)]
-        for prompt in prompts:
-            await w.client.hand_off(prompt)
-        for prompt in prompts:
-            expected = coupled(w.client.engine, prompt.request.token_ids[:-1], 40)
-            assert await w.received.all_of(prompt) == expected
-        counters = (await w.client.status()).counters
+        for first in range(0, 60, 3):
+            prompts = []
+            for seed in range(first, first + 3):
+                prompts.append(w.client.compute(prompt_of(14, seed), 40))
+                await w.client.hand_off(prompts[-1])
+            for prompt in prompts:
+                expected = coupled(w.client.engine, prompt.request.token_ids[:-1], 40)
+                assert await w.received.all_of(prompt) == expected
+            counters = (await w.client.status()).counters
+            if counters["num_preemptions"] > 0:
+                break
         assert counters["num_preemptions"] > 0
         assert counters["recomputed_tokens"] > 0
         await w.idle()
