@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+import urllib.error
 import urllib.request
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -50,9 +52,15 @@ def ask(url: str) -> dict[str, Any]:
     body = json.dumps({"prompt": PROMPT, **wish}).encode()
     question = urllib.request.Request(f"{url}/v1/completions", body)
     question.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(question, timeout=START_TIMEOUT_S) as reply:
-        answer: dict[str, Any] = json.load(reply)
-    return answer
+    while True:
+        try:
+            with urllib.request.urlopen(question, timeout=START_TIMEOUT_S) as reply:
+                answer: dict[str, Any] = json.load(reply)
+                return answer
+        except urllib.error.HTTPError as error:
+            if error.code != 503:  # on emulated processors a worker may be silent for a while
+                raise
+            time.sleep(1.0)
 
 
 def shown(url: str) -> dict[str, dict[str, Any]]:
@@ -93,9 +101,10 @@ async def test_a_request_is_served_with_its_kv_over_rdma(tmp_path: Path) -> None
 
         async def stored() -> bool:
             instances = await asyncio.to_thread(shown, url)
-            return (
+            # The answer's blocks come behind the prompt's.
+            return bool(
                 instances["store-0"]["indexed_blocks"]
-                == len(choice["prompt_token_ids"]) // BLOCK_SIZE
+                >= len(choice["prompt_token_ids"]) // BLOCK_SIZE
             )
 
         await answered(stored, START_TIMEOUT_S)
