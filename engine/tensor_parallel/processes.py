@@ -27,6 +27,7 @@ from engine.tensor_parallel.config import rank_config
 from engine.tensor_parallel.meeting import Meeting, arrange
 from engine.tensor_parallel.rank import facts
 from engine.tensor_parallel.team import Leading, Team
+from protocol.children import ended, terminate, until_one_has_ended
 from protocol.config import to_flags
 from protocol.errors import ConfigError, PeerLost
 from protocol.process import Lifecycle
@@ -116,18 +117,13 @@ class RankProcesses:
 
     async def _watch(self) -> None:
         """The team is lost as soon as one has ended."""
-        ends = [asyncio.ensure_future(each.process.wait()) for each in self._started]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for end in ends:
-                end.cancel()
-        ended = [
+        await until_one_has_ended(each.process for each in self._started)
+        lost = [
             f"rank {each.rank} (exit code {each.process.returncode})"
             for each in self._started
             if each.process.returncode is not None
         ]
-        self._lose(f"{', '.join(ended)} ended")
+        self._lose(f"{', '.join(lost)} ended")
 
     def _lose(self, what: str) -> None:
         """Ends the worker, in order: what is under way fails, and the conductor hears that it leaves."""
@@ -170,14 +166,9 @@ class RankProcesses:
 
 
 @contextlib.asynccontextmanager
-async def other_ranks(
-    config: ReplicaConfig, lifecycle: Lifecycle
-) -> AsyncIterator[RankProcesses | None]:
-    """None for a worker of one rank. They have ended when the block is left. Raises PeerLost then, if the team was
-    lost meanwhile."""
-    if config.tensor_parallel_size == 1:
-        yield None
-        return
+async def other_ranks(config: ReplicaConfig, lifecycle: Lifecycle) -> AsyncIterator[RankProcesses]:
+    """Of a worker that has several. They have ended when the block is left. Raises PeerLost then, if the team was lost
+    meanwhile."""
     processes = RankProcesses(config, lifecycle)
     try:
         yield processes
@@ -188,16 +179,9 @@ async def other_ranks(
 
 
 async def _stop(started: _Started) -> None:
-    process = started.process
     is_ready = started.ready.done() and started.ready.exception() is None
     if not is_ready:  # it does not listen yet
         started.ready.cancel()
         await asyncio.wait({started.ready})
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), _STOP_S)
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        terminate(started.process)
+    await ended(started.process, _STOP_S)

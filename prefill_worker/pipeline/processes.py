@@ -20,6 +20,7 @@ from prefill_worker.pipeline.group import Follower, Group
 from prefill_worker.pipeline.stage import OwnStage
 from prefill_worker.pipeline.wire import source_from_wire
 from prefill_worker.sending import Sender
+from protocol.children import ended, terminate, until_one_has_ended
 from protocol.config import to_flags
 from protocol.errors import ConfigError, PeerLost
 from protocol.pb import pipeline_pb2
@@ -65,12 +66,7 @@ class FollowerProcesses:
 
     async def watch(self, group: Group) -> None:
         """Breaks the group as soon as one has ended."""
-        ends = [asyncio.ensure_future(each.process.wait()) for each in self._started]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for end in ends:
-                end.cancel()
+        await until_one_has_ended(each.process for each in self._started)
         group.lost(PeerLost("its process has ended"))
 
     async def stop(self) -> None:
@@ -128,14 +124,5 @@ def _require_equal(
 
 async def _stop(started: _Started) -> None:
     started.ready.cancel()
-    process = started.process
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-    try:
-        async with asyncio.timeout(_STOP_S):
-            await process.wait()
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+    terminate(started.process)
+    await ended(started.process, _STOP_S)

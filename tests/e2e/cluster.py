@@ -93,6 +93,20 @@ class Cluster(LocalCluster):
                 found[arguments[arguments.index("--instance-id") + 1]] = child.pid
         return found
 
+    def kill(self, instance_id: str) -> int:
+        """SIGKILL. Its epoch before."""
+        return self.killer(instance_id)()
+
+    def killer(self, instance_id: str) -> Callable[[], int]:
+        """As `kill`, at once when called: what is slow to find out is known by then."""
+        epoch, pid = self.epoch(instance_id), self.pids()[instance_id]
+
+        def kill_now() -> int:
+            os.kill(pid, signal.SIGKILL)
+            return epoch
+
+        return kill_now
+
     @contextmanager
     def stopped(self, instance_id: str) -> Iterator[None]:
         """The process does nothing within the block, as if its machine had hung."""

@@ -4,11 +4,9 @@ unharmed when a worker dies in the middle."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from engine.generate import Generation, generate
 from gateway.forms import json_rule
 from protocol.request import SamplingParams
 from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.sse import read_completion
 from tests.random_models import EOS, make_model
 
 pytestmark = pytest.mark.e2e
@@ -124,27 +123,6 @@ def test_other_parameters_go_with_a_form(cluster: Cluster) -> None:
     assert chosen["text"] in ("Zürich", "Genève")
 
 
-def streamed(
-    cluster: Cluster, body: dict[str, Any], on_tokens: Callable[[int], None]
-) -> tuple[str, list[int]]:
-    """Text and token ids of a whole stream; `on_tokens` is told how many there are as they come."""
-    text, tokens = "", []
-    with (
-        cluster.client() as client,
-        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response,
-    ):
-        assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
-            if not line or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            assert "error" not in event, event
-            text += event["choices"][0]["text"]
-            tokens += event["choices"][0].get("token_ids") or []
-            on_tokens(len(tokens))
-    return text, tokens
-
-
 def test_a_decode_worker_that_dies_in_the_middle_of_an_object_changes_nothing(
     cluster: Cluster,
 ) -> None:
@@ -153,11 +131,12 @@ def test_a_decode_worker_that_dies_in_the_middle_of_an_object_changes_nothing(
 
     def kill(count: int) -> None:
         if count >= 25 and not epochs:
-            epochs.append(cluster.epoch("decode-0"))
-            os.kill(cluster.pids()["decode-0"], signal.SIGKILL)
+            epochs.append(cluster.kill("decode-0"))
 
-    undisturbed = streamed(cluster, body, lambda count: None)
+    with cluster.client() as client:
+        undisturbed = read_completion(client, body)
+        disturbed = read_completion(client, body, kill)
     assert len(undisturbed[1]) > 300
     jsonschema.validate(json.loads(undisturbed[0]), LONG)
-    assert streamed(cluster, body, kill) == undisturbed, cluster.logs()
+    assert disturbed == undisturbed, cluster.logs()
     assert epochs

@@ -3,10 +3,7 @@ its place. The decode worker has two ranks."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +17,7 @@ from engine.engine import Engine
 from engine.generate import generate
 from protocol.request import SamplingParams
 from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.sse import read_completion
 from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
@@ -46,38 +44,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def kill(cluster: Cluster, instance_id: str) -> int:
-    """Its epoch before."""
-    return killer(cluster, instance_id)()
-
-
-def killer(cluster: Cluster, instance_id: str) -> Callable[[], int]:
-    """Kills it at once when called: what is slow to find out is known by then. Returns the epoch before."""
-    epoch, pid = cluster.epoch(instance_id), cluster.pids()[instance_id]
-
-    def kill_now() -> int:
-        os.kill(pid, signal.SIGKILL)
-        return epoch
-
-    return kill_now
-
-
 def streamed(
     client: httpx.Client, prompt: list[int], on_tokens: Callable[[int], None]
 ) -> list[int]:
     """Token ids of a whole stream; `on_tokens` is told how many there are as they come."""
-    tokens: list[int] = []
-    body = {"prompt": prompt, "stream": True, **STREAM}
-    with client.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
-            if not line or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            assert "error" not in event, event
-            tokens += event["choices"][0].get("token_ids") or ()
-            on_tokens(len(tokens))
-    return tokens
+    return read_completion(client, {"prompt": prompt, **STREAM}, on_tokens)[1]
 
 
 def test_a_stream_goes_on_when_its_decode_worker_is_killed(cluster: Cluster) -> None:
@@ -87,7 +58,7 @@ def test_a_stream_goes_on_when_its_decode_worker_is_killed(cluster: Cluster) -> 
 
     def on_tokens(count: int) -> None:
         if count >= 20 and not killed:
-            killed.append(kill(cluster, "decode-0"))
+            killed.append(cluster.kill("decode-0"))
 
     with cluster.client() as client:
         undisturbed = streamed(client, prompt, lambda count: None)
@@ -148,7 +119,7 @@ def read_anew(cluster: Cluster, name: str) -> bool:
     """False: the successor of the killed worker had nothing to compute, since all had been handed off."""
     prompt = random.Random(name).choices(range(256), k=16_000)
     wish: dict[str, Any] = {**STREAM, "max_tokens": 20}
-    kill_now = killer(cluster, "prefill-0")
+    kill_now = cluster.killer("prefill-0")
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(cluster.complete, prompt, **wish)
         cluster.wait_for("the prompt at work", lambda: prefilling(cluster) or asked.done())
@@ -167,7 +138,7 @@ def test_a_new_request_gets_through_when_a_worker_has_just_been_killed(
 ) -> None:
     wish: dict[str, Any] = {**STREAM, "max_tokens": 4}
     before = cluster.complete([1, 2, 3], **wish)
-    kill(cluster, instance_id)
+    cluster.kill(instance_id)
     after = cluster.complete([1, 2, 3], **wish)
     assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
 
