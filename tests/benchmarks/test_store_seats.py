@@ -35,6 +35,7 @@ def result_of(one: Contestant, folder: Path, loads: tuple[Load, ...] = (PUT, GET
 
 def test_an_honest_client_has_a_sample_per_load_and_round(tmp_path: Path) -> None:
     result = result_of(contestant(MEMCPY), tmp_path)
+    assert result.absent is None
     assert not result.errors
     for load in (PUT, GET):
         assert [sample.load for sample in result.samples[load, ""]] == [load, load]

@@ -24,6 +24,7 @@ def result_of(module: str, log_dir: Path, python: Path = Path(sys.executable)) -
 
 def test_an_honest_contestant_has_samples(tmp_path: Path) -> None:
     result = result_of("benchmarks.transfer.limits.memory:Copy", tmp_path)
+    assert result.absent is None
     (sample,) = result.samples[LOAD, ""]
     assert sample.nbytes == 128 << 20
     assert sample.cpu_s > 0

@@ -28,15 +28,15 @@ PAGES = [
 def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
     """Starts what pages ask for, each command once."""
     running: dict[str, Cluster] = {}
-    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+    with contextlib.ExitStack() as stack:
 
         def started(command: str, folder: Path) -> Cluster:
             if command not in running:
                 assert command.startswith("moonserve serve"), command
-                patch.chdir(folder)
                 logs = tmp_path_factory.mktemp("logs")
                 flags = shlex.split(command)[2:]
-                cluster = stack.enter_context(running_cluster(None, logs, *flags))
+                with contextlib.chdir(folder):
+                    cluster = stack.enter_context(running_cluster(None, logs, *flags))
                 running[command] = cluster
                 cluster.wait_for("its summary", lambda: "Ctrl-C" in cluster.output)
             return running[command]
