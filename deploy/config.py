@@ -16,6 +16,7 @@ from decode_worker.config import AllotmentConfig
 from deploy.worker.config import DEFAULT_ROLE_DRAIN_S
 from engine.device import DEVICES
 from engine.elastic.config import LedgerConfig
+from engine.format_config import FormatConfig
 from engine.prefix import DEFAULT_EVICTION, EVICTION_NAMES
 from engine.replica_config import DEFAULT_KV_BYTES, DEFAULT_UTILIZATION, require_share
 from gateway.client_config import ClientConfig
@@ -24,7 +25,6 @@ from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
 from prefill_worker.puts import MIN_HITS
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
-from protocol.layout import KV_DTYPES
 from protocol.tracing import TracingConfig
 from transfer.config import PatienceConfig, TransferConfig
 
@@ -36,7 +36,13 @@ DRAIN_S = 3.0  # leaves a worker time to fail what did not finish, and to say go
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(
-    TransferConfig, PatienceConfig, AllotmentConfig, LedgerConfig, ClientConfig, TracingConfig
+    FormatConfig,
+    TransferConfig,
+    PatienceConfig,
+    AllotmentConfig,
+    LedgerConfig,
+    ClientConfig,
+    TracingConfig,
 ):
     """A whole cluster on this machine."""
 
@@ -107,24 +113,9 @@ class ServeConfig(
         help="with --role-switching: seconds that what is under way gets to finish before a change",
     )
 
-    dtype: str = option(
-        "auto",
-        help="of weights and, unless it is quantised, of KV",
-        choices=("auto", "float32", "bfloat16"),
-    )
-    kv_cache_dtype: str = option(
-        "auto",
-        help="of KV: auto = as --dtype; fp8 (E4M3) and int8 quantise it, a scale per token and head, with some loss "
-        "(docs/kv-dtypes.md)",
-        choices=("auto", *KV_DTYPES),
-    )
-    load_format: str = option(
-        "auto", help="dummy = random weights, for measuring", choices=("auto", "dummy")
-    )
     max_model_len: int | None = option(
         None, help="longest prompt plus output in tokens; the model's own limit when not given"
     )
-    block_size: int = option(32, help="tokens per KV block")
     device: str = option(
         "auto",
         help="what workers compute on: auto = cuda where torch sees a GPU and Triton is installed, else cpu; several "
@@ -187,9 +178,6 @@ class ServeConfig(
     )
     num_threads: int | None = option(
         None, help="compute threads per worker; the cores shared out evenly when not given"
-    )
-    kernels: str = option(
-        "auto", help="what computes on workers", choices=("auto", "native", "torch")
     )
     placement_policy: str = option(
         DEFAULT_PLACEMENT, help=f"how the conductor chooses prefill workers: {POLICY_CHOICES}"

@@ -26,13 +26,13 @@ from deploy import disk_speed, profile_report, serving_probe, serving_profile
 from deploy.serving_calibration import calibrated
 from deploy.transfer_checks import try_transport
 from engine.config import ModelConfig, load_model_config
+from engine.format_config import FormatConfig
 from engine.hub import resolve_model
 from engine.pool_plan import PoolPlan, plan_pool
 from engine.replica_config import ReplicaConfig
 from models import demo_model_path
 from protocol.config import HelpRequested, load, option, require_at_least_1
 from protocol.errors import ConfigError
-from protocol.layout import KV_DTYPES
 from protocol.machine import cache_folder
 from protocol.process import EXIT_CONFIG
 from traces.simulator.profiles import write_profile
@@ -65,7 +65,7 @@ _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": tim
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
+class ProfileConfig(FormatConfig):
     """Options of `moonserve profile`; those that a worker has too mean the same."""
 
     model: str | None = option(
@@ -73,30 +73,11 @@ class ProfileConfig:
     )
     json: str | None = option(None, help="file for the profile, as moonserve simulate reads it")
     name: str | None = option(None, help="name of the profile; the model's when not given")
-    dtype: str = option(
-        "auto",
-        help="of weights and, unless it is quantised, of KV",
-        choices=("auto", "float32", "bfloat16"),
-    )
-    kv_cache_dtype: str = option(
-        "auto",
-        help="of KV: auto = as --dtype; fp8 and int8 quantise it",
-        choices=("auto", *KV_DTYPES),
-    )
-    load_format: str = option(
-        "auto", help="dummy = random weights, for measuring", choices=("auto", "dummy")
-    )
-    block_size: int = option(32, help="tokens per KV block")
     kv_cache_memory: int = option(256 * MIB, help="bytes of KV of a worker", unit="bytes")
     dram: int = option(512 * MIB, help="bytes of KV of a store node", unit="bytes")
     max_num_seqs: int = option(64, help="sequences in one decode batch")
     max_num_batched_tokens: int = option(512, help="tokens of prompt computed in one step")
     num_threads: int = option(1, help="compute threads")
-    kernels: str = option(
-        "auto",
-        help="what computes layers and attention, as workers have it",
-        choices=("auto", "native", "torch"),
-    )
     cache_dir: str | None = option(
         None, help="folder that keeps compiled kernels; ~/.cache/moonserve when not given"
     )

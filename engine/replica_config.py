@@ -8,10 +8,10 @@ from pathlib import Path
 
 from engine.device import CUDA, DEVICES, STAGED
 from engine.elastic.config import LedgerConfig
+from engine.format_config import FormatConfig
 from engine.prefix import DEFAULT_EVICTION, EVICTION_NAMES
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
-from protocol.layout import KV_DTYPES
 from protocol.machine import cache_folder
 from protocol.process import ProcessConfig
 from protocol.tracing import TracingConfig
@@ -22,29 +22,14 @@ DEFAULT_UTILIZATION = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaConfig(ProcessConfig, LedgerConfig, TracingConfig):
+class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
     """Options of every worker. Flags that vLLM has too mean the same."""
 
     model: str = option(help="local Hugging Face folder or hub name")
-    dtype: str = option(
-        "auto",
-        help="of weights and, unless it is quantised, of KV",
-        choices=("auto", "float32", "bfloat16"),
-    )
-    kv_cache_dtype: str = option(
-        "auto",
-        help="of KV: auto = as --dtype; fp8 (E4M3) and int8 quantise it, a scale per token and head, with some loss "
-        "(docs/kv-dtypes.md)",
-        choices=("auto", *KV_DTYPES),
-    )
-    load_format: str = option(
-        "auto", help="dummy = random weights, for measuring", choices=("auto", "dummy")
-    )
     max_model_len: int | None = option(
         None,
         help="longest prompt plus output in tokens; what model and memory allow when not given",
     )
-    block_size: int = option(32, help="tokens per KV block")
     device: str = option(
         "auto",
         help="what computes: auto = cuda where torch sees a GPU and Triton is installed, else cpu; cpu-staged is for "
@@ -73,12 +58,6 @@ class ReplicaConfig(ProcessConfig, LedgerConfig, TracingConfig):
         1,
         help="ranks that compute every step together: processes of this host, each with a share of the heads, the MLP "
         "and --num-threads, over one KV memory",
-    )
-    kernels: str = option(
-        "auto",
-        help="what computes layers and attention: auto = native, compiled at the first start, or torch where there is "
-        "no compiler; on a GPU Triton's",
-        choices=("auto", "native", "torch"),
     )
     cache_dir: str | None = option(
         None,
