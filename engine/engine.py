@@ -12,28 +12,27 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from engine.attention import Attention, Geometry, Span, make_attention
+from engine.attention import Attention, Geometry, make_attention
 from engine.batch import HiddenStates, Sampled, Slice
 from engine.config import ModelConfig
 from engine.cuda.graphs import with_graphs
-from engine.cuda.placing import to_device
 from engine.cuda.requirements import find_device
 from engine.cuda.staging import HostStaging, StepStores
 from engine.device import CPU, STAGED
-from engine.drawn import BegunStep, Drawn, Fed, draw_from, with_history
+from engine.drawn import BegunStep, draw_from, with_history
 from engine.grammar_masks import GrammarMasks
 from engine.kernels import crew_of, make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.model import ForwardPass, Model
 from engine.stage import Stage, split
 from engine.step import Step
+from engine.step_builder import StepBuilder
 from engine.tensor_parallel.team import Leading, Team
 from engine.weights import Progress, load_weights
-from protocol.errors import ConfigError, InvalidRequest
-from protocol.ids import BlockId, RequestId
+from protocol.errors import ConfigError
+from protocol.ids import BlockId
 from protocol.layout import KvLayout
 from protocol.layout import fingerprint as make_fingerprint
 
@@ -69,12 +68,17 @@ class Engine:
         self._model = model
         self._attention = attention
         self._pool = pool
-        # The partly filled block behind which each sequence of the last step is known to be clean.
-        self._clean_tails: dict[RequestId, BlockId] = {}
         self.team = team
         self.grammars = grammars
         self._leading: Leading | None = None
-        self._drawn: Drawn | None = None  # by the step begun last
+        self._builder = StepBuilder(
+            self.layout,
+            self.stage,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            dtype=self.dtype,
+            knows_grammars=grammars is not None,
+        )
         self._feeds_on_device = model.kernels_name == "triton"
         self._outside = outside
         self._staging = self.make_staging() if outside is not None else None
@@ -202,16 +206,18 @@ class Engine:
         if not slices:
             return BegunStep((), (), draw_from(None, (), may_stay=False))
         for piece in slices:
-            self._check(piece)
+            self._builder.check(piece)
         order = self._attention.order([(piece.start, piece.end) for piece in slices])
         ordered = [slices[index] for index in order]
         sampling = [piece for piece in ordered if piece.samples] if self.stage.is_last else []
-        if any(piece.follows for piece in sampling) and self._drawn is not None:
-            sampling = with_history(sampling, self._drawn)
+        if any(piece.follows for piece in sampling) and self._builder.drawn is not None:
+            sampling = with_history(sampling, self._builder.drawn)
         masks = None if self.grammars is None else self.grammars.begin(sampling)
         with torch.inference_mode():
-            step = self._make_step(ordered, hidden)
-            dirty = self._find_dirty(ordered) if self._attention.reads_whole_blocks else None
+            step = self._builder.build(ordered, hidden)
+            dirty = (
+                self._builder.find_dirty(ordered) if self._attention.reads_whole_blocks else None
+            )
             with self._hooks(ordered, on_layer, before_attention) as hook:
                 if self._leading is None:
                     output = self.run(step, dirty, hook)
@@ -223,8 +229,8 @@ class Engine:
             else:
                 drawn = draw_from(None, (), may_stay=False)
                 if hidden is not None and hidden.passed_on is not None:
-                    self._rows_of(hidden.passed_on, len(output)).copy_(output)
-        self._drawn = drawn
+                    self._builder.rows_of(hidden.passed_on, len(output)).copy_(output)
+        self._builder.drawn = drawn
         return BegunStep(slices, order if sampling else (), drawn)
 
     @contextmanager
@@ -259,117 +265,6 @@ class Engine:
             if dirty is not None:
                 self._pool.clear(dirty)
             return self._model.forward(step, on_layer)
-
-    def _check(self, piece: Slice) -> None:
-        capacity = len(piece.block_table) * self.layout.block_size
-        known = piece.end if piece.follows else len(piece.token_ids)
-        if not 0 <= piece.start < piece.end <= min(known, capacity):
-            raise InvalidRequest(
-                f"slice [{piece.start}, {piece.end}) of {len(piece.token_ids)} tokens "
-                f"in blocks for {capacity}",
-                request=piece.request_id,
-            )
-        if piece.sampling.grammar and self.grammars is None:
-            raise InvalidRequest("this engine knows no grammars", request=piece.request_id)
-
-    def _rows_of(self, memory: memoryview, num_tokens: int) -> torch.Tensor:
-        """The first rows [tokens, hidden_size] of somebody's memory."""
-        count = num_tokens * self.config.hidden_size
-        flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[self.dtype], count=count)
-        return flat.view(num_tokens, self.config.hidden_size)
-
-    def _make_step(self, slices: Sequence[Slice], hidden: HiddenStates | None) -> Step:
-        block_size = self.layout.block_size
-        following = [index for index, piece in enumerate(slices) if piece.follows]
-        on_device = self._drawn.on_device if following and self._drawn is not None else None
-        spans: list[Span] = []
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        for piece in slices:
-            num_blocks = self.layout.blocks_for(piece.end)
-            blocks = np.asarray(piece.block_table[:num_blocks], dtype=np.int64)
-            spans.append(Span(piece.start, piece.end, blocks))
-            if piece.num_tokens == 1:  # one array would cost more than all of this
-                block = piece.block_table[piece.start // block_size]
-                token_ids.append(
-                    0 if piece.follows and on_device is not None else self._first_token(piece)
-                )
-                positions.append(piece.start)
-                slots.append(block * block_size + piece.start % block_size)
-                continue
-            own = np.arange(piece.start, piece.end)
-            token_ids.extend(piece.token_ids[piece.start : piece.end])
-            positions.extend(own.tolist())
-            slots.extend((blocks[own // block_size] * block_size + own % block_size).tolist())
-        tokens = torch.tensor(token_ids)
-        self._check_vocabulary(tokens)
-        return Step(
-            token_ids=tokens,
-            positions=torch.tensor(positions),
-            longest=max(piece.end for piece in slices),
-            slots=torch.tensor(slots),
-            spans=spans,
-            rows=_rows(slices, len(token_ids)),
-            fed=None if on_device is None else self._fed(slices, following, on_device),
-            hidden=self._given(hidden, len(token_ids)),
-        )
-
-    def _first_token(self, piece: Slice) -> int:
-        if not piece.follows:
-            return piece.token_ids[piece.start]
-        if self._drawn is None:
-            raise InvalidRequest("it follows no step", request=piece.request_id)
-        return self._drawn.token_of(piece.request_id)
-
-    def _fed(
-        self, slices: Sequence[Slice], following: Sequence[int], on_device: torch.Tensor
-    ) -> Fed:
-        """Tokens that the step begun before has on the device."""
-        assert self._drawn is not None, "somebody has them"
-        ends = np.cumsum([piece.num_tokens for piece in slices])
-        rows = [self._drawn.row_of(slices[index].request_id) for index in following]
-        chosen = to_device(torch.tensor(rows), on_device.device)
-        return Fed(torch.from_numpy(ends[following] - 1), on_device.index_select(0, chosen))
-
-    def _given(self, hidden: HiddenStates | None, num_tokens: int) -> torch.Tensor | None:
-        if self.stage.is_first:
-            return None
-        if hidden is None or hidden.fetch is None:
-            raise ValueError("a stage behind the first one computes from hidden states")
-        return self._rows_of(hidden.fetch(), num_tokens)
-
-    def _check_vocabulary(self, tokens: torch.Tensor) -> None:
-        low, high = (int(bound) for bound in tokens.aminmax())
-        if low < 0 or high >= self.config.vocab_size:
-            raise InvalidRequest(
-                f"token ids from {low} to {high} do not fit a vocabulary of {self.config.vocab_size}"
-            )
-
-    def _find_dirty(self, slices: Sequence[Slice]) -> torch.Tensor | None:
-        """What lies behind single tokens in their last block, for attention that reads whole blocks and masks what is
-        not there yet: what an earlier holder or a corrupted transfer left must not be a NaN: 0 · NaN is NaN. Once
-        clean, a tail stays so while its sequence grows into it."""
-        block_size = self.layout.block_size
-        clean: dict[RequestId, BlockId] = {}
-        dirty: list[np.ndarray] = []
-        for piece in slices:
-            if piece.end - piece.start > 1:
-                continue
-            block = piece.block_table[piece.start // block_size]
-            clean[piece.request_id] = block
-            if self._clean_tails.get(piece.request_id) != block:
-                first = block * block_size + piece.start % block_size
-                dirty.append(np.arange(first, (block + 1) * block_size))
-        self._clean_tails = clean
-        return torch.from_numpy(np.concatenate(dirty)) if dirty else None
-
-
-def _rows(slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
-    """The last token of each slice that samples; None when that is every token."""
-    ends = np.cumsum([piece.end - piece.start for piece in slices])
-    rows = [int(end) - 1 for end, piece in zip(ends, slices, strict=True) if piece.samples]
-    return None if len(rows) == num_tokens else torch.tensor(rows, dtype=torch.int64)
 
 
 def _both(first: OnLayer | None, second: OnLayer | None) -> OnLayer | None:
