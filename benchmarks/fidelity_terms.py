@@ -30,8 +30,12 @@ def rows_of(
         if request.outcome.timeline is not None
         and journey.first_token_at is not None
         and decision is not None
-        and (decision.get("outcome") or {}).get("prefill_s") is not None
+        and _is_told(decision.get("outcome") or {})
     ]
+
+
+def _is_told(outcome: Mapping[str, Any]) -> bool:
+    return outcome.get("prefill_s") is not None and outcome.get("ttft_s") is not None
 
 
 def _row(sent: Sent, decision: Mapping[str, Any], journey: Journey) -> Row:

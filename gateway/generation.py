@@ -116,6 +116,7 @@ class Generation:
         )
         self._keys: tuple[BlockKey, ...] = ()  # of the current attempt's tokens
         self._route_id: RequestId | None = None
+        self._reporting: asyncio.Task[None] | None = None  # the last one
         self._deadline = self._loop.call_at(deadline_at, self._expire)
         self._note_reuse = True  # with the first token
         self._followers: list[Generation] = []  # until the prompt's blocks can be found
@@ -167,14 +168,14 @@ class Generation:
                 for endpoint in action.endpoints:
                     self._start(self._around.cluster.cancel(endpoint, action.request_id))
             case Report():
-                self._start(self._report(action))
+                self._reporting = self._start(self._report(action, self._reporting))
             case Fail():
                 self._end()
                 self._timings.failed(action.error)
                 self._reader.on_failure(action.error)
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self._around.tasks.start(coroutine, name=self.state.attempt_id)
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._around.tasks.start(coroutine, name=self.state.attempt_id)
 
     def _emit(self, action: Emit) -> None:
         now = self._loop.time()
@@ -291,7 +292,10 @@ class Generation:
         if action.attempt == self.state.attempt:
             self.journey.taken()
 
-    async def _report(self, action: Report) -> None:
+    async def _report(self, action: Report, before: asyncio.Task[None] | None) -> None:
+        """In their order: a first token that is told of after the end teaches the conductor nothing."""
+        if before is not None and not before.done():
+            await asyncio.wait([before])
         prefill = action.prefill
         await self._around.cluster.report(
             conductor_pb2.ReportRequest(

@@ -173,6 +173,7 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
     address: str = ""
     max_model_len: int = MAX_MODEL_LEN
     place_gate: asyncio.Event | None = None  # placements wait for it
+    first_token_gate: asyncio.Event | None = None  # reports of first tokens wait for it
 
     async def start(self, *, num_prefill: int = 2, num_decode: int = 2) -> None:
         self._changed = asyncio.Condition()
@@ -295,6 +296,8 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
     async def Report(
         self, request: conductor_pb2.ReportRequest, context: Context
     ) -> conductor_pb2.ReportReply:
+        if self.first_token_gate is not None and request.phase == request.PHASE_FIRST_TOKEN:
+            await self.first_token_gate.wait()
         self.reports.append(request)
         self.changed()
         return conductor_pb2.ReportReply()

@@ -12,6 +12,7 @@ import aiohttp
 
 from gateway.tokenizer import Tokenizer
 from protocol.errors import MoonserveError, PeerLost
+from protocol.pb import conductor_pb2
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
 from tests.patience import PATIENCE_S
 
@@ -283,3 +284,19 @@ async def test_a_worker_that_gives_up_retryably_is_replaced_before_the_first_byt
         assert reply.headers["x-prefill-instance-id"] == "prefill-0"
         assert reply.headers["x-decode-instance-id"] == "decode-1"
         assert (await reply.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_the_conductor_hears_of_the_first_token_before_the_end(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    """Of an answer that is over before the first report has arrived; otherwise its time to the first token is lost."""
+    cluster.first_token_gate = asyncio.Event()
+    await events(http, "/v1/completions", TEXT)
+    await asyncio.sleep(0.05)  # an end that does not wait arrives meanwhile
+    cluster.first_token_gate.set()
+    await cluster.until(lambda: len(cluster.reports) == 2)
+    phases = conductor_pb2.ReportRequest
+    assert [report.phase for report in cluster.reports] == [
+        phases.PHASE_FIRST_TOKEN,
+        phases.PHASE_FINISHED,
+    ]
