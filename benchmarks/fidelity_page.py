@@ -155,12 +155,12 @@ _READING = """## What the simulation has, and what it leaves out
 | gaps | how tokens are bunched on their way to the client: each gap against a step's time, beside 0, 1, 2, … others |
 | mixed steps | not measured: short prompts share steps as `prefill_worker.steps` decides it |
 
-Left out: a crowd that changes during a chunk (it counts from the next one on); which of two machines is the faster one;
-what other programs do. TBT is each gap between tokens. Where half of the gaps are within a bunch of tokens, which takes
-microseconds, and half between two steps, the median lies between two kinds of gaps, and one percent more of the one
-kind moves it by a tenth or more: of a recording of the second shape, 46.4 % of the live gaps and 48.5 % of the simulated
-ones were below 0.1 ms, 59.0 and 58.8 below 0.5, 76.6 and 76.9 below 2. The trace's hash ids stand for 32 tokens here, so
-that hits are exact. Terms: *before* is from the client's sending to the placement, *queue*, *load* and *prefill* are the prefill
-worker's report, *rest* the submission and the first token's way back. A prediction is compared with the TTFT from the
-placement on.
+Left out: a crowd that changes during a chunk (it counts from the next one on); which of two machines is the faster
+one; what other programs do. TBT is each gap between tokens. Where half of the gaps are within a bunch of tokens,
+which takes microseconds, and half between two steps, the median lies between two kinds of gaps, and one percent more
+of the one kind moves it by a tenth or more: of a recording of the second shape, 46.4 % of the live gaps and 48.5 % of
+the simulated ones were below 0.1 ms, 59.0 and 58.8 below 0.5, 76.6 and 76.9 below 2. The trace's hash ids stand for
+32 tokens here, so that hits are exact. Terms: *before* is from the client's sending to the placement, *queue*, *load*
+and *prefill* are the prefill worker's report, *rest* the submission and the first token's way back. A prediction is
+compared with the TTFT from the placement on.
 """
