@@ -88,7 +88,7 @@ class CoupledWorker:
         self._replica.thread.close()
 
     async def _listen(self, stack: contextlib.AsyncExitStack, servicer: Any, port: int) -> str:
-        server = RpcServer(self._config.cluster_token)
+        server = RpcServer(self._config.cluster_token, self._config.tls())
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server.grpc)
         address = await server.start(self._config.host, port)
         stack.push_async_callback(server.stop, STOP_GRACE_S)

@@ -53,10 +53,10 @@ class ReplicaMetrics:
 
 
 class ReplicaCommands:
-    """Used in one event loop."""
+    """Used in one event loop. `channels` are its own, and closed with it."""
 
-    def __init__(self, cluster_token: str, metrics: ReplicaMetrics) -> None:
-        self._channels = Channels(cluster_token)
+    def __init__(self, channels: Channels, metrics: ReplicaMetrics) -> None:
+        self._channels = channels
         self._metrics = metrics
         self._tasks = HeldTasks()
         self._slots = asyncio.Semaphore(COPIES_AT_ONCE)

@@ -20,10 +20,10 @@ _TIMEOUT_S = 5.0
 
 
 class RoleCommands:
-    """Used in one event loop."""
+    """Used in one event loop. `channels` are its own, and closed with it."""
 
-    def __init__(self, cluster_token: str) -> None:
-        self._channels = Channels(cluster_token)
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
         self._tasks = HeldTasks()
 
     def send(self, change: RoleChangeDue) -> None:

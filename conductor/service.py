@@ -48,7 +48,7 @@ from protocol.ids import Role
 from protocol.metrics import SchedulerMetrics, exposed, scheduler_metrics
 from protocol.pb import conductor_pb2, conductor_pb2_grpc
 from protocol.process import Lifecycle, running
-from protocol.rpc import RpcServer, failure_to_wire
+from protocol.rpc import Channels, RpcServer, failure_to_wire
 from protocol.scraping import process_registry, serve_metrics
 from protocol.tracing import NoTracer, Tracer, tracing
 from protocol.wire import placement_to_wire
@@ -255,8 +255,8 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     config.policy()  # says what is wrong before anything is served
     config.roles()
     config.replication_terms()
-    commands = RoleCommands(config.cluster_token)
-    copies = ReplicaCommands(config.cluster_token, ReplicaMetrics(registry))
+    commands = RoleCommands(Channels(config.cluster_token, config.tls()))
+    copies = ReplicaCommands(Channels(config.cluster_token, config.tls()), ReplicaMetrics(registry))
 
     def fresh() -> ConductorService:
         state = ConductorState(
@@ -295,7 +295,7 @@ async def _serve_alone(
     service: ConductorService,
     registry: CollectorRegistry,
 ) -> None:
-    server = RpcServer(config.cluster_token)
+    server = RpcServer(config.cluster_token, config.tls())
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
     serve_metrics(server.grpc, config.instance_id, registry)
     address = await server.start(config.host, config.port)

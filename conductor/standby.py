@@ -193,14 +193,14 @@ async def serve_among_others(
 ) -> None:
     """Runs one of several conductors until the process is told to stop. Raises ConfigError when it cannot start."""
     terms = config.terms()
-    registry = connect(registry_url, cluster_token=config.cluster_token)
+    registry = connect(registry_url, cluster_token=config.cluster_token, tls=config.tls())
     led = Led(
         fresh,
         config.limits().lease_s,
         LeaderMetrics(metrics),
         keep_policy=functools.partial(policy_record.write, registry),
     )
-    server = RpcServer(config.cluster_token)
+    server = RpcServer(config.cluster_token, config.tls())
     conductor_pb2_grpc.add_ConductorServicer_to_server(
         cast(conductor_pb2_grpc.ConductorServicer, led), server.grpc
     )

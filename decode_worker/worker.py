@@ -65,7 +65,7 @@ class DecodeWorker:
         self._is_draining = False
         self._tracer = tracer
         self._replica = replica
-        self._channels = Channels(config.cluster_token)
+        self._channels = Channels(config.cluster_token, config.tls())
         self._stores = BlockClient(self._channels, transfer)
         self._blocks = BlockLog(lambda: self.pool.keys())
         self._zone = LandingZone(
@@ -137,7 +137,7 @@ class DecodeWorker:
     ) -> None:
         """Serves until told to stop; `add_services`: others at the same address. Raises ConfigError when the port is
         taken, or what ended the membership. All windows on the pool are closed when it returns or raises."""
-        server = RpcServer(self._config.cluster_token)
+        server = RpcServer(self._config.cluster_token, self._config.tls())
         figures = worker_collector(Role.DECODE, self.service.status, lambda: self._is_draining)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._make_servicer(), server.grpc)
         landing = LandingServicer(self.service, self._zone, self._replica.thread.prepare)

@@ -212,6 +212,7 @@ class ServeConfig(
         self.transfer_patience()
         self.check_tracing()
         self.transfer_options("127.0.0.1")  # says what is wrong before any process is started
+        self.tls()
         self._check_memory()
         require_share(self.gpu_memory_utilization)
         require_at_least_1(

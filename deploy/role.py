@@ -28,6 +28,7 @@ from protocol.errors import InvalidRequest, MoonserveError, NoWorker, PeerLost, 
 from protocol.ids import Role
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.rpc import Channels
+from protocol.tls import files_in, load
 from protocol.wire import role_to_wire
 
 _TIMEOUT_S = 10.0
@@ -63,9 +64,8 @@ async def _switch(arguments: Namespace, environ: Mapping[str, str], output: Outp
         return
     if not arguments.force:
         _check_successors(found, instances)
-    await command(
-        found["rpc_address"], role, arguments.drain_s, cluster_token=environ.get(TOKEN_ENV, "")
-    )
+    channels = channels_of(environ)
+    await command(found["rpc_address"], role, arguments.drain_s, channels)
     if arguments.no_wait:
         output.line(f"{arguments.instance} is about to become a {role} worker")
         return
@@ -74,11 +74,10 @@ async def _switch(arguments: Namespace, environ: Mapping[str, str], output: Outp
 
 
 async def command(
-    rpc_address: str, role: Role, drain_s: float | None, *, cluster_token: str
+    rpc_address: str, role: Role, drain_s: float | None, channels: Channels
 ) -> worker_pb2.SwitchRoleReply:
-    """Tells a worker to change. Raises what it answers, InvalidRequest when it cannot."""
+    """Tells a worker to change, and closes the channels. Raises what it answers, InvalidRequest when it cannot."""
     request = worker_pb2.SwitchRoleRequest(role=role_to_wire(role), drain_s=drain_s)
-    channels = Channels(cluster_token)
     try:
         stub = worker_pb2_grpc.RoleSwitchStub(channels.to(rpc_address))
         reply: worker_pb2.SwitchRoleReply = await channels.call(
@@ -93,6 +92,12 @@ async def command(
         raise
     finally:
         await channels.close()
+
+
+def channels_of(environ: Mapping[str, str]) -> Channels:
+    """With the token and the certificates of the environment. Raises ConfigError."""
+    files = files_in(environ)
+    return Channels(environ.get(TOKEN_ENV, ""), None if files is None else load(files))
 
 
 def _is_unknown_call(error: PeerLost) -> bool:
@@ -150,7 +155,8 @@ def _parser(environ: Mapping[str, str]) -> ArgumentParser:
     parser = ArgumentParser(
         prog="moonserve role",
         description="Changes a running worker's role; it must have been started with --role-switching on.",
-        epilog=f"The cluster's secret is read from {TOKEN_ENV}, the API key from {KEY_ENV}. exit codes: 0 it has the "
+        epilog=f"The cluster's secret is read from {TOKEN_ENV}, with TLS the files from "
+        f"MOONSERVE_TLS_CERTIFICATE, …_KEY and …_AUTHORITY, the API key from {KEY_ENV}. exit codes: 0 it has the "
         "role; 1 no such worker, or not back yet; 2 usage, wrong secret or key; 3 no answer, or it cannot change",
     )
     parser.add_argument("instance", help="the worker's id, as worker-0")

@@ -65,7 +65,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         limiter = open_limits(config, registry)
         closing.push_async_callback(limiter.close)
         await keys.load()
-        channels = Channels(config.cluster_token)
+        channels = Channels(config.cluster_token, config.tls())
         closing.push_async_callback(channels.close)
         listener = closing.enter_context(bind(config.host, config.port, shared=config.reuse_port))
         lifecycle.progress("loading tokenizer")
@@ -103,7 +103,7 @@ async def _served_metrics(
     is one only."""
     if not config.reuse_port:
         return ""
-    server = RpcServer(config.cluster_token)
+    server = RpcServer(config.cluster_token, config.tls())
     serve_metrics(server.grpc, config.instance_id, registry)
     closing.push_async_callback(server.stop, 0)
     return await server.start("127.0.0.1", 0)  # of this host, as they are

@@ -122,7 +122,7 @@ class StoreNode:
 
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serves until told to stop. Raises ConfigError when the port is taken, or what ended the membership."""
-        server = RpcServer(self._config.cluster_token)
+        server = RpcServer(self._config.cluster_token, self._config.tls())
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self._service, server.grpc)
         server.add_lean("KvStore", self._service)
         serve_metrics(
@@ -138,10 +138,14 @@ class StoreNode:
         if self._config.join is not None:
             self._catching_up = CatchingUp(
                 self._config.instance_id,
-                connect(self._config.join, cluster_token=self._config.cluster_token),
+                connect(
+                    self._config.join,
+                    cluster_token=self._config.cluster_token,
+                    tls=self._config.tls(),
+                ),
                 self._service.remembering,
                 self._state,
-                Channels(self._config.cluster_token),
+                Channels(self._config.cluster_token, self._config.tls()),
             )
         await self._open_disk(lifecycle)
         address = await server.start(self._config.host, self._config.port)
@@ -255,7 +259,7 @@ def _report(task: asyncio.Task[None]) -> None:
 
 def offers_express(config: StoreConfig) -> bool:
     """KV goes where its operator wants it: not past TLS, past rails that were named, or over tcp without leave."""
-    secret = config.transfer_tls_certificate is not None
+    secret = config.tls_files() is not None or config.transfer_tls_files() is not None
     return "tcp" in config.transports and not secret and not config.transfer_rails
 
 

@@ -84,7 +84,7 @@ class StoreService(LastingCalls):
         self._index = index
         self._events = log
         self._clock = clock
-        self._peers = Channels(config.cluster_token)
+        self._peers = Channels(config.cluster_token, config.tls())
         self._client = BlockClient(self._peers, transfer)
         self.mover = Mover(
             state, segment.buffer, self._changed, write_through=config.ssd_write_through

@@ -72,7 +72,7 @@ class PrefillWorker:
             if replica.elasticity is None
             else told.local_bytes_per_s_beside(segment.nbytes)
         )
-        self._channels = Channels(config.cluster_token)
+        self._channels = Channels(config.cluster_token, config.tls())
         self._blocks = BlockLog(lambda: self.pool.keys())
         state = self._make_state()
         self.pool = state.pool
@@ -99,7 +99,7 @@ class PrefillWorker:
     ) -> None:
         """Serves until told to stop; `add_services`: others at the same address. Raises ConfigError when the port is
         taken, or what made going on pointless. No transfer writes to the pool any more when it returns or raises."""
-        server = RpcServer(self._config.cluster_token)
+        server = RpcServer(self._config.cluster_token, self._config.tls())
         worker_pb2_grpc.add_WorkerServicer_to_server(self._servicer, server.grpc)
         worker_pb2_grpc.add_KvMemoryServicer_to_server(self._memory.servicer, server.grpc)
         serve_metrics(

@@ -243,7 +243,7 @@ async def member(
     if config.conductor is None:
         yield Seat()
         return
-    channels = Channels(config.cluster_token)
+    channels = Channels(config.cluster_token, config.tls())
     membership = Membership(channels, config.conductor, registration, load, block_log)
     try:
         async with running(membership.run()) as task:

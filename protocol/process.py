@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from protocol import logs, status
 from protocol.config import HelpRequested, load, option
 from protocol.errors import ConfigError
+from protocol.tls import TlsConfig
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessConfig:
+class ProcessConfig(TlsConfig):
     """Options of every long-lived process; each service's configuration derives from it."""
 
     instance_id: str = option(help="name of this process in the cluster, stable across restarts")

@@ -38,6 +38,7 @@ from protocol.lean.frames import MAX_MESSAGE_BYTES
 from protocol.lean.methods import HandOver
 from protocol.lean.server import LeanServer
 from protocol.pb import common_pb2
+from protocol.tls import Certificates, grpc_failure
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +87,12 @@ class RpcServer:
     empty without one.
     """
 
-    def __init__(self, cluster_token: str) -> None:
+    def __init__(self, cluster_token: str, tls: Certificates | None = None) -> None:
+        """With `tls`, clients must show a certificate of its authority, but for those that come by the Unix socket."""
         self.lean_address = ""
         self.lean_unix_address = ""
         self._token = cluster_token
+        self._tls = tls
         self._lean: LeanServer | None = None
         self._server = grpc.aio.server(options=_OPTIONS, interceptors=[_Gatekeeper(cluster_token)])
 
@@ -101,7 +104,7 @@ class RpcServer:
     def add_lean(self, service: str, servicer: object) -> None:
         """Serves the unary methods of a service, named as in its .proto file, over `protocol.lean` too."""
         if self._lean is None:
-            self._lean = LeanServer(self._token)
+            self._lean = LeanServer(self._token, self._tls)
         self._lean.add(service, servicer)
 
     def add_hand_over(self, hand_over: HandOver) -> None:
@@ -119,7 +122,7 @@ class RpcServer:
                 f"--host {host!r} would be published to peers, who cannot dial it; name an address"
             )
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            bound = self._bind(f"{host}:{port}")
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: port in use or not permitted; "
@@ -129,6 +132,11 @@ class RpcServer:
             self.lean_address, self.lean_unix_address = await self._lean.start(host)
         await self._server.start()
         return f"{host}:{bound}"
+
+    def _bind(self, address: str) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, self._tls.grpc_server())
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls and ends running ones after `grace_s`."""
@@ -205,17 +213,21 @@ def _status_of(error: Exception) -> grpc.StatusCode:
 
 
 class Channels:
-    """Channels to the other processes, one per address, opened on first use and closed together."""
+    """Channels to the other processes, one per address, opened on first use and closed together.
 
-    def __init__(self, cluster_token: str) -> None:
+    With `tls`, peers must show a certificate of its authority, and none is dialled without.
+    """
+
+    def __init__(self, cluster_token: str, tls: Certificates | None = None) -> None:
         self._token = cluster_token
+        self._tls = tls
         self._metadata = ((TOKEN_HEADER, cluster_token),)
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def to(self, address: str) -> grpc.aio.Channel:
         """The channel to `host:port` or to a lean address, for a generated stub's constructor.
 
-        Raises InvalidRequest for a malformed lean address.
+        Raises InvalidRequest for a malformed lean address, Incompatible where only one end speaks TLS.
         """
         channel = self._channels.get(address)
         if channel is None:
@@ -225,8 +237,11 @@ class Channels:
     def _open(self, address: str) -> grpc.aio.Channel:
         if sockets.is_lean(address):
             # It has what stubs need of a channel; streams it refuses.
-            return cast(grpc.aio.Channel, LeanChannel(address, self._token))
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+            return cast(grpc.aio.Channel, LeanChannel(address, self._token, self._tls))
+        if self._tls is None:
+            return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        options = [*_OPTIONS, *self._tls.grpc_options]
+        return grpc.aio.secure_channel(address, self._tls.grpc_channel(), options=options)
 
     async def call(
         self,
@@ -274,9 +289,11 @@ class Channels:
 
 
 def translate(error: grpc.aio.AioRpcError) -> MoonserveError:
-    """The error that the peer raised, or PeerLost where the call never reached its handler."""
+    """The error that the peer raised; PeerLost where the call never reached its handler, or what TLS says of it."""
     trailing: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
     for key, value in trailing:
         if key == FAILURE_HEADER and isinstance(value, bytes):
             return failure_from_wire(common_pb2.Failure.FromString(value))
-    return PeerLost(f"{error.code().name.lower()}: {error.details()}")
+    return grpc_failure(error.details() or "") or PeerLost(
+        f"{error.code().name.lower()}: {error.details()}"
+    )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.config import option
+from protocol.errors import ConfigError
+from protocol.tls import TlsConfig, TlsFiles, files_of
 from transfer.options import TransferOptions
 from transfer.patience import Patience
 
@@ -14,7 +16,7 @@ _PATIENCE = Patience()
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferConfig:
+class TransferConfig(TlsConfig):
     """Mixed into the configuration of store nodes and workers; `moonserve serve` passes them on."""
 
     transports: tuple[str, ...] = option(
@@ -39,9 +41,12 @@ class TransferConfig:
     transfer_topology: str | None = option(
         None, help="JSON file that says which rails are near which memory (see moonserve doctor)"
     )
+    transfer_tls: bool = option(
+        True, help="with --tls-certificate: encrypt KV over tcp, too (TLS 1.3; rdma cannot be)"
+    )
     transfer_tls_certificate: str | None = option(
         None,
-        help="PEM file; with key and authority, KV over tcp is encrypted (TLS 1.3; rdma is not)",
+        help="PEM file; with key and authority, KV over tcp is encrypted by it, not by --tls-certificate",
     )
     transfer_tls_key: str | None = option(None, help="PEM file of the certificate's key")
     transfer_tls_authority: str | None = option(
@@ -50,6 +55,7 @@ class TransferConfig:
 
     def transfer_options(self, host: str) -> TransferOptions:
         """`host` is the address that the process publishes. Raises ConfigError."""
+        files = self.transfer_tls_files()
         return TransferOptions(
             host=host,
             transports=self.transports,
@@ -59,10 +65,19 @@ class TransferConfig:
             copy_threads=self.transfer_copy_threads,
             max_endpoints=self.transfer_max_endpoints,
             topology=_path(self.transfer_topology),
-            tls_certificate=_path(self.transfer_tls_certificate),
-            tls_key=_path(self.transfer_tls_key),
-            tls_authority=_path(self.transfer_tls_authority),
+            tls_certificate=None if files is None else files.certificate,
+            tls_key=None if files is None else files.key,
+            tls_authority=None if files is None else files.authority,
         )
+
+    def transfer_tls_files(self) -> TlsFiles | None:
+        """What encrypts KV; None: nothing does. Raises ConfigError."""
+        own = files_of(
+            self.transfer_tls_certificate, self.transfer_tls_key, self.transfer_tls_authority
+        )
+        if own is not None and not self.transfer_tls:
+            raise ConfigError("--transfer-tls-certificate and --no-transfer-tls exclude each other")
+        return (own or self.tls_files()) if self.transfer_tls else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import ConfigError
+from protocol.tls import TlsFiles, files_of
 
 _SLICE_BYTES = {"shm": 16 << 20, "tcp": 4 << 20, "rdma": 16 << 20}
 """Within a host cutting gains nothing, still short enough to take turns; over rdma a write asks for a grant per
@@ -57,12 +58,10 @@ class TransferOptions:
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"transfer {name.replace('_', ' ')} must be at least 1")
-        tls = (self.tls_certificate, self.tls_key, self.tls_authority)
-        if any(tls) and not all(tls):
-            raise ConfigError("TLS needs a certificate, a key and an authority")
-        if any(tls) and "rdma" in self.transports:
+        if self.tls_files is not None and "rdma" in self.transports:
             raise ConfigError(
-                "rdma cannot be encrypted: take it out of the transports, or TLS away"
+                "rdma cannot be encrypted: take it out of --transports, or give --no-transfer-tls where its network is "
+                "the cluster's own"
             )
 
     def slice_bytes_over(self, transport: str) -> int:
@@ -80,6 +79,11 @@ class TransferOptions:
     @property
     def rdma_rails(self) -> tuple[str, ...]:
         return tuple(rail for rail in self.rails if not _is_ip(rail))
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """Raises ConfigError when only some are given."""
+        return files_of(self.tls_certificate, self.tls_key, self.tls_authority)
 
     @property
     def tls(self) -> bool:

@@ -13,13 +13,12 @@ from dataclasses import replace
 from functools import partial
 
 from protocol.errors import ConfigError, Incompatible, PeerLost
+from protocol.tls import Certificates, load
 from transfer.address import Address, host_identity
 from transfer.base import Dial, Hosted, Rail
 from transfer.rails.interfaces import local_tcp_rails
 from transfer.segments import Segment
-from transfer.wire import certificates
 from transfer.wire.acceptor import Acceptor
-from transfer.wire.certificates import Certificates
 from transfer.wire.connection import Connection
 from transfer.wire.stream import StreamSession, authenticate
 from transfer.wire.target import StreamTarget
@@ -50,7 +49,8 @@ class TcpTransport:
 
     def listen(self, hosted: Hosted) -> Sequence[Acceptor]:
         """Raises ConfigError when an address cannot be bound or is none that peers can dial, or for TLS files."""
-        self._certificates = certificates.load(hosted.options)
+        files = hosted.options.tls_files
+        self._certificates = None if files is None else load(files)
         rails = local_tcp_rails(hosted.options.tcp_rails or (hosted.options.host,))
         acceptors: list[Acceptor] = []
         try:

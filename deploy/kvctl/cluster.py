@@ -19,6 +19,7 @@ from protocol.pb import directory_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc
 from protocol.registry.base import Member, Registry
 from protocol.request import Endpoint
 from protocol.rpc import Channels
+from protocol.tls import Certificates
 from protocol.wire import endpoint_from_wire
 
 Reply = TypeVar("Reply")
@@ -86,12 +87,17 @@ class Cluster:
     """`chosen`: ids or addresses of the only nodes that the command is about; empty = all that the registry knows."""
 
     def __init__(
-        self, registry: Registry | None, chosen: Sequence[str], cluster_token: str
+        self,
+        registry: Registry | None,
+        chosen: Sequence[str],
+        cluster_token: str,
+        tls: Certificates | None = None,
     ) -> None:
         self.registry = registry
         self.token = cluster_token
+        self.tls = tls
         self._chosen = chosen
-        self._channels = Channels(cluster_token)
+        self._channels = Channels(cluster_token, tls)
         self._reached: set[Node] = set()
 
     @property

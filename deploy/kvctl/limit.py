@@ -112,7 +112,7 @@ async def _workers(arguments: Namespace, cluster: Cluster) -> tuple[list[Worker]
 @contextlib.asynccontextmanager
 async def _calling(cluster: Cluster) -> AsyncIterator[Channels]:
     """Channels that are closed at the block's end."""
-    channels = Channels(cluster.token)
+    channels = Channels(cluster.token, cluster.tls)
     try:
         yield channels
     finally:

@@ -26,6 +26,7 @@ from protocol.errors import (
     Unauthenticated,
 )
 from protocol.registry.connect import connect
+from protocol.tls import files_in, load
 
 VERBS = (ls, stat, nodes, replicas, pin, drop, verify, drain, watch, limit)
 REGISTRY_ENV = "MOONSERVE_REGISTRY"
@@ -33,7 +34,7 @@ TOKEN_ENV = "MOONSERVE_CLUSTER_TOKEN"
 
 _EPILOG = f"""\
 The cluster's registry is --registry or {REGISTRY_ENV}: redis://…, redis+sentinel://…, or host:port of a directory.
-The cluster's secret is read from {TOKEN_ENV}.
+The cluster's secret is read from {TOKEN_ENV}, with TLS the files from MOONSERVE_TLS_CERTIFICATE, …_KEY and …_AUTHORITY.
 exit codes: 0 done; 1 not found, found corrupt or not done in full; 2 usage or wrong token; 3 a node or the registry
 could not be reached
 """
@@ -63,9 +64,12 @@ async def _run(arguments: Namespace, output: Output, environ: Mapping[str, str])
     url = arguments.registry or environ.get(REGISTRY_ENV) or None
     if arguments.asks_stores:
         require_target(url, arguments.nodes)
-    token = environ.get(TOKEN_ENV, "")
-    registry = connect(url, cluster_token=token) if url and arguments.asks_stores else None
-    cluster = Cluster(registry, arguments.nodes, token)
+    token, files = environ.get(TOKEN_ENV, ""), files_in(environ)
+    tls = None if files is None else load(files)
+    registry = None
+    if url and arguments.asks_stores:
+        registry = connect(url, cluster_token=token, tls=tls)
+    cluster = Cluster(registry, arguments.nodes, token, tls)
     try:
         exit_code: int = await arguments.run(arguments, cluster, output)
         return exit_code

@@ -20,6 +20,7 @@ from kvstore.client.pool import NodeView, PoolStats
 from kvstore.client.store import LEASE_TTL_S, KvStore, ReplicaChange, Value
 from kvstore.client.store_lease import StoreLease
 from kvstore.disk.base import Pin
+from protocol.tls import TlsFiles
 from transfer import Segment, TransferOptions
 from transfer.buffers import Registrable
 
@@ -36,10 +37,13 @@ async def connect_async(
     *,
     cluster_token: str | None = None,
     options: TransferOptions | None = None,
+    tls: TlsFiles | None = None,
     timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> AsyncKvStore:
     """As `connect`."""
-    make = partial(connect, url, cluster_token=cluster_token, options=options, timeout_s=timeout_s)
+    make = partial(
+        connect, url, cluster_token=cluster_token, options=options, tls=tls, timeout_s=timeout_s
+    )
     return AsyncKvStore(await asyncio.to_thread(make))
 
 

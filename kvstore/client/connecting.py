@@ -19,6 +19,7 @@ from protocol.errors import ConfigError, PeerLost
 from protocol.registry.base import Registry
 from protocol.registry.connect import connect as connect_registry
 from protocol.rpc import Channels
+from protocol.tls import Certificates, TlsFiles, load
 from transfer import TransferEngine, TransferOptions
 
 TOKEN_VARIABLE = "MOONSERVE_CLUSTER_TOKEN"
@@ -33,24 +34,27 @@ def connect(
     *,
     cluster_token: str | None = None,
     options: TransferOptions | None = None,
+    tls: TlsFiles | None = None,
     timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> KvStore:
     """The store of a cluster, by its registry, or of one node.
 
     `url`: `redis://…`, `redis+sentinel://…` or `host:port` of the directory process for a cluster;
-    `node://host:port` for a single store node. The token comes from MOONSERVE_CLUSTER_TOKEN when not given. Raises
-    ConfigError, Unauthenticated, and PeerLost when the registry does not answer in time.
+    `node://host:port` for a single store node. The token comes from MOONSERVE_CLUSTER_TOKEN when not given.
+    `tls`: of a cluster with `--tls-certificate`; KV has it, too, unless `options` are given. Raises ConfigError,
+    Unauthenticated, and PeerLost when the registry does not answer in time.
     """
     token = cluster_token or os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         raise ConfigError(f"no cluster token: give cluster_token or set {TOKEN_VARIABLE}")
-    means = _means(token, options or default_options(url))
+    certificates = None if tls is None else load(tls)
+    means = _means(token, options or default_options(url, tls), certificates)
     cluster = Cluster(means)
     try:
         if url.startswith(f"{NODE_SCHEME}://"):
             cluster.know(_address_of(url))
         else:
-            _follow(cluster, means, url, token, timeout_s)
+            _follow(cluster, means, url, timeout_s)
         return KvStore(cluster, means)
     except BaseException:  # interrupted too: nobody else could close them
         cluster.close()
@@ -58,16 +62,24 @@ def connect(
         raise
 
 
-def default_options(url: str) -> TransferOptions:
+def default_options(url: str, tls: TlsFiles | None = None) -> TransferOptions:
     """Transfers leave by the address that leads to the registry.
 
     Slices need no checksums of their own: whole objects are verified by whoever reads or commits them. Parts of objects
     travel with them (`Guarded`).
     """
-    return TransferOptions(host=_way_to(_host_of(url)), checksums=False)
+    plain = TransferOptions(host=_way_to(_host_of(url)), checksums=False)
+    if tls is None:
+        return plain
+    return replace(
+        plain,
+        tls_certificate=tls.certificate,
+        tls_key=tls.key,
+        tls_authority=tls.authority,
+    )
 
 
-def _means(token: str, options: TransferOptions) -> Means:
+def _means(token: str, options: TransferOptions, tls: Certificates | None) -> Means:
     name = f"client-{os.getpid()}"
 
     def start(options: TransferOptions) -> TransferEngine:
@@ -81,10 +93,11 @@ def _means(token: str, options: TransferOptions) -> Means:
         scratch=Scratch(engine),
         guarded=Guarded(lambda: start(replace(options, checksums=True))),
         backstage=Backstage(),
-        channels=Channels(token),
+        channels=Channels(token, tls),
         cluster_token=token,
+        tls=tls,
         maps="shm" in options.transports,
-        express=_may_go_express(options),
+        express=tls is None and _may_go_express(options),
         threads=ThreadPoolExecutor(_NUM_THREADS, "kvstore nodes"),
     )
 
@@ -94,9 +107,9 @@ def _may_go_express(options: TransferOptions) -> bool:
     return "tcp" in options.transports and not others
 
 
-def _follow(cluster: Cluster, means: Means, url: str, token: str, timeout_s: float) -> None:
+def _follow(cluster: Cluster, means: Means, url: str, timeout_s: float) -> None:
     async def make() -> Registry:
-        return connect_registry(url, cluster_token=token)
+        return connect_registry(url, cluster_token=means.cluster_token, tls=means.tls)
 
     following = means.backstage.begin(cluster.follow(means.backstage.ask(make(), timeout_s)))
     following.add_done_callback(lambda _: cluster.known.set())

@@ -37,6 +37,7 @@ from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.process import host_identity
 from protocol.request import Endpoint
 from protocol.rpc import Channels
+from protocol.tls import Certificates
 from protocol.wire import endpoint_from_wire
 from transfer import RemoteSegment, TransferEngine
 
@@ -64,6 +65,7 @@ class Means:
     channels: Channels
     """Backstage only."""
     cluster_token: str
+    tls: Certificates | None
     maps: bool
     """The engine can map memory of this host."""
     express: bool
@@ -222,7 +224,7 @@ class StoreNode:
         endpoint = replace(endpoint_from_wire(described.endpoint), rpc_address=self.address)
         here = endpoint.host == host_identity()
         lean_address = described.lean_unix_address if here else described.lean_address
-        channel = SyncChannel(lean_address, self._means.cluster_token)
+        channel = SyncChannel(lean_address, self._means.cluster_token, self._means.tls)
         return self._open(
             Attachment(
                 endpoint=endpoint,
@@ -262,7 +264,7 @@ class StoreNode:
         """Over TCP also within a host: what may not be mapped is not to be had another way."""
         if not self._means.express:
             return None
-        channel = SyncChannel(lean_address, self._means.cluster_token)
+        channel = SyncChannel(lean_address, self._means.cluster_token, self._means.tls)
         return Express(lambda left_s: channel.hand_over(METHOD, timeout_s=left_s))
 
     def _attach_again(self, seen: Attachment, deadline: Deadline) -> Attachment:

@@ -38,8 +38,8 @@ class DirectoryProcess:
 
     def __init__(self, config: DirectoryConfig, metrics: CollectorRegistry) -> None:
         self._config = config
-        self._server = RpcServer(config.cluster_token)
-        self._channels = Channels(config.cluster_token)
+        self._server = RpcServer(config.cluster_token, config.tls())
+        self._channels = Channels(config.cluster_token, config.tls())
         directory = Directory()
         heat = Heat(threshold=config.hot_hits, window_s=config.hot_window_s)
         clock = asyncio.get_running_loop().time  # monotonic
@@ -81,7 +81,11 @@ class DirectoryProcess:
     def _registry(self) -> Registry:
         """The cluster's, or one that this process holds and serves."""
         if self._config.registry is not None:
-            return connect(self._config.registry, cluster_token=self._config.cluster_token)
+            return connect(
+                self._config.registry,
+                cluster_token=self._config.cluster_token,
+                tls=self._config.tls(),
+            )
         embedded = EmbeddedRegistry()
         registry_pb2_grpc.add_RegistryServicer_to_server(
             RegistryService(embedded), self._server.grpc

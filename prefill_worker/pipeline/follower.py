@@ -32,7 +32,7 @@ async def serve(config: FollowerConfig, lifecycle: Lifecycle) -> None:
 
 
 async def _run(config: FollowerConfig, servicer: StageServicer, lifecycle: Lifecycle) -> None:
-    server = RpcServer(config.cluster_token)
+    server = RpcServer(config.cluster_token, config.tls())
     server.add_lean("PipelineStage", servicer)
     address = await server.start(config.host, config.port)
     try:

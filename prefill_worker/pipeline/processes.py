@@ -43,7 +43,7 @@ class FollowerProcesses:
     def __init__(self, config: PrefillConfig, started: Sequence[_Started]) -> None:
         self._config = config
         self._started = started
-        self._channels = Channels(config.cluster_token)
+        self._channels = Channels(config.cluster_token, config.tls())
 
     async def join(self, replica: Replica, transfer: TransferEngine, segment: Segment) -> Group:
         """The group, once all followers have loaded. Raises ConfigError when one cannot start or is not like the

@@ -8,6 +8,7 @@ metadata that gRPC carries with each call is ignored.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
 from protocol.lean import sockets
 from protocol.lean.connection import Connection
 from protocol.lean.unary import UnaryOnly
+from protocol.tls import Certificates, translated
 
 # Between attempts to reach a peer that is not there yet, as for gRPC (`protocol.rpc`).
 _RETRY_S = 0.1
@@ -25,8 +27,11 @@ _DIAL_S = 5.0
 class LeanChannel(UnaryOnly):
     """Belongs to the event loop of its first call. `address`: `lean://host:port` or `lean+unix://name`."""
 
-    def __init__(self, address: str, cluster_token: str) -> None:
+    def __init__(self, address: str, cluster_token: str, tls: Certificates | None = None) -> None:
+        """Raises InvalidRequest for what is no address, Incompatible where only one end speaks TLS."""
+        sockets.require_same_tls(address, tls)
         self._address = address
+        self._tls = tls
         self._target = sockets.parse(address)
         self._token = cluster_token
         self._connection: Connection | None = None
@@ -95,6 +100,9 @@ class LeanChannel(UnaryOnly):
             async with asyncio.timeout(_DIAL_S):
                 await self._open(connection)
                 await connection.ready
+        except ssl.SSLError as error:
+            await _discard(connection)
+            raise translated(error) from error
         except (OSError, TimeoutError) as error:
             await _discard(connection)
             raise PeerLost(f"{self._address} cannot be reached: {error or 'silent'}") from error
@@ -110,7 +118,8 @@ class LeanChannel(UnaryOnly):
             await loop.create_unix_connection(lambda: connection, target)
         else:
             host, port = target
-            await loop.create_connection(lambda: connection, host, port, family=family)
+            context = None if self._tls is None else self._tls.initiator
+            await loop.create_connection(lambda: connection, host, port, family=family, ssl=context)
 
 
 async def _discard(connection: Connection) -> None:

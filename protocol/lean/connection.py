@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import ssl
 from typing import NamedTuple, cast
 
 from protocol.errors import DeadlineExceeded, Incompatible, MoonserveError, Overloaded, PeerLost
@@ -18,6 +19,7 @@ from protocol.lean.frames import MAX_CALL_ID, MAX_MESSAGE_BYTES, Reply, Status
 from protocol.lean.handshake import Initiator
 from protocol.pb import common_pb2
 from protocol.timer import Timer
+from protocol.tls import IN_HANDSHAKE, require_address, translated
 
 # Deadlines that are as close as this are looked at together.
 _TICK_S = 0.002
@@ -54,6 +56,11 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self.opened = True
         sockets.tune(transport.get_extra_info("socket"))
+        try:
+            self._require_peer()
+        except MoonserveError as error:
+            self._break(error)
+            return
         self._transport.write(self._handshake.hello)
 
     def data_received(self, data: bytes) -> None:
@@ -72,7 +79,13 @@ class Connection(asyncio.Protocol):
         self._is_full = False
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._break(PeerLost(f"the connection broke: {error or 'closed by the peer'}"))
+        if isinstance(
+            error, ssl.SSLError
+        ):  # its answer to our certificate comes after our first bytes
+            self._break(translated(error))
+        in_tls = not self.usable and self._transport.get_extra_info("peercert") is not None
+        how = IN_HANDSHAKE if in_tls else "broke"
+        self._break(PeerLost(f"the connection {how}: {error or 'closed by the peer'}"))
         self._timer.set(None)
         self.gone.set()
 
@@ -103,6 +116,12 @@ class Connection(asyncio.Protocol):
         """Nobody waits for this call any more; the peer is told."""
         if self._calls.pop(call_id, None) is not None and self.usable:
             self._write(frames.cancel(call_id))
+
+    def _require_peer(self) -> None:
+        """Raises Unauthenticated for a certificate of another address."""
+        certificate = self._transport.get_extra_info("peercert")
+        if certificate is not None:
+            require_address(certificate, self._transport.get_extra_info("peername")[0])
 
     def _shake_hands(self, data: bytes) -> bytes:
         """Gives what came behind the handshake."""

@@ -1,6 +1,7 @@
 """A lean server: where it listens, who is connected, and how it ends. One connection's life is `served`.
 
 Its rule: clients that have not proved themselves are few and short-lived, so that strangers cannot keep peers out.
+With TLS, whoever comes by TCP shows a certificate first; the Unix socket, which no packet leaves, has the token alone.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import socket
 from protocol.lean import methods, sockets
 from protocol.lean.eager import EagerStart
 from protocol.lean.methods import HandOver, Method
-from protocol.lean.served import ServedConnection
+from protocol.lean.served import HANDSHAKE_S, ServedConnection
 from protocol.timer import set_within
+from protocol.tls import Certificates
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +28,9 @@ _CANCELLED_S = 1.0
 class LeanServer:
     """`add` what it serves, then `start` it; both in its event loop's thread."""
 
-    def __init__(self, cluster_token: str) -> None:
+    def __init__(self, cluster_token: str, tls: Certificates | None = None) -> None:
         self._token = cluster_token
+        self._tls = tls
         self._methods: list[Method | HandOver] = []
         self._eager: EagerStart | None = None
         self._listeners: list[asyncio.Server] = []
@@ -44,12 +47,14 @@ class LeanServer:
     def add_hand_over(self, hand_over: HandOver) -> None:
         """Clients may ask for it by its path."""
         assert self._eager is None, "clients are told the methods when they connect"
+        assert self._tls is None, "what is encrypted cannot be handed over"
         self._methods.append(hand_over)
 
     async def start(self, host: str, port: int = 0) -> tuple[str, str]:
         """Listens, and returns the addresses for other hosts and for this one. Raises ConfigError: port taken."""
         self._eager = EagerStart()
-        tcp, tcp_address = sockets.listen_tcp(host, port)
+        scheme = sockets.TCP if self._tls is None else sockets.TLS
+        tcp, tcp_address = sockets.listen_tcp(host, port, scheme)
         unix, unix_address = sockets.listen_unix()
         await self._listen(tcp)
         await self._listen(unix)
@@ -81,7 +86,12 @@ class LeanServer:
         if listener.family == socket.AF_UNIX:
             server = await loop.create_unix_server(self._make_connection, sock=listener)
         else:
-            server = await loop.create_server(self._make_connection, sock=listener)
+            server = await loop.create_server(
+                self._make_connection,
+                sock=listener,
+                ssl=None if self._tls is None else self._tls.target,
+                ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_S,
+            )
         self._listeners.append(server)
 
     def _make_connection(self) -> ServedConnection:

@@ -1,4 +1,4 @@
-"""Addresses of lean servers and the sockets behind them: `lean://host:port` and `lean+unix://name`.
+"""Addresses of lean servers and the sockets behind them: `lean://host:port`, `lean+tls://host:port`, `lean+unix://name`.
 
 The Unix names are abstract: private to a network namespace, gone with their process. They reach processes of the same
 host only, at two thirds of TCP's latency.
@@ -10,9 +10,11 @@ import secrets
 import socket
 from contextlib import suppress
 
-from protocol.errors import ConfigError, InvalidRequest
+from protocol.errors import ConfigError, Incompatible, InvalidRequest
+from protocol.tls import Certificates
 
 TCP = "lean://"
+TLS = "lean+tls://"
 UNIX = "lean+unix://"
 _BACKLOG = 1024
 # A host that vanished is noticed within this time, with calls under way (user timeout) and without (keepalive); a
@@ -24,28 +26,41 @@ SocketAddress = tuple[socket.AddressFamily, str | tuple[str, int]]
 
 
 def is_lean(address: str) -> bool:
-    return address.startswith((TCP, UNIX))
+    return address.startswith((TCP, TLS, UNIX))
+
+
+def require_same_tls(address: str, tls: Certificates | None) -> None:
+    """An address says whether TLS is spoken there. Raises Incompatible where only one end has it; what stays within the
+    host has none."""
+    if address.startswith(TLS) and tls is None:
+        raise Incompatible(
+            f"{address} speaks TLS and this process does not: give it --tls-certificate, --tls-key and --tls-authority"
+        )
+    if address.startswith(TCP) and tls is not None:
+        raise Incompatible(
+            f"this process speaks TLS and {address} does not: give it --tls-certificate, --tls-key and --tls-authority"
+        )
 
 
 def parse(address: str) -> SocketAddress:
     """Family and address as `connect` wants them. Raises InvalidRequest."""
     if address.startswith(UNIX) and len(address) > len(UNIX):
         return socket.AF_UNIX, "\0" + address.removeprefix(UNIX)
-    host, _, port = address.removeprefix(TCP).rpartition(":")
-    if not address.startswith(TCP) or not host or not port.isdecimal():
+    host, _, port = address.removeprefix(TCP).removeprefix(TLS).rpartition(":")
+    if not address.startswith((TCP, TLS)) or not host or not port.isdecimal():
         raise InvalidRequest(f"{address!r} is no address of a lean server")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     return family, (host.strip("[]"), int(port))
 
 
-def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
+def listen_tcp(host: str, port: int, scheme: str = TCP) -> tuple[socket.socket, str]:
     """A listening socket and the address to publish. Raises ConfigError when the port is taken."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host.strip("[]"), port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
-    return listener, f"{TCP}{host}:{listener.getsockname()[1]}"
+    return listener, f"{scheme}{host}:{listener.getsockname()[1]}"
 
 
 def listen_unix() -> tuple[socket.socket, str]:

@@ -7,31 +7,25 @@ call; one that was idle is looked at before it is used again, so that a restarte
 
 from __future__ import annotations
 
-import os
-import secrets
-import select
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Self
 
-from protocol.errors import DeadlineExceeded, Incompatible, PeerLost
 from protocol.failures import failure_from_wire
-from protocol.lean import frames, handshake, sockets
-from protocol.lean.frames import MalformedFrame, Status
-from protocol.lean.handshake import Initiator
+from protocol.lean import sockets
+from protocol.lean.frames import Status
+from protocol.lean.sync_connection import SyncConnection
+from protocol.lean.sync_tls import TlsConnection
 from protocol.lean.unary import UnaryOnly
 from protocol.pb import common_pb2
+from protocol.tls import Certificates
 
-# Replies to hot calls are far smaller; a larger one costs another receive.
-_BUFFER_BYTES = 64 * 1024
 # A peer at work answers hot calls within this; being woken on another core costs a good part of it, and on a shared one
 # yielding the processor loses nothing (benchmarks/rpc.py). Several threads that spin would only take time from each
 # other and from the server.
 SPIN_S = 100e-6
-_TIMEVAL = struct.Struct("@ll")
 
 
 class SyncChannel(UnaryOnly):
@@ -40,13 +34,23 @@ class SyncChannel(UnaryOnly):
     `spin_s`: how long a call that is the only one looks for its reply before it goes to sleep.
     """
 
-    def __init__(self, address: str, cluster_token: str, *, spin_s: float = SPIN_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        cluster_token: str,
+        tls: Certificates | None = None,
+        *,
+        spin_s: float = SPIN_S,
+    ) -> None:
+        """Raises InvalidRequest for what is no address, Incompatible where only one end speaks TLS."""
+        sockets.require_same_tls(address, tls)
+        self._tls = tls
         self._spin_s = spin_s
-        self._in_use: set[_Connection] = set()
+        self._in_use: set[SyncConnection] = set()
         self._target = sockets.parse(address)
         self._address = address
         self._token = cluster_token
-        self._idle: deque[_Connection] = deque()  # its append and pop are atomic
+        self._idle: deque[SyncConnection] = deque()  # its append and pop are atomic
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +101,7 @@ class SyncChannel(UnaryOnly):
         Raises as `call`; Incompatible when the server knows no such path.
         """
         give_up_at = time.monotonic() + timeout_s
-        connection = _Connection(self._address, self._target, self._token, give_up_at)
+        connection = self._dialled(give_up_at)
         try:
             status, reply = connection.exchange(path, b"", timeout_s, give_up_at, self._spin_s)
             if status != Status.OK:
@@ -111,162 +115,20 @@ class SyncChannel(UnaryOnly):
         while self._idle:
             self._idle.pop().close()
 
-    def _take(self, give_up_at: float) -> _Connection:
+    def _take(self, give_up_at: float) -> SyncConnection:
         """The connection used last, since its memory is the warmest, or a new one."""
         while True:
             try:
                 connection = self._idle.pop()
             except IndexError:
-                return _Connection(self._address, self._target, self._token, give_up_at)
+                return self._dialled(give_up_at)
             if connection.is_quiet():
                 return connection
             connection.close()
 
-
-class _Connection:
-    """A blocking socket whose time limits are the call's."""
-
-    def __init__(
-        self, address: str, target: sockets.SocketAddress, token: str, give_up_at: float
-    ) -> None:
-        self._address = address
-        self._limit_s = 0.0
-        self._last_id = 0
-        self._buffer = bytearray(_BUFFER_BYTES)
-        family, self._target = target
-        self._sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self._limit(give_up_at)
-            self._dial(token, give_up_at)
-        except BaseException:  # nobody has it yet who could close it
-            self.close()
-            raise
-        self._events = select.poll()
-        self._events.register(self._sock, select.POLLIN)
-
-    def is_quiet(self) -> bool:
-        """Nothing has arrived, not even its end."""
-        return not self._events.poll(0)
-
-    def close(self) -> None:
-        self._sock.close()
-
-    def detached(self) -> socket.socket:
-        """The socket, which this connection has no more."""
-        return socket.socket(fileno=self._sock.detach())
-
-    def exchange(
-        self, path: str, payload: bytes, timeout_s: float, give_up_at: float, spin_s: float
-    ) -> tuple[int, bytes]:
-        """Status and payload of the reply."""
-        number = self._numbers.get(path)
-        if number is None:
-            raise Incompatible(f"the peer has no method {path}")
-        self._last_id = call_id = (self._last_id + 1) & frames.MAX_CALL_ID
-        self._limit_to(timeout_s)
-        self._send(frames.request(call_id, number, timeout_s, payload), give_up_at)
-        num_bytes = self._spin(spin_s) if spin_s else 0
-        num_bytes = num_bytes or self._receive_into(memoryview(self._buffer))
-        while num_bytes < frames.REPLY.size:
-            self._limit(give_up_at)
-            num_bytes += self._receive_into(memoryview(self._buffer)[num_bytes:])
-        length, replied_id, status = frames.REPLY.unpack_from(self._buffer)
-        frames.check_length(length, frames.REPLY)
-        if replied_id != call_id:
-            raise MalformedFrame("a reply to another call")
-        return status, self._payload(frames.LENGTH.size + length, num_bytes, give_up_at)
-
-    def _payload(self, frame_bytes: int, num_bytes: int, give_up_at: float) -> bytes:
-        """What follows the header in a frame of which the buffer holds the first `num_bytes`."""
-        if num_bytes > frame_bytes:
-            raise MalformedFrame("more than the reply")
-        if num_bytes == frame_bytes:
-            return bytes(memoryview(self._buffer)[frames.REPLY.size : frame_bytes])
-        whole = bytearray(frame_bytes)
-        whole[:num_bytes] = self._buffer[:num_bytes]
-        self._fill(memoryview(whole)[num_bytes:], give_up_at)
-        return bytes(memoryview(whole)[frames.REPLY.size :])
-
-    def _dial(self, token: str, give_up_at: float) -> None:
-        try:
-            self._sock.connect(self._target)
-        except BlockingIOError as error:  # how the kernel tells that the time limit is over
-            raise self._too_late() from error
-        except OSError as error:
-            raise PeerLost(f"{self._address} cannot be reached: {error}") from error
-        sockets.tune(self._sock)
-        initiator = Initiator(token, secrets.token_bytes(handshake.NONCE_BYTES))
-        self._send(initiator.hello, give_up_at)
-        while initiator.needed:
-            message = bytearray(initiator.needed)
-            self._fill(memoryview(message), give_up_at)
-            self._send(initiator.receive(bytes(message)), give_up_at)
-        self._numbers = {path: number for number, path in enumerate(initiator.methods)}
-
-    def _send(self, data: bytes, give_up_at: float) -> None:
-        """Usually one call into the kernel; more when the peer reads slowly."""
-        sent = self._send_some(data)
-        while sent < len(data):
-            self._limit(give_up_at)
-            sent += self._send_some(memoryview(data)[sent:])
-
-    def _send_some(self, data: bytes | memoryview) -> int:
-        try:
-            return self._sock.send(data)
-        except BlockingIOError as error:
-            raise self._too_late() from error
-        except OSError as error:
-            raise self._lost(error) from error
-
-    def _fill(self, buffer: memoryview, give_up_at: float) -> None:
-        filled = 0
-        while filled < len(buffer):
-            self._limit(give_up_at)
-            filled += self._receive_into(buffer[filled:])
-
-    def _receive_into(self, buffer: memoryview) -> int:
-        try:
-            num_bytes = self._sock.recv_into(buffer)
-        except BlockingIOError as error:
-            raise self._too_late() from error
-        except OSError as error:
-            raise self._lost(error) from error
-        if not num_bytes:
-            raise self._lost("closed by the peer")
-        return num_bytes
-
-    def _spin(self, spin_s: float) -> int:
-        """What has arrived by then; 0 when there is nothing, or its end, which the next wait tells."""
-        give_up_at = time.perf_counter() + spin_s
-        while time.perf_counter() < give_up_at:
-            try:
-                return self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                os.sched_yield()
-            except OSError as error:
-                raise self._lost(error) from error
-        return 0
-
-    def _limit(self, give_up_at: float) -> None:
-        """Raises DeadlineExceeded when no time is left."""
-        left_s = give_up_at - time.monotonic()
-        if left_s <= 0:
-            raise self._too_late()
-        self._limit_to(left_s)
-
-    def _limit_to(self, limit_s: float) -> None:
-        """Callers mostly use one and the same limit, which the socket then has already."""
-        if limit_s == self._limit_s:
-            return
-        self._limit_s = limit_s
-        # Zero would be no limit at all.
-        micros = max(1, int(limit_s * 1e6))
-        limit = _TIMEVAL.pack(*divmod(micros, 1_000_000))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-
-    def _too_late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"{self._address} did not reply within the call's deadline")
-
-    def _lost(self, why: OSError | str) -> PeerLost:
-        return PeerLost(f"the connection to {self._address} broke: {why}")
+    def _dialled(self, give_up_at: float) -> SyncConnection:
+        if self._tls is None or self._target[0] == socket.AF_UNIX:
+            return SyncConnection(self._address, self._target, self._token, give_up_at)
+        return TlsConnection(
+            self._address, self._target, self._token, give_up_at, self._tls.initiator
+        )

@@ -6,21 +6,22 @@ from protocol.errors import ConfigError
 from protocol.registry import redis_address
 from protocol.registry.base import Registry
 from protocol.registry.remote import RemoteRegistry
+from protocol.tls import Certificates
 
 EMBEDDED_SCHEME = "moonserve"
 
 
-def connect(url: str, *, cluster_token: str) -> Registry:
+def connect(url: str, *, cluster_token: str, tls: Certificates | None = None) -> Registry:
     """Reaches nothing yet, so that a process can start while its registry is away.
 
-    `host:port` or `moonserve://host:port` is the process that holds the embedded registry; the rest is Redis. Raises
-    ConfigError, which never quotes a password.
+    `host:port` or `moonserve://host:port` is the process that holds the embedded registry; the rest is Redis, whose
+    URL says itself whether it speaks TLS. Raises ConfigError, which never quotes a password.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
-        return RemoteRegistry(_address(url), cluster_token)
+        return RemoteRegistry(_address(url), cluster_token, tls)
     if scheme == EMBEDDED_SCHEME:
-        return RemoteRegistry(_address(rest), cluster_token)
+        return RemoteRegistry(_address(rest), cluster_token, tls)
     if scheme in redis_address.SCHEMES:
         # Its client takes a fifth of the time that a process needs for its imports, and few clusters have a Redis.
         from protocol.registry.redis_registry import RedisRegistry

@@ -12,6 +12,7 @@ from protocol.pb import registry_pb2, registry_pb2_grpc
 from protocol.registry import wire
 from protocol.registry.base import TTL_S, Member
 from protocol.rpc import Channels
+from protocol.tls import Certificates
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +24,17 @@ RETRY_S = 0.5
 class RemoteRegistry:
     """A Registry served at `address` (host:port) by `protocol.registry.service`."""
 
-    def __init__(self, address: str, cluster_token: str, *, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        cluster_token: str,
+        tls: Certificates | None = None,
+        *,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
         self._address = address
         self._deadline_s = deadline_s
-        self._channels = Channels(cluster_token)
+        self._channels = Channels(cluster_token, tls)
         self._stub = registry_pb2_grpc.RegistryStub(self._channels.to(address))
 
     async def join(self, member: Member, *, ttl_s: float = TTL_S) -> Member:

@@ -7,7 +7,7 @@ import re
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,17 @@ UNHURRIED = (
 class Cluster(LocalCluster):
     """A `moonserve serve` whose processes can be looked into."""
 
-    def __init__(self, model: Path | None, *flags: str, log_dir: Path) -> None:
+    def __init__(
+        self,
+        model: Path | None,
+        *flags: str,
+        log_dir: Path,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         self.token = secrets.token_hex(8)
         self.headers: dict[str, str] = {}  # of every request, such as an API key
-        environ = {"MOONSERVE_CLUSTER_TOKEN": self.token}
-        super().__init__(model, *flags, log_dir=log_dir, environ=environ, port=free_port())
+        own = {"MOONSERVE_CLUSTER_TOKEN": self.token, **(environ or {})}
+        super().__init__(model, *flags, log_dir=log_dir, environ=own, port=free_port())
 
     def wait_until_ready(self, timeout_s: float = 3 * PATIENCE_S) -> None:
         super().wait_until_ready(timeout_s)
@@ -141,9 +147,11 @@ class Cluster(LocalCluster):
 
 
 @contextmanager
-def running_cluster(model: Path | None, log_dir: Path, *flags: str) -> Iterator[Cluster]:
+def running_cluster(
+    model: Path | None, log_dir: Path, *flags: str, environ: Mapping[str, str] | None = None
+) -> Iterator[Cluster]:
     """A ready cluster that must also stop cleanly."""
-    cluster = Cluster(model, *flags, log_dir=log_dir)
+    cluster = Cluster(model, *flags, log_dir=log_dir, environ=environ)
     try:
         cluster.wait_until_ready()
         yield cluster

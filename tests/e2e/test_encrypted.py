@@ -1,34 +1,98 @@
-"""A whole cluster whose KV travels inside TLS."""
+"""A whole cluster in which everything that crosses a process's border by TCP travels inside TLS, but for HTTP."""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
-from tests.e2e.cluster import running_cluster
+from protocol.errors import PeerLost, Unauthenticated
+from protocol.pb import worker_pb2, worker_pb2_grpc
+from protocol.rpc import TOKEN_HEADER, Channels
+from protocol.tls import Certificates, load
+from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.reference import continuations, load_reference, num_ties
+from tests.patience import PATIENCE_S
+from tests.random_models import make_model
 from tests.transfer.tls.authority import Authority
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(
+        shutil.which("openssl") is None, reason="needs openssl (.ci/system-packages)"
+    ),
+]
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl (.ci/system-packages)")
-def test_a_request_is_served_with_encrypted_kv(tmp_path: Path) -> None:
-    files = Authority(tmp_path).sign("cluster", names="IP:127.0.0.1")
-    flags = {
-        "--transports": "tcp",
-        "--transfer-tls-certificate": files.certificate,
-        "--transfer-tls-key": files.key,
-        "--transfer-tls-authority": files.authority,
-    }
-    pairs = (str(part) for pair in flags.items() for part in pair)
-    with running_cluster(None, tmp_path / "logs", *pairs) as cluster:
-        prompt = "import os\n\ndef list_files(path):\n" * 20
-        answers = [
-            cluster.complete(prompt, max_tokens=16, temperature=0)["choices"][0]["text"]
-            for _ in range(2)
-        ]
-        assert answers[0] == answers[1] != ""
-        assert cluster.counters("prefill-0")["handed_off_requests"] == 2
-        assert not cluster.tracebacks()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("encrypted")
+
+
+@pytest.fixture(scope="module")
+def authority(folder: Path) -> Authority:
+    return Authority(folder)
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, authority: Authority) -> Iterator[Cluster]:
+    files = authority.sign("cluster", names="IP:127.0.0.1")
+    make_model("llama", folder / "model")
+    flags = ("--dtype", "float32", "--transports", "tcp", *files.flags)
+    with running_cluster(folder / "model", folder / "logs", *flags) as cluster:
+        yield cluster
+        assert not cluster.tracebacks(), cluster.logs()
+
+
+def test_a_request_is_served_with_the_right_tokens(cluster: Cluster, folder: Path) -> None:
+    prompts = [list(range(16, 16 + length)) for length in (150, 40)]
+    expected = continuations(load_reference(folder / "model"), prompts, num_tokens=12)
+    for prompt, continuation in zip(prompts, expected, strict=True):
+        for _ in range(2):  # with the KV of the first, from the store, the second time
+            answer = cluster.complete(
+                prompt,
+                max_tokens=12,
+                temperature=0,
+                ignore_eos=True,
+                logprobs=0,
+                return_token_ids=True,
+            )
+            num_ties(answer, continuation)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "store"])
+async def test_a_peer_with_the_token_and_no_certificate_of_the_cluster_is_refused(
+    cluster: Cluster, authority: Authority, tmp_path: Path, role: str
+) -> None:
+    [address] = [each["rpc_address"] for each in cluster.instances() if each["role"] == role]
+    with pytest.raises(PeerLost, match="speaks TLS and this process does not"):
+        await _ask(address, cluster.token, None)
+    other = load(Authority(tmp_path, "other").sign("stranger", names="IP:127.0.0.1").tls)
+    with pytest.raises(Unauthenticated, match="certificate is refused"):
+        await _ask(address, cluster.token, other)
+    credentials = grpc.ssl_channel_credentials(authority.certificate.read_bytes())
+    async with grpc.aio.secure_channel(address, credentials) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            await worker_pb2_grpc.WorkerStub(channel).GetStatus(
+                worker_pb2.GetStatusRequest(),
+                metadata=((TOKEN_HEADER, cluster.token),),
+                timeout=PATIENCE_S,
+            )
+    log = (cluster.log_dir / f"{role}-0.log").read_text
+    async with asyncio.timeout(PATIENCE_S):
+        while "PEER_DID_NOT_RETURN_A_CERTIFICATE" not in log():  # noqa: ASYNC110 - it is elsewhere
+            await asyncio.sleep(0.05)
+
+
+async def _ask(address: str, token: str, tls: Certificates | None) -> None:
+    channels = Channels(token, tls)
+    try:
+        stub = worker_pb2_grpc.WorkerStub(channels.to(address))
+        request = worker_pb2.GetStatusRequest()
+        await channels.call(stub.GetStatus, request, timeout_s=PATIENCE_S)
+    finally:
+        await channels.close()

@@ -9,6 +9,7 @@ import pytest
 
 from protocol.errors import ConfigError
 from transfer import TransferOptions
+from transfer.config import TransferConfig
 
 TLS = {name: Path(f"{name}.pem") for name in ("tls_certificate", "tls_key", "tls_authority")}
 
@@ -32,3 +33,20 @@ def test_rails_are_told_apart_by_what_they_name() -> None:
     options = TransferOptions(rails=("10.0.0.1", "mlx5_0:1", "fd00::1"))
     assert options.tcp_rails == ("10.0.0.1", "fd00::1")
     assert options.rdma_rails == ("mlx5_0:1",)
+
+
+def test_kv_has_the_processes_tls_unless_it_is_told_otherwise() -> None:
+    ours = {name: f"{name}.pem" for name in TLS}
+    own = {f"transfer_{name}": f"other_{name}.pem" for name in TLS}
+    told = TransferConfig(**ours).transfer_tls_files()
+    assert told is not None
+    assert told.certificate == Path("tls_certificate.pem")
+    told = TransferConfig(**ours, **own).transfer_tls_files()
+    assert told is not None
+    assert told.key == Path("other_tls_key.pem")
+    assert TransferConfig(**ours, transfer_tls=False).transfer_tls_files() is None
+    assert TransferConfig().transfer_tls_files() is None
+    with pytest.raises(ConfigError, match="exclude each other"):
+        TransferConfig(**own, transfer_tls=False).transfer_tls_files()
+    with pytest.raises(ConfigError, match="--no-transfer-tls"):
+        TransferConfig(**ours, transports=("rdma",)).transfer_options("127.0.0.1")

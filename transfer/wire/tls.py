@@ -2,7 +2,7 @@
 
 Its rule: a byte reaches registered memory only after its record has been authenticated, straight from
 OpenSSL, and nothing is sent before the peer's certificate was verified. Both ends' certificates are
-(`certificates`); what follows inside is the handshake with the cluster token, as without TLS. An end of
+(`protocol.tls`); what follows inside is the handshake with the cluster token, as without TLS. An end of
 the stream without a goodbye is a hang-up: frames carry lengths, so nothing can be cut short unseen.
 
 The socket stays a plain one, since `abort` comes from other threads; ciphertext passes through two buffers.
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import ipaddress
 import socket
 import ssl
 import time
 from typing import Any
 
-from protocol.errors import MoonserveError, Unauthenticated
+from protocol.errors import MoonserveError, PeerLost
+from protocol.tls import require_address, translated
 from transfer.native import End
 from transfer.native.base import Queue
 from transfer.native.twin import advance, wait_ready, wants_input
@@ -28,7 +28,6 @@ from transfer.wire.frames import ProtocolViolation
 
 _CHUNK_BYTES = 128 << 10
 """Plain bytes that are encrypted, or encrypted ones that are taken from the kernel, at once: 8 records."""
-_ALERTS_ABOUT_US = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
 
 
 class TlsConnection(Connection):
@@ -124,19 +123,9 @@ class TlsConnection(Connection):
     def _shake_hands(self) -> None:
         if not self._established:
             self._tls.do_handshake()
-            self._require_address()
+            if self._peer_ip:
+                require_address(self._tls.getpeercert(), self._peer_ip)
             self._established = True
-
-    def _require_address(self) -> None:
-        """Raises Unauthenticated at a certificate that lists IP addresses, and not the one dialled."""
-        certificate: dict[str, Any] = self._tls.getpeercert() or {}
-        names = certificate.get("subjectAltName", ())
-        listed = {ipaddress.ip_address(value) for kind, value in names if kind == "IP Address"}
-        if self._peer_ip and listed and ipaddress.ip_address(self._peer_ip) not in listed:
-            raise Unauthenticated(
-                f"the peer at {self._peer_ip} shows a TLS certificate for "
-                f"{', '.join(sorted(map(str, listed)))} only"
-            )
 
     def _receive(self) -> int | None:
         """Ciphertext from the kernel: its bytes, 0 at the end of the stream, None when there is none now."""
@@ -184,10 +173,5 @@ def _next_piece(queue: Queue, limit: int) -> memoryview:
 
 
 def _translated(error: ssl.SSLError) -> MoonserveError:
-    reason = error.reason or str(error)
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return Unauthenticated(f"the peer's TLS certificate is refused: {error.verify_message}")
-    if any(word in reason for word in _ALERTS_ABOUT_US):
-        told = reason.lower().replace("_", " ")
-        return Unauthenticated(f"the peer refuses this process's TLS certificate: {told}")
-    return ProtocolViolation(f"the peer does not speak TLS 1.3 here: {reason.lower()}")
+    failure = translated(error)
+    return ProtocolViolation(failure.message) if isinstance(failure, PeerLost) else failure

@@ -24,6 +24,7 @@ from protocol.lean.frames import MAX_MESSAGE_BYTES
 from protocol.lean.sync_channel import SyncChannel
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels, RpcServer
+from protocol.tls import Certificates
 from tests.patience import PATIENCE_S
 from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
 
@@ -37,24 +38,39 @@ async def store() -> ScriptedStore:
 
 
 @pytest.fixture
-async def server(store: ScriptedStore) -> AsyncIterator[RpcServer]:
-    server = RpcServer(TOKEN)
+async def server(
+    store: ScriptedStore, certificates: Certificates | None
+) -> AsyncIterator[RpcServer]:
+    server = RpcServer(TOKEN, certificates)
     server.add_lean("KvStore", store)
     await server.start("127.0.0.1", 0)
     yield server
     await server.stop(0)
 
 
-@pytest.fixture(params=["tcp", "unix"])
-def address(server: RpcServer, request: pytest.FixtureRequest) -> str:
-    return server.lean_address if request.param == "tcp" else server.lean_unix_address
+@pytest.fixture(params=["tcp", "unix", "tls"])
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def certificates(kind: str, request: pytest.FixtureRequest) -> Certificates | None:
+    return request.getfixturevalue("tls") if kind == "tls" else None
+
+
+@pytest.fixture
+def address(server: RpcServer, kind: str) -> str:
+    return server.lean_unix_address if kind == "unix" else server.lean_address
 
 
 @pytest.fixture(params=["asyncio", "threads"])
-async def call(address: str, request: pytest.FixtureRequest) -> AsyncIterator[Call]:
+async def call(
+    address: str, certificates: Certificates | None, request: pytest.FixtureRequest
+) -> AsyncIterator[Call]:
     """Calls a method by name with a request and a time limit."""
     if request.param == "threads":
-        channel = SyncChannel(address, TOKEN)
+        channel = SyncChannel(address, TOKEN, certificates)
         sync_stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
         loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(16)
         yield lambda name, message, timeout_s=PATIENCE_S: loop.run_in_executor(
@@ -63,7 +79,7 @@ async def call(address: str, request: pytest.FixtureRequest) -> AsyncIterator[Ca
         threads.shutdown()
         channel.close()
     else:
-        channels = Channels(TOKEN)
+        channels = Channels(TOKEN, certificates)
         stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
         yield lambda name, message, timeout_s=PATIENCE_S: channels.call(
             getattr(stub, name), message, timeout_s=timeout_s
@@ -191,8 +207,9 @@ async def test_a_server_that_stops_answers_within_its_grace_and_takes_nothing_ne
     await stopping
 
 
-async def test_a_wrong_token_is_refused(address: str) -> None:
-    channels, threads = Channels("guess"), SyncChannel(address, "guess")
+async def test_a_wrong_token_is_refused(address: str, certificates: Certificates | None) -> None:
+    channels = Channels("guess", certificates)
+    threads = SyncChannel(address, "guess", certificates)
     stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
     with pytest.raises(Unauthenticated):
         await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)

@@ -6,6 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocol.tls import TlsFiles
 from transfer import TransferOptions
 
 _NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
@@ -26,6 +27,21 @@ class Files:
             "tls_key": self.key,
             "tls_authority": self.authority,
         }
+
+    @property
+    def tls(self) -> TlsFiles:
+        """As processes are told."""
+        return TlsFiles(self.certificate, self.key, self.authority)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Of `moonserve serve` and of every process."""
+        named = {
+            "--tls-certificate": self.certificate,
+            "--tls-key": self.key,
+            "--tls-authority": self.authority,
+        }
+        return tuple(str(part) for pair in named.items() for part in pair)
 
     def transfer_options(self) -> TransferOptions:
         return TransferOptions(transports=("tcp",), **self.options)

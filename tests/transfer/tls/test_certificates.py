@@ -11,7 +11,6 @@ from protocol.errors import ConfigError
 from tests.transfer.conftest import TOKEN
 from tests.transfer.tls.authority import Authority, Files, openssl
 from transfer import TransferEngine, TransferOptions
-from transfer.wire import certificates
 
 
 def refusal(files: Files) -> str:
@@ -21,7 +20,7 @@ def refusal(files: Files) -> str:
 
 
 def test_without_files_there_is_no_tls() -> None:
-    assert certificates.load(TransferOptions()) is None
+    assert TransferOptions().tls_files is None
 
 
 def test_files_come_all_three_or_not_at_all(files: Files) -> None:

@@ -1,0 +1,166 @@
+"""A cluster over three hosts: conductor and gateway, store and prefill worker, decode worker.
+
+Clients live on the gateway's host, so that what they see is the cluster's doing and never a cut between them and it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.networks.hosts import Network, network
+from models import demo_model_path
+from protocol.status import ready_facts
+
+FRONT, PREFILL, DECODE = 0, 1, 2
+HOST_NAMES = ("front", "prefill", "decode")
+
+_HTTP_PORT = 8000
+_START_S = 180.0
+_STOP_S = 30.0
+_COMPUTING = ("--model", str(demo_model_path()), "--dtype", "float32", "--num-threads", "1")
+_MEMORY = ("--kv-cache-memory", "64MiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client got. `text` is None unless all of it came."""
+
+    status: int
+    """Of HTTP; 0 when the connection failed or the time was over."""
+    text: str | None
+    seconds: float
+    problem: str = ""
+
+
+class HostsCluster:
+    """Processes started one by one, each on its host, as an operator would."""
+
+    def __init__(self, net: Network, log_dir: Path) -> None:
+        self.net = net
+        self.token = secrets.token_hex(8)
+        self.log_dir = log_dir
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._conductor = f"{net.address(FRONT)}:7100"
+
+    def start(self, *flags: str) -> None:
+        """All processes, until the gateway takes requests; `flags`: of every one."""
+        joined = ("--conductor", self._conductor, *flags)
+        self._wait([self._begin(FRONT, "conductor", "--port", "7100", *flags)])
+        store = ("--instance-id", "store-0", "--dram", "128MiB")
+        prefill = ("--instance-id", "prefill-0", "--home-store", "store-0")
+        self._wait(
+            [
+                self._begin(PREFILL, "kvstore", *store, *joined),
+                self._begin(PREFILL, "prefill_worker", *prefill, *_COMPUTING, *_MEMORY, *joined),
+                self._begin(
+                    DECODE,
+                    "decode_worker",
+                    *("--instance-id", "decode-0", *_COMPUTING, *_MEMORY, *joined),
+                ),
+            ]
+        )
+        gateway = ("--port", str(_HTTP_PORT), "--model", str(demo_model_path()))
+        self._wait([self._begin(FRONT, "gateway", *gateway, *joined)])
+        give_up_at = time.monotonic() + _START_S
+        while self.ask("ready?", max_tokens=1, timeout_s=10.0).status != 200:
+            if time.monotonic() > give_up_at:
+                raise TimeoutError(f"the cluster does not serve; logs: {self.log_dir}")
+            time.sleep(0.2)
+
+    def ask(
+        self, prompt: str, *, max_tokens: int, timeout_s: float, salt: str | None = None
+    ) -> Answer:
+        """One greedy completion, from the gateway's host; never raises. `salt`: shares no KV with others' blocks."""
+        body = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            **({} if salt is None else {"cache_salt": salt}),
+        }
+        url = f"http://{self.net.address(FRONT)}:{_HTTP_PORT}/v1/completions"
+        request = urllib.request.Request(
+            url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        return self.net.within(FRONT, lambda: _answer(request, timeout_s))
+
+    def tracebacks(self) -> list[str]:
+        """Names of the logs that tell of an exception that nobody expected."""
+        files = sorted(self.log_dir.glob("*.log"))
+        return [path.name for path in files if "Traceback" in path.read_text()]
+
+    def alive(self) -> bool:
+        """Every process that was started still runs."""
+        return all(process.poll() is None for process in self._processes)
+
+    def stop(self) -> None:
+        for process in reversed(self._processes):
+            process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _begin(self, host: int, module: str, *flags: str) -> int:
+        """Gives its status pipe."""
+        read_fd, write_fd = os.pipe()
+        if "--instance-id" not in flags:
+            flags = ("--instance-id", module, *flags)
+        arguments = ["--host", self.net.address(host), "--status-fd", str(write_fd), *flags]
+        with (self.log_dir / f"{module}.log").open("wb") as log:
+            process = self.net.start(
+                host,
+                [sys.executable, "-m", module, *arguments],
+                env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": self.token},
+                pass_fds=[write_fd],
+                stdout=log,
+                stderr=log,
+            )
+        os.close(write_fd)
+        self._processes.append(process)
+        return read_fd
+
+    def _wait(self, status_fds: list[int]) -> None:
+        for fd in status_fds:
+            ready_facts(fd, _START_S)
+
+
+def _answer(request: urllib.request.Request, timeout_s: float) -> Answer:
+    began_at = time.monotonic()
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=timeout_s) as response:
+            reply: Any = json.loads(response.read())
+            status, text, problem = response.status, reply["choices"][0]["text"], ""
+    except urllib.error.HTTPError as error:
+        status, text, problem = error.code, None, error.read().decode(errors="replace")
+    except (OSError, ValueError) as error:
+        status, text, problem = 0, None, repr(error)
+    return Answer(status, text, time.monotonic() - began_at, problem)
+
+
+@contextlib.contextmanager
+def hosts_cluster(log_dir: Path, *flags: str) -> Iterator[HostsCluster]:
+    """Ready to serve, on hosts of its own with perfect links."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with network(len(HOST_NAMES)) as net:
+        cluster = HostsCluster(net, log_dir)
+        try:
+            cluster.start(*flags)
+            yield cluster
+        finally:
+            cluster.stop()

@@ -1,0 +1,109 @@
+"""The two ends of a long link, as processes of two hosts: `target` serves memory, `initiator` and `raw` load the link.
+
+Each prints one JSON line. The target ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
+
+TOKEN = "networks"
+POOL_BYTES = 64 << 20
+BATCH_BYTES = 8 << 20
+IN_FLIGHT = 4
+"""Batches that wait for each other's place, as a worker's do."""
+DEADLINE_S = 120.0
+RAW_PORT = 6000
+
+
+def target(host: str, streams: str) -> None:
+    """Offers a segment to read and to write, and swallows what raw connections send."""
+    options = TransferOptions(host=host, transports=("tcp",), streams=int(streams))
+    with (
+        TransferEngine(cluster_token=TOKEN, options=options) as engine,
+        socket.create_server((host, RAW_PORT)) as listener,
+    ):
+        segment = engine.allocate(POOL_BYTES, readable=True)
+        window = engine.open_window(segment, [(0, POOL_BYTES)])
+        threading.Thread(target=_swallow, args=[listener], daemon=True).start()
+        _say({"address": engine.address, "segment": segment.segment_id, "window": window})
+        sys.stdin.read()
+
+
+def initiator(
+    host: str, streams: str, address: str, segment: str, window: str, op: str, seconds: str
+) -> None:
+    """Keeps batches in flight for so long, after a beginning that fills the link; bytes per second."""
+    options = TransferOptions(host=host, transports=("tcp",), streams=int(streams))
+    with TransferEngine(cluster_token=TOKEN, options=options) as engine:
+        local = engine.allocate(POOL_BYTES)
+        remote = RemoteSegment(address, int(segment))
+
+        def one(number: int) -> Callable[[], None]:
+            offset = number * BATCH_BYTES % POOL_BYTES
+            transfer = Transfer(
+                op=Op(op),
+                local=local,
+                local_offset=offset,
+                remote=remote,
+                remote_offset=offset,
+                length=BATCH_BYTES,
+                window_id=int(window) if op == "write" else None,
+            )
+            return engine.submit([transfer], deadline_s=DEADLINE_S).wait
+
+        _say({"bytes_per_s": _steady(one, BATCH_BYTES, float(seconds))})
+
+
+def raw(host: str, address: str, seconds: str) -> None:
+    """The same by one plain connection, as what the link and the kernel can do."""
+    chunk = bytes(1 << 20)
+    with socket.create_connection((address, RAW_PORT), source_address=(host, 0)) as sock:
+
+        def one(_: int) -> Callable[[], None]:
+            return lambda: sock.sendall(chunk)
+
+        _say({"bytes_per_s": _steady(one, len(chunk), float(seconds))})
+
+
+def _steady(begin: Callable[[int], Callable[[], None]], num_bytes: int, seconds: float) -> float:
+    """Bytes per second once a quarter of the time is over: until then the sender looks for the link's rate."""
+    started_at = time.monotonic()
+    waiting = deque(begin(number) for number in range(IN_FLIGHT))
+    number, done, counted_at = IN_FLIGHT, 0, None
+    while (now := time.monotonic()) < started_at + seconds or counted_at is None:
+        if counted_at is None and now > started_at + seconds / 4:
+            counted_at, done = now, 0
+        waiting.popleft()()
+        waiting.append(begin(number))
+        number, done = number + 1, done + num_bytes
+    rate = done / (time.monotonic() - counted_at)
+    for wait in waiting:
+        wait()
+    return rate
+
+
+def _swallow(listener: socket.socket) -> None:
+    buffer = bytearray(1 << 20)
+    while True:
+        sock, _ = listener.accept()
+        with sock:
+            while sock.recv_into(buffer):
+                pass
+
+
+def _say(answer: object) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    {"target": target, "initiator": initiator, "raw": raw}[sys.argv[1]](*sys.argv[2:])

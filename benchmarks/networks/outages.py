@@ -1,0 +1,184 @@
+"""What clients see while hosts do not reach each other, and how soon they are served again afterwards.
+
+Its rule: what is right is known beforehand, from the same cluster when nothing was wrong; each request has a salt of
+its own, so that its KV really goes from host to host.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.networks.cluster import DECODE, FRONT, PREFILL, Answer, HostsCluster
+from benchmarks.networks.hosts import Link, Network
+
+MAX_TOKENS = 12
+_PROMPTS = tuple(
+    f"def function_{number}(values):\n    total = {number}\n    for value in values:\n" * 3
+    for number in range(8)
+)
+_EVERY_S = 0.4
+_CLIENT_S = 40.0
+_STEADY = 5
+"""So many right answers one after the other, in the order in which they were asked for, are called served again."""
+_GIVE_UP_S = 60.0
+
+_salts = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    title: str
+    begin: Callable[[Network], None]
+    end: Callable[[Network], None]
+
+
+def _isolated(title: str, host: int) -> Outage:
+    return Outage(title, lambda net: net.isolate(host), lambda net: net.rejoin(host))
+
+
+def _one_way(title: str, source: int, target: int) -> Outage:
+    return Outage(title, lambda net: net.cut(source, target), lambda net: net.heal(source, target))
+
+
+OUTAGES = (
+    _isolated("the prefill host is cut off", PREFILL),
+    _isolated("the decode host is cut off", DECODE),
+    _isolated("the front (conductor, gateway) is cut off", FRONT),
+    _one_way("one way: nothing from the prefill host to the decode host", PREFILL, DECODE),
+    _one_way("one way: nothing from the decode host to the prefill host", DECODE, PREFILL),
+    _one_way("one way: nothing from the decode host to the front", DECODE, FRONT),
+    _one_way("one way: nothing from the front to the prefill host", FRONT, PREFILL),
+)
+
+DEGRADED = (
+    ("20 ms, 1 % lost, 100 Mbit", Link(delay_s=0.01, loss=0.01, bytes_per_s=12.5e6)),
+    ("20 ms, 5 % lost, 100 Mbit", Link(delay_s=0.01, loss=0.05, bytes_per_s=12.5e6)),
+    ("100 ms, 2 % lost", Link(delay_s=0.05, loss=0.02)),
+)
+
+
+@dataclass(slots=True)
+class Report:
+    """Of one outage. Answers are those of requests begun during it."""
+
+    title: str
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """right, wrong, refused (an error of HTTP, with its reason), cut (no whole answer within the client's time)."""
+    longest_s: float = 0.0
+    recovered_s: float = 0.0
+    """From the end of the outage to the end of the first of `_STEADY` right answers in a row."""
+
+
+def known_answers(cluster: HostsCluster) -> Mapping[str, str]:
+    """Of every prompt, while nothing is wrong. Raises RuntimeError when the cluster does not answer then."""
+    return {prompt: _calm(cluster, prompt) for prompt in _PROMPTS}
+
+
+def _calm(cluster: HostsCluster, prompt: str) -> str:
+    answer = _ask(cluster, prompt)
+    if answer.text is None:
+        raise RuntimeError(f"no answer although nothing is wrong: {answer.problem}")
+    return answer.text
+
+
+def play(cluster: HostsCluster, outage: Outage, known: Mapping[str, str], seconds: float) -> Report:
+    """The outage for so long, with requests before, during and after it. Raises RuntimeError without recovery."""
+    report = Report(outage.title)
+    outage.begin(cluster.net)
+    try:
+        during = _Asking(cluster, known)
+        time.sleep(seconds)
+    finally:
+        outage.end(cluster.net)
+    healed_at = time.monotonic()
+    during.stop()
+    report.recovered_s = _recovered_at(cluster, known) - healed_at
+    for answer, verdict in during.outcomes():
+        report.outcomes[verdict] += 1
+        report.longest_s = max(report.longest_s, answer.seconds)
+    return report
+
+
+def judged(answer: Answer, right: str) -> str:
+    """What a client makes of it."""
+    if answer.text is not None:
+        return "right" if answer.text == right else "wrong"
+    return "refused" if answer.status else "cut"
+
+
+class _Asking:
+    """Asks again and again, each time in a thread of its own, until stopped."""
+
+    def __init__(self, cluster: HostsCluster, known: Mapping[str, str]) -> None:
+        self._cluster = cluster
+        self._known = known
+        self._stopping = threading.Event()
+        self._answers: list[tuple[str, Answer]] = []
+        self._threads: list[threading.Thread] = []
+        self._asker = threading.Thread(target=self._run)
+        self._asker.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._asker.join()
+
+    def outcomes(self) -> Iterator[tuple[Answer, str]]:
+        """Of all that were asked, once they have ended."""
+        for thread in self._threads:
+            thread.join()
+        for prompt, answer in self._answers:
+            yield answer, judged(answer, self._known[prompt])
+
+    def _run(self) -> None:
+        for prompt in itertools.cycle(self._known):
+            thread = threading.Thread(target=self._one, args=[prompt])
+            thread.start()
+            self._threads.append(thread)
+            if self._stopping.wait(_EVERY_S):
+                return
+
+    def _one(self, prompt: str) -> None:
+        self._answers.append((prompt, _ask(self._cluster, prompt)))
+
+
+def _recovered_at(cluster: HostsCluster, known: Mapping[str, str]) -> float:
+    """When the first of several right answers in a row came."""
+    give_up_at = time.monotonic() + _GIVE_UP_S
+    in_a_row: list[float] = []
+    for prompt in itertools.cycle(known):
+        answer = _ask(cluster, prompt)
+        verdict = judged(answer, known[prompt])
+        if verdict == "wrong":
+            raise RuntimeError(f"a wrong answer after the outage: {answer.text!r}")
+        in_a_row = [*in_a_row, time.monotonic()] if verdict == "right" else []
+        if len(in_a_row) == _STEADY:
+            return in_a_row[0]
+        if time.monotonic() > give_up_at:
+            break
+        if verdict != "right":
+            time.sleep(0.1)
+    raise RuntimeError(f"not served again within {_GIVE_UP_S:.0f} s: {answer.problem}")
+
+
+def degraded(
+    cluster: HostsCluster, link: Link, known: Mapping[str, str], prompts: Sequence[str] = _PROMPTS
+) -> Counter[str]:
+    """Verdicts on requests one after the other while every host sends through `link`."""
+    hosts = (FRONT, PREFILL, DECODE)
+    for host in hosts:
+        cluster.net.shape(host, link)
+    try:
+        return Counter(judged(_ask(cluster, prompt), known[prompt]) for prompt in prompts)
+    finally:
+        for host in hosts:
+            cluster.net.shape(host, Link())
+
+
+def _ask(cluster: HostsCluster, prompt: str) -> Answer:
+    salt = f"outage-{next(_salts)}"
+    return cluster.ask(prompt, max_tokens=MAX_TOKENS, timeout_s=_CLIENT_S, salt=salt)

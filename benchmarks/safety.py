@@ -1,0 +1,198 @@
+"""`python -m benchmarks.safety`: what safety costs, side by side in one run.
+
+KV on its way: one engine writes to another over loopback TCP, plain, with checksums, inside TLS, and both. The cluster:
+requests of long prompts and short answers in a closed loop against clusters that all stand there at once, one measured
+at a time: nothing on, each thing alone, everything. Medians over the rounds, and of their ratios to the plain side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import median, random_prompts, table, write_json
+from deploy.local import LocalCluster, running
+from protocol.tls import TlsFiles
+from traces.client import StreamClient
+from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 768, 16
+CONCURRENCY, REQUESTS = 4, 16
+VOCAB = 4_000
+BLOCK_BYTES, POOL_BYTES, IN_FLIGHT = 1 << 20, 64 << 20, 32
+TRANSFER_S = 1.0
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    name: str
+    checksums: bool = False
+    tls: bool = False
+    tracing: bool = False
+
+    def flags(self, files: TlsFiles, traces: Path) -> list[str]:
+        """Of `moonserve serve`, KV over tcp so that it can be encrypted."""
+        flags = ["--transports", "tcp", "--num-threads", "1", "--store-nodes", "1"]
+        flags.append("--transfer-checksums" if self.checksums else "--no-transfer-checksums")
+        if self.tls:
+            flags += ["--tls-certificate", str(files.certificate), "--tls-key", str(files.key)]
+            flags += ["--tls-authority", str(files.authority)]
+        if self.tracing:
+            flags += ["--trace-dir", str(traces)]
+        return flags
+
+
+SIDES = (
+    Side(name=PLAIN),
+    Side(name="checksums of slices", checksums=True),
+    Side(name="TLS", tls=True),
+    Side(name="tracing", tracing=True),
+    Side(name="all", checksums=True, tls=True, tracing=True),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="at least 5 for a claim")
+    parser.add_argument("--output", type=Path, default=Path("out/safety.json"))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = certificates(folder)
+        moved = transfers(files, arguments.rounds)
+        served = asyncio.run(clusters(folder, files, arguments.rounds))
+    print(_report("KV over tcp, GB/s", moved, 1e9))
+    print(_report("cluster, tokens/s (prompts and answers)", served, 1.0))
+    write_json(arguments.output, {"transfers": moved, "cluster": served})
+    return 0
+
+
+def certificates(folder: Path) -> TlsFiles:
+    """Of a cluster that exists for the benchmark, by the openssl command."""
+    if shutil.which("openssl") is None:
+        raise SystemExit("needs openssl")
+    key = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+    authority, authority_key = folder / "authority.pem", folder / "authority.key"
+    request, certificate = folder / "member.csr", folder / "member.pem"
+    for command in (
+        f"req -x509 {key} -days 2 -subj /CN=cluster -keyout {authority_key} -out {authority}",
+        f"req {key} -subj /CN=member -addext subjectAltName=IP:127.0.0.1 -keyout {folder}/member.key -out {request}",
+        f"x509 -req -in {request} -CA {authority} -CAkey {authority_key} -copy_extensions copy -days 2 "
+        f"-out {certificate}",
+    ):
+        subprocess.run(["openssl", *command.split()], check=True, capture_output=True)
+    return TlsFiles(certificate, folder / "member.key", authority)
+
+
+def transfers(files: TlsFiles, rounds: int) -> dict[str, list[float]]:
+    """Bytes per second of writes from engine to engine within this process, by side and round."""
+    sides = {side.name: side for side in SIDES if not side.tracing}
+    sides["both"] = Side(name="both", checksums=True, tls=True)
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, side in sides.items():
+            rates[name].append(_write_rate(_options(side, files)))
+    return rates
+
+
+def _options(side: Side, files: TlsFiles) -> TransferOptions:
+    plain = TransferOptions(transports=("tcp",), checksums=side.checksums)
+    if not side.tls:
+        return plain
+    return replace(
+        plain,
+        tls_certificate=files.certificate,
+        tls_key=files.key,
+        tls_authority=files.authority,
+    )
+
+
+def _write_rate(options: TransferOptions) -> float:
+    with (
+        TransferEngine(cluster_token="safety", options=options) as near,
+        TransferEngine(cluster_token="safety", options=options) as far,
+    ):
+        source, target = near.allocate(POOL_BYTES), far.allocate(POOL_BYTES)
+        window = far.open_window(target, [(0, POOL_BYTES)])
+        remote = RemoteSegment(far.address, target.segment_id)
+        batch = [
+            Transfer(Op.WRITE, source, offset, remote, offset, BLOCK_BYTES, window)
+            for offset in range(0, IN_FLIGHT * BLOCK_BYTES, BLOCK_BYTES)
+        ]
+        near.submit(batch, deadline_s=60).wait()  # connections and pages
+        began_at, moved = time.perf_counter(), 0
+        while time.perf_counter() - began_at < TRANSFER_S:
+            near.submit(batch, deadline_s=60).wait()
+            moved += IN_FLIGHT * BLOCK_BYTES
+        return moved / (time.perf_counter() - began_at)
+
+
+async def clusters(folder: Path, files: TlsFiles, rounds: int) -> dict[str, list[float]]:
+    """Tokens per second by side and round; a round of warming up is not counted."""
+    rates: dict[str, list[float]] = {side.name: [] for side in SIDES}
+    with _all_running(folder, files) as standing:
+        for number in range(-1, rounds):
+            for name, cluster in standing.items():
+                rate = await _served_rate(cluster.url, f"{name} {number}")
+                if number >= 0:
+                    rates[name].append(rate)
+    return rates
+
+
+@contextlib.contextmanager
+def _all_running(folder: Path, files: TlsFiles) -> Iterator[Mapping[str, LocalCluster]]:
+    with contextlib.ExitStack() as stack:
+        yield {
+            side.name: stack.enter_context(
+                running(
+                    None,
+                    *side.flags(files, folder / "traces"),
+                    log_dir=folder / side.name.replace(" ", "-"),
+                    environ={"MOONSERVE_CLUSTER_TOKEN": os.urandom(8).hex()},
+                )
+            )
+            for side in SIDES
+        }
+
+
+async def _served_rate(url: str, seed: str) -> float:
+    """Tokens per second of a closed loop, prompts that nobody has asked before."""
+    prompts = random_prompts(REQUESTS, PROMPT_TOKENS, VOCAB, seed)
+    async with StreamClient(url) as client:
+        model = (await client.model(None)).name
+
+        async def ask_in_turn(share: Sequence[list[int]]) -> None:
+            for prompt in share:
+                outcome = await client.complete(model, prompt, max_tokens=OUTPUT_TOKENS)
+                if outcome.timeline is None:
+                    raise RuntimeError(f"a request failed: {outcome.status} {outcome.error}")
+
+        began_at = time.perf_counter()
+        await asyncio.gather(*(ask_in_turn(prompts[i::CONCURRENCY]) for i in range(CONCURRENCY)))
+        seconds = time.perf_counter() - began_at
+    return REQUESTS * (PROMPT_TOKENS + OUTPUT_TOKENS) / seconds
+
+
+def _report(title: str, rates: Mapping[str, Sequence[float]], unit: float) -> str:
+    rows: list[list[Any]] = []
+    for name, values in rates.items():
+        ratio = median([v / plain for v, plain in zip(values, rates[PLAIN], strict=True)])
+        rows.append([name, f"{median(values) / unit:.4g}", f"{ratio:.2f}"])
+    return f"\n{title}\n\n" + table(["on", "median", "of plain"], rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,231 @@
+"""TLS between the cluster's processes: the operator's three files, what a process shows its peers and whom it believes.
+
+Its rule: whoever the authority has signed belongs to the cluster, so the authority must be the cluster's own; a
+certificate that lists IP addresses is only believed at these. gRPC asks for more: the address that is dialled must be
+listed, unless this process's own certificate lists the name `CLUSTER_NAME`, which is then expected of every peer
+instead. Files that cannot work are refused at start, and nothing is made up. Knows no connections.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from protocol.config import option
+from protocol.errors import ConfigError, MoonserveError, PeerLost, Unauthenticated
+
+CLUSTER_NAME = "moonserve"
+"""A DNS name by which certificates are believed at any address, where all of the cluster list it."""
+
+IN_HANDSHAKE = "broke in its handshake, as when the peer believes another --tls-authority"
+"""Who refuses a certificate does not always get to say so."""
+
+_REFUSED_BY_GRPC = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
+_ALERTS_ABOUT_US = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files: a certificate, its key, and the authority that signed every peer's."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsConfig:
+    """Mixed into the configuration of every process; `moonserve serve` passes them on."""
+
+    tls_certificate: str | None = option(
+        None,
+        help="PEM file; with key and authority, what processes say to each other is encrypted and both ends show a "
+        "certificate (docs/security.md)",
+    )
+    tls_key: str | None = option(None, help="PEM file of the certificate's key")
+    tls_authority: str | None = option(
+        None, help="PEM file of the authority that signed every process's certificate"
+    )
+
+    def tls_files(self) -> TlsFiles | None:
+        """None without TLS. Raises ConfigError when only some of the three are given."""
+        return files_of(self.tls_certificate, self.tls_key, self.tls_authority)
+
+    def tls(self) -> Certificates | None:
+        """None without TLS. Raises ConfigError for files that no peer could believe."""
+        files = self.tls_files()
+        return None if files is None else load(files)
+
+
+def files_of(
+    certificate: Path | str | None, key: Path | str | None, authority: Path | str | None
+) -> TlsFiles | None:
+    """None when none is given. Raises ConfigError for some of them."""
+    if certificate is None and key is None and authority is None:
+        return None
+    if certificate is None or key is None or authority is None:
+        raise ConfigError("TLS needs a certificate, a key and an authority: give all three")
+    return TlsFiles(Path(certificate), Path(key), Path(authority))
+
+
+def files_in(environ: Mapping[str, str]) -> TlsFiles | None:
+    """Of a command that has no configuration class. Raises ConfigError."""
+    names = ("CERTIFICATE", "KEY", "AUTHORITY")
+    return files_of(*(environ.get(f"MOONSERVE_TLS_{name}") for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """Both roles of one process. Each end asks the other for its certificate; TLS 1.3 only, but for gRPC (1.2, too)."""
+
+    files: TlsFiles
+    initiator: ssl.SSLContext
+    target: ssl.SSLContext
+    names_cluster: bool
+    """This process's certificate lists `CLUSTER_NAME`."""
+
+    def grpc_server(self) -> grpc.ServerCredentials:
+        """Refuses clients without a certificate of the authority."""
+        certificate, key, authority = self._pems()
+        return grpc.ssl_server_credentials(
+            [(key, certificate)], root_certificates=authority, require_client_auth=True
+        )
+
+    def grpc_channel(self) -> grpc.ChannelCredentials:
+        certificate, key, authority = self._pems()
+        return grpc.ssl_channel_credentials(authority, key, certificate)
+
+    @property
+    def grpc_options(self) -> list[tuple[str, str]]:
+        """Of a channel: which name it expects of its peer, where that is not the address."""
+        return [("grpc.ssl_target_name_override", CLUSTER_NAME)] if self.names_cluster else []
+
+    def _pems(self) -> tuple[bytes, bytes, bytes]:
+        files = self.files
+        return tuple(path.read_bytes() for path in (files.certificate, files.key, files.authority))  # type: ignore[return-value]
+
+
+def load(files: TlsFiles) -> Certificates:
+    """Raises ConfigError for files that no peer could believe."""
+    for path in (files.certificate, files.key, files.authority):
+        _require_readable(path)
+    initiator = _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    target = _context(ssl.PROTOCOL_TLS_SERVER, files)
+    shown = _rehearse(initiator, target, files)
+    names_cluster = ("DNS", CLUSTER_NAME) in shown.get("subjectAltName", ())
+    return Certificates(files, initiator, target, names_cluster)
+
+
+def require_address(certificate: Mapping[str, Any] | None, peer_ip: str) -> None:
+    """`certificate`: as of `getpeercert`. Raises Unauthenticated where it lists IP addresses, and not this one."""
+    names = (certificate or {}).get("subjectAltName", ())
+    listed = {ipaddress.ip_address(value) for kind, value in names if kind == "IP Address"}
+    if listed and ipaddress.ip_address(peer_ip) not in listed:
+        raise Unauthenticated(
+            f"the peer at {peer_ip} shows a TLS certificate for {', '.join(sorted(map(str, listed)))} only"
+        )
+
+
+def translated(error: ssl.SSLError) -> MoonserveError:
+    """Unauthenticated where a certificate was refused, PeerLost for any other end of TLS."""
+    reason = error.reason or str(error)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return Unauthenticated(f"the peer's TLS certificate is refused: {error.verify_message}")
+    if any(word in reason for word in _ALERTS_ABOUT_US):
+        return Unauthenticated(
+            f"the peer refuses this process's TLS certificate: {_in_words(reason)}"
+        )
+    return PeerLost(f"the peer does not speak TLS 1.3 here: {_in_words(reason)}")
+
+
+def grpc_failure(details: str) -> MoonserveError | None:
+    """What gRPC's words about a connection that came to nothing mean where TLS is the reason; else None."""
+    if (refused := _REFUSED_BY_GRPC.search(details)) is not None:
+        return Unauthenticated(f"the peer's TLS certificate is refused: {refused[1].strip()}")
+    if "Hostname Verification Check failed" in details:
+        return Unauthenticated(
+            "the peer's TLS certificate is refused: it must list the address that is dialled "
+            f"(subjectAltName IP:…), or all of the cluster's list DNS:{CLUSTER_NAME}"
+        )
+    if "WRONG_VERSION_NUMBER" in details:
+        return PeerLost(
+            "this process speaks TLS and the peer does not: give it --tls-certificate, …"
+        )
+    if "failed to connect" in details and "Socket closed" in details:
+        return PeerLost(
+            "the peer closed the connection at once, as it does when it speaks TLS and this process does not, or when "
+            "it believes another --tls-authority; its log says which"
+        )
+    return None
+
+
+def _require_readable(path: Path) -> None:
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"TLS file {path}: {error.strerror}; give PEM files that this process can read"
+        ) from error
+
+
+def _context(role: ssl._SSLMethod, files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(role)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an intermediate may be the authority
+    if role is ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # connections live long: nothing is resumed
+    try:
+        context.load_verify_locations(files.authority)
+    except ssl.SSLError as error:
+        raise ConfigError(f"TLS authority {files.authority} holds no PEM certificate") from error
+    try:
+        context.load_cert_chain(files.certificate, files.key, password=_refuse_password)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"TLS certificate {files.certificate} and key {files.key} do not belong together or are not PEM "
+            f"({_reason(error)}); give the key that the certificate was made with"
+        ) from error
+    return context
+
+
+def _refuse_password() -> str:
+    raise ConfigError("the TLS key is protected by a password; give one without (openssl pkey)")
+
+
+def _rehearse(initiator: ssl.SSLContext, target: ssl.SSLContext, files: TlsFiles) -> dict[str, Any]:
+    """This process meets itself, in memory, as its peers will: what they would refuse shows here. Its certificate."""
+    wires = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        initiator.wrap_bio(wires[0], wires[1]),
+        target.wrap_bio(wires[1], wires[0], server_side=True),
+    )
+    for end in (*ends, *ends):  # hello, its answer, and each one's proof
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigError(
+                f"peers would refuse the TLS certificate {files.certificate}: {error.verify_message}; "
+                f"it must be valid now, signed by {files.authority}, and for both clients and servers"
+            ) from error
+        except ssl.SSLError as error:
+            raise ConfigError(f"TLS certificate {files.certificate}: {_reason(error)}") from error
+    return dict(ends[0].getpeercert() or {})
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return _in_words(error.reason or str(error))
+
+
+def _in_words(reason: str) -> str:
+    return reason.lower().replace("_", " ")

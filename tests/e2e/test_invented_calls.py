@@ -1,0 +1,234 @@
+"""Calls that lie, from a peer with the token, to every service of every process; and rubbish to whatever listens.
+
+Each is answered or refused as somebody's fault: never an error of the inside, never the end of a process. Afterwards
+the cluster serves the same tokens, and no process has grown.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from protocol.pb import (
+    common_pb2,
+    conductor_pb2,
+    directory_pb2,
+    kvstore_pb2,
+    leadership_pb2,
+    metrics_pb2,
+    registry_pb2,
+    worker_pb2,
+)
+from protocol.rpc import FAILURE_HEADER, TOKEN_HEADER
+from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.invented import messages
+from tests.patience import PATIENCE_S
+from tests.processes import running
+from tests.random_models import make_model
+from tests.thoroughness import examples
+
+pytestmark = pytest.mark.e2e
+
+_FILES = (
+    *(conductor_pb2, directory_pb2, kvstore_pb2, leadership_pb2),
+    *(metrics_pb2, registry_pb2, worker_pb2),
+)
+SERVICES: dict[str, ServiceDescriptor] = {
+    service.full_name: service
+    for file in _FILES
+    for service in file.DESCRIPTOR.services_by_name.values()
+}
+OURS = {
+    "conductor": {"moonserve.Conductor", "moonserve.Metrics"},
+    "store-0": {"moonserve.KvStore", "moonserve.Metrics"},
+    "prefill-0": {"moonserve.Worker", "moonserve.KvMemory", "moonserve.Metrics"},
+    "decode-0": {
+        "moonserve.Worker",
+        "moonserve.Landing",
+        "moonserve.KvMemory",
+        "moonserve.Metrics",
+    },
+    "directory": {"moonserve.Directory", "moonserve.Registry", "moonserve.Metrics"},
+}
+CALL_S = 0.3
+MAX_GROWTH_BYTES = 48 << 20
+PROMPT = "def size(path):\n" * 8
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    address: str
+    token: str
+    service: ServiceDescriptor
+
+    def call(self, method: MethodDescriptor, request: Message) -> grpc.StatusCode:
+        """How it was answered. Fails for an error of the inside."""
+        with grpc.insecure_channel(self.address) as channel:
+            shape = channel.unary_stream if method.server_streaming else channel.unary_unary
+            stub: Any = shape(
+                f"/{self.service.full_name}/{method.name}",
+                request_serializer=lambda message: message.SerializeToString(),
+                response_deserializer=GetMessageClass(method.output_type).FromString,
+            )
+            try:
+                reply = stub(request, timeout=CALL_S, metadata=((TOKEN_HEADER, self.token),))
+                if method.server_streaming:
+                    next(iter(reply), None)
+                    reply.cancel()
+            except grpc.RpcError as error:
+                self._require_reason(method, request, error)
+                return error.code()
+        return grpc.StatusCode.OK
+
+    def _require_reason(self, method: MethodDescriptor, request: Message, error: Any) -> None:
+        if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+            return
+        told = dict(error.trailing_metadata() or ()).get(FAILURE_HEADER)
+        what = f"{self.name} {method.name}({str(request)[:2000]}): {error.details()}"
+        assert isinstance(told, bytes), what
+        assert common_pb2.Failure.FromString(told).code != "internal", what
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("invented")
+    make_model("llama", folder / "model")
+    flags = ("--dtype", "float32", "--kv-cache-memory", "32MiB", "--ttft-slo", "10000")
+    with running_cluster(folder / "model", folder / "logs", *flags) as cluster:
+        yield cluster
+        assert not cluster.tracebacks(), cluster.logs()
+
+
+@pytest.fixture(scope="module")
+def addresses(cluster: Cluster) -> Iterator[dict[str, str]]:
+    """Of gRPC, by process; the directory, which `serve` has none of, beside the cluster."""
+    found = {each["instance_id"]: each["rpc_address"] for each in cluster.instances()}
+    log = (cluster.log_dir / "conductor.log").read_text()
+    found["conductor"] = re.findall(r"ready rpc=(\S+)", log)[-1]
+    flags = ("--instance-id", "directory")
+    with running("kvstore.directory", *flags, token=cluster.token) as (_, facts):
+        yield {**found, "directory": facts["rpc"]}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_call_that_lies_is_refused_as_somebodys_fault(
+    cluster: Cluster, addresses: dict[str, str], name: str
+) -> None:
+    right = _answer(cluster)
+    before = _memory(cluster)
+    for service in sorted(OURS[name]):
+        target = Target(name, addresses[name], cluster.token, SERVICES[service])
+        _lie_to(target)
+    _put_right(cluster, addresses)
+    cluster.wait_for("the same tokens again", lambda: _answer(cluster) == right)
+    grown = {k: v - before[k] for k, v in _memory(cluster).items() if k in before}
+    assert grown.keys() == before.keys(), "a process has ended"
+    assert max(grown.values()) < MAX_GROWTH_BYTES, grown
+
+
+def test_every_service_of_the_protocol_has_been_lied_to() -> None:
+    """But for those that have a test of their own: changing roles, several conductors, and stages (lean only)."""
+    elsewhere = {"moonserve.RoleSwitch", "moonserve.Leadership"}
+    assert set().union(*OURS.values()) | elsewhere == set(SERVICES)
+
+
+def _lie_to(target: Target) -> None:
+    calls = st.sampled_from(list(target.service.methods)).flatmap(
+        lambda method: st.tuples(st.just(method), messages(method.input_type))
+    )
+
+    @settings(
+        max_examples=examples(40),
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    )
+    @given(calls)
+    def lie(call: tuple[MethodDescriptor, Message]) -> None:
+        target.call(*call)
+
+    lie()
+
+
+def _put_right(cluster: Cluster, addresses: dict[str, str]) -> None:
+    """A peer with the token may tell a store to drain, and change policies and limits: that is no lie."""
+    with grpc.insecure_channel(addresses["store-0"]) as channel:
+        set_draining: Any = channel.unary_unary(
+            "/moonserve.KvStore/SetDraining",
+            request_serializer=lambda message: message.SerializeToString(),
+        )
+        set_draining(
+            kvstore_pb2.StoreSetDrainingRequest(draining=False),
+            timeout=PATIENCE_S,
+            metadata=((TOKEN_HEADER, cluster.token),),
+        )
+
+
+def _answer(cluster: Cluster) -> str | None:
+    with cluster.client() as client:
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = client.post("/v1/completions", json={**body, "return_token_ids": True})
+        return str(answer.json()["choices"][0]["token_ids"]) if answer.is_success else None
+
+
+def _memory(cluster: Cluster) -> dict[int, int]:
+    """Bytes by process id, of those that the launcher watches."""
+    children = psutil.Process(cluster.process.pid).children()
+    return {child.pid: child.memory_info().rss for child in children}
+
+
+RUBBISH = (
+    b"",
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /" + b"a" * 100_000,
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64),
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff\xff\xff\x00\x00\x00\x00\x00\x01" * 50,
+    bytes.fromhex("160301020001000100fc0303") + bytes(500),
+    b"MOONLEAN\x01\x00" + bytes(32) + bytes(32) + b"\xff" * 64,
+    b"MOONXFER" + b"\xff" * 200,
+    b"\0" * 70_000,
+)
+
+
+def test_rubbish_to_whatever_listens_ends_no_process(cluster: Cluster) -> None:
+    """gRPC, lean connections, KV and HTTP alike; openings are real ones, what follows them is not."""
+    right, before = _answer(cluster), _memory(cluster)
+    launcher = psutil.Process(cluster.process.pid)
+    ports = {
+        connection.laddr.port
+        for process in launcher.children(recursive=True)
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert len(ports) >= 8
+    for port in ports:
+        for opening in RUBBISH:
+            for tail in (b"", secrets.token_bytes(2_000)):
+                _throw(port, opening + tail)
+    assert _answer(cluster) == right
+    grown = {pid: size - before[pid] for pid, size in _memory(cluster).items()}
+    assert grown.keys() == before.keys()
+    assert max(grown.values()) < MAX_GROWTH_BYTES, grown
+
+
+def _throw(port: int, data: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as sock, suppress(OSError):
+        sock.settimeout(0.01)
+        sock.sendall(data)
+        sock.recv(4096)

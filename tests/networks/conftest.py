@@ -1,0 +1,13 @@
+"""Hosts as network namespaces, where they can be made."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.networks.hosts import why_not
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _namespaces() -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)

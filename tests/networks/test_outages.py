@@ -1,0 +1,57 @@
+"""A cluster over three hosts: while they do not reach each other it serves or refuses, never a wrong token, and
+afterwards it serves as before. All outages, five times each: `python -m benchmarks.networks` (docs/networks.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from benchmarks.networks.cluster import DECODE, FRONT, HostsCluster, hosts_cluster
+from benchmarks.networks.hosts import Link
+from benchmarks.networks.outages import Outage, degraded, known_answers, play
+from tests.thoroughness import seconds
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+OUTAGE_S = seconds(3.0, 15.0)
+CUT_OFF = Outage(
+    "the decode host is cut off",
+    lambda net: net.isolate(DECODE),
+    lambda net: net.rejoin(DECODE),
+)
+ONE_WAY = Outage(
+    "nothing from the decode host to the front",
+    lambda net: net.cut(DECODE, FRONT),
+    lambda net: net.heal(DECODE, FRONT),
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostsCluster]:
+    with hosts_cluster(tmp_path_factory.mktemp("hosts") / "logs") as cluster:
+        yield cluster
+        assert cluster.alive()
+        assert not cluster.tracebacks()
+
+
+@pytest.fixture(scope="module")
+def known(cluster: HostsCluster) -> Mapping[str, str]:
+    return known_answers(cluster)
+
+
+@pytest.mark.parametrize("outage", [CUT_OFF, ONE_WAY], ids=lambda outage: outage.title)
+def test_no_token_is_wrong_and_the_cluster_comes_back(
+    cluster: HostsCluster, known: Mapping[str, str], outage: Outage
+) -> None:
+    report = play(cluster, outage, known, OUTAGE_S)  # raises unless it serves again
+    assert report.outcomes["wrong"] == 0
+    assert report.outcomes["cut"] == 0, "each request ends in an answer or in an error"
+    assert sum(report.outcomes.values()) > 0
+
+
+def test_packets_that_are_lost_and_late_change_no_token(
+    cluster: HostsCluster, known: Mapping[str, str]
+) -> None:
+    link = Link(delay_s=0.01, loss=0.02, bytes_per_s=12.5e6)
+    assert degraded(cluster, link, known) == {"right": len(known)}

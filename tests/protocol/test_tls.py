@@ -1,0 +1,243 @@
+"""Who shows no certificate of the cluster's authority says nothing to its processes and learns nothing from them.
+
+Refusals are looked at from both sides, over gRPC and lean connections, against real servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from protocol.errors import (
+    ConfigError,
+    Incompatible,
+    MoonserveError,
+    PeerLost,
+    Unauthenticated,
+)
+from protocol.lean import sockets
+from protocol.lean.sync_channel import SyncChannel
+from protocol.pb import registry_pb2, registry_pb2_grpc
+from protocol.registry.embedded import EmbeddedRegistry
+from protocol.registry.service import RegistryService
+from protocol.rpc import TOKEN_HEADER, Channels, RpcServer
+from protocol.tls import CLUSTER_NAME, Certificates, TlsConfig, files_in, load
+from tests.patience import PATIENCE_S
+from tests.transfer.tls.authority import Authority, Files
+
+TOKEN = "secret"
+ASK = registry_pb2.RegistryMembersRequest()
+MEMBERS = "/moonserve.Registry/Members"
+
+
+class Counting(RegistryService):
+    """How often somebody was let in."""
+
+    def __init__(self) -> None:
+        super().__init__(EmbeddedRegistry())
+        self.calls = 0
+
+    async def Members(self, request: object, context: object) -> registry_pb2.RegistryMembers:
+        self.calls += 1
+        reply: registry_pb2.RegistryMembers = await super().Members(request, context)  # type: ignore[arg-type]
+        return reply
+
+
+@dataclass(frozen=True)
+class Served:
+    service: Counting
+    rpc: str
+    lean: str
+    unix: str
+
+
+@asynccontextmanager
+async def serving(tls: Certificates | None) -> AsyncIterator[Served]:
+    server, service = RpcServer(TOKEN, tls), Counting()
+    registry_pb2_grpc.add_RegistryServicer_to_server(service, server.grpc)
+    server.add_lean("Registry", service)
+    address = await server.start("127.0.0.1", 0)
+    try:
+        yield Served(service, address, server.lean_address, server.lean_unix_address)
+    finally:
+        await server.stop(0)
+
+
+@pytest.fixture
+async def served(tls: Certificates) -> AsyncIterator[Served]:
+    async with serving(tls) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Authority:
+    return Authority(tmp_path_factory.mktemp("other"), "other")
+
+
+async def ask(address: str, tls: Certificates | None) -> None:
+    """Raises why not."""
+    channels = Channels(TOKEN, tls)
+    try:
+        stub = registry_pb2_grpc.RegistryStub(channels.to(address))
+        await channels.call(stub.Members, ASK, timeout_s=PATIENCE_S)
+    finally:
+        await channels.close()
+
+
+async def ask_in_a_thread(address: str, tls: Certificates | None) -> None:
+    def call() -> None:
+        with SyncChannel(address, TOKEN, tls) as channel:
+            channel.call(MEMBERS, b"", timeout_s=PATIENCE_S)
+
+    await asyncio.to_thread(call)
+
+
+async def refusal(asking: Callable[..., object], *arguments: object) -> MoonserveError:
+    with pytest.raises(MoonserveError) as caught:
+        await asking(*arguments)  # type: ignore[misc]
+    return caught.value
+
+
+async def test_members_are_answered_every_way(served: Served, tls: Certificates) -> None:
+    for address in (served.rpc, served.lean, served.unix):
+        await ask(address, tls)
+    for address in (served.lean, served.unix):
+        await ask_in_a_thread(address, tls)
+    assert served.service.calls == 5
+    assert served.lean.startswith(sockets.TLS)
+
+
+@pytest.mark.parametrize("shown", ["nothing", "of another authority", "expired", "no tls"])
+async def test_a_stranger_with_the_token_is_refused(
+    served: Served, tls: Certificates, authority: Authority, other: Authority, shown: str
+) -> None:
+    files = {
+        "nothing": None,
+        "of another authority": other.sign("stranger", names="IP:127.0.0.1"),
+        "expired": authority.sign("expired", names="IP:127.0.0.1", days=-1),
+    }.get(shown)
+    channel = grpc.aio.insecure_channel(served.rpc)
+    if shown != "no tls":
+        channel = grpc.aio.secure_channel(served.rpc, _grpc_credentials(authority, files))
+    async with channel:
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Members(ASK, metadata=((TOKEN_HEADER, TOKEN),), timeout=PATIENCE_S)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    context = None if shown == "no tls" else _context(authority, files)
+    assert await asyncio.to_thread(_says_hello, served.lean, context) == b""
+    await ask(served.rpc, tls)
+    await ask(served.lean, tls)
+    assert served.service.calls == 2  # those of the member
+
+
+def _grpc_credentials(authority: Authority, files: Files | None) -> grpc.ChannelCredentials:
+    roots = authority.certificate.read_bytes()
+    if files is None:
+        return grpc.ssl_channel_credentials(roots)
+    return grpc.ssl_channel_credentials(
+        roots, files.key.read_bytes(), files.certificate.read_bytes()
+    )
+
+
+def _context(authority: Authority, files: Files | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=authority.certificate)
+    context.check_hostname = False
+    if files is not None:
+        context.load_cert_chain(files.certificate, files.key)
+    return context
+
+
+def _says_hello(address: str, context: ssl.SSLContext | None) -> bytes:
+    """What a lean server answers to the beginning of a handshake; nothing when it hangs up, however it does."""
+    family, target = sockets.parse(address)
+    with socket.socket(family) as plain:
+        plain.settimeout(PATIENCE_S)
+        plain.connect(target)
+        try:
+            sock = plain if context is None else context.wrap_socket(plain)
+            sock.sendall(b"MOONLEAN\x01\x00" + bytes(32))
+            answer: bytes = sock.recv(64)
+        except (ssl.SSLError, ConnectionError):
+            return b""
+        # An alert of TLS is not an answer of the server's.
+        return b"" if answer[:1] == b"\x15" else answer
+
+
+async def test_a_server_of_another_authority_is_refused_before_the_token_is_sent(
+    tls: Certificates, other: Authority
+) -> None:
+    async with serving(load(other.sign("server", names="IP:127.0.0.1").tls)) as served:
+        for asking, address in (
+            (ask, served.rpc),
+            (ask, served.lean),
+            (ask_in_a_thread, served.lean),
+        ):
+            error = await refusal(asking, address, tls)
+            assert isinstance(error, Unauthenticated)
+            assert "certificate is refused" in error.message
+        assert served.service.calls == 0
+
+
+async def test_a_server_at_another_address_than_its_certificate_is_refused(
+    tls: Certificates, authority: Authority
+) -> None:
+    async with serving(load(authority.sign("far", names="IP:10.9.9.9").tls)) as served:
+        assert "must list the address" in (await refusal(ask, served.rpc, tls)).message
+        for asking in (ask, ask_in_a_thread):
+            error = await refusal(asking, served.lean, tls)
+            assert isinstance(error, Unauthenticated)
+            assert "10.9.9.9 only" in error.message
+
+
+async def test_certificates_with_the_clusters_name_are_believed_at_any_address(
+    authority: Authority,
+) -> None:
+    named = load(authority.sign("named", names=f"DNS:{CLUSTER_NAME}").tls)
+    async with serving(named) as served:
+        for address in (served.rpc, served.lean):
+            await ask(address, named)
+
+
+async def test_one_end_without_tls_is_told_so(tls: Certificates) -> None:
+    async with serving(tls) as served:
+        error = await refusal(ask, served.rpc, None)
+        assert isinstance(error, PeerLost)
+        assert "speaks TLS and this process does not" in error.message
+        for asking in (ask, ask_in_a_thread):
+            error = await refusal(asking, served.lean, None)
+            assert isinstance(error, Incompatible)
+            assert "--tls-certificate" in error.message
+    async with serving(None) as served:
+        error = await refusal(ask, served.rpc, tls)
+        assert "this process speaks TLS and the peer does not" in error.message
+        assert isinstance(await refusal(ask, served.lean, tls), Incompatible)
+        assert served.service.calls == 0
+
+
+def test_a_process_is_given_all_three_files_or_none(authority: Authority) -> None:
+    assert TlsConfig().tls() is None
+    assert files_in({}) is None
+    with pytest.raises(ConfigError, match="give all three"):
+        TlsConfig(tls_certificate=str(authority.certificate)).tls()
+    with pytest.raises(ConfigError, match="give all three"):
+        files_in({"MOONSERVE_TLS_KEY": "key.pem"})
+
+
+def test_files_that_peers_would_refuse_are_refused_at_start(
+    authority: Authority, other: Authority
+) -> None:
+    good = authority.sign("good", names="IP:127.0.0.1").tls
+    with pytest.raises(ConfigError, match=r"nowhere/key\.pem: No such file"):
+        load(replace(good, key=Path("/nowhere/key.pem")))
+    with pytest.raises(ConfigError, match="peers would refuse"):
+        load(replace(good, authority=other.certificate))
