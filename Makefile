@@ -40,6 +40,8 @@ check: $(DEV) proto-check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive $(SHIPPED)
+	@.ci/audit $(BIN)
 
 format: $(DEV)
 	$(BIN)/ruff format .
@@ -100,6 +102,8 @@ docs: $(DEV)
 	$(BIN)/python docs/diagrams/sequence.py docs/diagrams/request.txt docs/images/request.svg
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
+# What runs where users are; the rest is for developers.
+SHIPPED := protocol transfer kvstore engine conductor prefill_worker decode_worker gateway traces deploy
 PACKAGES := protocol transfer kvstore engine conductor prefill_worker decode_worker gateway traces deploy models benchmarks docs
 
 PROTOC := $(BIN)/python -m grpc_tools.protoc -Iprotocol/pb=proto

@@ -106,4 +106,5 @@ def _say(answer: object) -> None:
 
 
 if __name__ == "__main__":
-    {"target": target, "initiator": initiator, "raw": raw}[sys.argv[1]](*sys.argv[2:])
+    ENDS: dict[str, Callable[..., None]] = {"target": target, "initiator": initiator, "raw": raw}
+    ENDS[sys.argv[1]](*sys.argv[2:])

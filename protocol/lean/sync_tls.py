@@ -14,8 +14,6 @@ from protocol.tls import IN_HANDSHAKE, require_address, translated
 class TlsConnection(SyncConnection):
     """The same inside TLS, whose socket keeps time itself; it does not spin, and is handed over to nobody."""
 
-    _sock: ssl.SSLSocket
-
     def __init__(
         self,
         address: str,
@@ -26,11 +24,12 @@ class TlsConnection(SyncConnection):
     ) -> None:
         self._context = context
         self._is_proven = False
+        self._tls: ssl.SSLSocket | None = None
         super().__init__(address, target, token, give_up_at)
         self._is_proven = True
 
     def is_quiet(self) -> bool:
-        return super().is_quiet() and not self._sock.pending()
+        return super().is_quiet() and self._tls is not None and not self._tls.pending()
 
     def detached(self) -> socket.socket:
         raise InvalidRequest("a connection inside TLS cannot be handed over")
@@ -39,11 +38,11 @@ class TlsConnection(SyncConnection):
         super()._connect(give_up_at)
         self._sock.settimeout(self._limit_s)
         try:
-            self._sock = self._context.wrap_socket(self._sock)
+            self._sock = self._tls = self._context.wrap_socket(self._sock)
         except OSError as error:
             raise self._failure(error) from error
         self._limit_s = 0.0
-        require_address(self._sock.getpeercert(), self._sock.getpeername()[0])
+        require_address(self._tls.getpeercert(), self._tls.getpeername()[0])
 
     def _send_some(self, data: bytes | memoryview) -> int:
         try:
@@ -64,10 +63,10 @@ class TlsConnection(SyncConnection):
         return 0
 
     def _limit_to(self, limit_s: float) -> None:
-        if isinstance(self._sock, ssl.SSLSocket):
-            self._sock.settimeout(limit_s)
-        else:
+        if self._tls is None:
             super()._limit_to(limit_s)
+        else:
+            self._tls.settimeout(limit_s)
 
     def _failure(self, error: OSError) -> MoonserveError:
         if isinstance(error, TimeoutError) and error.errno is None:  # not the kernel's ETIMEDOUT

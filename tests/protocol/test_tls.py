@@ -164,9 +164,9 @@ def _says_hello(address: str, context: ssl.SSLContext | None) -> bytes:
         plain.settimeout(PATIENCE_S)
         plain.connect(target)
         try:
-            sock = plain if context is None else context.wrap_socket(plain)
-            sock.sendall(b"MOONLEAN\x01\x00" + bytes(32))
-            answer: bytes = sock.recv(64)
+            with plain if context is None else context.wrap_socket(plain) as sock:
+                sock.sendall(b"MOONLEAN\x01\x00" + bytes(32))
+                answer: bytes = sock.recv(64)
         except (ssl.SSLError, ConnectionError):
             return b""
         # An alert of TLS is not an answer of the server's.

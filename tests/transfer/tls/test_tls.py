@@ -29,7 +29,7 @@ def read(near: TransferEngine, far: TransferEngine, address: str | None = None) 
 @pytest.fixture
 def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines start with files that their peers will refuse."""
-    monkeypatch.setattr("transfer.wire.certificates._rehearse", lambda *files: None)
+    monkeypatch.setattr("protocol.tls._rehearse", lambda *files: {})
 
 
 @pytest.fixture(scope="session")
