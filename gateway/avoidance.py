@@ -7,6 +7,7 @@ long as the conductor may still list the dead.
 
 from __future__ import annotations
 
+from protocol.errors import MoonserveError, PeerLost
 from protocol.request import Endpoint, Placement
 
 # More than the conductor's lease: an incarnation still listed that long after its loss lives; only a connection broke.
@@ -59,3 +60,14 @@ class Avoidance:
 
 def _incarnation(endpoint: Endpoint) -> Incarnation:
     return endpoint.instance_id, endpoint.epoch
+
+
+def suspects(reporter: str, error: MoonserveError, placement: Placement) -> set[str]:
+    """Which instances to avoid next time: those the error names, else the reporter, else its lost peer."""
+    prefill, decode = placement.prefill.instance_id, placement.decode.instance_id
+    named = {prefill, decode} & set(error.ids.values())
+    if named:
+        return named
+    if reporter == prefill and isinstance(error, PeerLost):
+        return {decode}
+    return {reporter}

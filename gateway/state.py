@@ -4,9 +4,8 @@
        ↑          │            │
        └── PAUSED ←────────────┘          any → FAILED
 
-The rule: the client sees each token index exactly once and in order. A token is accepted when its index is the next
-one, ignored when lower; one that is higher waits for the prefill worker's (two workers send on two connections) and
-is otherwise a loss. After a loss the request goes on elsewhere from its prompt and the tokens emitted so far.
+The rule: the client sees each token index exactly once and in order (`gateway.arrivals`); one that is missing is a
+loss. After a loss the request goes on elsewhere from its prompt and the tokens emitted so far.
 
 Pure: events in, actions out. Does not know HTTP, gRPC, tokenizers or the clock.
 """
@@ -16,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
 
-from gateway.avoidance import Avoidance
+from gateway.arrivals import Arrivals, Output
+from gateway.avoidance import Avoidance, suspects
 from gateway.events import (
     Aborted,
     Action,
@@ -55,7 +54,6 @@ from protocol.errors import (
 from protocol.ids import RequestId
 from protocol.request import (
     DecodeReport,
-    FinishReason,
     Placement,
     PrefillReport,
     SamplingParams,
@@ -84,22 +82,6 @@ LIVE = frozenset({Phase.PLACING, Phase.PAUSED, Phase.PREFILLING, Phase.DECODING}
 _WITH_WORKERS = frozenset({Phase.PREFILLING, Phase.DECODING})
 
 
-class Output(Protocol):
-    """Text of the tokens; gateway.detokenize.TextOutput."""
-
-    @property
-    def stopped(self) -> bool: ...
-
-    @property
-    def includes_stop(self) -> bool:
-        """Whether what ends the text belongs to it."""
-        ...
-
-    def push(self, token_id: int) -> str: ...
-
-    def finish(self) -> str: ...
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestState:
     """One choice of one prompt."""
@@ -112,19 +94,23 @@ class RequestState:
 
     phase: Phase = Phase.PLACING
     attempt: int = 1
-    generated: list[int] = field(default_factory=list)  # token ids emitted, in index order
+    arrivals: Arrivals = field(init=False)
     placement: Placement | None = None  # PREFILLING, DECODING; then the last one
     placed_at: float = 0.0  # with placement
-    first_index: int = 0  # PREFILLING, DECODING: index of the first token of this attempt
-    early: dict[int, Token] = field(
-        default_factory=dict
-    )  # PREFILLING: from decode, before the first
     report: PrefillReport | None = None  # of the first attempt that had one
     last_report: PrefillReport | None = None  # of the current attempt
     decode_report: DecodeReport | None = None  # of the current attempt
     avoidance: Avoidance = field(default_factory=Avoidance)
     impatient_at: float | None = None  # from the first failed placing to the next token
     error: MoonserveError | None = None  # FAILED
+
+    def __post_init__(self) -> None:
+        self.arrivals = Arrivals(self.output)
+
+    @property
+    def generated(self) -> list[int]:
+        """Token ids emitted, in index order."""
+        return self.arrivals.generated
 
     @property
     def attempt_id(self) -> RequestId:
@@ -147,12 +133,11 @@ class RequestState:
 
     def validate(self) -> None:
         """Raises AssertionError where the state contradicts itself."""
-        assert len(self.generated) <= self.sampling.max_tokens
+        self.arrivals.validate(self.sampling.max_tokens)
         assert 1 <= self.attempt <= MAX_ATTEMPTS
         assert (self.phase is Phase.FAILED) == (self.error is not None)
         assert self.phase not in _WITH_WORKERS or self.placement is not None
-        assert not self.early or self.phase is Phase.PREFILLING
-        assert self.first_index <= len(self.generated)
+        assert not self.arrivals.awaits_first or self.phase is Phase.PREFILLING
         self.avoidance.validate()
 
     # Placing
@@ -164,7 +149,7 @@ class RequestState:
         if now >= self.deadline_at:
             return self._fail(DeadlineExceeded("the request took longer than its time limit"), now)
         self.phase = Phase.PLACING
-        self.first_index = len(self.generated)
+        self.arrivals.begin_attempt()
         return [
             Place(
                 attempt=self.attempt,
@@ -234,37 +219,17 @@ class RequestState:
     def _on_tokens(self, event: TokensArrived, now: float) -> list[Action]:
         if self.phase not in _WITH_WORKERS:
             return []
-        accepted = self._in_order(event.tokens)
+        accepted = self.arrivals.in_order(event.tokens)
         if accepted is None:
             return self._lose(
                 IntegrityError("a token went missing between worker and gateway"), now
             )
         return self._emit(accepted, now) if accepted else []
 
-    def _in_order(self, tokens: tuple[Token, ...]) -> list[Token] | None:
-        """The tokens that follow those emitted; None when one is missing for good."""
-        accepted: list[Token] = []
-        following = len(self.generated)
-        for token in tokens:
-            if token.index == following:
-                accepted.append(token)
-                following += 1
-                while (waiting := self.early.pop(following, None)) is not None:
-                    accepted.append(waiting)
-                    following += 1
-            elif token.index > following:
-                if following > self.first_index:
-                    return None
-                self.early[token.index] = token
-        if self.early and following > self.first_index:
-            return None
-        return accepted
-
     def _emit(self, tokens: list[Token], now: float) -> list[Action]:
         actions: list[Action] = []
-        is_first = len(self.generated) == self.first_index
-        text, taken, reason = self._read(tokens)
-        self.generated += (token.token_id for token in taken)
+        is_first = self.arrivals.num_of_attempt == 0
+        text, taken, reason = self.arrivals.accept(tokens)
         self.phase = Phase.DECODING
         if is_first:
             self.impatient_at = None
@@ -277,21 +242,6 @@ class RequestState:
                 actions.append(self._cancel())
         return actions
 
-    def _read(self, tokens: list[Token]) -> tuple[str, list[Token], FinishReason | None]:
-        """Text, tokens used, and why the generation ends with them if it does."""
-        parts: list[str] = []
-        for count, token in enumerate(tokens, start=1):
-            # The text of a stop token is no output.
-            if token.finish_reason is not FinishReason.STOP or self.output.includes_stop:
-                parts.append(self.output.push(token.token_id))
-            if self.output.stopped:
-                return "".join(parts), tokens[:count], FinishReason.STOP
-            if token.finish_reason is not None:
-                parts.append(self.output.finish())
-                reason = FinishReason.STOP if self.output.stopped else token.finish_reason
-                return "".join(parts), tokens[:count], reason
-        return "".join(parts), tokens, None
-
     # Losses
 
     def _on_submit_failed(self, event: SubmitFailed, now: float) -> list[Action]:
@@ -302,7 +252,9 @@ class RequestState:
     def _on_worker_failed(self, event: WorkerFailed, now: float) -> list[Action]:
         if self.placement is None or self.phase not in _WITH_WORKERS:
             return []
-        return self._lose(event.error, now, suspects(event, self.placement))
+        return self._lose(
+            event.error, now, suspects(event.instance_id, event.error, self.placement)
+        )
 
     def _on_instance_lost(self, event: InstanceLost, now: float) -> list[Action]:
         if self.placement is None or self.phase not in _WITH_WORKERS:
@@ -311,7 +263,7 @@ class RequestState:
             return self._lose(event.error, now, {event.instance_id})
         is_prefill = event.instance_id == self.placement.prefill.instance_id
         # With the second token of the attempt the handoff is over and prefill no longer matters.
-        if is_prefill and len(self.generated) < self.first_index + 2:
+        if is_prefill and self.arrivals.num_of_attempt < 2:
             return self._lose(event.error, now, {event.instance_id})
         return []
 
@@ -325,7 +277,6 @@ class RequestState:
         if not error.retryable or self.attempt == MAX_ATTEMPTS:
             return self._fail(error, now)
         actions: list[Action] = [self._cancel(), self._report(ReportPhase.FAILED, now)]
-        self.early.clear()
         self._avoid(error, excluded or set(), now)
         self.attempt += 1
         self.last_report = self.decode_report = None
@@ -345,7 +296,7 @@ class RequestState:
             actions.append(self._cancel())
             actions.append(self._report(ReportPhase.CANCELLED if left else ReportPhase.FAILED, now))
         self.phase, self.error = Phase.FAILED, error
-        self.early.clear()
+        self.arrivals.give_up()
         return [*actions, Fail(error=error)]
 
     def _give_back(self, event: Event) -> list[Action]:
@@ -380,7 +331,7 @@ class RequestState:
             phase=phase,
             elapsed_s=now - self.placed_at if self.placement else 0.0,
             cached_tokens=self.cached_tokens,
-            output_tokens=len(self.generated) - self.first_index,
+            output_tokens=self.arrivals.num_of_attempt,
             prefill=self.last_report,
         )
 
@@ -388,17 +339,6 @@ class RequestState:
 def attempt_id(request_id: RequestId, attempt: int) -> RequestId:
     """Workers remember cancelled ids for a while, so that each attempt needs its own."""
     return request_id if attempt == 1 else RequestId(f"{request_id}~{attempt}")
-
-
-def suspects(event: WorkerFailed, placement: Placement) -> set[str]:
-    """Which instances to avoid next time: those the error names, else the reporter, else its lost peer."""
-    prefill, decode = placement.prefill.instance_id, placement.decode.instance_id
-    named = {prefill, decode} & set(event.error.ids.values())
-    if named:
-        return named
-    if event.instance_id == prefill and isinstance(event.error, PeerLost):
-        return {decode}
-    return {event.instance_id}
 
 
 # One row per event; typed loosely because each handler takes its own event class.
