@@ -18,6 +18,7 @@ from gateway.front import FrontDoor
 from gateway.keys.holder import KeyHolder
 from gateway.keys.record import KeyLimits
 from gateway.limits.limiter import Limiter
+from gateway.model_endpoints import ModelEndpoints
 from gateway.operations import Operations
 from gateway.responses.handlers import Responses
 from protocol.errors import MoonserveError
@@ -28,6 +29,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def build_app(
     api: Api,
+    model: ModelEndpoints,
     responses: Responses,
     operations: Operations,
     keys: KeyHolder,
@@ -48,28 +50,30 @@ def build_app(
             Exception: _on_error,  # re-raised after the reply, so that the front door logs it
         },
     )
-    _add_posts(app, api, responses)
-    _add_gets(app, api, responses, operations)
+    _add_posts(app, api, model, responses)
+    _add_gets(app, model, responses, operations)
     return FrontDoor(app, keys, limiter, limits)
 
 
-def _add_posts(app: FastAPI, api: Api, responses: Responses) -> None:
+def _add_posts(app: FastAPI, api: Api, model: ModelEndpoints, responses: Responses) -> None:
     routes: list[tuple[str, Handler, dict[str, Any]]] = [
         ("/v1/chat/completions", api.chat, docs.CHAT),
         ("/v1/completions", api.completions, docs.COMPLETIONS),
         ("/v1/responses", responses.create, docs.RESPONSES),
-        ("/v1/embeddings", api.embeddings, docs.EMBEDDINGS),
-        ("/tokenize", api.tokenize, docs.TOKENIZE),
-        ("/detokenize", api.detokenize, docs.DETOKENIZE),
+        ("/v1/embeddings", model.embeddings, docs.EMBEDDINGS),
+        ("/tokenize", model.tokenize, docs.TOKENIZE),
+        ("/detokenize", model.detokenize, docs.DETOKENIZE),
     ]
     for path, handler, operation in routes:
         _add(app, "POST", path, handler, operation)
 
 
-def _add_gets(app: FastAPI, api: Api, responses: Responses, operations: Operations) -> None:
+def _add_gets(
+    app: FastAPI, model: ModelEndpoints, responses: Responses, operations: Operations
+) -> None:
     routes: list[tuple[str, Handler, dict[str, Any]]] = [
-        ("/v1/models", api.models, docs.MODELS),
-        ("/v1/models/{name:path}", api.model, docs.MODEL),
+        ("/v1/models", model.models, docs.MODELS),
+        ("/v1/models/{name:path}", model.model, docs.MODEL),
         ("/v1/responses/{response_id}", responses.retrieve, docs.RESPONSE),
         ("/v1/cluster", operations.cluster, docs.CLUSTER),
         ("/v1/figures", operations.figures, docs.FIGURES),

@@ -21,16 +21,18 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
-from gateway.api import Api, Served
+from gateway.api import Api
 from gateway.app import build_app
 from gateway.cluster_metrics import ClusterMetrics, phase_collector
 from gateway.config import GatewayConfig
 from gateway.http_protocol import BoundedProtocol, Patience
 from gateway.identity import open_keys, open_limits
 from gateway.ledger import PHASES
+from gateway.model_endpoints import ModelEndpoints
 from gateway.operations import Operations
 from gateway.responses.handlers import Responses
 from gateway.responses.store import ResponseStore
+from gateway.served import Served, ServedModel
 from gateway.service import Gateway
 from gateway.tokenizer import Tokenizer, load_tokenizer, load_vocab_size
 from protocol.conductors import parse_addresses
@@ -74,7 +76,8 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         tracer = closing.enter_context(tracing(config, config.instance_id, "gateway"))
         rpc_address = await _served_metrics(config, registry, closing)
         gateway = _gateway(config, channels, tokenizer, served, registry, tracer, rpc_address)
-        api = Api(gateway, tokenizer, served, config)
+        model = ServedModel(gateway, tokenizer, served, config)
+        api = Api(gateway, model, config)
         registry.register(phase_collector(gateway.phases))
         of_cluster = ClusterMetrics(
             config.instance_id,
@@ -85,7 +88,8 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         )
         app = build_app(
             api,
-            Responses(api, ResponseStore(config.response_store_bytes)),
+            ModelEndpoints(model),
+            Responses(api, model, ResponseStore(config.response_store_bytes)),
             Operations(gateway, registry, served.names, of_cluster),
             keys,
             limiter,

@@ -20,20 +20,22 @@ from gateway.responses.schema import ResponsesBody
 from gateway.responses.store import ResponseStore, StoredResponse
 from gateway.responses.translate import RENAMED, chat_of, input_messages, output_messages
 from gateway.schema import BodyParser, ChatBody, validated
+from gateway.served import ServedModel
 from protocol.errors import InvalidRequest
 
 
 class Responses:
     """Over the chat completions of an `Api`."""
 
-    def __init__(self, api: Api, store: ResponseStore) -> None:
+    def __init__(self, api: Api, model: ServedModel, store: ResponseStore) -> None:
         self._api = api
+        self._model = model
         self._store = store
         self._parser = BodyParser()
 
     async def create(self, request: Request) -> Response:
         """POST /v1/responses"""
-        body = validated(ResponsesBody, await self._api.read(request))
+        body = validated(ResponsesBody, await self._model.read(request))
         self._parser.warn_of_unknown(body.check())
         tenant = _tenant(request)
         messages = [*self._earlier(tenant, body), *input_messages(body.input)]
