@@ -7,6 +7,7 @@ where a request was computed. Names follow `vllm bench serve`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ def request_figures(
     good = sum(each.is_effective for each in completed)
     return {
         "num_requests": num_requests,
+        "num_prompts": num_requests,
         "completed": len(completed),
         "rejected": num_rejected,
         "failed": num_requests - len(completed) - num_rejected,
@@ -73,11 +75,13 @@ def latency_figures(completed: Sequence[Completed]) -> dict[str, float]:
 
 
 def spread(name_ms: str, seconds: Iterable[float | None]) -> dict[str, float]:
-    """`mean_…`, `median_…`, `p50_…`, `p90_…`, `p99_…` in milliseconds, of what is not None; NaN for nothing."""
+    """`mean_…`, `std_…`, `median_…`, `p50_…`, `p90_…`, `p99_…` in milliseconds, of what is not None; NaN for none."""
     values = [each * 1000 for each in seconds if each is not None]
     ordered = sorted(values)  # sorting what is sorted costs little
+    middle = mean(values)
     return {
-        f"mean_{name_ms}": mean(values),
+        f"mean_{name_ms}": middle,
+        f"std_{name_ms}": math.sqrt(mean([(each - middle) ** 2 for each in values])),
         f"median_{name_ms}": percentile(ordered, 50),
         **{f"p{percent}_{name_ms}": percentile(ordered, percent) for percent in PERCENTS},
     }

@@ -64,3 +64,29 @@ def test_rejected_and_failed_requests_are_misses_beside_the_latencies() -> None:
     table = format_report(report)
     assert "rejected 1" in table
     assert "ideal 40.0%" in table
+
+
+def test_scripts_that_read_a_report_of_vllm_bench_serve_find_its_names() -> None:
+    """Those of its JSON result that are about all requests together, as its version 0.31 writes them."""
+    latencies = [
+        f"{kind}_{name}_ms"
+        for kind in ("mean", "median", "std", "p99")
+        for name in ("ttft", "tpot", "itl", "e2el")
+    ]
+    totals = [
+        "num_prompts",
+        "duration",
+        "completed",
+        "failed",
+        "total_input_tokens",
+        "total_output_tokens",
+    ]
+    rates = ["request_throughput", "request_goodput", "output_throughput", "total_token_throughput"]
+    report = build_report(
+        [sent(success(1.2, 1.4)), sent(success(1.4, 1.6))],
+        duration_s=2.0,
+        ttft_slo_s=1.0,
+        tbt_slo_s=0.2,
+    )
+    assert all(isinstance(report[name], int | float) for name in [*latencies, *totals, *rates])
+    assert report["std_ttft_ms"] == pytest.approx(100)
