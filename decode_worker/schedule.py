@@ -31,6 +31,7 @@ from decode_worker.times import note_times
 from decode_worker.under_way import StepsUnderWay, StepUnderWay
 from engine.batch import Sampled, Slice
 from engine.block_pool import BlockPool
+from engine.prompt_scores import MAX_SCORED_TOKENS
 from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError
 from protocol.ids import BlockId, GatewayId, RequestId
 from protocol.request import FinishReason, Request
@@ -242,7 +243,7 @@ class Schedule:
             self._fail(sequence, self._too_long(sequence), out)
             return True
         usable = (num_tokens - 1) // self._limits.block_size  # the last token is always computed
-        keys = sequence.block_keys[:usable]
+        keys = [] if sequence.is_scored else sequence.block_keys[:usable]
         blocks = self._allotment.take(sequence, keys, self._limits.blocks_for(num_tokens))
         if blocks is None:
             return False
@@ -250,7 +251,8 @@ class Schedule:
         sequence.block_table += shared
         sequence.block_table += fresh
         sequence.rewind(len(shared) * self._limits.block_size)
-        self._keeping.fetch(sequence, len(shared), now, out)
+        if not sequence.is_scored:
+            self._keeping.fetch(sequence, len(shared), now, out)
         return True
 
     def _grow(self, now: float, out: list[Action]) -> bool:
@@ -314,7 +316,13 @@ class Schedule:
             return ready
         batch = [sequence for sequence in ready if sequence.num_missing == 1]
         behind.sort(key=_rank)
+        scored = MAX_SCORED_TOKENS
         for sequence, num_tokens in zip(behind, self._chunks(batch, behind), strict=False):
+            if sequence.is_scored:
+                num_tokens = min(num_tokens, scored)
+                scored -= num_tokens
+            if not num_tokens:
+                continue
             sequence.limit_slice(num_tokens)
             self._counters.count_chunk(num_tokens, is_new=sequence.is_new)
             batch.append(sequence)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from engine.batch import Sampled, Slice
+from engine.prompt_scores import PromptScores, scores_for
 from protocol.ids import BlockId, RequestId
 from protocol.keys import BlockKey, child_key, pack_tokens
 from protocol.request import FinishReason, Request, Token, finish_reason
@@ -49,9 +50,11 @@ class Sequence:
     landed: Landed | None = None  # it came from a prefill worker
     move_id: int | None = None  # WAITING: its blocks are on their way to the store, or back
     slice: Slice = field(init=False)  # shares token_ids and block_table
+    scores: PromptScores | None = field(init=False)  # of a prompt that is read here and scored
 
     def __post_init__(self) -> None:
         self.block_keys = list(self.request.block_keys)
+        self.scores = scores_for(self.request)
         self.slice = Slice(
             request_id=self.request.request_id,
             token_ids=self.token_ids,
@@ -61,6 +64,7 @@ class Sequence:
             sampling=self.request.sampling,
             num_prompt_tokens=self.request.num_prompt_tokens,
             samples=True,
+            scores=self.scores,
         )
 
     @property
@@ -110,6 +114,11 @@ class Sequence:
         """It has had no token here."""
         return len(self.token_ids) == len(self.request.token_ids)
 
+    @property
+    def is_scored(self) -> bool:
+        """All of it is computed here, whatever of its KV is known elsewhere."""
+        return self.slice.scores is not None
+
     def rewind(self, num_computed: int) -> None:
         """Only the first `num_computed` tokens have KV (again)."""
         self.slice.start = num_computed
@@ -147,6 +156,7 @@ class Sequence:
             reason = FinishReason.LENGTH
         piece.start = piece.end
         piece.end += 1
+        piece.scores = None
         return Token(
             request_id=request.request_id,
             index=index,

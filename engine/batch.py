@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine.prompt_scores import PromptScores
 from protocol.ids import BlockId, RequestId
 from protocol.request import Logprobs, SamplingParams
 
@@ -29,6 +30,8 @@ class Slice:
     follows: bool = False
     """Its only token is the one that the step begun before it samples for this request; it may be missing in
     `token_ids` while that step is under way."""
+    scores: PromptScores | None = None
+    """The prompt's tokens behind those of this slice are scored into it; `token_ids` has the one at `end`, too."""
 
     @property
     def num_tokens(self) -> int:

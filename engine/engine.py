@@ -26,6 +26,7 @@ from engine.grammar_masks import GrammarMasks
 from engine.kernels import crew_of, make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.model import ForwardPass, Model
+from engine.scoring import score_prompts
 from engine.stage import Stage, split
 from engine.step import Step
 from engine.step_builder import StepBuilder
@@ -225,6 +226,7 @@ class Engine:
                     output = self._leading.run(self.run, step, dirty, hook)
             if self.stage.is_last:
                 allowed = None if masks is None else masks.result()
+                output = score_prompts(output, ordered)
                 drawn = draw_from(output, sampling, allowed, may_stay=self._feeds_on_device)
             else:
                 drawn = draw_from(None, (), may_stay=False)

@@ -3,7 +3,8 @@
 A token is a function of its row of logits, its sequence's history and (seed, position), never of the rest of the
 batch, of time or of what was sampled before; that is what lets a request move between workers. Penalties, filters and
 their order are vLLM's: penalties and bias, then temperature, min-p, top-k, top-p. What a grammar forbids is never
-taken, whatever they say. Log-probabilities are those of the model, before any of that.
+taken, whatever they say; a token that completes a bad word only where nothing else is left. Log-probabilities are those
+of the model, before any of that.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _weights(
 def _is_adjusted(piece: Slice) -> bool:
     sampling = piece.sampling
     changes_row = sampling.needs_history or bool(sampling.logit_bias) or bool(sampling.grammar)
-    return changes_row or _may_not_stop(piece)
+    return changes_row or bool(sampling.bad_words) or _may_not_stop(piece)
 
 
 def _may_not_stop(piece: Slice) -> bool:
@@ -111,25 +112,39 @@ def _may_not_stop(piece: Slice) -> bool:
 
 
 def adjust(row: Row, piece: Slice, mask: Mask | None = None) -> None:
-    """Applies penalties, min_tokens, bias and a grammar's mask to one row of logits, in place."""
+    """Applies penalties, bias, a grammar's mask, bad words and min_tokens to one row of logits, in place."""
     sampling = piece.sampling
-    if sampling.needs_history:
+    if sampling.penalizes:
         history = np.asarray(piece.token_ids[: piece.end], dtype=np.int64)
         _penalize(row, history, piece.num_prompt_tokens, sampling)
     for token_id, bias in sampling.logit_bias.items():
         row[token_id] += bias
     if mask is not None:
         row[~mask] = -np.inf
+    if sampling.bad_words:
+        _forbid(row, _completing(piece))
     if _may_not_stop(piece):
         _forbid(row, list(sampling.stop_token_ids))
 
 
 def _forbid(row: Row, token_ids: list[int]) -> None:
-    """Unless nothing else is left: a complete answer ends, though `min_tokens` has not been reached."""
+    """Unless nothing else is left: a complete answer ends, though `min_tokens` has not been reached, and a form that
+    leaves only a bad word is kept to."""
     before = row[token_ids]
     row[token_ids] = -np.inf
     if row.max() == -np.inf:
         row[token_ids] = before
+
+
+def _completing(piece: Slice) -> list[int]:
+    """Tokens with which the output would have a bad word."""
+    output = piece.token_ids[piece.num_prompt_tokens : piece.end]
+    return [
+        word[-1]
+        for word in piece.sampling.bad_words
+        if len(word) <= len(output) + 1
+        and tuple(output[len(output) + 1 - len(word) :]) == word[:-1]
+    ]
 
 
 def _penalize(

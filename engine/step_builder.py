@@ -16,6 +16,7 @@ from engine.batch import HiddenStates, Slice
 from engine.cuda.placing import to_device
 from engine.drawn import Drawn, Fed
 from engine.kv_pool import TORCH_DTYPES
+from engine.scoring import num_scored
 from engine.stage import Stage
 from engine.step import Step
 from protocol.errors import InvalidRequest
@@ -155,7 +156,12 @@ class StepBuilder:
 
 
 def _rows(slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
-    """The last token of each slice that samples; None when that is every token."""
-    ends = np.cumsum([piece.end - piece.start for piece in slices])
-    rows = [int(end) - 1 for end, piece in zip(ends, slices, strict=True) if piece.samples]
+    """Tokens whose logits score the prompt's, and the last one of each slice that samples; None when that is all."""
+    rows: list[int] = []
+    end = 0
+    for piece in slices:
+        rows.extend(range(end, end + num_scored(piece)))
+        end += piece.num_tokens
+        if piece.samples:
+            rows.append(end - 1)
     return None if len(rows) == num_tokens else torch.tensor(rows, dtype=torch.int64)

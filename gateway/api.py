@@ -17,15 +17,15 @@ from starlette.responses import Response
 
 from gateway.admission import admitted
 from gateway.asking import wish_of
+from gateway.bad_words import spellings
+from gateway.choices import best, choices_for
 from gateway.chunks import ChatChunks, Chunks, CompletionChunks, Heading, Wants
 from gateway.config import GatewayConfig
-from gateway.errors import ApiError
 from gateway.feed import Piece
 from gateway.forms import FormChecker
 from gateway.params import (
     Prompt,
     chat_prompt,
-    choices_for,
     completion_prompts,
     truncated,
 )
@@ -99,10 +99,14 @@ class Api:
             variables=body.chat_template_kwargs,
             continues=bool(body.continue_final_message),
             tools=body.tools,
+            template=self._model.template(body.chat_template),
         )
         prompt = truncated(prompt, body, limits)
         grammar = (plan.grammar if plan else "") or (form.grammar if form else "")
-        choices = choices_for(body, [prompt], limits, "messages", grammar)
+        bad_words = spellings(self._tokenizer, body.bad_words, limits)
+        choices = choices_for(
+            body, [prompt], limits, "messages", grammar=grammar, bad_words=bad_words
+        )
         if plan is not None:
             choices = plan.seen_in(choices, body)
         heading = self._heading(id_prefix, request, body)
@@ -139,16 +143,23 @@ class Api:
         """POST /v1/completions"""
         body = self._parser.parse(CompletionBody, await self._model.read(request))
         self._model.require(body.model)
-        if body.best_of not in (None, body.n or 1):
-            raise ApiError(400, "best_of other than n is not supported", param="best_of")
+        body.check_best_of()
         limits = self._model.limits()
         prompts = await completion_prompts(self._tokenizer, body, limits)
         form = await self._forms.form_of(body)
-        choices = choices_for(body, prompts, limits, "prompt", form.grammar if form else "")
-        echoes = [self._echo(body, prompts[i // (body.n or 1)]) for i in range(len(choices))]
+        choices = choices_for(
+            body,
+            prompts,
+            limits,
+            "prompt",
+            grammar=form.grammar if form else "",
+            bad_words=spellings(self._tokenizer, body.bad_words, limits),
+        )
+        told = [prompt for prompt in prompts for _ in range(body.num_choices)]
+        echoes = [self._echo(body, prompt) for prompt in told]
         heading = self._heading("cmpl-", request, body)
         wants = _wants(body, logprobs=body.logprobs is not None)
-        prompt_ids = [choice.token_ids for choice in choices]
+        prompt_ids = [prompt.token_ids for prompt in told]
         chunks = CompletionChunks(
             heading, wants, self._tokenizer, prompt_token_ids=prompt_ids, echoes=echoes
         )
@@ -159,7 +170,13 @@ class Api:
             choices,
             chunks,
             lambda pieces, usage: render_completion(
-                heading, wants, self._tokenizer, prompt_ids, echoes, pieces, usage
+                heading,
+                wants,
+                self._tokenizer,
+                prompt_ids,
+                echoes,
+                best(pieces, num_drawn=body.num_drawn, num_kept=body.num_choices),
+                usage,
             ),
         )
 
@@ -213,5 +230,9 @@ def _timing_chunk(chunks: ChatChunks | CompletionChunks, answer: Answer) -> str:
 
 def _wants(body: SamplingBody, *, logprobs: bool) -> Wants:
     return Wants(
-        usage=body.includes_usage, token_ids=bool(body.return_token_ids), logprobs=logprobs
+        usage=body.includes_usage,
+        token_ids=bool(body.return_token_ids),
+        logprobs=logprobs,
+        echoed_logprobs=body.echoed_logprobs if isinstance(body, CompletionBody) else None,
+        prompt_logprobs=body.prompt_logprobs,
     )

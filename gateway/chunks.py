@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from gateway.errors import ErrorReply
 from gateway.feed import Piece
-from gateway.logprobs import chat_logprobs, completion_logprobs
+from gateway.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs
 from gateway.tokenizer import Tokenizer
 from protocol.request import Token
 
@@ -43,6 +43,10 @@ class Wants:
     usage: bool
     token_ids: bool
     logprobs: bool
+    echoed_logprobs: int | None = (
+        None  # likeliest of each token of the echoed prompt; None = nothing of it
+    )
+    prompt_logprobs: int | None = None  # likewise, in vLLM's form
 
 
 class Chunks(Protocol):
@@ -119,9 +123,13 @@ class _Chunks(ABC):
         tokens: Sequence[Token],
         finish_reason: str | None,
         extra: str = "",
+        columns: dict[str, Any] | None = None,
     ) -> str:
-        """The chunk with these fields of the choice, as JSON, for its output."""
-        logprobs = _compact(self._logprobs(index, tokens)) if self._wants.logprobs else "null"
+        """The chunk with these fields of the choice, as JSON, for its output. `columns`: its log-probabilities, where
+        they are not those of the tokens."""
+        logprobs = "null"
+        if self._wants.logprobs:
+            logprobs = _compact(columns or self._logprobs(index, tokens))
         reason = f'"{finish_reason}"' if finish_reason else "null"
         if self._wants.token_ids:
             ids = ",".join(str(token.token_id) for token in tokens)
@@ -194,16 +202,32 @@ class CompletionChunks(_Chunks):
         self._offsets = [len(echo) for echo in echoes]
 
     def first(self) -> str:
-        """The echoed prompts, if they were asked for, and the prompts' token ids."""
-        chunks = []
-        for index, echo in enumerate(self._echoes):
-            extra = ""
-            if self._wants.token_ids:
-                ids = _compact(list(self._prompt_token_ids[index]))
-                extra = f',"prompt_token_ids":{ids}'
-            if echo or extra:
-                chunks.append(self._chunk(index, echo, (), None, extra))
-        return "".join(chunks)
+        """The echoed prompts, if they were asked for, and the prompts' token ids. What is known of a prompt's tokens
+        comes with its choice's first piece, and so does the prompt then."""
+        if self._wants.echoed_logprobs is not None:
+            return ""
+        return "".join(
+            self._chunk(index, echo, (), None, self._ids(index))
+            for index, echo in enumerate(self._echoes)
+            if echo or self._wants.token_ids
+        )
+
+    def piece(self, piece: Piece) -> str:
+        num_top, found = self._wants.echoed_logprobs, piece.prompt_logprobs
+        if num_top is None or found is None:
+            return super().piece(piece)
+        index = piece.index
+        ids = self._prompt_token_ids[index]
+        columns = echoed_logprobs(ids, found, num_top, self._tokenizer)
+        text = f"{self.text_opening}{encode_basestring_ascii(self._echoes[index])}"
+        echo = self._around(index, text, (), None, self._ids(index), columns)
+        return echo + super().piece(piece)
+
+    def _ids(self, index: int) -> str:
+        """Of the prompt, where they are wanted."""
+        if not self._wants.token_ids:
+            return ""
+        return f',"prompt_token_ids":{_compact(list(self._prompt_token_ids[index]))}'
 
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
         columns, self._offsets[index] = completion_logprobs(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from protocol.prompt_logprobs import PromptLogprobs
 from protocol.request import FinishReason, Token
 
 
@@ -19,6 +20,7 @@ class Piece:
     text: str
     tokens: tuple[Token, ...]
     finish_reason: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # with its first piece, where they are wanted
 
 
 class Feed:
@@ -69,4 +71,5 @@ def _join(parts: list[Piece]) -> Piece:
         text="".join(part.text for part in parts),
         tokens=tuple(token for part in parts for token in part.tokens),
         finish_reason=parts[-1].finish_reason,
+        prompt_logprobs=parts[0].prompt_logprobs,
     )

@@ -45,6 +45,7 @@ from protocol.ids import GatewayId, RequestId
 from protocol.keys import BlockKey, block_keys, pack_keys, pack_tokens, root_key
 from protocol.metrics import RequestMetrics
 from protocol.pb import conductor_pb2
+from protocol.prompt_logprobs import PromptLogprobs
 from protocol.request import Placement, Request
 from protocol.tracing import Tracer
 from protocol.wire import submission_to_wire
@@ -120,6 +121,7 @@ class Generation:
         self._deadline = self._loop.call_at(deadline_at, self._expire)
         self._note_reuse = True  # with the first token
         self._followers: list[Generation] = []  # until the prompt's blocks can be found
+        self._leader: Generation | None = None  # which has the same prompt and goes before
 
     def start(self) -> None:
         """Asks for a placement now."""
@@ -131,6 +133,7 @@ class Generation:
         them: with its second token, which the decode worker makes, or its end. Then they are shared, not made again."""
         self._timings.accepted(len(self._choice.token_ids))
         leader._followers.append(self)
+        self._leader = leader
 
     def deliver(self, event: Event) -> None:
         """Takes an event and does what follows from it."""
@@ -149,6 +152,18 @@ class Generation:
     @property
     def placement(self) -> Placement | None:
         return self.state.placement
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether it has its prompt's tokens scored."""
+        return self._choice.sampling.num_prompt_logprobs is not None
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of its prompt's own tokens, where they are wanted, from its first token on; its leader's are the same."""
+        report = self.state.report
+        own = None if report is None else report.prompt_logprobs
+        return self._leader.prompt_logprobs if own is None and self._leader is not None else own
 
     def _run(self, action: Action) -> None:
         match action:
@@ -180,9 +195,11 @@ class Generation:
     def _emit(self, action: Emit) -> None:
         now = self._loop.time()
         self._timings.tokens(len(action.tokens), now, self.state.report)
+        prompt_logprobs = None
         if self._note_reuse:
             self._note_reuse = False
             self._reused(now)
+            prompt_logprobs = self.prompt_logprobs
         self.journey.tokens()
         if action.finish_reason is not None:
             self._end()
@@ -196,6 +213,7 @@ class Generation:
                 text=action.text,
                 tokens=action.tokens,
                 finish_reason=action.finish_reason,
+                prompt_logprobs=prompt_logprobs,
             )
         )
 
@@ -237,7 +255,7 @@ class Generation:
     def _place_request(self, action: Place) -> conductor_pb2.PlaceRequest:
         return conductor_pb2.PlaceRequest(
             request_id=action.request_id,
-            block_keys=pack_keys(self._keys),
+            block_keys=b"" if self._is_scored_now(action) else pack_keys(self._keys),
             num_prompt_tokens=len(action.token_ids),
             max_tokens=action.max_tokens,
             ttft_slo_s=self._wish.ttft_slo_s,
@@ -250,6 +268,11 @@ class Generation:
             client_id=self._client_id(action.request_id),
             ticket=self._ticket(action),
         )
+
+    def _is_scored_now(self, action: Place) -> bool:
+        """Whether all of the prompt is computed, wherever its blocks are."""
+        is_first = len(action.token_ids) == len(self._choice.token_ids)
+        return is_first and self.is_scored
 
     def _ticket(self, action: Place) -> bytes:
         """By which the conductor knows this choice again when its client comes back; none for what goes on."""

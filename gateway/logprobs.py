@@ -1,12 +1,15 @@
-"""Log-probabilities in OpenAI's two forms: per-token objects for chat, parallel lists for completions."""
+"""Log-probabilities in OpenAI's two forms: per-token objects for chat, parallel lists for completions; of prompts also
+in vLLM's, an object per token."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from gateway.tokenizer import Tokenizer
+from protocol.prompt_logprobs import PromptLogprobs
 from protocol.request import Token
 
 # JSON has no -inf; vLLM and OpenAI send this in its place.
@@ -43,6 +46,59 @@ def completion_logprobs(
         "top_logprobs": [_top(token, tokenizer) for token in tokens],
     }
     return columns, following
+
+
+def echoed_logprobs(
+    token_ids: Sequence[int], found: PromptLogprobs, num_top: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """`choices[].logprobs` of an echoed prompt. Its first token follows nothing: null."""
+    names = [tokenizer.token_name(token_id) for token_id in token_ids]
+    offsets = list(accumulate(map(len, names), initial=0))[:-1]
+    likeliest = [
+        {tokenizer.token_name(t): finite(logprob) for t, logprob in zip(ids, values, strict=True)}
+        for ids, values in zip(
+            found.top_ids[:, :num_top].tolist(),
+            found.top_logprobs[:, :num_top].tolist(),
+            strict=True,
+        )
+    ]
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [None, *map(finite, found.logprobs.tolist())],
+        "tokens": names,
+        "top_logprobs": [None, *likeliest],
+    }
+
+
+def joined(echoed: dict[str, Any], following: dict[str, Any]) -> dict[str, Any]:
+    """An echoed prompt's columns and those of the answer behind it."""
+    return {name: [*column, *following[name]] for name, column in echoed.items()}
+
+
+def prompt_logprobs(
+    token_ids: Sequence[int], found: PromptLogprobs | None, num_top: int, tokenizer: Tokenizer
+) -> list[dict[str, Any] | None] | None:
+    """`prompt_logprobs` as vLLM has it: null for the first token, then by token id what is told of the prompt's own
+    and of the likeliest. None where nothing was found."""
+    if found is None:
+        return None
+    entries: list[dict[str, Any] | None] = [None]
+    columns = (found.logprobs, found.ranks, found.top_ids[:, :num_top], found.top_logprobs)
+    rows = zip(token_ids[1:], *(column.tolist() for column in columns), strict=True)
+    for token_id, logprob, rank, ids, values in rows:
+        told = {token_id: (logprob, rank)}
+        for place, each in enumerate(ids):
+            told.setdefault(each, (values[place], place + 1))
+        entries.append({str(t): _ranked(t, *of_token, tokenizer) for t, of_token in told.items()})
+    return entries
+
+
+def _ranked(token_id: int, logprob: float, rank: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "logprob": finite(logprob),
+        "rank": rank,
+        "decoded_token": tokenizer.token_name(token_id),
+    }
 
 
 def finite(logprob: float) -> float:

@@ -82,6 +82,7 @@ class ModelEndpoints:
                 variables=body.chat_template_kwargs,
                 tools=body.tools,
                 add_special_tokens=body.add_special_tokens is True,
+                template=self._model.template(body.chat_template),
             )
             return prompt.token_ids
         return await encode(

@@ -22,11 +22,15 @@ log = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20  # OpenAI's own limit for chat
+_MAX_BAD_WORDS = 128
+_MAX_TEMPLATE = 65_536  # characters; those of models have up to 20,000
 _MAX_STOPS = 32
 _MAX_WARNED_NAMES = 1_000
 
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+_BadWord = Annotated[str, Field(min_length=1, max_length=200)]
+_ChatTemplate = Annotated[str, Field(min_length=1, max_length=_MAX_TEMPLATE)]
 _StopString = Annotated[str, Field(min_length=1, max_length=1_000)]
 _Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 
@@ -69,6 +73,8 @@ class SamplingBody(Body):
     x_timing: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    bad_words: Annotated[list[_BadWord], Field(max_length=_MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -82,6 +88,21 @@ class SamplingBody(Body):
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def num_choices(self) -> int:
+        """Of each prompt, that the client gets."""
+        return self.n or 1
+
+    @property
+    def num_drawn(self) -> int:
+        """Of each prompt, of which it gets those."""
+        return self.num_choices
+
+    @property
+    def count_param(self) -> str:
+        """Which parameter says so."""
+        return "n"
 
     @property
     def includes_usage(self) -> bool:
@@ -122,6 +143,7 @@ class ChatBody(SamplingBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool | None = None
+    chat_template: _ChatTemplate | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -151,6 +173,31 @@ class CompletionBody(SamplingBody):
     suffix: str | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
+    @property
+    def num_drawn(self) -> int:
+        return self.best_of or self.num_choices
+
+    @property
+    def count_param(self) -> str:
+        return "n" if self.best_of is None else "best_of"
+
+    @property
+    def echoed_logprobs(self) -> int | None:
+        """How many likeliest tokens are told of beside each of the echoed prompt; None = it has none."""
+        return self.logprobs if self.echo else None
+
+    def check_best_of(self) -> None:
+        """Raises ApiError where there are fewer drawn than wanted, or the best cannot be known before the end."""
+        if self.num_drawn == self.num_choices:
+            return
+        why = ""
+        if self.num_drawn < self.num_choices:
+            why = f"best_of is {self.best_of}, less than n, {self.num_choices}"
+        elif self.stream:
+            why = "best_of above n does not go with stream: which answers are best is known at their end"
+        if why:
+            raise ApiError(400, why, param="best_of", code="invalid_value")
+
 
 class TokenizeBody(Body):
     """POST /tokenize: a prompt or messages."""
@@ -161,6 +208,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None  # default: for prompts yes, for messages no
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
+    chat_template: _ChatTemplate | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
 
@@ -183,14 +231,12 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "use_beam_search": (None, False),
-    "prompt_logprobs": (None,),
     "chat_template": (None,),
-    "bad_words": (None, []),
     "logits_processors": (None, []),
 }
 
 # Of them, those that are refused only where the body has no such field.
-_BUILT_FOR_CHAT = frozenset({"tools", "tool_choice"})
+_BUILT_FOR_CHAT = frozenset({"tools", "tool_choice", "chat_template"})
 
 B = TypeVar("B", bound=Body)
 

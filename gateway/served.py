@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from gateway.body import read_body
+from gateway.chat_template import ChatTemplate
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.params import Limits
@@ -54,6 +55,21 @@ class ServedModel:
                 param="model",
                 code="model_not_found",
             )
+
+    def template(self, source: str | None) -> ChatTemplate | None:
+        """That a request brings; None = it has none. Raises ApiError where the operator does not allow that, and
+        InvalidRequest for what is no template."""
+        if source is None:
+            return None
+        if not self._config.trust_request_chat_template:
+            raise ApiError(
+                400,
+                "chat_template: a template is a program, and this server runs none of its clients'; its operator can"
+                " allow it with --trust-request-chat-template",
+                param="chat_template",
+                code="unsupported_parameter",
+            )
+        return self.tokenizer.request_templates.get(source)
 
     def limits(self) -> Limits:
         """As the workers have them now."""

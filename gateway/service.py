@@ -196,12 +196,15 @@ class Gateway:
         return answer
 
     def _start(self, wish: Wish, generations: Sequence[Generation]) -> None:
-        """Choices of one prompt share its blocks, where it has whole ones: the first makes them for the others."""
+        """Choices of one prompt share its blocks, where it has whole ones, and its log-probabilities: the first makes
+        them for the others."""
         block_size = self.cluster.facts().block_size
         leaders: dict[tuple[int, ...], Generation] = {}
         for choice, generation in zip(wish.choices, generations, strict=True):
             leader = leaders.setdefault(choice.token_ids, generation)
-            if leader is generation or len(choice.token_ids) <= block_size:
+            is_short = len(choice.token_ids) <= block_size
+            is_scored = leader.is_scored and choice.sampling.num_prompt_logprobs is None
+            if leader is generation or (is_short and not is_scored):
                 generation.start()
             else:
                 generation.start_after(leader)

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from gateway.chat_template import ChatTemplate
+from gateway.chat_template import ChatTemplate, RequestTemplates
 from gateway.detokenize import ByteDecoder, TextDecoder, WindowDecoder
 from protocol.errors import ConfigError, InvalidRequest
 
@@ -49,10 +50,16 @@ class Tokenizer:
     """Text, tokens and conversations of one model."""
 
     def __init__(
-        self, codec: Codec, template: ChatTemplate | None, eos_token_ids: frozenset[int]
+        self,
+        codec: Codec,
+        template: ChatTemplate | None,
+        eos_token_ids: frozenset[int],
+        special_tokens: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """`special_tokens`: by name, as templates that come with requests may write them."""
         self._codec = codec
         self._template = template
+        self.request_templates = RequestTemplates(special_tokens)
         self.eos_token_ids = eos_token_ids
         self._bytes = _byte_table(codec) if codec.is_byte_level else None
         self._bytes_without_special = self._bytes and [
@@ -116,13 +123,16 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template: ChatTemplate | None = None,
     ) -> str:
-        """A conversation as the prompt text the model was trained on. `tools`: functions that it may call."""
-        if self._template is None:
+        """A conversation as the prompt text the model was trained on. `tools`: functions that it may call. `template`:
+        None = the model's."""
+        template = template or self._template
+        if template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        return self._template.render(
+        return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             variables=variables,
@@ -182,8 +192,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     template = ChatTemplate(source, special, with_tools) if source else None
     eos = _eos_token_ids(folder)
     if (folder / "tokenizer.json").exists():
-        return Tokenizer(_fast_codec(folder / "tokenizer.json"), template, eos)
-    return Tokenizer(_slow_codec(folder), template, eos)
+        return Tokenizer(_fast_codec(folder / "tokenizer.json"), template, eos, special)
+    return Tokenizer(_slow_codec(folder), template, eos, special)
 
 
 def _fast_codec(path: Path) -> _FastCodec:

@@ -8,7 +8,13 @@ from typing import Any
 
 from gateway.chunks import Heading, Wants
 from gateway.feed import Piece
-from gateway.logprobs import chat_logprobs, completion_logprobs
+from gateway.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs,
+)
 from gateway.tokenizer import Tokenizer
 from protocol.request import Token
 
@@ -41,7 +47,7 @@ def render_chat(
                 **_token_ids(wants, tokens),
             }
         )
-    prompt = {"prompt_token_ids": prompt_token_ids} if wants.token_ids else {}
+    prompt = _prompt(wants, tokenizer, prompt_token_ids, choices[0])
     return _body("chat.completion", heading, rendered, usage, prompt)
 
 
@@ -61,7 +67,11 @@ def render_completion(
         logprobs = None
         if wants.logprobs:
             logprobs, _ = completion_logprobs(tokens, tokenizer, len(echoes[index]))
-        prompt = {"prompt_token_ids": prompt_token_ids[index]} if wants.token_ids else {}
+            found, num_top = pieces[0].prompt_logprobs, wants.echoed_logprobs
+            if found is not None and num_top is not None:
+                ids = prompt_token_ids[index]
+                logprobs = joined(echoed_logprobs(ids, found, num_top, tokenizer), logprobs)
+        prompt = _prompt(wants, tokenizer, prompt_token_ids[index], pieces)
         rendered.append(
             {
                 "index": index,
@@ -92,6 +102,18 @@ def _body(
         **extra,
     }
     return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _prompt(
+    wants: Wants, tokenizer: Tokenizer, token_ids: Sequence[int], pieces: Sequence[Piece]
+) -> dict[str, Any]:
+    """What the client wants to see of a prompt; `pieces`: of a choice of it."""
+    told: dict[str, Any] = {"prompt_token_ids": token_ids} if wants.token_ids else {}
+    if wants.prompt_logprobs is not None:
+        told["prompt_logprobs"] = prompt_logprobs(
+            token_ids, pieces[0].prompt_logprobs, wants.prompt_logprobs, tokenizer
+        )
+    return told
 
 
 def _text_message(pieces: Sequence[Piece]) -> tuple[dict[str, Any], str | None]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
+from engine.prompt_scores import PromptScores, scores_for
 from prefill_worker.early import Arrival, EarlyStep
 from prefill_worker.events import Landing
 from prefill_worker.load_or_compute import LoadChoice
@@ -71,6 +72,7 @@ class Sequence:
     submitted_at: float
     phase: Phase = Phase.QUEUED
     history: list[tuple[float, Phase]] = field(default_factory=list)
+    scores: PromptScores | None = field(init=False)  # what the client wants of its prompt's tokens
 
     # From admission to CLOSED.
     block_table: list[BlockId] = field(default_factory=list)
@@ -105,6 +107,9 @@ class Sequence:
     ready_at: float = 0.0
     started_at: float = 0.0
     first_token_at: float = 0.0  # with first_token
+
+    def __post_init__(self) -> None:
+        self.scores = scores_for(self.request)
 
     @property
     def request_id(self) -> RequestId:
@@ -162,7 +167,10 @@ class Sequence:
         self.phase = phase
 
     def usable_keys(self, block_size: int) -> tuple[BlockKey, ...]:
-        """Keys of the blocks that need not be computed: the last token's logits always must be."""
+        """Keys of the blocks that need not be computed: the last token's logits always must be, and those of a whole
+        prompt that is scored."""
+        if self.scores is not None:
+            return ()
         return self.request.block_keys[: (self.num_tokens - 1) // block_size]
 
     def source_runs(self, first: int, block_size: int) -> list[tuple[Endpoint, int, int]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.batch import Slice
+from engine.prompt_scores import MAX_SCORED_TOKENS
 from prefill_worker import events as ev
 from prefill_worker.actions import RunStep, SendFirstToken, SlicePlan
 from prefill_worker.early_steps import EarlySteps
@@ -67,23 +68,25 @@ class Steps:
         if early is not None and (not runnable or early.rank < runnable[0].rank):
             self._run_early(early, now)
             return True
-        budget = limits.max_num_batched_tokens
+        budget, scored = limits.max_num_batched_tokens, MAX_SCORED_TOKENS
         num_here = len(self._ledger.queue) + sum(
             s.phase in PREPARED or (s.phase in RUNNABLE and s.num_unplanned > 0)
             for s in self._ledger.admitted.values()
         )
         plans: list[SlicePlan] = []
         for sequence in runnable[: limits.max_num_seqs]:
-            if plans and not self._joins(sequence, budget, len(plans), num_here - len(plans)):
+            room = budget if sequence.scores is None else min(budget, scored)
+            if plans and not self._joins(sequence, room, len(plans), num_here - len(plans)):
                 break
             if sequence.phase is Phase.READY:
                 self._start(sequence, now)
-            num_tokens = min(budget, sequence.num_unplanned)
+            num_tokens = min(room, sequence.num_unplanned)
             if len(runnable) == 1:
                 left = sequence.num_tokens - sequence.num_computed
                 num_tokens = min(num_tokens, share_of_stage(left, limits.num_stages))
             plan = plan_slice(sequence, num_tokens, limits.block_size)
             budget -= plan.slice.num_tokens
+            scored -= plan.slice.num_tokens if sequence.scores is not None else 0
             plans.append(plan)
         if plans:
             self._begin(tuple(runnable[: len(plans)]), tuple(plans), None, now)
@@ -275,6 +278,7 @@ def plan_slice(sequence: Sequence, num_tokens: int, block_size: int) -> SlicePla
             sampling=request.sampling,
             num_prompt_tokens=request.num_prompt_tokens,
             samples=is_last and sequence.first_token is None,
+            scores=sequence.scores if sequence.first_token is None else None,
         ),
         landing=landing,
         send_from=send_from,
@@ -294,4 +298,5 @@ def prefill_report(sequence: Sequence, now: float) -> PrefillReport:
         queue_s=max(now - sequence.submitted_at - load_s - compute_s, 0.0),
         load_s=load_s,
         compute_s=compute_s,
+        prompt_logprobs=None if sequence.scores is None else sequence.scores.result(),
     )

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from protocol.ids import GatewayId, RequestId
 from protocol.keys import BlockKey
+from protocol.prompt_logprobs import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +34,17 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: str = ""  # that the output follows, as `protocol.grammar` reads it; empty = none
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output never has
+    num_prompt_logprobs: int | None = None  # as num_logprobs, of the prompt's own tokens
 
     @property
     def needs_history(self) -> bool:
         """Whether the choice depends on the tokens so far."""
+        return self.penalizes or any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens so far are more or less likely to come again."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -65,6 +73,12 @@ class Request:
     def first_index(self) -> int:
         """Index of the next token to generate."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt's own tokens are wanted: then all of it is computed, whatever of its
+        KV is known. Not of a request that goes on: who had its first token has them."""
+        return self.sampling.num_prompt_logprobs is not None and self.first_index == 0
 
 
 class FinishReason(StrEnum):
@@ -115,6 +129,7 @@ class PrefillReport:
     queue_s: float
     load_s: float
     compute_s: float
+    prompt_logprobs: PromptLogprobs | None = None  # where the request wanted them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from protocol.ids import GatewayId, RequestId, Role
 from protocol.keys import pack_keys, pack_tokens, unpack_keys, unpack_tokens
 from protocol.layout import KvLayout
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2
 from protocol.profile import DecodeProfile, PrefillProfile
+from protocol.prompt_logprobs import FLOAT, UINT, PromptLogprobs
 from protocol.request import (
     DecodeReport,
     Endpoint,
@@ -137,6 +140,8 @@ def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=dict(sampling.logit_bias),
         grammar=sampling.grammar,
+        bad_words=[common_pb2.TokenSequence(token_ids=word) for word in sampling.bad_words],
+        num_prompt_logprobs=sampling.num_prompt_logprobs,
     )
 
 
@@ -156,6 +161,10 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
         repetition_penalty=message.repetition_penalty,
         logit_bias=dict(message.logit_bias),
         grammar=message.grammar,
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+        num_prompt_logprobs=message.num_prompt_logprobs
+        if message.HasField("num_prompt_logprobs")
+        else None,
     )
 
 
@@ -229,6 +238,9 @@ def prefill_report_to_wire(report: PrefillReport) -> worker_pb2.PrefillReport:
         queue_s=report.queue_s,
         load_s=report.load_s,
         compute_s=report.compute_s,
+        prompt_logprobs=None
+        if report.prompt_logprobs is None
+        else prompt_logprobs_to_wire(report.prompt_logprobs),
     )
 
 
@@ -239,6 +251,31 @@ def prefill_report_from_wire(message: worker_pb2.PrefillReport) -> PrefillReport
         queue_s=message.queue_s,
         load_s=message.load_s,
         compute_s=message.compute_s,
+        prompt_logprobs=prompt_logprobs_from_wire(message.prompt_logprobs)
+        if message.HasField("prompt_logprobs")
+        else None,
+    )
+
+
+def prompt_logprobs_to_wire(found: PromptLogprobs) -> worker_pb2.PromptLogprobs:
+    return worker_pb2.PromptLogprobs(
+        logprobs=found.logprobs.tobytes(),
+        ranks=found.ranks.tobytes(),
+        num_top=found.top_ids.shape[1],
+        top_ids=found.top_ids.tobytes(),
+        top_logprobs=found.top_logprobs.tobytes(),
+    )
+
+
+def prompt_logprobs_from_wire(message: worker_pb2.PromptLogprobs) -> PromptLogprobs:
+    """Raises ValueError for arrays of other sizes than they say."""
+    logprobs = np.frombuffer(message.logprobs, FLOAT)
+    shape = (len(logprobs), message.num_top)
+    return PromptLogprobs(
+        logprobs=logprobs,
+        ranks=np.frombuffer(message.ranks, UINT).reshape(shape[:1]),
+        top_ids=np.frombuffer(message.top_ids, UINT).reshape(shape),
+        top_logprobs=np.frombuffer(message.top_logprobs, FLOAT).reshape(shape),
     )
 
 

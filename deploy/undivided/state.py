@@ -120,6 +120,7 @@ class UndividedState(DecodeState):
         prompt = self._prompts.pop(request_id, None)
         if prompt is None or prompt.began_at is None:
             return None
+        scores = None if prompt.sequence is None else prompt.sequence.scores
         load_s = prompt.loaded_at - (prompt.admitted_at or prompt.loaded_at)
         return PrefillReport(
             request_id=request_id,
@@ -127,6 +128,7 @@ class UndividedState(DecodeState):
             queue_s=max(prompt.began_at - prompt.submitted_at - load_s, 0.0),
             load_s=load_s,
             compute_s=now - prompt.began_at,
+            prompt_logprobs=scores.result() if scores is not None else None,
         )
 
     # -- events
@@ -257,8 +259,9 @@ class UndividedState(DecodeState):
         request = prompt.request
         num_tokens = len(request.token_ids)
         usable = (num_tokens - 1) // self._limits.block_size  # the last token is always computed
+        keys = () if request.scores_prompt else request.block_keys[:usable]
         num_blocks = self._limits.blocks_for(num_tokens)
-        blocks = self._allotment.take(prompt.prospect, request.block_keys[:usable], num_blocks)
+        blocks = self._allotment.take(prompt.prospect, keys, num_blocks)
         if blocks is None:
             return False
         found, fresh = blocks
@@ -278,6 +281,8 @@ class UndividedState(DecodeState):
 
     def _parts(self, prompt: _Prompt) -> tuple[PrefixPart, ...]:
         """What the sources hold behind the blocks that are here, without a gap."""
+        if prompt.request.scores_prompt:
+            return ()
         keys, blocks = prompt.request.block_keys, prompt.blocks
         usable = (len(prompt.request.token_ids) - 1) // self._limits.block_size
         parts: list[PrefixPart] = []

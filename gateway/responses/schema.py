@@ -13,8 +13,8 @@ from gateway.schema import MAX_LOGPROBS, Body
 # Parameters of either API that mean the same in both and are checked there.
 SHARED = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
-    "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "user", "priority",
-    "cache_salt", "skip_special_tokens", "chat_template_kwargs", "parallel_tool_calls",
+    "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "user",
+    "priority", "cache_salt", "skip_special_tokens", "chat_template_kwargs", "parallel_tool_calls",
 )  # fmt: skip
 
 LOGPROBS = "message.output_text.logprobs"

@@ -72,7 +72,8 @@ class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):
         if any(plan.landing is not None for plan in plans):
             self._unfinished[request.step] = step
         sampled = await step.compute()
-        reply = done_to_wire(sampled, step.checksums())
+        is_last = self._stage.outbox is None
+        reply = done_to_wire(plans, sampled, step.checksums(), is_last=is_last)
         reply.hidden_checksum = step.hidden_checksum()
         step.finish()
         return reply

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.batch import Sampled, Slice
+from engine.prompt_scores import PromptScores
 from prefill_worker.actions import SendBlocks, SlicePlan
 from prefill_worker.events import Landing
 from prefill_worker.pipeline.hidden import HiddenSource
@@ -13,7 +14,14 @@ from protocol.ids import LeaseId, RequestId
 from protocol.keys import pack_tokens, unpack_tokens
 from protocol.pb import pipeline_pb2
 from protocol.request import Token
-from protocol.wire import sampling_from_wire, sampling_to_wire, token_from_wire, token_to_wire
+from protocol.wire import (
+    prompt_logprobs_from_wire,
+    prompt_logprobs_to_wire,
+    sampling_from_wire,
+    sampling_to_wire,
+    token_from_wire,
+    token_to_wire,
+)
 
 
 def source_to_wire(source: HiddenSource) -> pipeline_pb2.HiddenSource:
@@ -36,9 +44,10 @@ def source_from_wire(message: pipeline_pb2.HiddenSource) -> HiddenSource:
 
 def plan_to_wire(plan: SlicePlan) -> pipeline_pb2.StageSlice:
     piece = plan.slice
+    num_known = piece.end if piece.scores is None else piece.end + 1
     return pipeline_pb2.StageSlice(
         request_id=piece.request_id,
-        token_ids=pack_tokens(piece.token_ids[: piece.end]),
+        token_ids=pack_tokens(piece.token_ids[:num_known]),
         start=piece.start,
         end=piece.end,
         block_table=piece.block_table,
@@ -48,6 +57,7 @@ def plan_to_wire(plan: SlicePlan) -> pipeline_pb2.StageSlice:
         landing=None if plan.landing is None else _landing_to_wire(plan.landing),
         send_from=plan.send_from,
         complete=plan.complete,
+        num_scored_top=None if piece.scores is None else piece.scores.num_top,
     )
 
 
@@ -62,6 +72,9 @@ def plan_from_wire(message: pipeline_pb2.StageSlice) -> SlicePlan:
             sampling=sampling_from_wire(message.sampling),
             num_prompt_tokens=message.num_prompt_tokens,
             samples=message.samples,
+            scores=PromptScores(message.num_scored_top)
+            if message.HasField("num_scored_top")
+            else None,
         ),
         landing=_landing_from_wire(message.landing) if message.HasField("landing") else None,
         send_from=message.send_from,
@@ -70,11 +83,18 @@ def plan_from_wire(message: pipeline_pb2.StageSlice) -> SlicePlan:
 
 
 def done_to_wire(
-    sampled: Sequence[Sampled | None], checksums: Checksums
+    plans: Sequence[SlicePlan],
+    sampled: Sequence[Sampled | None],
+    checksums: Checksums,
+    *,
+    is_last: bool,
 ) -> pipeline_pb2.StageStepReply:
+    """`is_last`: the stage that answers has the model's last layer."""
     reply = pipeline_pb2.StageStepReply()
-    for result, sums in zip(sampled, checksums, strict=True):
+    for plan, result, sums in zip(plans, sampled, checksums, strict=True):
         done = reply.slices.add(checksums=[checksum for _, checksum in sums])
+        if is_last and plan.slice.scores is not None:
+            done.prompt_logprobs.CopyFrom(prompt_logprobs_to_wire(plan.slice.scores.result()))
         if result is not None:
             token = Token(
                 request_id=result.request_id,
@@ -88,6 +108,10 @@ def done_to_wire(
 
 
 def sampled_from_wire(message: pipeline_pb2.StageSliceDone, plan: SlicePlan) -> Sampled | None:
+    """What the stage has sampled; what it has scored goes into the slice's scores."""
+    piece = plan.slice
+    if piece.scores is not None and message.HasField("prompt_logprobs"):
+        piece.scores.put(piece.start, prompt_logprobs_from_wire(message.prompt_logprobs))
     if not message.HasField("sampled"):
         return None
     with_logprobs = plan.slice.sampling.num_logprobs is not None

@@ -164,14 +164,17 @@ class StageSlice(_message.Message):
     LANDING_FIELD_NUMBER: _builtins.int
     SEND_FROM_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
+    NUM_SCORED_TOP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_ids: _builtins.bytes
-    """up to `end`"""
+    """up to `end`, and the next one where they are scored"""
     start: _builtins.int
     end: _builtins.int
     num_prompt_tokens: _builtins.int
     samples: _builtins.bool
     send_from: _builtins.int
+    num_scored_top: _builtins.int
+    """the prompt's tokens are scored, and so many likeliest ones told of each"""
     @_builtins.property
     def block_table(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -198,12 +201,15 @@ class StageSlice(_message.Message):
         landing: Global___StageLanding | None = ...,
         send_from: _builtins.int = ...,
         complete: _abc.Iterable[_builtins.int] | None = ...,
+        num_scored_top: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["landing", b"landing", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_scored_top", b"_num_scored_top", "landing", b"landing", "num_scored_top", b"num_scored_top", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "complete", b"complete", "end", b"end", "landing", b"landing", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "send_from", b"send_from", "start", b"start", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_scored_top", b"_num_scored_top", "block_table", b"block_table", "complete", b"complete", "end", b"end", "landing", b"landing", "num_prompt_tokens", b"num_prompt_tokens", "num_scored_top", b"num_scored_top", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "send_from", b"send_from", "start", b"start", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_scored_top: _TypeAlias = _typing.Literal["num_scored_top"]  # noqa: Y015
+    _WhichOneofArgType__num_scored_top: _TypeAlias = _typing.Literal["_num_scored_top", b"_num_scored_top"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_scored_top) -> _WhichOneofReturnType__num_scored_top | None: ...
 
 Global___StageSlice: _TypeAlias = StageSlice  # noqa: Y015
 
@@ -265,6 +271,7 @@ class StageSliceDone(_message.Message):
     SAMPLED_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     failure: _builtins.str
     """why no token could be sampled: `sampled` means nothing then; empty = it was"""
     @_builtins.property
@@ -275,16 +282,21 @@ class StageSliceDone(_message.Message):
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of this stage's layers of the blocks in `complete`"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _worker_pb2.PromptLogprobs:
+        """of the slice, by the last stage only, where it is scored"""
+
     def __init__(
         self,
         *,
         sampled: _worker_pb2.TokenEvent | None = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         failure: _builtins.str = ...,
+        prompt_logprobs: _worker_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampled", b"sampled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "sampled", b"sampled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "failure", b"failure", "sampled", b"sampled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "failure", b"failure", "prompt_logprobs", b"prompt_logprobs", "sampled", b"sampled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

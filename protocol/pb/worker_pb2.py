@@ -26,7 +26,7 @@ from protocol.pb import common_pb2 as protocol_dot_pb_dot_common__pb2
 from protocol.pb import conductor_pb2 as protocol_dot_pb_dot_conductor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protocol/pb/worker.proto\x12\tmoonserve\x1a\x18protocol/pb/common.proto\x1a\x1bprotocol/pb/conductor.proto\"\x12\n\x10GetLimitsRequest\"\x96\x01\n\x10SetLimitsRequest\x12\x1a\n\rceiling_bytes\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0b\x66loor_bytes\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x19\n\x0c\x62udget_bytes\x18\x03 \x01(\x04H\x02\x88\x01\x01\x42\x10\n\x0e_ceiling_bytesB\x0e\n\x0c_floor_bytesB\x0f\n\r_budget_bytes\"\xbb\x01\n\x08KvLimits\x12\x13\n\x0b\x66loor_bytes\x18\x01 \x01(\x04\x12\x15\n\rceiling_bytes\x18\x02 \x01(\x04\x12\x15\n\rlargest_bytes\x18\x03 \x01(\x04\x12\x12\n\nheld_bytes\x18\x04 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cwanted_bytes\x18\x06 \x01(\x04\x12\x19\n\x0c\x62udget_bytes\x18\x07 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_budget_bytes\"T\n\x11SwitchRoleRequest\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.moonserve.Role\x12\x14\n\x07\x64rain_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_drain_s\"C\n\x0fSwitchRoleReply\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.moonserve.Role\x12\x11\n\tswitching\x18\x02 \x01(\x08\"\x99\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nblock_keys\x18\x05 \x01(\x0c\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.moonserve.SamplingParams\x12\'\n\tplacement\x18\x07 \x01(\x0b\x32\x14.moonserve.Placement\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x11\n\ttimeout_s\x18\t \x01(\x01\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\"\r\n\x0bSubmitReply\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\r\n\x0b\x43\x61ncelReply\"#\n\rEventsRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xaf\x01\n\nTokenEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0f\n\x07logprob\x18\x04 \x01(\x02\x12+\n\x0ctop_logprobs\x18\x05 \x03(\x0b\x32\x15.moonserve.TopLogprob\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.moonserve.FinishReason\"n\n\rPrefillReport\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x0e\n\x06load_s\x18\x04 \x01(\x01\x12\x11\n\tcompute_s\x18\x05 \x01(\x01\"H\n\rRequestFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.moonserve.Failure\"G\n\x0c\x44\x65\x63odeReport\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ntransfer_s\x18\x02 \x01(\x01\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\"\xb5\x01\n\nEventBatch\x12%\n\x06tokens\x18\x01 \x03(\x0b\x32\x15.moonserve.TokenEvent\x12*\n\x08prefills\x18\x02 \x03(\x0b\x32\x18.moonserve.PrefillReport\x12*\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x18.moonserve.RequestFailed\x12(\n\x07\x64\x65\x63odes\x18\x04 \x03(\x0b\x32\x17.moonserve.DecodeReport\"\x12\n\x10GetStatusRequest\"\xc2\x01\n\x0cWorkerStatus\x12\x1d\n\x04load\x18\x01 \x01(\x0b\x32\x0f.moonserve.Load\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x37\n\x08\x63ounters\x18\x04 \x03(\x0b\x32%.moonserve.WorkerStatus.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xd5\x01\n\x0eReserveRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x12\n\nblock_keys\x18\x05 \x01(\x0c\x12\r\n\x05ttl_s\x18\x06 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\r\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\t \x01(\tB\r\n\x0b_max_tokens\"\xb2\x01\n\x0cLandingLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x12\n\nsegment_id\x18\x05 \x01(\r\x12\x11\n\twindow_id\x18\x06 \x01(\x04\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\r\n\x05ttl_s\x18\x08 \x01(\x01\"/\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"\x0c\n\nRenewReply\"\xbe\x02\n\rCommitRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\ngateway_id\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x12\n\nblock_keys\x18\x06 \x01(\x0c\x12\x11\n\tchecksums\x18\x07 \x03(\x06\x12+\n\x08sampling\x18\x08 \x01(\x0b\x32\x19.moonserve.SamplingParams\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x11\n\ttimeout_s\x18\n \x01(\x01\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x13\n\x0bpart_layers\x18\x0c \x03(\r\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x12\n\ntransfer_s\x18\x0e \x01(\x01\"\x1e\n\x0b\x43ommitReply\x12\x0f\n\x07\x63orrupt\x18\x01 \x03(\r\"\"\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply2\x80\x02\n\x06Worker\x12:\n\x06Submit\x12\x18.moonserve.SubmitRequest\x1a\x16.moonserve.SubmitReply\x12:\n\x06\x43\x61ncel\x12\x18.moonserve.CancelRequest\x1a\x16.moonserve.CancelReply\x12;\n\x06\x45vents\x12\x18.moonserve.EventsRequest\x1a\x15.moonserve.EventBatch0\x01\x12\x41\n\tGetStatus\x12\x1b.moonserve.GetStatusRequest\x1a\x17.moonserve.WorkerStatus2\xfc\x01\n\x07Landing\x12=\n\x07Reserve\x12\x19.moonserve.ReserveRequest\x1a\x17.moonserve.LandingLease\x12\x37\n\x05Renew\x12\x17.moonserve.RenewRequest\x1a\x15.moonserve.RenewReply\x12:\n\x06\x43ommit\x12\x18.moonserve.CommitRequest\x1a\x16.moonserve.CommitReply\x12=\n\x07Release\x12\x19.moonserve.ReleaseRequest\x1a\x17.moonserve.ReleaseReply2T\n\nRoleSwitch\x12\x46\n\nSwitchRole\x12\x1c.moonserve.SwitchRoleRequest\x1a\x1a.moonserve.SwitchRoleReply2\x88\x01\n\x08KvMemory\x12=\n\tGetLimits\x12\x1b.moonserve.GetLimitsRequest\x1a\x13.moonserve.KvLimits\x12=\n\tSetLimits\x12\x1b.moonserve.SetLimitsRequest\x1a\x13.moonserve.KvLimitsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protocol/pb/worker.proto\x12\tmoonserve\x1a\x18protocol/pb/common.proto\x1a\x1bprotocol/pb/conductor.proto\"\x12\n\x10GetLimitsRequest\"\x96\x01\n\x10SetLimitsRequest\x12\x1a\n\rceiling_bytes\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0b\x66loor_bytes\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x19\n\x0c\x62udget_bytes\x18\x03 \x01(\x04H\x02\x88\x01\x01\x42\x10\n\x0e_ceiling_bytesB\x0e\n\x0c_floor_bytesB\x0f\n\r_budget_bytes\"\xbb\x01\n\x08KvLimits\x12\x13\n\x0b\x66loor_bytes\x18\x01 \x01(\x04\x12\x15\n\rceiling_bytes\x18\x02 \x01(\x04\x12\x15\n\rlargest_bytes\x18\x03 \x01(\x04\x12\x12\n\nheld_bytes\x18\x04 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cwanted_bytes\x18\x06 \x01(\x04\x12\x19\n\x0c\x62udget_bytes\x18\x07 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_budget_bytes\"T\n\x11SwitchRoleRequest\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.moonserve.Role\x12\x14\n\x07\x64rain_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_drain_s\"C\n\x0fSwitchRoleReply\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.moonserve.Role\x12\x11\n\tswitching\x18\x02 \x01(\x08\"\x99\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nblock_keys\x18\x05 \x01(\x0c\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.moonserve.SamplingParams\x12\'\n\tplacement\x18\x07 \x01(\x0b\x32\x14.moonserve.Placement\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x11\n\ttimeout_s\x18\t \x01(\x01\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\"\r\n\x0bSubmitReply\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\r\n\x0b\x43\x61ncelReply\"#\n\rEventsRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xaf\x01\n\nTokenEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0f\n\x07logprob\x18\x04 \x01(\x02\x12+\n\x0ctop_logprobs\x18\x05 \x03(\x0b\x32\x15.moonserve.TopLogprob\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.moonserve.FinishReason\"i\n\x0ePromptLogprobs\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12\r\n\x05ranks\x18\x02 \x01(\x0c\x12\x0f\n\x07num_top\x18\x03 \x01(\r\x12\x0f\n\x07top_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c\"\xa2\x01\n\rPrefillReport\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x0e\n\x06load_s\x18\x04 \x01(\x01\x12\x11\n\tcompute_s\x18\x05 \x01(\x01\x12\x32\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x19.moonserve.PromptLogprobs\"H\n\rRequestFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.moonserve.Failure\"G\n\x0c\x44\x65\x63odeReport\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ntransfer_s\x18\x02 \x01(\x01\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\"\xb5\x01\n\nEventBatch\x12%\n\x06tokens\x18\x01 \x03(\x0b\x32\x15.moonserve.TokenEvent\x12*\n\x08prefills\x18\x02 \x03(\x0b\x32\x18.moonserve.PrefillReport\x12*\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x18.moonserve.RequestFailed\x12(\n\x07\x64\x65\x63odes\x18\x04 \x03(\x0b\x32\x17.moonserve.DecodeReport\"\x12\n\x10GetStatusRequest\"\xc2\x01\n\x0cWorkerStatus\x12\x1d\n\x04load\x18\x01 \x01(\x0b\x32\x0f.moonserve.Load\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x37\n\x08\x63ounters\x18\x04 \x03(\x0b\x32%.moonserve.WorkerStatus.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xd5\x01\n\x0eReserveRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x12\n\nblock_keys\x18\x05 \x01(\x0c\x12\r\n\x05ttl_s\x18\x06 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\r\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\t \x01(\tB\r\n\x0b_max_tokens\"\xb2\x01\n\x0cLandingLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x12\n\nsegment_id\x18\x05 \x01(\r\x12\x11\n\twindow_id\x18\x06 \x01(\x04\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\r\n\x05ttl_s\x18\x08 \x01(\x01\"/\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"\x0c\n\nRenewReply\"\xbe\x02\n\rCommitRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\ngateway_id\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x12\n\nblock_keys\x18\x06 \x01(\x0c\x12\x11\n\tchecksums\x18\x07 \x03(\x06\x12+\n\x08sampling\x18\x08 \x01(\x0b\x32\x19.moonserve.SamplingParams\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x11\n\ttimeout_s\x18\n \x01(\x01\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x13\n\x0bpart_layers\x18\x0c \x03(\r\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x12\n\ntransfer_s\x18\x0e \x01(\x01\"\x1e\n\x0b\x43ommitReply\x12\x0f\n\x07\x63orrupt\x18\x01 \x03(\r\"\"\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply2\x80\x02\n\x06Worker\x12:\n\x06Submit\x12\x18.moonserve.SubmitRequest\x1a\x16.moonserve.SubmitReply\x12:\n\x06\x43\x61ncel\x12\x18.moonserve.CancelRequest\x1a\x16.moonserve.CancelReply\x12;\n\x06\x45vents\x12\x18.moonserve.EventsRequest\x1a\x15.moonserve.EventBatch0\x01\x12\x41\n\tGetStatus\x12\x1b.moonserve.GetStatusRequest\x1a\x17.moonserve.WorkerStatus2\xfc\x01\n\x07Landing\x12=\n\x07Reserve\x12\x19.moonserve.ReserveRequest\x1a\x17.moonserve.LandingLease\x12\x37\n\x05Renew\x12\x17.moonserve.RenewRequest\x1a\x15.moonserve.RenewReply\x12:\n\x06\x43ommit\x12\x18.moonserve.CommitRequest\x1a\x16.moonserve.CommitReply\x12=\n\x07Release\x12\x19.moonserve.ReleaseRequest\x1a\x17.moonserve.ReleaseReply2T\n\nRoleSwitch\x12\x46\n\nSwitchRole\x12\x1c.moonserve.SwitchRoleRequest\x1a\x1a.moonserve.SwitchRoleReply2\x88\x01\n\x08KvMemory\x12=\n\tGetLimits\x12\x1b.moonserve.GetLimitsRequest\x1a\x13.moonserve.KvLimits\x12=\n\tSetLimits\x12\x1b.moonserve.SetLimitsRequest\x1a\x13.moonserve.KvLimitsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -59,42 +59,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOPLOGPROB']._serialized_end=1047
   _globals['_TOKENEVENT']._serialized_start=1050
   _globals['_TOKENEVENT']._serialized_end=1225
-  _globals['_PREFILLREPORT']._serialized_start=1227
-  _globals['_PREFILLREPORT']._serialized_end=1337
-  _globals['_REQUESTFAILED']._serialized_start=1339
-  _globals['_REQUESTFAILED']._serialized_end=1411
-  _globals['_DECODEREPORT']._serialized_start=1413
-  _globals['_DECODEREPORT']._serialized_end=1484
-  _globals['_EVENTBATCH']._serialized_start=1487
-  _globals['_EVENTBATCH']._serialized_end=1668
-  _globals['_GETSTATUSREQUEST']._serialized_start=1670
-  _globals['_GETSTATUSREQUEST']._serialized_end=1688
-  _globals['_WORKERSTATUS']._serialized_start=1691
-  _globals['_WORKERSTATUS']._serialized_end=1885
-  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_start=1838
-  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_end=1885
-  _globals['_RESERVEREQUEST']._serialized_start=1888
-  _globals['_RESERVEREQUEST']._serialized_end=2101
-  _globals['_LANDINGLEASE']._serialized_start=2104
-  _globals['_LANDINGLEASE']._serialized_end=2282
-  _globals['_RENEWREQUEST']._serialized_start=2284
-  _globals['_RENEWREQUEST']._serialized_end=2331
-  _globals['_RENEWREPLY']._serialized_start=2333
-  _globals['_RENEWREPLY']._serialized_end=2345
-  _globals['_COMMITREQUEST']._serialized_start=2348
-  _globals['_COMMITREQUEST']._serialized_end=2666
-  _globals['_COMMITREPLY']._serialized_start=2668
-  _globals['_COMMITREPLY']._serialized_end=2698
-  _globals['_RELEASEREQUEST']._serialized_start=2700
-  _globals['_RELEASEREQUEST']._serialized_end=2734
-  _globals['_RELEASEREPLY']._serialized_start=2736
-  _globals['_RELEASEREPLY']._serialized_end=2750
-  _globals['_WORKER']._serialized_start=2753
-  _globals['_WORKER']._serialized_end=3009
-  _globals['_LANDING']._serialized_start=3012
-  _globals['_LANDING']._serialized_end=3264
-  _globals['_ROLESWITCH']._serialized_start=3266
-  _globals['_ROLESWITCH']._serialized_end=3350
-  _globals['_KVMEMORY']._serialized_start=3353
-  _globals['_KVMEMORY']._serialized_end=3489
+  _globals['_PROMPTLOGPROBS']._serialized_start=1227
+  _globals['_PROMPTLOGPROBS']._serialized_end=1332
+  _globals['_PREFILLREPORT']._serialized_start=1335
+  _globals['_PREFILLREPORT']._serialized_end=1497
+  _globals['_REQUESTFAILED']._serialized_start=1499
+  _globals['_REQUESTFAILED']._serialized_end=1571
+  _globals['_DECODEREPORT']._serialized_start=1573
+  _globals['_DECODEREPORT']._serialized_end=1644
+  _globals['_EVENTBATCH']._serialized_start=1647
+  _globals['_EVENTBATCH']._serialized_end=1828
+  _globals['_GETSTATUSREQUEST']._serialized_start=1830
+  _globals['_GETSTATUSREQUEST']._serialized_end=1848
+  _globals['_WORKERSTATUS']._serialized_start=1851
+  _globals['_WORKERSTATUS']._serialized_end=2045
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_start=1998
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_end=2045
+  _globals['_RESERVEREQUEST']._serialized_start=2048
+  _globals['_RESERVEREQUEST']._serialized_end=2261
+  _globals['_LANDINGLEASE']._serialized_start=2264
+  _globals['_LANDINGLEASE']._serialized_end=2442
+  _globals['_RENEWREQUEST']._serialized_start=2444
+  _globals['_RENEWREQUEST']._serialized_end=2491
+  _globals['_RENEWREPLY']._serialized_start=2493
+  _globals['_RENEWREPLY']._serialized_end=2505
+  _globals['_COMMITREQUEST']._serialized_start=2508
+  _globals['_COMMITREQUEST']._serialized_end=2826
+  _globals['_COMMITREPLY']._serialized_start=2828
+  _globals['_COMMITREPLY']._serialized_end=2858
+  _globals['_RELEASEREQUEST']._serialized_start=2860
+  _globals['_RELEASEREQUEST']._serialized_end=2894
+  _globals['_RELEASEREPLY']._serialized_start=2896
+  _globals['_RELEASEREPLY']._serialized_end=2910
+  _globals['_WORKER']._serialized_start=2913
+  _globals['_WORKER']._serialized_end=3169
+  _globals['_LANDING']._serialized_start=3172
+  _globals['_LANDING']._serialized_end=3424
+  _globals['_ROLESWITCH']._serialized_start=3426
+  _globals['_ROLESWITCH']._serialized_end=3510
+  _globals['_KVMEMORY']._serialized_start=3513
+  _globals['_KVMEMORY']._serialized_end=3649
 # @@protoc_insertion_point(module_scope)

@@ -353,6 +353,44 @@ class TokenEvent(_message.Message):
 Global___TokenEvent: _TypeAlias = TokenEvent  # noqa: Y015
 
 @_typing.final
+class PromptLogprobs(_message.Message):
+    """Of tokens that follow each other: of a whole prompt all but the first. Arrays of little-endian float32 and uint32."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprobs: _builtins.bytes
+    """[n]"""
+    ranks: _builtins.bytes
+    """[n], 1 = no token was likelier"""
+    num_top: _builtins.int
+    """k"""
+    top_ids: _builtins.bytes
+    """[n, k], best first"""
+    top_logprobs: _builtins.bytes
+    """[n, k]"""
+    def __init__(
+        self,
+        *,
+        logprobs: _builtins.bytes = ...,
+        ranks: _builtins.bytes = ...,
+        num_top: _builtins.int = ...,
+        top_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "num_top", b"num_top", "ranks", b"ranks", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
 class PrefillReport(_message.Message):
     """Comes with the first token: what the prefill phase did, in seconds of the worker's own clock."""
 
@@ -363,11 +401,16 @@ class PrefillReport(_message.Message):
     QUEUE_S_FIELD_NUMBER: _builtins.int
     LOAD_S_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     cached_tokens: _builtins.int
     queue_s: _builtins.float
     load_s: _builtins.float
     compute_s: _builtins.float
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """where the request wanted them"""
+
     def __init__(
         self,
         *,
@@ -376,10 +419,11 @@ class PrefillReport(_message.Message):
         queue_s: _builtins.float = ...,
         load_s: _builtins.float = ...,
         compute_s: _builtins.float = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_s", b"compute_s", "load_s", b"load_s", "queue_s", b"queue_s", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_s", b"compute_s", "load_s", b"load_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,7 @@ from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
 from protocol.keys import BlockKey, block_keys, root_key
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, Request, SamplingParams, Token
+from tests.scores import pretend
 
 BLOCK_SIZE = 4
 ROOT = root_key("test")
@@ -65,6 +66,7 @@ def request_of(
     priority: int = 0,
     timeout_s: float = 600.0,
     stops_after: int | None = None,
+    num_prompt_logprobs: int | None = None,
 ) -> Request:
     """As committed: the prompt and the first token that prefill sampled. `stops_after`: of how many generated tokens
     the last one is one to stop at."""
@@ -75,7 +77,12 @@ def request_of(
         token_ids=(*prompt, next_token(len(prompt))),
         num_prompt_tokens=len(prompt),
         block_keys=tuple(block_keys(ROOT, prompt, BLOCK_SIZE)),
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stops),
+        sampling=SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            stop_token_ids=stops,
+            num_prompt_logprobs=num_prompt_logprobs,
+        ),
         priority=priority,
         timeout_s=timeout_s,
     )
@@ -193,6 +200,7 @@ class Driver:
                 self._check_step(action)
                 for piece in action.slices:
                     self.memory.compute(piece)
+                    pretend(piece)
                 self.steps.append(action)
             case actions.KeepBlocks() | actions.LoadBlocks():
                 self.moving.append(action)

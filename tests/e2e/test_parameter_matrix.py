@@ -2,7 +2,7 @@
 log-probabilities (to the last bits of float32), whole and streamed.
 
 The first token is sampled by the prefill worker and all others by the decode worker where these are apart, so that
-whatever depends on the history, the index or the seed must be carried over.
+whatever depends on the history, the index, the text or the seed must be carried over.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.both_ways import ask_apart, ask_whole, assert_close, same, streamed
 from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
-from tests.e2e.sse import read_stream
 from tests.random_models import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -22,16 +22,19 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 FLAGS = (
     *(*UNHURRIED, "--block-size", "16"),
     *("--max-num-seqs", "32", "--max-num-batched-tokens", "48"),
+    *("--tool-call-parser", "hermes"),
 )
 TOGETHER = ("--conditional-disaggregation", "on", "--admission", "none")
 PROMPT = random.Random(5).choices(range(256), k=75)
 OTHER = random.Random(6).choices(range(256), k=20)
-ATTEMPTS = 8
-LOGPROB_TOLERANCE = 1e-4  # chunks of other sizes differ in the last bits
+COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 
 # Parameters on top of BASE. What is random is seeded: then every token is determined.
 BASE: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 DRAWN = {"temperature": 1.0, "seed": 11}
+# Tokens are bytes here: text of letters, each of which is a token.
+ALPHABET = {str(ord(letter)): 60.0 for letter in "abcdefghijklmnopqrstuvwxy"}
+LETTERS = {"logit_bias": {str(ord(letter)): 60.0 for letter in "abcd"}}
 COMPLETIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "one token": {"max_tokens": 1},
@@ -63,6 +66,90 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 33},
     "cache_salt": {"cache_salt": "pepper"},
     "priority and user": {"priority": -3, "user": "alice"},
+    "echo with logprobs": {"prompt": "to be or not", "echo": True, "logprobs": 2},
+    "echo with logprobs of several": {
+        **DRAWN,
+        "prompt": [PROMPT, OTHER],
+        "n": 2,
+        "echo": True,
+        "logprobs": 1,
+    },
+    "bad_words": {**DRAWN, **LETTERS, "bad_words": ["b", "ca", "add"]},
+    "include_stop_str_in_output": {**LETTERS, "stop": ["a"], "include_stop_str_in_output": True},
+    "a stop token in the text": {
+        "stop_token_ids": list(range(0, 256, 3)),
+        "include_stop_str_in_output": True,
+        "min_tokens": 3,
+    },
+    "guided_regex": {**DRAWN, "ignore_eos": False, "guided_regex": "[a-c]{3,5}x?"},
+}
+# Those of them that streams do not have.
+WHOLE: dict[str, dict[str, Any]] = {
+    "prompt_logprobs": {"prompt_logprobs": 3},
+    "prompt_logprobs of several": {
+        **DRAWN,
+        "prompt": [PROMPT, OTHER],
+        "n": 2,
+        "prompt_logprobs": 0,
+    },
+    "best_of": {**DRAWN, "best_of": 4, "n": 2},
+}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["host", "device"]},
+        "blocks": {"type": "integer", "maximum": 99},
+    },
+    "required": ["kind", "blocks"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "place", "parameters": SCHEMA}}
+CHAT_BASE: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "How are you?"}],
+    "max_tokens": 12,
+    "temperature": 0,
+    "ignore_eos": True,
+}
+FORMED: dict[str, Any] = {**DRAWN, "ignore_eos": False, "max_tokens": 120}
+CHATS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "one token": {"max_tokens": 1},
+    "a system prompt": {
+        "messages": [{"role": "system", "content": "Be brief."}, *CHAT_BASE["messages"]]
+    },
+    "drawn": DRAWN,
+    "n": {**DRAWN, "n": 3},
+    "n with logprobs": {**DRAWN, "n": 2, "logprobs": True},
+    "logprobs": {"logprobs": True},
+    "top_logprobs": {**DRAWN, "logprobs": True, "top_logprobs": 4},
+    "penalties": {**DRAWN, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    "bad_words": {**DRAWN, **LETTERS, "bad_words": ["a", "bc"]},
+    "max_completion_tokens": {"max_completion_tokens": 5},
+    "continue_final_message": {
+        "messages": [*CHAT_BASE["messages"], {"role": "assistant", "content": "I am"}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    },
+    "json_object": {**FORMED, "response_format": {"type": "json_object"}, "max_tokens": 30},
+    "json_schema": {
+        **FORMED,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}},
+    },
+    "json_schema with n and logprobs": {
+        **FORMED,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}},
+    },
+    "a tool that must be called": {**FORMED, "tools": [TOOL], "tool_choice": "required"},
+    "a tool of n choices": {
+        **FORMED,
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "place"}},
+        "n": 2,
+    },
+    "a tool that may be called": {**FORMED, "tools": [TOOL], "max_tokens": 12, "logprobs": True},
 }
 
 
@@ -78,61 +165,73 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster
         yield apart, together
 
 
-def ask(cluster: Cluster, change: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
-    """The answer, and who prefilled and decoded."""
-    body = {**BASE, "return_token_ids": True, **change}
-    with cluster.client() as client:
-        reply = client.post("/v1/completions", json=body)
-        assert reply.status_code == 200, reply.text
-        names = [reply.headers[f"x-{role}-instance-id"] for role in ("prefill", "decode")]
-        return reply.json(), names[0], names[1]
-
-
-def ask_whole(cluster: Cluster, change: dict[str, Any]) -> dict[str, Any]:
-    """An answer of which nothing was handed off; the conductor chooses that where it seems sooner."""
-    for _ in range(ATTEMPTS):
-        answer, *workers = ask(cluster, change)
-        if workers == ["decode-0", "decode-0"]:
-            return answer
-    raise AssertionError("every prompt was handed off")
-
-
-def streamed(cluster: Cluster, change: dict[str, Any]) -> list[tuple[str, list[int], str]]:
-    """Text, tokens and finish reason of each choice, put together from chunks."""
-    body = {**BASE, "return_token_ids": True, "stream": True, **change}
-    texts: dict[int, str] = {}
-    tokens: dict[int, list[int]] = {}
-    reasons: dict[int, str] = {}
-    with cluster.client() as client:
-        for chunk in read_stream(client, "/v1/completions", body):
-            for choice in chunk["choices"]:
-                index = choice["index"]
-                texts[index] = texts.get(index, "") + choice["text"]
-                tokens.setdefault(index, []).extend(choice["token_ids"])
-                reasons[index] = choice["finish_reason"] or reasons.get(index, "")
-    return [(texts[index], tokens[index], reasons[index]) for index in sorted(texts)]
+def check(
+    clusters: tuple[Cluster, Cluster], path: str, body: dict[str, Any], *, streams: bool = True
+) -> list[dict[str, Any]]:
+    """The choices, which are the same apart, together, and streamed."""
+    apart = ask_apart(clusters[0], path, body)
+    together = ask_whole(clusters[1], path, body)
+    choices = [same(choice) for choice in apart["choices"]]
+    assert_close(choices, [same(choice) for choice in together["choices"]])
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert apart["usage"][name] == together["usage"][name]
+    if streams:
+        assert_close([same(choice) for choice in streamed(clusters[0], path, body)], choices)
+    return choices
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
 def test_a_parameter_does_the_same_apart_and_together(
     clusters: tuple[Cluster, Cluster], name: str
 ) -> None:
-    change = COMPLETIONS[name]
-    apart, *workers = ask(clusters[0], change)
-    assert workers == ["prefill-0", "decode-0"]
-    together = ask_whole(clusters[1], change)
-    for one, other in zip(apart["choices"], together["choices"], strict=True):
-        close = [one.pop("logprobs"), other.pop("logprobs")]
-        assert one == other
-        if close[0] is not None:
-            assert_close(*close)
-    assert apart["usage"]["completion_tokens"] == together["usage"]["completion_tokens"]
-    whole = [(c["text"], c["token_ids"], c["finish_reason"]) for c in apart["choices"]]
-    assert streamed(clusters[0], change) == whole
+    check(clusters, COMPLETIONS_PATH, {**BASE, "return_token_ids": True, **COMPLETIONS[name]})
 
 
-def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["tokens"] == other["tokens"]
-    assert one["token_logprobs"] == pytest.approx(other["token_logprobs"], abs=LOGPROB_TOLERANCE)
-    for mine, theirs in zip(one["top_logprobs"], other["top_logprobs"], strict=True):
-        assert mine == pytest.approx(theirs, abs=LOGPROB_TOLERANCE)
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_parameter_of_whole_replies_does_the_same_apart_and_together(
+    clusters: tuple[Cluster, Cluster], name: str
+) -> None:
+    body = {**BASE, "return_token_ids": True, **WHOLE[name]}
+    check(clusters, COMPLETIONS_PATH, body, streams=False)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_parameter_of_a_chat_does_the_same_apart_and_together(
+    clusters: tuple[Cluster, Cluster], name: str
+) -> None:
+    choices = check(clusters, CHAT_PATH, {**CHAT_BASE, "return_token_ids": True, **CHATS[name]})
+    if CHATS[name].get("tool_choice"):
+        for choice in choices:
+            [call] = choice["message"]["tool_calls"]
+            assert call["function"]["name"] == "place"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS_PATH, CHAT_PATH])
+@pytest.mark.parametrize("span", [(0, 1), (0, 2), (1, 2), (1, 4), (5, 9), (11, 12)], ids=str)
+@pytest.mark.parametrize("includes", [False, True])
+def test_a_stop_string_ends_the_text_wherever_its_tokens_were_made(
+    clusters: tuple[Cluster, Cluster], path: str, span: tuple[int, int], includes: bool
+) -> None:
+    """Each character is a token; the first is the prefill worker's, so that the second span lies across the handoff."""
+    is_chat = path == CHAT_PATH
+    body = {
+        **(CHAT_BASE if is_chat else BASE),
+        **DRAWN,
+        "logit_bias": ALPHABET,
+        "return_token_ids": True,
+    }
+    text = text_of(ask_apart(clusters[0], path, body)["choices"][0])
+    assert len(text) == 12
+    start = text.index(text[span[0] : span[1]])
+    stop = text[span[0] : span[1]]
+    changed = {**body, "stop": ["zz", stop], "include_stop_str_in_output": includes}
+    logprobs = {"logprobs": True} if is_chat else {"logprobs": 1}
+    [choice] = check(clusters, path, {**changed, **logprobs})
+    assert text_of(choice) == text[: start + len(stop) * includes]
+    assert choice["finish_reason"] == "stop"
+    assert len(choice["token_ids"]) == start + len(stop)
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    text: str = choice["message"]["content"] if "message" in choice else choice["text"]
+    return text

@@ -207,3 +207,32 @@ def test_more_logprobs_than_tokens_are_all_tokens() -> None:
     [found] = sample(random_logits(1), [piece([1], params(num_logprobs=99))])
     assert found.logprobs is not None
     assert len(found.logprobs.top) == VOCAB
+
+
+# -- bad words
+
+SHORT_WORDS = st.lists(
+    st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=examples(100))
+@given(words=SHORT_WORDS, prompt=st.lists(st.integers(0, 3), min_size=1, max_size=4))
+def test_no_bad_word_is_ever_written(words: list[tuple[int, ...]], prompt: list[int]) -> None:
+    """Tokens 0 to 3 are likely and 4 is left; a word that began in the prompt does not count."""
+    sampling = params(bad_words=tuple(words), seed=5)
+    logits = torch.tensor([[6.0, 6.0, 6.0, 6.0, 0.0]])
+    tokens = list(prompt)
+    for _ in range(12):
+        before = tokens[len(prompt) :]
+        [sampled] = sample(logits, [piece(tokens, sampling, len(prompt))])
+        ends = [(*before, sampled.token_id)[-len(word) :] for word in words]
+        assert all(end != word for end, word in zip(ends, words, strict=True))
+        tokens.append(sampled.token_id)
+
+
+def test_a_bad_word_that_is_all_that_is_left_is_written() -> None:
+    logits = torch.full((1, 3), -torch.inf)
+    logits[0, 1] = 0.0
+    [sampled] = sample(logits, [piece([0], params(bad_words=((1,),), temperature=0.0))])
+    assert sampled.token_id == 1

@@ -17,6 +17,7 @@ from protocol.errors import MoonserveError
 from protocol.ids import GatewayId, RequestId
 from protocol.keys import unpack_tokens
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protocol.prompt_logprobs import PromptLogprobs
 from protocol.request import (
     FinishReason,
     Logprobs,
@@ -28,6 +29,7 @@ from protocol.rpc import RpcServer
 from protocol.streams import GatewayStreams
 from protocol.wire import sampling_from_wire
 from tests.patience import PATIENCE_S
+from tests.scores import scores_of
 
 Context = grpc.aio.ServicerContext
 
@@ -130,9 +132,16 @@ class Run:
             queue_s=0.01,
             load_s=0.02,
             compute_s=0.03,
+            prompt_logprobs=self._prompt_logprobs(),
         )
         self.prefill.streams.send(self.gateway_id, tokens=[token], prefills=[report])
         return token
+
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
+        num_top = sampling_from_wire(self.message.sampling).num_prompt_logprobs
+        if num_top is None or self.first_index:
+            return None
+        return scores_of(range(1, self.message.num_prompt_tokens), num_top)
 
     def decoded(self, *tokens: Token) -> None:
         """Tokens from the decode worker, as one batch."""

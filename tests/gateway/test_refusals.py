@@ -128,6 +128,8 @@ BAD_CHATS = [
         "continue_final_message",
     ),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"chat_template": "{{ messages[0].content }}"}, "chat_template"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
 ]
 
@@ -150,9 +152,17 @@ BAD_COMPLETIONS = [
     ({"prompt": ["x"] * 200}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
     ({"logprobs": 21}, "logprobs"),
-    ({"echo": True, "logprobs": 1}, "echo"),
     ({"suffix": "x"}, "suffix"),
-    ({"best_of": 3}, "best_of"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 3, "stream": True}, "best_of"),
+    ({"best_of": 129}, "best_of"),
+    ({"best_of": 65, "prompt": ["x", "y"]}, "best_of"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt_logprobs": 20, "prompt": [[5] * 300] * 128}, "prompt_logprobs"),
+    ({"bad_words": [""]}, "bad_words[0]"),
+    ({"bad_words": ["x"] * 129}, "bad_words"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
 ]
 
 

@@ -13,6 +13,7 @@ from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.keys import block_keys, root_key
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
+from tests.scores import pretend
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 1000
@@ -146,6 +147,8 @@ def granted(action: act.ReserveLanding, *, num_cached: int = 0) -> ev.LandingGra
 
 def step_done(step: act.RunStep, *, token_id: int = 42) -> ev.StepDone:
     """Every sampling slice gives `token_id`; the checksum of block i is 1000 + i."""
+    for plan in step.plans:
+        pretend(plan.slice)
     return ev.StepDone(
         step_id=step.step_id,
         slices=tuple(

@@ -20,6 +20,7 @@ from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Endpoint, PrefillReport, PrefixSource
 from protocol.step_budget import StepBudget
 from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of, limits, request_of
+from tests.scores import is_whole
 
 STORE = Endpoint(
     instance_id="store", epoch=1, rpc_address="s:1", transfer_address="s:2", host="host"
@@ -52,6 +53,7 @@ class UndividedDriver(Driver):
         self.stored: dict[BlockKey, int] = {}  # checksums by key
         self._contents: dict[BlockKey, Sequence[int]] = {}  # tokens of every block that was named
         self.reports: dict[str, PrefillReport] = {}
+        self._scored: dict[str, int] = {}  # tokens of prompts that are scored, by their latest wish
 
     def _removed(self, key: BlockKey) -> None:
         self.publishing.evicted(key)
@@ -65,7 +67,17 @@ class UndividedDriver(Driver):
             if report is not None:
                 assert token.index == 0, "a report comes with the first token"
                 self.reports[token.request_id] = report
+                self._check_scores(report)
         return done
+
+    def _check_scores(self, report: PrefillReport) -> None:
+        """All of the prompt's tokens are scored, where that was wanted, and it was computed for that."""
+        num_tokens = self._scored.get(report.request_id)
+        if num_tokens is None:
+            assert report.prompt_logprobs is None
+            return
+        assert is_whole(report.prompt_logprobs, num_tokens)
+        assert report.cached_tokens == 0
 
     def _perform(self, action: Any) -> list[Any]:
         match action:
@@ -92,6 +104,9 @@ class UndividedDriver(Driver):
             self._contents[key] = prompt[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
         committed = request_of(prompt, request_id, **wishes)
         request = replace(committed, token_ids=tuple(prompt))
+        self._scored.pop(request_id, None)
+        if request.scores_prompt:
+            self._scored[request_id] = len(prompt)
         source = PrefixSource(store=STORE, first_block=0, num_blocks=num_stored)
         sources = (source,) if num_stored else ()
         return self.handle(Submitted(request=request, sources=sources))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from decode_worker import events
+from engine.prompt_scores import MAX_SCORED_TOKENS
 from protocol.errors import DeadlineExceeded, InvalidRequest, NoWorker, PeerLost
 from protocol.ids import GatewayId
 from protocol.step_budget import LEAST_CHUNK
@@ -178,14 +179,26 @@ class UndividedWorker(RuleBasedStateMachine):
         self.count += 1
         return f"r{self.count}"
 
-    @rule(prompt=prompts, max_tokens=st.integers(1, 6), num_stored=st.integers(0, 3))
-    def submit(self, prompt: list[int], max_tokens: int, num_stored: int) -> None:
+    @rule(
+        prompt=prompts,
+        max_tokens=st.integers(1, 6),
+        num_stored=st.integers(0, 3),
+        num_scored_top=st.sampled_from([None, None, 2]),
+    )
+    def submit(
+        self, prompt: list[int], max_tokens: int, num_stored: int, num_scored_top: int | None
+    ) -> None:
         name = self.name()
         self.submitted.append(name)
         gateway = "even" if self.count % 2 == 0 else "odd"
         stored = min(num_stored, len(prompt) // 4)
         self.driver.submit(
-            prompt, name, num_stored=stored, max_tokens=max_tokens, gateway_id=gateway
+            prompt,
+            name,
+            num_stored=stored,
+            max_tokens=max_tokens,
+            gateway_id=gateway,
+            num_prompt_logprobs=num_scored_top,
         )
 
     @rule(prompt=prompts, max_tokens=st.integers(2, 6))
@@ -266,3 +279,29 @@ def test_prompts_of_every_length_around_a_block_get_their_tokens(length: int) ->
     driver.submit(range(length), "a", max_tokens=3)
     driver.drain()
     assert [token.index for token in driver.tokens["a"]] == [0, 1, 2]
+
+
+def test_a_scored_prompt_is_computed_whole_and_shares_what_it_computed() -> None:
+    driver = UndividedDriver(16)
+    prompt = list(range(14))
+    driver.submit(prompt, "a", max_tokens=2, num_stored=3, num_prompt_logprobs=2)
+    assert not driver.loads, "what could be read is computed"
+    driver.compute()
+    driver.settle()
+    assert driver.reports["a"].prompt_logprobs is not None
+    driver.submit(prompt, "b", max_tokens=2, num_prompt_logprobs=2)
+    driver.submit(prompt, "c", max_tokens=2)
+    driver.compute()
+    assert driver.step_of() == [("b", 0, 14), ("c", 12, 14)]
+
+
+def test_a_step_holds_a_bounded_number_of_scored_tokens() -> None:
+    driver = UndividedDriver(256, budget=None, max_num_batched_tokens=900, max_model_len=900)
+    driver.submit(range(400), "a", num_prompt_logprobs=0)
+    driver.submit(range(1_000, 1_400), "b", num_prompt_logprobs=0)
+    assert driver.step_of() == [("a", 0, MAX_SCORED_TOKENS)]
+    driver.compute()
+    assert driver.step_of() == [
+        ("a", MAX_SCORED_TOKENS, 400),
+        ("b", 0, 2 * MAX_SCORED_TOKENS - 400),
+    ]

@@ -1,0 +1,166 @@
+"""Log-probabilities of a prompt's own tokens: in vLLM's form beside an answer, in OpenAI's before it, found once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+
+from gateway.tokenizer import Tokenizer
+from protocol.errors import PeerLost
+from tests.gateway.scripted_cluster import BLOCK_SIZE, Run, ScriptedCluster
+
+PROMPT = "to be or not to be"
+ASK: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
+
+
+async def post(http: aiohttp.ClientSession, body: dict, path: str = "/v1/completions") -> dict:
+    async with http.post(path, json=body) as reply:
+        assert reply.status == 200, await reply.text()
+        return await reply.json()
+
+
+async def stream(http: aiohttp.ClientSession, body: dict) -> list[dict]:
+    async with http.post("/v1/completions", json={**body, "stream": True}) as reply:
+        assert reply.status == 200, await reply.text()
+        lines = (await reply.text()).split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+def columns_of(chunks: list[dict], index: int) -> dict[str, list]:
+    """One choice's, put together from a stream."""
+    joined: dict[str, list] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["index"] == index:
+                for name, column in choice["logprobs"].items():
+                    joined.setdefault(name, []).extend(column)
+    return joined
+
+
+async def test_a_completion_has_them_as_vllm_does(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
+    """The first token's are null; the token's own are there, whether or not it is among the likeliest."""
+    prompt = [
+        70,
+        1,
+        80,
+        0,
+    ]  # of which the scripted worker finds tokens 0 and 1 likeliest everywhere
+    body = await post(http, {**ASK, "prompt": prompt, "prompt_logprobs": 2})
+    first, *others = body["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert [list(entry) for entry in others] == [["1", "0"], ["80", "0", "1"], ["0", "1"]]
+    assert others[1] == {
+        "80": {"logprob": -2.0, "rank": 3, "decoded_token": tokenizer.token_name(80)},
+        "0": {"logprob": -3.0, "rank": 1, "decoded_token": tokenizer.token_name(0)},
+        "1": {"logprob": -4.0, "rank": 2, "decoded_token": tokenizer.token_name(1)},
+    }
+    assert cluster.submissions[0].sampling.num_prompt_logprobs == 2
+    assert body["choices"][0]["logprobs"] is None
+
+
+async def test_a_chat_has_them_beside_its_choices(http: aiohttp.ClientSession) -> None:
+    body = await post(
+        http,
+        {
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": 2,
+            "n": 2,
+            "prompt_logprobs": 0,
+        },
+        "/v1/chat/completions",
+    )
+    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+    assert body["prompt_logprobs"][0] is None
+    assert [len(entry) for entry in body["prompt_logprobs"][1:]] == [1] * (
+        body["usage"]["prompt_tokens"] - 1
+    )
+
+
+async def test_an_echoed_prompt_has_them_before_the_answers_own(
+    http: aiohttp.ClientSession, tokenizer: Tokenizer
+) -> None:
+    body = await post(http, {**ASK, "echo": True, "logprobs": 2})
+    [choice] = body["choices"]
+    ids = tokenizer.encode(PROMPT)
+    logprobs = choice["logprobs"]
+    assert choice["text"].startswith(PROMPT)
+    assert logprobs["tokens"][: len(ids)] == [tokenizer.token_name(each) for each in ids]
+    assert logprobs["token_logprobs"][: len(ids) + 1] == [
+        None,
+        *(-float(at) for at in range(1, len(ids))),
+        -0.25,
+    ]
+    assert logprobs["top_logprobs"][0] is None
+    assert logprobs["top_logprobs"][1] == {
+        tokenizer.token_name(0): -2.0,
+        tokenizer.token_name(1): -3.0,
+    }
+    assert logprobs["text_offset"][0] == 0
+    assert logprobs["text_offset"][len(ids)] == len(PROMPT)
+    assert {len(column) for column in logprobs.values()} == {len(ids) + 3}
+
+
+async def test_a_stream_says_the_same_as_a_whole_reply(http: aiohttp.ClientSession) -> None:
+    """Of two prompts, twice each, with token ids."""
+    ask = {
+        **ASK,
+        "prompt": [PROMPT, "that is"],
+        "n": 2,
+        "echo": True,
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+    whole = (await post(http, ask))["choices"]
+    chunks = await stream(http, ask)
+    for index, choice in enumerate(whole):
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(each["text"] for each in own) == choice["text"]
+        assert columns_of(chunks, index) == choice["logprobs"]
+        assert [each["prompt_token_ids"] for each in own if "prompt_token_ids" in each] == [
+            choice["prompt_token_ids"]
+        ]
+        assert own[0]["token_ids"] == []
+
+
+async def test_a_prompt_is_scored_once_for_all_its_choices_and_placed_as_new(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    """Short or long: the choices behind the first find its blocks, and are told what it found."""
+    for length in (3, 2 * BLOCK_SIZE + 1):
+        cluster.submissions.clear()
+        cluster.places.clear()
+        prompt = list(range(20, 20 + length))
+        body = await post(http, {**ASK, "prompt": prompt, "n": 3, "prompt_logprobs": 1})
+        wanted = [m.sampling.HasField("num_prompt_logprobs") for m in cluster.submissions]
+        assert wanted == [True, False, False]
+        keys = [len(place.block_keys) > 0 for place in cluster.places]
+        assert keys == [False, length > BLOCK_SIZE, length > BLOCK_SIZE]
+        told = [choice["prompt_logprobs"] for choice in body["choices"]]
+        assert told[0] == told[1] == told[2]
+        assert len(told[0]) == length
+
+
+async def test_a_loss_before_the_first_token_scores_again_and_one_after_it_does_not(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    async def lost(run: Run) -> None:
+        run.fail(PeerLost("gone"), run.prefill)
+
+    async def lost_later(run: Run) -> None:
+        run.prefill_done(cluster.tokens[0])
+        run.fail(PeerLost("gone"), run.decode)
+
+    cluster.scripts += [lost, lost_later]
+    prompt = [5] * (BLOCK_SIZE + 8)
+    body = await post(http, {**ASK, "prompt": prompt, "prompt_logprobs": 1})
+    told = body["choices"][0]["prompt_logprobs"]
+    assert told[0] is None
+    assert len(told) == body["usage"]["prompt_tokens"]
+    assert len(cluster.submissions) == 3
+    for place in cluster.places:
+        goes_on = place.num_prompt_tokens > len(prompt)
+        assert (len(place.block_keys) > 0) == goes_on
