@@ -21,7 +21,7 @@ class PromptScores:
         self._runs: list[tuple[int, PromptLogprobs]] = []  # by the chunk's start
 
     def put(self, start: int, run: PromptLogprobs) -> None:
-        """Of the tokens at positions `start` + 1 and on, which end with their chunk's successor or the prompt."""
+        """Of the tokens at positions `start` + 1 and on. It replaces what later chunks had put in."""
         self._runs = [each for each in self._runs if each[0] < start]
         self._runs.append((start, run))
 

@@ -50,12 +50,13 @@ def choices_for(
                     includes_stop=bool(body.include_stop_str_in_output),
                 )
             )
-    _check_scored(choices)
+    _check_scored(choices, body.num_choices)
     return tuple(choices)
 
 
-def _check_scored(choices: Sequence[Choice]) -> None:
-    wanted = sum(
+def _check_scored(choices: Sequence[Choice], num_told: int) -> None:
+    """`num_told`: choices of each prompt, which all tell of it."""
+    wanted = num_told * sum(
         len(choice.token_ids) * (1 + choice.sampling.num_prompt_logprobs)
         for choice in choices
         if choice.sampling.num_prompt_logprobs is not None

@@ -23,7 +23,12 @@ class ModelEndpoints:
 
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings"""
-        raise ApiError(400, "this model does not make embeddings", param="model")
+        raise ApiError(
+            400,
+            "this model predicts tokens and was not trained to make embeddings; ask a server that serves one that was",
+            param="model",
+            code="unsupported_parameter",
+        )
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""

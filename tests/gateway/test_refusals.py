@@ -160,6 +160,7 @@ BAD_COMPLETIONS = [
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"prompt_logprobs": 20, "prompt": [[5] * 300] * 128}, "prompt_logprobs"),
+    ({"echo": True, "logprobs": 20, "prompt": [5] * 300, "n": 128}, "prompt_logprobs"),
     ({"bad_words": [""]}, "bad_words[0]"),
     ({"bad_words": ["x"] * 129}, "bad_words"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
