@@ -96,11 +96,8 @@ WHOLE: dict[str, dict[str, Any]] = {
 }
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "kind": {"enum": ["host", "device"]},
-        "blocks": {"type": "integer", "maximum": 99},
-    },
-    "required": ["kind", "blocks"],
+    "properties": {"kind": {"enum": ["host", "device"]}},
+    "required": ["kind"],
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "place", "parameters": SCHEMA}}
@@ -109,6 +106,10 @@ CHAT_BASE: dict[str, Any] = {
     "max_tokens": 12,
     "temperature": 0,
     "ignore_eos": True,
+}
+TO_STOP = {
+    path: {**base, **DRAWN, "logit_bias": ALPHABET, "return_token_ids": True}
+    for path, base in ((COMPLETIONS_PATH, BASE), (CHAT_PATH, CHAT_BASE))
 }
 FORMED: dict[str, Any] = {**DRAWN, "ignore_eos": False, "max_tokens": 120}
 CHATS: dict[str, dict[str, Any]] = {
@@ -131,10 +132,6 @@ CHATS: dict[str, dict[str, Any]] = {
         "add_generation_prompt": False,
     },
     "json_object": {**FORMED, "response_format": {"type": "json_object"}, "max_tokens": 30},
-    "json_schema": {
-        **FORMED,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}},
-    },
     "json_schema with n and logprobs": {
         **FORMED,
         "n": 2,
@@ -142,11 +139,10 @@ CHATS: dict[str, dict[str, Any]] = {
         "top_logprobs": 1,
         "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}},
     },
-    "a tool that must be called": {**FORMED, "tools": [TOOL], "tool_choice": "required"},
-    "a tool of n choices": {
+    "a tool that must be called, n": {
         **FORMED,
         "tools": [TOOL],
-        "tool_choice": {"type": "function", "function": {"name": "place"}},
+        "tool_choice": "required",
         "n": 2,
     },
     "a tool that may be called": {**FORMED, "tools": [TOOL], "max_tokens": 12, "logprobs": True},
@@ -206,27 +202,37 @@ def test_a_parameter_of_a_chat_does_the_same_apart_and_together(
             assert call["function"]["name"] == "place"
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS_PATH, CHAT_PATH])
-@pytest.mark.parametrize("span", [(0, 1), (0, 2), (1, 2), (1, 4), (5, 9), (11, 12)], ids=str)
-@pytest.mark.parametrize("includes", [False, True])
+@pytest.fixture(scope="module")
+def unstopped(clusters: tuple[Cluster, Cluster]) -> dict[str, str]:
+    """What a completion and a chat say when nothing stops them."""
+    texts = {
+        path: text_of(ask_apart(clusters[0], path, body)["choices"][0])
+        for path, body in TO_STOP.items()
+    }
+    assert [len(text) for text in texts.values()] == [12, 12]
+    return texts
+
+
+@pytest.mark.parametrize("path", TO_STOP)
+@pytest.mark.parametrize(
+    ("span", "includes"),
+    [((0, 1), True), ((0, 2), False), ((0, 2), True), ((1, 4), False), ((5, 9), True)],
+    ids=str,
+)
 def test_a_stop_string_ends_the_text_wherever_its_tokens_were_made(
-    clusters: tuple[Cluster, Cluster], path: str, span: tuple[int, int], includes: bool
+    clusters: tuple[Cluster, Cluster],
+    unstopped: dict[str, str],
+    path: str,
+    span: tuple[int, int],
+    includes: bool,
 ) -> None:
     """Each character is a token; the first is the prefill worker's, so that the second span lies across the handoff."""
-    is_chat = path == CHAT_PATH
-    body = {
-        **(CHAT_BASE if is_chat else BASE),
-        **DRAWN,
-        "logit_bias": ALPHABET,
-        "return_token_ids": True,
-    }
-    text = text_of(ask_apart(clusters[0], path, body)["choices"][0])
-    assert len(text) == 12
-    start = text.index(text[span[0] : span[1]])
-    stop = text[span[0] : span[1]]
-    changed = {**body, "stop": ["zz", stop], "include_stop_str_in_output": includes}
-    logprobs = {"logprobs": True} if is_chat else {"logprobs": 1}
-    [choice] = check(clusters, path, {**changed, **logprobs})
+    text = unstopped[path]
+    stop = text[slice(*span)]
+    start = text.index(stop)
+    logprobs = {"logprobs": True} if path == CHAT_PATH else {"logprobs": 1}
+    stops = {"stop": ["zz", stop], "include_stop_str_in_output": includes}
+    [choice] = check(clusters, path, {**TO_STOP[path], **stops, **logprobs})
     assert text_of(choice) == text[: start + len(stop) * includes]
     assert choice["finish_reason"] == "stop"
     assert len(choice["token_ids"]) == start + len(stop)
