@@ -41,12 +41,12 @@ from conductor.events import (
 from conductor.gateways import SeenGateways
 from conductor.replica_commands import ReplicaCommands, ReplicaMetrics
 from conductor.role_commands import RoleCommands
-from conductor.standby import STOP_GRACE_S, serve_among_others
+from conductor.standby import STOP_GRACE_S, SoleLeadership, serve_among_others
 from conductor.state import ConductorState
 from protocol.garbage import seldom_collected
 from protocol.ids import Role
 from protocol.metrics import SchedulerMetrics, exposed, scheduler_metrics
-from protocol.pb import conductor_pb2, conductor_pb2_grpc
+from protocol.pb import conductor_pb2, conductor_pb2_grpc, leadership_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.rpc import Channels, RpcServer, failure_to_wire
 from protocol.scraping import process_registry, serve_metrics
@@ -297,6 +297,8 @@ async def _serve_alone(
 ) -> None:
     server = RpcServer(config.cluster_token, config.tls())
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
+    # For those who were told several addresses at which it may be.
+    leadership_pb2_grpc.add_LeadershipServicer_to_server(SoleLeadership(), server.grpc)
     serve_metrics(server.grpc, config.instance_id, registry)
     address = await server.start(config.host, config.port)
     try:

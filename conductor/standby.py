@@ -184,6 +184,18 @@ class LeadershipService(leadership_pb2_grpc.LeadershipServicer):
         )
 
 
+class SoleLeadership(leadership_pb2_grpc.LeadershipServicer):
+    """Says that the one conductor of a cluster without a registry leads, since when it started."""
+
+    def __init__(self) -> None:
+        self._epoch = time.time_ns()
+
+    async def Who(
+        self, request: leadership_pb2.WhoRequest, context: Context
+    ) -> leadership_pb2.WhoReply:
+        return leadership_pb2.WhoReply(leads=True, epoch=self._epoch)
+
+
 async def serve_among_others(
     config: ConductorConfig,
     registry_url: str,

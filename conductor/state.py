@@ -354,6 +354,7 @@ class ConductorState:
         return {term: accuracy for term, accuracy in found if accuracy is not None}
 
     def cluster(self, now: float) -> ClusterView:
+        loads = {load.instance_id: load for load in self._role_loads.at(now)}
         instances: Sequence[InstanceView] = [
             InstanceView(
                 endpoint=instance.endpoint,
@@ -364,6 +365,8 @@ class ConductorState:
                 silent_s=max(now - instance.heard_at, 0.0),
                 indexed_blocks=self._directory.num_blocks(instance.instance_id),
                 can_switch_role=instance.registration.can_switch_role,
+                need=loads[instance.instance_id].need if instance.instance_id in loads else 0.0,
+                use=loads[instance.instance_id].use if instance.instance_id in loads else 0.0,
             )
             for instance in self._members
         ]

@@ -24,6 +24,8 @@ class InstanceView:
     silent_s: float  # since its last heartbeat
     indexed_blocks: int
     can_switch_role: bool
+    need: float  # workers: as `WorkerLoad` has it
+    use: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

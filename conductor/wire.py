@@ -198,6 +198,8 @@ def _instances(views: Iterable[InstanceView]) -> list[conductor_pb2.InstanceView
             last_heard_s=view.silent_s,
             indexed_blocks=view.indexed_blocks,
             can_switch_role=view.can_switch_role,
+            need=view.need,
+            use=view.use,
         )
         for view in views
     ]

@@ -1,7 +1,9 @@
-"""Which processes make up a cluster on one machine, and with which options each is started. Pure.
+"""Which processes make up a cluster, and with which options each is started. Pure.
 
 An option that a process's configuration shares by name with `ServeConfig` is passed on as it is; what differs from
-process to process is said here.
+process to process is said here. `conductor_spec` and `member_specs` are a cluster on one machine; launchers that place
+processes themselves (`deploy.ray`) ask for one at a time, for the `Site` where it will run. Knows neither how a process
+is started nor by whom.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from deploy.undivided.config import UndividedConfig
 from deploy.worker.config import WorkerConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
+from kvstore.directory.config import DirectoryConfig
 from prefill_worker.config import PrefillConfig
 from protocol.config import Option, options_of
+from protocol.ids import Role
 
 # The HTTP endpoint's address is the gateway's alone.
 _NOT_INHERITED = {"host", "port"}
@@ -41,10 +45,33 @@ class ProcessSpec:
     nice: int = 0  # as nice(1): higher gives way
 
 
-def conductor_spec(config: ServeConfig, port: str = "0", number: int = 0) -> ProcessSpec:
-    """A process that must be ready before the others can be told its address."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What processes are told of the place where they run."""
+
+    conductor: str  # addresses with commas between
+    model_path: str = ""  # the model's folder there, for workers and gateways
+    host: str | None = None  # address to listen on and to publish; None = loopback
+    ledger: str | None = None  # file for the shares of the host's memory budget
+    drain_s: float = DRAIN_S  # that what is under way gets to finish
+
+    @property
+    def stop_grace_s(self) -> float:
+        """From SIGTERM to SIGKILL: what follows a drain takes its time, too."""
+        return self.drain_s + STOP_GRACE_S - DRAIN_S
+
+    @property
+    def listening(self) -> dict[str, str]:
+        return {} if self.host is None else {"host": self.host}
+
+
+def conductor_spec(
+    config: ServeConfig, port: str = "0", number: int = 0, site: Site | None = None
+) -> ProcessSpec:
+    """A process that must be ready before the others can be told its address, unless `port` says it."""
     instance_id = "conductor" if config.conductors == 1 else f"conductor-{number}"
-    return _spec(config, instance_id, "conductor", ConductorConfig, {"port": port})
+    listening = {} if site is None else site.listening
+    return _spec(config, instance_id, "conductor", ConductorConfig, {"port": port, **listening})
 
 
 def member_specs(
@@ -57,22 +84,19 @@ def member_specs(
     """All other processes: store nodes, workers, gateways. `conductor`: addresses with commas between; `ledger`: file
     for the shares of a memory budget, unless the configuration names another; `gpus`: this machine's, as
     CUDA_VISIBLE_DEVICES names them."""
-    shared = {"conductor": conductor}
-    worker = {
-        **shared,
-        "model": model_path,
-        "drain_timeout_s": str(DRAIN_S),
-    }
-    ledger = config.kv_memory_ledger or ledger
-    if config.kv_memory_budget is not None and ledger is not None:
-        worker |= {"kv_memory_ledger": ledger, "kv_memory_floor": str(config.memory_floor)}
-    stores = [_store_spec(config, f"store-{i}", shared) for i in range(config.store_nodes)]
+    site = Site(conductor=conductor, model_path=model_path, ledger=ledger)
+    stores = [store_spec(config, site, f"store-{i}") for i in range(config.store_nodes)]
     dealt = _Dealt(config, gpus)
-    workers = (_switching if config.role_switching == "on" else _fixed)(config, worker, dealt)
     workers = [
-        replace(dealt.seen_by(index, spec), nice=WORKER_NICE) for index, spec in enumerate(workers)
+        dealt.seen_by(
+            index,
+            worker_spec(
+                config, site, name, role, home=_home(config, turn), share=dealt.share(index)
+            ),
+        )
+        for index, (name, role, turn) in enumerate(_workers(config))
     ]
-    gateways = [_gateway_spec(config, i, model_path, conductor) for i in range(config.gateways)]
+    gateways = [gateway_spec(config, site, f"gateway-{i}") for i in range(config.gateways)]
     return [*stores, *workers, *gateways]
 
 
@@ -83,11 +107,11 @@ class _Dealt:
         self._gpus = gpus if config.device in ("auto", "cuda") else ()
         self._config = config
 
-    def share(self, index: int) -> dict[str, str]:
-        """The option of the worker with this number."""
+    def share(self, index: int) -> float:
+        """Of its GPU's memory, for the worker with this number."""
         num_gpus, num_workers = len(self._gpus) or 1, self._config.num_workers
         sharing = len(range(index % num_gpus, num_workers, num_gpus))
-        return {"gpu_memory_utilization": f"{self._config.gpu_memory_utilization / sharing:.4g}"}
+        return self._config.gpu_memory_utilization / sharing
 
     def seen_by(self, index: int, spec: ProcessSpec) -> ProcessSpec:
         """The worker as a process that sees its own GPU only."""
@@ -97,74 +121,92 @@ class _Dealt:
         return replace(spec, environment={**spec.environment, **own})
 
 
-def _fixed(config: ServeConfig, worker: Mapping[str, str], dealt: _Dealt) -> list[ProcessSpec]:
-    is_group = config.pipeline_parallel_size > 1  # whose stages have no whole blocks for a store
-    homes = [{} if is_group else _home(config, i) for i in range(config.prefill_workers)]
-    own = {**worker, **_ranks(config, config.tensor_parallel_sizes[0])}
-    prefills = [
-        _spec(
-            config,
-            f"prefill-{i}",
-            "prefill_worker",
-            PrefillConfig,
-            {**own, **home, **dealt.share(i)},
-        )
-        for i, home in enumerate(homes)
-    ]
-    decodes = [
-        _decode_spec(config, i, {**worker, **dealt.share(config.prefill_workers + i)})
-        for i in range(config.decode_workers)
-    ]
-    return [*prefills, *decodes]
+def _workers(config: ServeConfig) -> list[tuple[str, Role, int]]:
+    """Name, role and turn at the store nodes of each; names of those that may change say nothing of a role, which is
+    only what each begins with."""
+    prefills = [(f"prefill-{i}", Role.PREFILL, i) for i in range(config.prefill_workers)]
+    decodes = [(f"decode-{i}", Role.DECODE, i) for i in range(config.decode_workers)]
+    if config.role_switching == "off":
+        return prefills + decodes
+    return [(f"worker-{i}", role, i) for i, (_, role, _) in enumerate(prefills + decodes)]
 
 
-def _decode_spec(config: ServeConfig, index: int, worker: Mapping[str, str]) -> ProcessSpec:
-    ranks = _ranks(config, config.tensor_parallel_sizes[1])
-    name, values = f"decode-{index}", {**worker, **ranks, **_home(config, index)}
-    if config.conditional_disaggregation == "off":
-        return _spec(config, name, "decode_worker", DecodeConfig, values)
-    return _spec(config, name, "deploy.undivided", UndividedConfig, values)
+def worker_spec(
+    config: ServeConfig,
+    site: Site,
+    instance_id: str,
+    role: Role,
+    *,
+    home: str | None = None,
+    share: float | None = None,
+) -> ProcessSpec:
+    """`home`: the store node beside it; `share`: of its GPU's memory, where that is not what the configuration says."""
+    values = {
+        **site.listening,
+        "conductor": site.conductor,
+        "model": site.model_path,
+        "drain_timeout_s": str(site.drain_s),
+        **_memory(config, site),
+        **_ranks(config, config.tensor_parallel_sizes[0 if role is Role.PREFILL else 1]),
+    }
+    is_group = role is Role.PREFILL and config.pipeline_parallel_size > 1
+    if home is not None and not is_group:  # whose stages have no whole blocks for a store
+        values["home_store"] = home
+    if share is not None:
+        values["gpu_memory_utilization"] = f"{share:.4g}"
+    if config.role_switching == "on":
+        module, config_class = "deploy.worker", WorkerConfig
+        values["role"] = role.value
+    else:
+        module, config_class = _WORKERS[role, config.conditional_disaggregation]
+    spec = _spec(config, instance_id, module, config_class, values)
+    return replace(spec, nice=WORKER_NICE, stop_grace_s=site.stop_grace_s)
 
 
-def _switching(config: ServeConfig, worker: Mapping[str, str], dealt: _Dealt) -> list[ProcessSpec]:
-    """Names that say nothing of a role, which is only what each begins with."""
-    roles = ["prefill"] * config.prefill_workers + ["decode"] * config.decode_workers
-    return [
-        _spec(
-            config,
-            f"worker-{i}",
-            "deploy.worker",
-            WorkerConfig,
-            {
-                **worker,
-                **dealt.share(i),
-                **_ranks(config, config.tensor_parallel_size),
-                **_home(config, i),
-                "role": role,
-            },
-        )
-        for i, role in enumerate(roles)
-    ]
+# By role and by --conditional-disaggregation.
+_WORKERS: dict[tuple[Role, str], tuple[str, type]] = {
+    (Role.PREFILL, "off"): ("prefill_worker", PrefillConfig),
+    (Role.PREFILL, "on"): ("prefill_worker", PrefillConfig),
+    (Role.DECODE, "off"): ("decode_worker", DecodeConfig),
+    (Role.DECODE, "on"): ("deploy.undivided", UndividedConfig),
+}
 
 
-def _gateway_spec(config: ServeConfig, index: int, model_path: str, conductor: str) -> ProcessSpec:
+def gateway_spec(config: ServeConfig, site: Site, instance_id: str) -> ProcessSpec:
+    """Its address is the endpoint's, wherever it runs."""
     names = config.served_model_name or (config.model or DEMO_MODEL_NAME,)
     values = {
-        "conductor": conductor,
-        "model": model_path,
+        "conductor": site.conductor,
+        "model": site.model_path,
         "host": config.host,
         "port": str(config.port),
         "served_model_name": ",".join(names),
+        "drain_s": str(site.drain_s),
     }
-    spec = _spec(config, f"gateway-{index}", "gateway", GatewayConfig, values)
+    spec = _spec(config, instance_id, "gateway", GatewayConfig, values)
+    spec = replace(spec, stop_grace_s=site.stop_grace_s)
     return replace(spec, flags=(*spec.flags, "--reuse-port")) if config.gateways > 1 else spec
 
 
-def _store_spec(config: ServeConfig, instance_id: str, values: Mapping[str, str]) -> ProcessSpec:
-    spec = _spec(
-        config, instance_id, "kvstore", StoreConfig, {**values, **_disk(config, instance_id)}
-    )
+def store_spec(config: ServeConfig, site: Site, instance_id: str) -> ProcessSpec:
+    """A node with memory, and the part of the disk that is its own."""
+    values = {**site.listening, "conductor": site.conductor, **_disk(config, instance_id)}
+    spec = _spec(config, instance_id, "kvstore", StoreConfig, values)
     return replace(spec, stop_grace_s=config.store_stop_grace_s)
+
+
+def directory_spec(config: ServeConfig, site: Site, port: int) -> ProcessSpec:
+    """The embedded registry of a cluster without a Redis, at a port that others are told beforehand."""
+    values = {**site.listening, "port": str(port), "registry": None}
+    return _spec(config, "directory", "kvstore.directory", DirectoryConfig, values)
+
+
+def _memory(config: ServeConfig, site: Site) -> dict[str, str]:
+    """What workers of one host that share a budget are told."""
+    ledger = config.kv_memory_ledger or site.ledger
+    if config.kv_memory_budget is None or ledger is None:
+        return {}
+    return {"kv_memory_ledger": ledger, "kv_memory_floor": str(config.memory_floor)}
 
 
 def _disk(config: ServeConfig, instance_id: str) -> dict[str, str]:
@@ -180,9 +222,9 @@ def _ranks(config: ServeConfig, size: int) -> dict[str, str]:
     return {"tensor_parallel_size": str(size), "num_threads": str(config.threads_of(size))}
 
 
-def _home(config: ServeConfig, index: int) -> dict[str, str]:
+def _home(config: ServeConfig, turn: int) -> str | None:
     """The store node beside a worker: they are dealt out in turn."""
-    return {"home_store": f"store-{index % config.store_nodes}"} if config.store_nodes else {}
+    return f"store-{turn % config.store_nodes}" if config.store_nodes else None
 
 
 def _spec(
@@ -190,13 +232,15 @@ def _spec(
     instance_id: str,
     module: str,
     config_class: type,
-    values: Mapping[str, str],
+    values: Mapping[str, str | None],
 ) -> ProcessSpec:
+    """`values`: options of its own; None = as if nobody had said anything, whatever the configuration says."""
     flags: list[str] = ["--instance-id", instance_id]
     environment: dict[str, str] = {}
     for option in options_of(config_class):
         if option.name in values:
-            flags += [option.flag, values[option.name]]
+            own = values[option.name]
+            flags += [] if own is None else [option.flag, own]
         elif _is_shared(config, option):
             inherited = _inherited(option, getattr(config, option.name))
             if option.masked and inherited:  # process lists show flags

@@ -15,14 +15,13 @@ from pathlib import Path
 
 from deploy.config import ServeConfig
 from deploy.display import Display
+from deploy.environment import child_environment
 from deploy.local import takes_requests
+from deploy.model import model_folder
 from deploy.plan import conductor_spec, member_specs
 from deploy.port import held_port
 from deploy.supervisor import ChildDied, Supervisor
-from engine.config import load_model_config
 from engine.device import visible_gpus
-from engine.hub import resolve_model
-from models import demo_model_path
 from protocol import logs
 from protocol.config import ENV_PREFIX, HelpRequested, effective, load
 from protocol.errors import ConfigError
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load(ServeConfig, arguments, prog="moonserve serve", environ=dict(os.environ))
         # Before the event loop, whose signal handling a download would hold up.
-        model_path = _model_path(config)
+        model_path = model_folder(config.model)
         with held_port(config) as port:
             config = replace(config, port=port)
             return asyncio.run(_serve(config, model_path, _log_dir(config)))
@@ -63,7 +62,7 @@ async def _serve(config: ServeConfig, model_path: Path, log_dir: Path) -> int:
     logging.getLogger(__name__).debug("effective configuration: %s", effective(config))
     stopping = _stop_on_signals()
     with _display(model_path, log_dir) as display:
-        supervisor = Supervisor(log_dir, _child_environment(config), display.refresh)
+        supervisor = Supervisor(log_dir, _environment(config), display.refresh)
         display.follow(supervisor.children)
         try:
             if await _start_or_stop(supervisor, config, model_path, _ledger(log_dir), stopping):
@@ -131,13 +130,6 @@ async def _until_joined(url: str) -> None:
         ) from None
 
 
-def _model_path(config: ServeConfig) -> Path:
-    """The model's folder, after the checks that need no weights."""
-    path = demo_model_path() if config.model is None else resolve_model(config.model)
-    load_model_config(path)
-    return path
-
-
 def _log_dir(config: ServeConfig) -> Path:
     if config.log_dir is not None:
         path = Path(config.log_dir)
@@ -162,19 +154,9 @@ def _ledger(log_dir: Path) -> Path:
     return path
 
 
-def _child_environment(config: ServeConfig) -> dict[str, str]:
-    """The environment without our own variables, which are for this process and reach the others as flags."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+def _environment(config: ServeConfig) -> dict[str, str]:
     token = os.environ.get(f"{ENV_PREFIX}CLUSTER_TOKEN") or secrets.token_hex(16)
-    threads = str(config.threads_per_worker)
-    return {
-        **inherited,
-        f"{ENV_PREFIX}CLUSTER_TOKEN": token,
-        "OMP_NUM_THREADS": threads,
-        "PYTHONUNBUFFERED": "1",
-        # The packages may stand in the current folder rather than in site-packages.
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
+    return child_environment(os.environ, token, config.threads_per_worker)
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,16 +58,27 @@ class Child:
         return self.process.pid if self.process else None
 
 
+async def _at_once() -> None:
+    """Nobody has to be asked."""
+
+
 class Supervisor:
     """The processes of one launcher."""
 
     def __init__(
-        self, log_dir: Path, environment: Mapping[str, str], on_change: Callable[[], None]
+        self,
+        log_dir: Path,
+        environment: Mapping[str, str],
+        on_change: Callable[[], None],
+        may_restart: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
+        """`may_restart`: returns when a process that died may be started again, for launchers that others may have
+        taken over from."""
         self.children: list[Child] = []
         self._log_dir = log_dir
         self._environment = environment
         self._on_change = on_change
+        self._may_restart = may_restart
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping = False
 
@@ -179,6 +190,7 @@ class Supervisor:
             child.ready.clear()
             self._on_change()
             await asyncio.sleep(delay_s)
+            await self._may_restart()
             delay_s = min(delay_s * 2, LAST_RESTART_DELAY_S)
             child.restarts += 1
             try:

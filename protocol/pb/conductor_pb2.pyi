@@ -762,6 +762,8 @@ class InstanceView(_message.Message):
     LAST_HEARD_S_FIELD_NUMBER: _builtins.int
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
     CAN_SWITCH_ROLE_FIELD_NUMBER: _builtins.int
+    NEED_FIELD_NUMBER: _builtins.int
+    USE_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     num_blocks: _builtins.int
     draining: _builtins.bool
@@ -769,6 +771,10 @@ class InstanceView(_message.Message):
     """ago"""
     indexed_blocks: _builtins.int
     can_switch_role: _builtins.bool
+    need: _builtins.float
+    """workers: how close their latency target is to being missed, as predicted; 1 = just met"""
+    use: _builtins.float
+    """workers: how much of what they can do is asked of them; at least `need`"""
     @_builtins.property
     def endpoint(self) -> _common_pb2.Endpoint: ...
     @_builtins.property
@@ -784,10 +790,12 @@ class InstanceView(_message.Message):
         last_heard_s: _builtins.float = ...,
         indexed_blocks: _builtins.int = ...,
         can_switch_role: _builtins.bool = ...,
+        need: _builtins.float = ...,
+        use: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_switch_role", b"can_switch_role", "draining", b"draining", "endpoint", b"endpoint", "indexed_blocks", b"indexed_blocks", "last_heard_s", b"last_heard_s", "load", b"load", "num_blocks", b"num_blocks", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_switch_role", b"can_switch_role", "draining", b"draining", "endpoint", b"endpoint", "indexed_blocks", b"indexed_blocks", "last_heard_s", b"last_heard_s", "load", b"load", "need", b"need", "num_blocks", b"num_blocks", "role", b"role", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ from conductor.config import ConductorConfig
 from conductor.policies import PUBLISHED_POLICY, make_policy
 from conductor.service import ConductorService, serve
 from conductor.state import ConductorState, Limits
+from protocol.conductors import Conductors
 from protocol.config import load
 from protocol.errors import (
     ConfigError,
@@ -35,6 +36,7 @@ from protocol.status import until_ready
 from protocol.wire import layout_to_wire
 from tests.conductor.cluster import LAYOUT, chain
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 
 TOKEN = "secret"
 
@@ -348,6 +350,38 @@ async def test_the_process_body_serves_housekeeps_and_stops() -> None:
     lifecycle.stopping.set()
     async with asyncio.timeout(PATIENCE_S):
         await task
+
+
+async def test_a_conductor_without_a_registry_is_found_at_one_of_several_addresses() -> None:
+    """As where it may be on several hosts, and is on one."""
+    lifecycle = Lifecycle(None)
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    lifecycle.ready = lambda **facts: ready.set_result(facts["rpc"])  # type: ignore[method-assign]
+    task = asyncio.create_task(serve(ConductorConfig(cluster_token=TOKEN), lifecycle))
+    channels = Channels(TOKEN)
+    nobody = f"127.0.0.1:{free_port()}"
+    conductors = Conductors(channels, f"{nobody},{await ready}")
+    view = await conductors.call(
+        lambda conductor: conductor.GetCluster,
+        conductor_pb2.GetClusterRequest(),
+        timeout_s=PATIENCE_S,
+    )
+    assert not view.ready
+    await channels.close()
+    lifecycle.stopping.set()
+    await task
+
+
+async def test_the_cluster_view_tells_how_loaded_workers_are(rig: Rig) -> None:
+    await rig.join_pair()
+    load = conductor_pb2.Load(free_blocks=25)
+    beat = conductor_pb2.HeartbeatRequest(instance_id="d0", epoch=1, load=load)
+    await rig.call("Heartbeat", beat)
+    await rig.call("Place", wish("r0", tokens=200))
+    view = await rig.call("GetCluster", conductor_pb2.GetClusterRequest())
+    prefill, decode = sorted(view.instances, key=lambda each: each.endpoint.instance_id)[::-1]
+    assert prefill.need == pytest.approx(2.0 / 5.0)  # of the TTFT that is to be met
+    assert decode.need == decode.use == pytest.approx(0.75)  # of its blocks
 
 
 async def test_a_taken_port_is_a_config_error(rig: Rig) -> None:

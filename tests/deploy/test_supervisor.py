@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -44,3 +45,26 @@ async def test_each_process_has_its_own_time_to_stop(tmp_path: Path) -> None:
     assert patient.process is not None
     assert killed.process.returncode == -9
     assert patient.process.returncode == 0
+
+
+async def test_a_process_that_died_starts_again_when_it_may(tmp_path: Path) -> None:
+    """Whoever may have been taken over from is asked first."""
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    asked, allowed = asyncio.Event(), asyncio.Event()
+
+    async def may_restart() -> None:
+        asked.set()
+        await allowed.wait()
+
+    supervisor = Supervisor(tmp_path, environment, lambda: None, may_restart)
+    spec = ProcessSpec(instance_id="one", module="stubborn", flags=(), stop_grace_s=0.1)
+    [child] = await supervisor.start([spec])
+    assert child.process is not None
+    child.process.kill()
+    await asked.wait()
+    assert (child.restarts, child.stage) == (0, "restarting")
+    allowed.set()
+    await child.ready.wait()
+    assert child.restarts == 1
+    await supervisor.stop()
