@@ -17,6 +17,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "serve": ("deploy.serve", "main", "run a whole cluster on this machine: serve [MODEL]"),
     "gateway": ("gateway.__main__", "main", "run the OpenAI-compatible HTTP endpoint"),
     "conductor": ("conductor.__main__", "main", "run the global scheduler"),
+    "deploy": ("deploy.ray.command", "main", "run a cluster on Ray: deploy ray FILE | status | …"),
     "worker": ("deploy.cli", "worker", "run a worker: --role prefill|decode"),
     "role": ("deploy.role", "main", "change a running worker's role: role INSTANCE prefill|decode"),
     "store": ("kvstore.__main__", "main", "run a KV store node"),

@@ -154,11 +154,10 @@ def worker_spec(
         values["home_store"] = home
     if share is not None:
         values["gpu_memory_utilization"] = f"{share:.4g}"
+    module, config_class = _WORKERS[role, config.conditional_disaggregation]
     if config.role_switching == "on":
         module, config_class = "deploy.worker", WorkerConfig
         values["role"] = role.value
-    else:
-        module, config_class = _WORKERS[role, config.conditional_disaggregation]
     spec = _spec(config, instance_id, module, config_class, values)
     return replace(spec, nice=WORKER_NICE, stop_grace_s=site.stop_grace_s)
 

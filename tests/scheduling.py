@@ -19,6 +19,7 @@ FIRST = (
     "tests/rdma/test_guest.py",
     # Clusters of five processes each, by turns with what mostly waits.
     "tests/e2e/test_parity.py",
+    "tests/deploy/ray/test_ray.py",
     "tests/kvstore/faults/test_stop.py",
     "tests/kvstore/faults/test_registry.py",
     "tests/e2e/test_seeds.py",

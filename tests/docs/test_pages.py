@@ -24,6 +24,7 @@ SAMPLE_SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
 
 # Of programs that pages compare with.
 FOREIGN = {"--ioengine", "--iodepth", "--numjobs", "--thread", "--direct", "--time"}  # fio
+FOREIGN |= {"--resources"}  # ray
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=IDS)
 

@@ -1,0 +1,152 @@
+"""Ray's side of a controller's actions: placement groups and actors made, asked and ended. No decisions.
+
+All methods block, and are called from threads. Every process has a placement group of its own, on the host that was
+chosen for it: its ranks and stages are processes of that host (PACK), and which host that is spreads them (SPREAD).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.experimental import internal_kv
+from ray.util import get_placement_group, list_named_actors
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from deploy.ray.agent import Agent, Assignment
+from deploy.ray.config import ClusterConfig
+from deploy.ray.events import Host
+from deploy.ray.units import share_of
+from protocol.errors import MoonserveError
+
+CONTROLLER = "controller"
+NODE_LABEL = "ray.io/node-id"
+_HEAD = "node:__internal_head__"
+_PLACE_WITHIN_S = 15.0
+_NAME_FREE_WITHIN_S = 10.0
+_KV = b"moonserve"
+
+
+class CannotPlace(MoonserveError):
+    """Ray has no room for a process where it was to be."""
+
+
+def nodes() -> list[tuple[Host, int]]:
+    """Those that Ray believes alive, each with its raylet's port."""
+    return [
+        (
+            Host(
+                node_id=node["NodeID"],
+                address=node["NodeManagerAddress"],
+                resources=node["Resources"],
+                is_head=_HEAD in node["Resources"],
+            ),
+            node["NodeManagerPort"],
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def make(assignment: Assignment, host: Host, generation: int) -> Any:
+    """The actor for a process; it starts by itself. Raises CannotPlace."""
+    config = assignment.config
+    bundle = share_of(config, assignment.unit.kind).bundle()
+    group = placement_group(
+        [bundle],
+        strategy="STRICT_PACK",
+        name=_group_name(config, assignment.name, generation),
+        lifetime="detached",
+        bundle_label_selector=[{NODE_LABEL: host.node_id}],
+    )
+    if not group.wait(_PLACE_WITHIN_S):
+        remove_placement_group(group)
+        raise CannotPlace(f"{host.address} has no room for {assignment.name} ({bundle})")
+    amounts = dict(bundle)
+    options = {
+        "num_cpus": amounts.pop("CPU", 0),
+        "num_gpus": amounts.pop("GPU", 0),
+        "memory": amounts.pop("memory", None),
+        "resources": amounts,
+        "name": assignment.name,
+        "namespace": config.namespace,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "max_concurrency": 8,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0),
+    }
+    return _named(lambda: ray.remote(Agent).options(**options).remote(assignment))
+
+
+def _named(make_actor: Any) -> Any:
+    """An earlier actor's name is free a moment after it was killed."""
+    give_up_at = time.monotonic() + _NAME_FREE_WITHIN_S
+    while True:
+        try:
+            return make_actor()
+        except ValueError as error:
+            if time.monotonic() > give_up_at:
+                raise CannotPlace(f"its name is still taken: {error}") from error
+        time.sleep(0.2)
+
+
+def find(config: ClusterConfig, name: str) -> Any | None:
+    """The actor of that name, if there is one."""
+    try:
+        return ray.get_actor(name, namespace=config.namespace)
+    except ValueError:
+        return None
+
+
+def end(config: ClusterConfig, name: str, generation: int, actor: Any | None) -> None:
+    """Whether it answers or not, and its place."""
+    if actor is not None:
+        with contextlib.suppress(RayActorError, ValueError):
+            ray.kill(actor, no_restart=True)
+    with contextlib.suppress(ValueError):  # there is none
+        group: PlacementGroup = get_placement_group(_group_name(config, name, generation))
+        remove_placement_group(group)
+
+
+def leftovers(namespace: str) -> list[str]:
+    """Actors and placement groups of a cluster that exist still, but for the controller."""
+    named = list_named_actors(all_namespaces=True)
+    actors = [
+        each["name"]
+        for each in named
+        if each["namespace"] == namespace and each["name"] != CONTROLLER
+    ]
+    groups = ray.util.placement_group_table().values()
+    prefix = f"{namespace}/"
+    return actors + [
+        group["name"]
+        for group in groups
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED"
+    ]
+
+
+def write_record(config: ClusterConfig, record: dict[str, Any]) -> None:
+    """What a restarted controller goes on from; in Ray's head, like the actors' names."""
+    internal_kv._internal_kv_put(_key(config), json.dumps(record), True, namespace=_KV)
+
+
+def read_record(config: ClusterConfig) -> dict[str, Any] | None:
+    text = internal_kv._internal_kv_get(_key(config), namespace=_KV)
+    return json.loads(text) if text else None
+
+
+def drop_record(config: ClusterConfig) -> None:
+    internal_kv._internal_kv_del(_key(config), namespace=_KV)
+
+
+def _key(config: ClusterConfig) -> bytes:
+    return config.namespace.encode()
+
+
+def _group_name(config: ClusterConfig, name: str, generation: int) -> str:
+    return f"{config.namespace}/{name}#{generation}"

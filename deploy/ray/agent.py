@@ -1,0 +1,245 @@
+"""The actor beside one process of the cluster: starts it as `moonserve serve` would, restarts it, tells how it is.
+
+Owns the process's life on its host. Rule: before it starts the process it asks Ray whether it is still the actor of
+that name. One that was given up for lost and lives behind a partition finds out so, ends its process and itself, and
+never takes the place of its successor. Knows nothing of other processes but their addresses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.environment import child_environment
+from deploy.local import takes_requests
+from deploy.model import model_folder
+from deploy.plan import ProcessSpec, Site
+from deploy.ray.config import ClusterConfig
+from deploy.ray.events import READY, Report
+from deploy.ray.looped import LoopThread
+from deploy.ray.units import Addresses, Kind, Unit, process_spec, serve_config
+from deploy.supervisor import Supervisor, last_lines
+from protocol import logs
+from protocol.errors import MoonserveError
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 1.0
+LAST_RETRY_S = 15.0
+JOIN_POLL_S = 0.1
+STARTING, JOINING, STOPPED = "starting", "joining", "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Everything an actor is told."""
+
+    config: ClusterConfig
+    unit: Unit
+    addresses: Addresses
+    host: str  # its address
+    home: str | None  # the store node there
+    cluster_token: str
+
+    @property
+    def name(self) -> str:
+        return self.unit.name(self.config)
+
+
+class Life:
+    """One process from start to stop, as long as nobody asks for another one. `may_start` returns when this actor may
+    start it, and not at all when it may not."""
+
+    def __init__(self, assignment: Assignment, may_start: Callable[[], Awaitable[None]]) -> None:
+        self._assignment = assignment
+        self._may_start = may_start
+        self._supervisor: Supervisor | None = None
+        self._failure: str | None = None
+        self._has_joined = assignment.unit.kind is not Kind.GATEWAY
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def end(self) -> None:
+        """Drains and stops the process."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        if self._supervisor is not None:
+            await self._supervisor.stop()
+
+    def report(self, life: int, actor: str) -> Report:
+        child = next(iter(self._supervisor.children), None) if self._supervisor else None
+        if child is None:
+            return Report(stage=STARTING, failure=self._failure, life=life, actor=actor)
+        is_joining = child.stage == READY and not self._has_joined
+        return Report(
+            stage=JOINING if is_joining else child.stage,
+            fraction=child.fraction,
+            facts=dict(child.facts),
+            failure=self._failure,
+            restarts=child.restarts,
+            life=life,
+            pid=child.pid,
+            actor=actor,
+        )
+
+    async def _run(self) -> None:
+        """Until it has started once; then the supervisor keeps it alive."""
+        delay_s = FIRST_RETRY_S
+        while not await self._try():
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, LAST_RETRY_S)
+
+    async def _try(self) -> bool:
+        await self._may_start()
+        try:
+            spec = await asyncio.to_thread(_spec, self._assignment)
+            self._supervisor = _supervisor(self._assignment, self._may_start)
+            [child] = await self._supervisor.start([spec])
+        except (MoonserveError, OSError) as error:
+            log.warning("%s cannot start: %s", self._assignment.name, error)
+            self._failure = str(error)
+            if self._supervisor is not None:
+                await self._supervisor.stop()
+            return False
+        self._failure = None
+        while not self._has_joined:
+            self._has_joined = await asyncio.to_thread(takes_requests, child.facts["http"])
+            await asyncio.sleep(JOIN_POLL_S)
+        return True
+
+
+class Agent:
+    """A Ray actor, whose calls come from several threads. Without coroutines of its own: with one, Ray would have all
+    calls in one loop."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        serve = assignment.config.serve
+        logs.configure(assignment.name, log_format=serve.log_format, level=serve.log_level)
+        self._assignment = assignment
+        self._loop = LoopThread("agent")
+        self._lives = Lives(assignment)
+        self._loop.run(self._lives.begin())
+
+    def report(self) -> Report:
+        """Answers at once."""
+        return self._loop.run(self._lives.report())
+
+    def restart(self, life: int) -> None:
+        """Ends the process in order and starts it anew; returns before it has."""
+        self._loop.begin(self._lives.restart(life))
+
+    def stop(self) -> None:
+        """Returns when the process has ended."""
+        self._loop.run(self._lives.end())
+
+    def tail(self) -> str:
+        """The last lines of the process's log."""
+        return last_lines(log_dir(self._assignment.config) / f"{self._assignment.name}.log")
+
+
+class Lives:
+    """One life after the other, in one event loop."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+        self._id = secrets.token_hex(4)
+        self._life: Life | None = None
+        self._number = 0  # deliberate restarts
+
+    async def begin(self) -> None:
+        self._life = Life(self._assignment, self._until_allowed)
+        self._life.begin()
+
+    async def report(self) -> Report:
+        if self._life is None:
+            return Report(stage=STOPPED, life=self._number, actor=self._id)
+        return self._life.report(self._number, self._id)
+
+    async def restart(self, number: int) -> None:
+        if number > self._number:
+            self._number = number
+            await self.end()
+            await self.begin()
+
+    async def end(self) -> None:
+        life, self._life = self._life, None
+        if life is not None:
+            await life.end()
+
+    async def _until_allowed(self) -> None:
+        """Waits while Ray cannot be asked. Ends everything where another actor has the name now."""
+        is_current = await asyncio.to_thread(_is_current, self._assignment)
+        while is_current is None:
+            await asyncio.sleep(FIRST_RETRY_S)
+            is_current = await asyncio.to_thread(_is_current, self._assignment)
+        if not is_current:
+            log.warning("%s has been replaced: ending", self._assignment.name)
+            os._exit(
+                0
+            )  # its process dies with it, as a worker of Ray leaves nothing to run after itself
+
+
+def _is_current(assignment: Assignment) -> bool | None:
+    """None: Ray does not answer."""
+    import ray
+
+    try:
+        found = ray.get_actor(assignment.name, namespace=assignment.config.namespace)
+    except ValueError:  # nobody has the name
+        return False
+    except Exception as error:  # whatever Ray raises where its head is away
+        log.warning("Ray cannot be asked who %s is: %s", assignment.name, error)
+        return None
+    is_own: bool = found._actor_id.hex() == ray.get_runtime_context().get_actor_id()
+    return is_own
+
+
+def _spec(assignment: Assignment) -> ProcessSpec:
+    """Raises ConfigError; may download the model."""
+    config, unit = assignment.config, assignment.unit
+    needs_model = unit.kind in (Kind.PREFILL, Kind.DECODE, Kind.GATEWAY)
+    site = Site(
+        conductor=assignment.addresses.conductors,
+        model_path=str(model_folder(config.serve.model)) if needs_model else "",
+        host=assignment.host,
+        ledger=str(log_dir(config) / "kv-memory"),
+        drain_s=config.drain_s,
+    )
+    serve = serve_config(config, assignment.addresses)
+    return process_spec(config, unit, serve, site, assignment.home)
+
+
+def _supervisor(assignment: Assignment, may_restart: Callable[[], Awaitable[None]]) -> Supervisor:
+    config, unit = assignment.config, assignment.unit
+    workers = config.decode if unit.kind is Kind.DECODE else config.prefill
+    num_threads = config.serve.num_threads or workers.num_threads
+    environment = child_environment(os.environ, assignment.cluster_token, num_threads)
+    environment["PYTHONPATH"] = os.pathsep.join(_paths_without_rays())
+    folder = log_dir(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    return Supervisor(folder, environment, lambda: None, may_restart)
+
+
+def _paths_without_rays() -> list[str]:
+    """Ray's workers see its own copies of libraries first."""
+    import ray
+
+    own = str(Path(ray.__file__).parent)
+    return [path for path in sys.path if path and not path.startswith(own)]
+
+
+def log_dir(config: ClusterConfig) -> Path:
+    """On each host, for all of its processes."""
+    if config.serve.log_dir is not None:
+        return Path(config.serve.log_dir)
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "moonserve" / f"ray-{config.name}"

@@ -1,0 +1,290 @@
+"""The actor that keeps a cluster on Ray as it should be: the shell of `deploy.ray.state`.
+
+Looks at hosts, actors and the conductor's view twice a second, and has done what the state decides. Every change that a
+successor must know is written to Ray's head first, so that Ray can restart this actor like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError
+
+from deploy.ray import actors
+from deploy.ray.agent import Assignment
+from deploy.ray.config import ClusterConfig
+from deploy.ray.events import (
+    Action,
+    Event,
+    Gone,
+    Host,
+    HostsSeen,
+    Kill,
+    MembersSeen,
+    Reported,
+    Restart,
+    Silent,
+    Start,
+    Stop,
+)
+from deploy.ray.looped import LoopThread
+from deploy.ray.members import Members
+from deploy.ray.state import ControllerState
+from deploy.ray.status import status_of
+from protocol import logs
+from protocol.errors import ConfigError, MoonserveError
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+ANSWER_WITHIN_S = 2.0
+PROBE_WITHIN_S = 1.0
+TAIL_WITHIN_S = 10.0
+NUM_EVENTS = 100
+# Beyond the drain: the process's end, and Ray's way.
+STOP_GRACE_S = 20.0
+
+
+class Controller:
+    """A Ray actor, whose calls come from several threads. Without coroutines of its own: with one, Ray would have all
+    calls in one loop."""
+
+    def __init__(self, config: ClusterConfig, cluster_token: str) -> None:
+        logs.configure(
+            "controller", log_format=config.serve.log_format, level=config.serve.log_level
+        )
+        self._config = config
+        self._loop = LoopThread("controller")
+        self._watch = Watch(config, cluster_token)
+        self._loop.begin(self._watch.run())
+
+    def status(self) -> dict[str, Any]:
+        """The cluster in JSON's types (`Watch.status`)."""
+        return self._loop.run(self._watch.status())
+
+    def wish(self, event: Event) -> str:
+        """Empty, or why that cannot be."""
+        return self._loop.run(self._watch.wish(event))
+
+    def tail(self, name: str) -> str:
+        """The end of a process's log. Raises ConfigError."""
+        actor = actors.find(self._config, name)
+        if actor is None:
+            raise ConfigError(f"there is no {name}; `moonserve deploy status` lists what there is")
+        text: str = ray.get(actor.tail.remote(), timeout=TAIL_WITHIN_S)
+        return text
+
+
+class Watch:
+    """What the controller does, in one event loop."""
+
+    def __init__(self, config: ClusterConfig, cluster_token: str) -> None:
+        self._config = config
+        self._token = cluster_token
+        self._state = ControllerState(config)
+        record = actors.read_record(config)
+        if record is not None:
+            log.warning("going on where an earlier controller ended")
+            self._state.restore(record)
+        self._written = record
+        self._actors: dict[str, tuple[int, Any]] = {}  # generation and handle
+        self._starting: set[str] = set()  # names of those that Ray is being asked for
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turns: dict[str, asyncio.Lock] = {}  # what is done to one name is done in order
+        self._members = Members(cluster_token)
+        self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)  # for operators
+
+    async def wish(self, event: Event) -> str:
+        """An operator's. Empty, or why that cannot be."""
+        try:
+            self._handle(event)
+        except ConfigError as error:
+            return error.message
+        return ""
+
+    async def status(self) -> dict[str, Any]:
+        """The cluster in JSON's types."""
+        return {
+            **status_of(self._state),
+            "has_ended": self._has_ended and not self._tasks,
+            "events": list(self._events),
+        }
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._state.is_ending and not self._state.processes
+
+    # -- the loop
+
+    async def run(self) -> None:
+        """Until the process ends."""
+        while True:
+            began_at = time.monotonic()
+            try:
+                await self._look()
+            except Exception:  # a loop that ends is a cluster that nobody watches
+                log.exception("looking at the cluster failed")
+            await asyncio.sleep(max(0.05, LOOK_EVERY_S - (time.monotonic() - began_at)))
+
+    async def _look(self) -> None:
+        if self._has_ended:
+            await asyncio.to_thread(actors.drop_record, self._config)
+            return
+        self._handle(HostsSeen(hosts=await self._hosts()))
+        await asyncio.gather(self._ask_members(), *map(self._ask, list(self._state.processes)))
+        await self._write()
+
+    def _handle(self, event: Event) -> None:
+        for action in self._state.handle(event, time.monotonic()):
+            self._do(action)
+
+    async def _write(self) -> None:
+        record = self._state.to_record()
+        if record != self._written:
+            await asyncio.to_thread(actors.write_record, self._config, record)
+            self._written = record
+
+    # -- looking
+
+    async def _hosts(self) -> list[Host]:
+        found = await asyncio.to_thread(actors.nodes)
+        return list(await asyncio.gather(*(_probed(host, port) for host, port in found)))
+
+    async def _ask_members(self) -> None:
+        if self._state.addresses is None:
+            return
+        try:
+            members = await self._members.seen(self._state.addresses.conductors)
+        except MoonserveError as error:
+            log.debug("no conductor answers: %s", error)
+        else:
+            self._handle(MembersSeen(members=members))
+
+    async def _ask(self, name: str) -> None:
+        process = self._state.processes.get(name)
+        if process is None or name in self._starting or process.is_leaving:
+            return
+        generation = process.generation
+        actor = await self._actor(name, generation)
+        if actor is None:
+            self._handle(Gone(name=name, generation=generation, reason="Ray knows no such actor"))
+            return
+        try:
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                report = await actor.report.remote()
+        except ActorDiedError as error:
+            self._note(f"{name} ended: {error}")
+            await asyncio.to_thread(actors.end, self._config, name, generation, None)
+            self._handle(Gone(name=name, generation=generation, reason="its actor died"))
+        except (TimeoutError, RayActorError):
+            self._handle(Silent(name=name, generation=generation))
+        else:
+            self._handle(Reported(name=name, generation=generation, report=report))
+
+    async def _actor(self, name: str, generation: int) -> Any | None:
+        known = self._actors.get(name)
+        if known is not None and known[0] == generation:
+            return known[1]
+        actor = await asyncio.to_thread(actors.find, self._config, name)
+        if actor is not None:
+            self._actors[name] = (generation, actor)
+        return actor
+
+    # -- doing
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Start():
+                self._starting.add(action.name)
+                self._note(f"{action.name} starts on {action.host.address}")
+                self._begin(action.name, self._start(action))
+            case Stop():
+                self._note(f"{action.name} drains and leaves")
+                self._begin(action.name, self._stop(action))
+            case Kill():
+                self._note(f"{action.name} is given up: {action.reason}")
+                self._begin(action.name, self._end(action.name, action.generation))
+            case Restart():
+                self._note(f"{action.name} restarts")
+                self._begin(action.name, self._restart(action))
+
+    def _begin(self, name: str, body: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._in_turn(name, body))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _in_turn(self, name: str, body: Coroutine[Any, Any, None]) -> None:
+        async with self._turns.setdefault(name, asyncio.Lock()):
+            await body
+
+    async def _start(self, action: Start) -> None:
+        assert self._state.addresses is not None
+        assignment = Assignment(
+            config=self._config,
+            unit=action.unit,
+            addresses=self._state.addresses,
+            host=action.host.address,
+            home=action.home,
+            cluster_token=self._token,
+        )
+        # Before the actor is there: who comes after this controller must find it.
+        await self._write()
+        try:
+            made = await asyncio.to_thread(actors.make, assignment, action.host, action.generation)
+        except (MoonserveError, RayActorError, ValueError) as error:
+            self._note(f"{action.name} has no place on {action.host.address}: {error}")
+            await asyncio.to_thread(actors.end, self._config, action.name, action.generation, None)
+            self._handle(Gone(name=action.name, generation=action.generation, reason=str(error)))
+        else:
+            self._actors[action.name] = (action.generation, made)
+        finally:
+            self._starting.discard(action.name)
+
+    async def _stop(self, action: Stop) -> None:
+        actor = await self._actor(action.name, action.generation)
+        if actor is not None:
+            with contextlib.suppress(TimeoutError, RayActorError):
+                async with asyncio.timeout(self._config.drain_s + STOP_GRACE_S):
+                    await actor.stop.remote()
+        await self._end(action.name, action.generation)
+        self._note(f"{action.name} has left")
+        self._handle(Gone(name=action.name, generation=action.generation))
+
+    async def _end(self, name: str, generation: int) -> None:
+        actor = await self._actor(name, generation)
+        self._actors.pop(name, None)
+        await asyncio.to_thread(actors.end, self._config, name, generation, actor)
+
+    async def _restart(self, action: Restart) -> None:
+        actor = await self._actor(action.name, action.generation)
+        if actor is not None:
+            with contextlib.suppress(RayActorError):  # then Ray restarts it, or it is given up
+                await actor.restart.remote(action.life)
+
+    def _note(self, text: str) -> None:
+        log.info("%s", text)
+        self._events.append((time.time(), text))
+
+
+async def _probed(host: Host, port: int) -> Host:
+    """Whether its raylet takes a connection."""
+    try:
+        async with asyncio.timeout(PROBE_WITHIN_S):
+            _, writer = await asyncio.open_connection(host.address, port)
+            writer.close()
+            return host
+    except (OSError, TimeoutError):
+        return Host(
+            node_id=host.node_id,
+            address=host.address,
+            resources=host.resources,
+            is_head=host.is_head,
+            answers=False,
+        )

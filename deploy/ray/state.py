@@ -1,0 +1,378 @@
+"""Which process of a cluster on Ray is where, and what is to be done about those that are not. Pure.
+
+Rules: what is wanted and has no place gets one, in the order of `Kind`; what has a place and is not wanted drains and
+leaves. A host whose raylet is silent is lost: its processes get a place elsewhere under the same names, with a later
+generation; what may still run there is fenced by the registry's epochs and by the actor's own look at Ray. An actor
+that is silent while its host answers is Ray's to restart, for a while. One process at a time is restarted on purpose,
+and only while everything is whole. Knows neither Ray nor what the processes do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from conductor.roles import WorkerLoad
+from deploy.ray.autoscaler import Autoscaler, Bounds, Grow
+from deploy.ray.config import ClusterConfig
+from deploy.ray.events import (
+    Action,
+    Event,
+    Gone,
+    Host,
+    HostsSeen,
+    Kill,
+    Leave,
+    Member,
+    MembersSeen,
+    Reported,
+    Restart,
+    RestartAll,
+    Scale,
+    Silent,
+    Start,
+    Stop,
+    TakeDown,
+)
+from deploy.ray.hosts import Hosts
+from deploy.ray.placement import Placed, choose_host, fits
+from deploy.ray.process import Process
+from deploy.ray.units import ROLES, Addresses, Kind, Unit, addresses_of, share_of
+from deploy.ray.wanted import Wanted
+from protocol.errors import ConfigError
+from protocol.ids import Role
+
+# Ray restarts an actor whose worker process died; an interpreter's start takes seconds on a busy machine.
+ACTOR_PATIENCE_S = 20.0
+FIRST_ANSWER_S = 90.0
+# The conductors late: a new leader knows nothing of requests that another one placed.
+_RESTART_ORDER = (
+    *(Kind.STORE, Kind.PREFILL, Kind.DECODE),
+    *(Kind.GATEWAY, Kind.CONDUCTOR, Kind.DIRECTORY),
+)
+
+
+class ControllerState:
+    """One cluster on Ray."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+        self.addresses: Addresses | None = None  # once the first hosts were seen
+        self.is_ending = False
+        self.processes: dict[str, Process] = {}
+        self.wanted = Wanted(config)
+        self._hosts = Hosts(config.silence_s)
+        self._conductor_hosts: tuple[str, ...] = ()  # addresses
+        self._generation = 0
+        self._restarts: list[str] = []  # still to come
+        self._restarting: str | None = None
+        self._autoscaler = _autoscaler(config)
+
+    # -- questions
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that is wanted serves, and nothing leaves."""
+        processes = self.processes.values()
+        return (
+            self.addresses is not None
+            and all(p.serves and not p.is_leaving for p in processes)
+            and all(self._process(unit) is not None for unit in self._units())
+        )
+
+    @property
+    def is_restarting(self) -> bool:
+        return self._restarting is not None or bool(self._restarts)
+
+    def missing(self) -> list[str]:
+        """Names of what is wanted and does not serve."""
+        named = {unit.name(self.config): self._process(unit) for unit in self._units()}
+        return [name for name, process in named.items() if process is None or not process.serves]
+
+    def address_of(self, process: Process) -> str:
+        return self._hosts.address_of(process.node_id)
+
+    # -- events
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Raises ConfigError for an operator's wish that cannot be; then nothing has changed."""
+        return self._apply(event, now) + self._reconcile(now)
+
+    def _apply(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case HostsSeen(hosts=hosts):
+                return self._see(hosts, now)
+            case Silent():
+                return self._miss(event, now)
+            case Reported():
+                self._hear(event)
+            case Gone():
+                self._forget(event, now)
+            case MembersSeen(members=members):
+                self._know(members, now)
+            case Scale():
+                self.wanted.scale(event.kind, event.count)
+            case Leave(name=name):
+                self.wanted.dismiss(self._named(name).unit)
+            case RestartAll(names=names):
+                self._queue(names)
+            case TakeDown():
+                self.is_ending = True
+                self._restarts.clear()
+        return []
+
+    def _see(self, hosts: Sequence[Host], now: float) -> list[Action]:
+        self._hosts.see(hosts, now)
+        if self.addresses is None and hosts:
+            self._settle()
+        lost = [p for p in self.processes.values() if self._hosts.is_lost(p.node_id)]
+        return [action for process in lost for action in self._give_up(process, "host is lost")]
+
+    def _settle(self) -> None:
+        """Who must be found by everybody gets addresses for good."""
+        hosts = list(self._hosts)
+        able = [host for host in hosts if fits(share_of(self.config, Kind.CONDUCTOR), host, ())]
+        addresses = tuple(dict.fromkeys(host.address for host in able or hosts))
+        self._conductor_hosts = addresses[: self.config.conductors.hosts]
+        self.addresses = addresses_of(self.config, self._conductor_hosts, hosts[0].address)
+
+    def _hear(self, event: Reported) -> None:
+        process = self._current(event.name, event.generation)
+        if process is None:
+            return
+        last, process.report, process.silent_since = process.report, event.report, None
+        if last is not None and last.actor != event.report.actor:
+            process.life = event.report.life  # Ray has restarted the actor, and so the process
+
+    def _miss(self, event: Silent, now: float) -> list[Action]:
+        process = self._current(event.name, event.generation)
+        if process is None:
+            return []
+        if process.silent_since is None:
+            process.silent_since = now
+        patience_s = FIRST_ANSWER_S if process.report is None else ACTOR_PATIENCE_S
+        if now - process.silent_since < patience_s:
+            return []
+        return self._give_up(process, "actor is silent")
+
+    def _give_up(self, process: Process, reason: str) -> list[Action]:
+        self._drop(process)
+        return [Kill(name=process.name, generation=process.generation, reason=f"its {reason}")]
+
+    def _forget(self, event: Gone, now: float) -> None:
+        process = self._current(event.name, event.generation)
+        if process is not None:
+            self._drop(process)
+            if not process.is_leaving:
+                self._hosts.refuse(process.node_id, process.unit.kind, now)
+
+    def _drop(self, process: Process) -> None:
+        del self.processes[process.name]
+        if self._restarting == process.name:
+            self._restarting = None
+
+    def _know(self, members: Sequence[Member], now: float) -> None:
+        epochs = {member.instance_id: member.epoch for member in members}
+        for process in self.processes.values():
+            process.epoch = epochs.get(process.name, 0)
+        if self._autoscaler is not None and not (self.is_restarting or self.is_ending):
+            loads = [member.load for member in members if member.load is not None]
+            self._scale_by(self._autoscaler, loads, now)
+
+    def _scale_by(self, autoscaler: Autoscaler, loads: Sequence[WorkerLoad], now: float) -> None:
+        change = autoscaler.decide(loads, self.wanted.num_workers, now)
+        if isinstance(change, Grow):
+            self.wanted.add(Kind(change.role.value))
+        elif change is not None and change.instance_id in self.processes:
+            unit = self.processes[change.instance_id].unit
+            if self.wanted.counts()[unit.kind] > 1:
+                self.wanted.dismiss(unit)
+
+    def _queue(self, names: Sequence[str]) -> None:
+        chosen = [self._named(name) for name in names] or list(self.processes.values())
+        chosen.sort(key=lambda p: (_RESTART_ORDER.index(p.unit.kind), p.unit.number))
+        self._restarts += [p.name for p in chosen if p.name not in self._restarts]
+
+    # -- what follows
+
+    def _reconcile(self, now: float) -> list[Action]:
+        if self.is_ending:
+            return self._end()
+        return [*self._dismissals(), *self._starts(now), *self._next_restart()]
+
+    def _end(self) -> list[Action]:
+        """The last kind first, each when the one before is gone."""
+        remaining = {p.unit.kind for p in self.processes.values()}
+        last = next((kind for kind in reversed(Kind) if kind in remaining), None)
+        kinds = set(ROLES) if last in ROLES else {last}
+        return self._stops(p for p in self.processes.values() if p.unit.kind in kinds)
+
+    def _dismissals(self) -> list[Action]:
+        wanted = set(self._units())
+        return self._stops(p for p in self.processes.values() if p.unit not in wanted)
+
+    def _stops(self, processes: Iterable[Process]) -> list[Action]:
+        actions: list[Action] = []
+        for process in processes:
+            if not process.is_leaving:
+                process.is_leaving = True
+                actions.append(Stop(name=process.name, generation=process.generation))
+        return actions
+
+    def _starts(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for unit in self._units():
+            if self._process(unit) is None and self._may_start(unit.kind):
+                host = self._host_for(unit, now)
+                if host is not None:
+                    actions.append(self._start(unit, host))
+        return actions
+
+    def _start(self, unit: Unit, host: Host) -> Start:
+        self._generation += 1
+        name, generation = unit.name(self.config), self._generation
+        self.processes[name] = Process(unit, name, host.node_id, generation)
+        home = self._home(host)
+        return Start(unit=unit, name=name, generation=generation, host=host, home=home)
+
+    def _may_start(self, kind: Kind) -> bool:
+        """Whether those are there whom it asks first."""
+        if kind is Kind.DIRECTORY:
+            return True
+        if kind is Kind.CONDUCTOR:
+            return not self.config.needs_directory or self._has_ready(Kind.DIRECTORY)
+        return self._has_ready(Kind.CONDUCTOR)
+
+    def _has_ready(self, kind: Kind) -> bool:
+        return any(p.is_ready for p in self.processes.values() if p.unit.kind is kind)
+
+    def _host_for(self, unit: Unit, now: float) -> Host | None:
+        """None: nowhere, or not yet."""
+        suiting = [h for h in self._hosts.open_to(unit.kind, now) if self._suits(unit, h)]
+        host = choose_host(share_of(self.config, unit.kind), unit.kind, suiting, self._placed())
+        if host is None or unit.kind not in ROLES or not self.config.stores.enabled:
+            return host
+        store = self.processes.get(self._home(host) or "")
+        return host if store is not None and store.is_ready else None
+
+    def _suits(self, unit: Unit, host: Host) -> bool:
+        match unit.kind:
+            case Kind.STORE:
+                return self._hosts.numbers[host.node_id] == unit.number
+            case Kind.CONDUCTOR:
+                return host.address in self._conductor_hosts
+            case Kind.DIRECTORY:
+                return host.is_head
+        return True
+
+    def _next_restart(self) -> list[Action]:
+        if not self.is_whole:
+            return []
+        self._restarting = None
+        while self._restarts:
+            process = self.processes.get(self._restarts.pop(0))
+            if process is not None:
+                return [self._restart(process)]
+        return []
+
+    def _restart(self, process: Process) -> Restart:
+        self._restarting = process.name
+        process.life += 1
+        process.epoch_before = process.epoch
+        return Restart(name=process.name, generation=process.generation, life=process.life)
+
+    # -- parts
+
+    def _units(self) -> list[Unit]:
+        """All that there are to be, in the order in which they start. A store is on each host that can have a worker,
+        by what the host has in all."""
+        if self.addresses is None:
+            return []
+        stores: list[int] = []
+        if self.config.stores.enabled:
+            store = share_of(self.config, Kind.STORE)
+            shares = [share_of(self.config, kind) for kind in ROLES]
+            stores = [
+                self._hosts.numbers[host.node_id]
+                for host in self._hosts
+                if not self._hosts.is_lost(host.node_id)
+                and any(fits(share, host, (store,)) for share in shares)
+            ]
+        return self.wanted.units(stores)
+
+    def _home(self, host: Host) -> str | None:
+        if not self.config.stores.enabled:
+            return None
+        return Unit(Kind.STORE, self._hosts.numbers[host.node_id]).name(self.config)
+
+    def _placed(self) -> list[Placed]:
+        return [
+            Placed(p.node_id, p.unit.kind, share_of(self.config, p.unit.kind))
+            for p in self.processes.values()
+        ]
+
+    def _process(self, unit: Unit) -> Process | None:
+        return self.processes.get(unit.name(self.config))
+
+    def _named(self, name: str) -> Process:
+        """Raises ConfigError."""
+        if name not in self.processes:
+            raise ConfigError(f"there is no {name}; `moonserve deploy status` lists what there is")
+        return self.processes[name]
+
+    def _current(self, name: str, generation: int) -> Process | None:
+        """None for news of an earlier one of that name."""
+        process = self.processes.get(name)
+        return process if process is not None and process.generation == generation else None
+
+    # -- for a controller that starts anew
+
+    def to_record(self) -> dict[str, Any]:
+        """What only the controller knows, for `restore`; of JSON's types."""
+        return {
+            "wanted": self.wanted.to_record(),
+            "numbers": self._hosts.numbers,
+            "conductor_hosts": self._conductor_hosts,
+            "head": self.addresses.head if self.addresses is not None else None,
+            "generation": self._generation,
+            "is_ending": self.is_ending,
+            "processes": [
+                [p.unit.kind.value, p.unit.number, p.node_id, p.generation]
+                for p in self.processes.values()
+            ],
+        }
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Goes on where another controller of this configuration ended; restarts that were to come are forgotten."""
+        self.wanted.restore(record["wanted"])
+        self._hosts.restore(record["numbers"])
+        self._generation, self.is_ending = record["generation"], record["is_ending"]
+        self._conductor_hosts = tuple(record["conductor_hosts"])
+        if record["head"] is not None:
+            self.addresses = addresses_of(self.config, self._conductor_hosts, record["head"])
+        for kind, number, node_id, generation in record["processes"]:
+            unit = Unit(Kind(kind), number)
+            name = unit.name(self.config)
+            self.processes[name] = Process(unit, name, node_id, generation)
+
+    def validate(self) -> None:
+        """Raises AssertionError unless the books agree with each other."""
+        generations = [p.generation for p in self.processes.values()]
+        assert len(set(generations)) == len(generations)
+        assert all(generation <= self._generation for generation in generations)
+        for name, process in self.processes.items():
+            assert name == process.name == process.unit.name(self.config)
+        assert self._restarting is None or self._restarting in self.processes
+        self._hosts.validate()
+        if self._autoscaler is not None:
+            self._autoscaler.validate()
+
+
+def _autoscaler(config: ClusterConfig) -> Autoscaler | None:
+    if config.autoscale is None:
+        return None
+    bounds = {
+        Role.PREFILL: Bounds(least=config.prefill.min, most=config.prefill.most),
+        Role.DECODE: Bounds(least=config.decode.min, most=config.decode.most),
+    }
+    return Autoscaler(config.autoscale, bounds)

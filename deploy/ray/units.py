@@ -1,0 +1,118 @@
+"""The processes of a cluster on Ray, one by one: names, what each takes of its host, and how it is started. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from deploy.config import ServeConfig
+from deploy.plan import (
+    ProcessSpec,
+    Site,
+    conductor_spec,
+    directory_spec,
+    gateway_spec,
+    store_spec,
+    worker_spec,
+)
+from deploy.ray.config import ClusterConfig, Share
+from protocol.ids import Role
+
+
+class Kind(StrEnum):
+    """In the order in which they start; they stop in the other one."""
+
+    DIRECTORY = "directory"
+    CONDUCTOR = "conductor"
+    STORE = "store"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    GATEWAY = "gateway"
+
+
+ROLES = {Kind.PREFILL: Role.PREFILL, Kind.DECODE: Role.DECODE}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Unit:
+    """One process that there is to be. Workers that can change roles are of the kind that they begin with."""
+
+    kind: Kind
+    number: int
+
+    def name(self, config: ClusterConfig) -> str:
+        """Of its actor and of its process: the instance id."""
+        if self.kind is Kind.DIRECTORY:
+            return "directory"
+        if self.kind is Kind.CONDUCTOR and config.conductors.count == 1:
+            return "conductor"
+        if self.kind in ROLES and config.serve.role_switching == "on":
+            return (
+                f"worker-{2 * self.number + (self.kind is Kind.DECODE)}"  # says nothing of a role
+            )
+        return f"{self.kind}-{self.number}"
+
+
+def share_of(config: ClusterConfig, kind: Kind) -> Share:
+    """What a process of this kind takes of its host."""
+    shares: dict[Kind, Share] = {
+        Kind.DIRECTORY: config.directory,
+        Kind.CONDUCTOR: config.conductors,
+        Kind.STORE: config.stores,
+        Kind.PREFILL: config.prefill,
+        Kind.DECODE: config.decode,
+        Kind.GATEWAY: config.gateways,
+    }
+    return shares[kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Where those are whom everybody must find; they stay where they were first put, as far as that is an address."""
+
+    head: str  # of Ray's head, without a port
+    conductors: str  # all on which one may be, with commas between
+    registry: str | None  # None: the one conductor needs none
+
+
+def addresses_of(config: ClusterConfig, hosts: tuple[str, ...], head: str) -> Addresses:
+    """`hosts`: network addresses of those that may have a conductor; `head`: that of Ray's head."""
+    conductors = config.conductors
+    ports = range(conductors.port, conductors.port + conductors.count)
+    found = dict.fromkeys(f"{host}:{port}" for host in hosts for port in ports)
+    embedded = f"{head}:{config.directory.port}" if config.needs_directory else None
+    return Addresses(head=head, conductors=",".join(found), registry=config.registry or embedded)
+
+
+def serve_config(config: ClusterConfig, addresses: Addresses) -> ServeConfig:
+    """The options that processes inherit."""
+    return replace(
+        config.serve,
+        conductors=config.conductors.count,
+        gateways=config.gateways.count,
+        prefill_workers=config.prefill.count,
+        decode_workers=config.decode.count,
+        store_nodes=int(config.stores.enabled),
+        registry=addresses.registry,
+    )
+
+
+def process_spec(
+    config: ClusterConfig, unit: Unit, serve: ServeConfig, site: Site, home: str | None
+) -> ProcessSpec:
+    """How the unit's process is started at `site`, `home` being the store node there."""
+    name = unit.name(config)
+    match unit.kind:
+        case Kind.DIRECTORY:
+            return directory_spec(serve, site, config.directory.port)
+        case Kind.CONDUCTOR:
+            port = config.conductors.port + unit.number
+            return conductor_spec(serve, str(port), unit.number, site)
+        case Kind.STORE:
+            return store_spec(serve, site, name)
+        case Kind.GATEWAY:
+            return gateway_spec(serve, site, name)
+    own = config.prefill if unit.kind is Kind.PREFILL else config.decode
+    if serve.num_threads is None:
+        serve = replace(serve, num_threads=own.num_threads)
+    return worker_spec(serve, site, name, ROLES[unit.kind], home=home)

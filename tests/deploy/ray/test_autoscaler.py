@@ -1,0 +1,104 @@
+"""Scaling by predicted load: loads over time in, changes out."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conductor.roles import WorkerLoad
+from deploy.ray.autoscaler import Autoscaler, Bounds, Change, Grow, ScaleTerms, Shrink
+from protocol.ids import InstanceId, Role
+
+TERMS = ScaleTerms(high=0.7, low=0.4, up_hold_s=10, down_hold_s=30, cool_down_s=20)
+BOUNDS = {Role.PREFILL: Bounds(least=1, most=3), Role.DECODE: Bounds(least=1, most=3)}
+P, D = Role.PREFILL, Role.DECODE
+
+
+def loads(
+    prefill: list[float], decode: list[float], *, can_change: bool = False, draining: bool = False
+) -> list[WorkerLoad]:
+    return [
+        WorkerLoad(
+            instance_id=InstanceId(f"{role}-{number}"),
+            role=role,
+            can_change=can_change,
+            draining=draining,
+            need=load,
+            use=load,
+        )
+        for role, own in ((P, prefill), (D, decode))
+        for number, load in enumerate(own)
+    ]
+
+
+def changes(scaler: Autoscaler, seen: list[WorkerLoad], start: int, seconds: int) -> list[Change]:
+    asked = (scaler.decide(seen, len(seen), now) for now in range(start, start + seconds))
+    return [change for change in asked if change is not None]
+
+
+def test_a_need_that_lasts_gets_a_worker_and_one_that_does_not_gets_none() -> None:
+    scaler = Autoscaler(TERMS, BOUNDS)
+    busy, calm = loads([0.9], [0.5]), loads([0.5], [0.5])
+    assert changes(scaler, busy, 0, 10) == []
+    assert changes(scaler, calm, 10, 1) == []
+    assert changes(scaler, busy, 11, 10) == []
+    assert changes(scaler, busy, 21, 1) == [Grow(role=P)]
+
+
+def test_nothing_follows_before_a_change_has_shown_its_effect() -> None:
+    scaler = Autoscaler(TERMS, BOUNDS)
+    busy = loads([0.5], [0.9, 0.9])
+    assert changes(scaler, busy, 0, 11) == [Grow(role=D)]
+    assert changes(scaler, busy, 11, 19) == []
+    assert changes(scaler, busy, 30, 1) == [Grow(role=D)]
+
+
+def test_bounds_are_kept() -> None:
+    assert changes(Autoscaler(TERMS, BOUNDS), loads([0.9] * 3, [0.5]), 0, 100) == []
+    assert changes(Autoscaler(TERMS, BOUNDS), loads([0.0], [0.0]), 0, 100) == []
+
+
+def test_the_least_used_leaves_when_the_others_could_do_its_work() -> None:
+    scaler = Autoscaler(TERMS, BOUNDS)
+    idle = loads([0.5], [0.3, 0.1, 0.2])
+    assert changes(scaler, idle, 0, 31) == [Shrink(instance_id=InstanceId("decode-1"), role=D)]
+
+
+def test_nobody_leaves_while_the_other_role_lacks_a_worker_or_anybody_comes_or_goes() -> None:
+    lacking = loads([0.9] * 2, [0.0] * 2)
+    assert all(isinstance(c, Grow) for c in changes(Autoscaler(TERMS, BOUNDS), lacking, 0, 100))
+    going = loads([0.1] * 2, [0.1] * 2, draining=True)
+    assert changes(Autoscaler(TERMS, BOUNDS), going, 0, 100) == []
+    idle, scaler = loads([0.1] * 2, [0.1] * 2), Autoscaler(TERMS, BOUNDS)
+    assert [scaler.decide(idle, len(idle) + 1, now) for now in range(100)] == [None] * 100
+
+
+def test_a_role_that_another_one_can_help_gets_no_worker_of_its_own() -> None:
+    """The conductor changes a worker's role, which needs no machine."""
+    helped = loads([0.9], [0.1, 0.1], can_change=True)
+    assert changes(Autoscaler(TERMS, BOUNDS), helped, 0, 100) == []
+    alone = loads([0.9], [0.6, 0.6], can_change=True)
+    assert changes(Autoscaler(TERMS, BOUNDS), alone, 0, 11) == [Grow(role=P)]
+
+
+@given(
+    work=st.floats(0.0, 2.5),
+    other=st.floats(0.0, 2.5),
+    count=st.integers(1, 3),
+)
+def test_a_constant_load_is_never_answered_by_going_back_and_forth(
+    work: float, other: float, count: int
+) -> None:
+    """Work is shared out evenly. After the first change every later one has the same direction."""
+    scaler, counts = Autoscaler(TERMS, BOUNDS), {P: count, D: count}
+    steps: dict[Role, list[int]] = {P: [], D: []}
+    for now in range(1000):
+        seen = loads([work / counts[P]] * counts[P], [other / counts[D]] * counts[D])
+        change = scaler.decide(seen, len(seen), now)
+        scaler.validate()
+        if change is not None:
+            step = 1 if isinstance(change, Grow) else -1
+            counts[change.role] += step
+            steps[change.role].append(step)
+            assert BOUNDS[change.role].least <= counts[change.role] <= BOUNDS[change.role].most
+    assert all(len(set(taken)) <= 1 for taken in steps.values())

@@ -1,0 +1,184 @@
+"""A cluster on a real Ray of three raylets: deployed, hit, changed and taken away, while clients that know the right
+tokens go on asking. One cluster for all, whose tests go in their order: each takes the cluster as the one before left
+it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.ray.clusters import (
+    Checking,
+    Deployed,
+    deployed,
+    kill_raylet,
+    ours,
+    ray_cluster,
+)
+from tests.patience import PATIENCE_S
+from tests.public_trace import TRACE, needs_trace
+
+pytest.importorskip("ray", reason="needs the extra `ray`")
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # Ray's own, of which there are several in each release
+]
+
+PROMPTS = [list(range(10 * number, 10 * number + 40)) for number in range(1, 4)]
+AUTOSCALE = {"high": 0.35, "low": 0.01, "up_hold_s": 1, "down_hold_s": 600, "cool_down_s": 1}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Any]:
+    with ray_cluster(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    folder = tmp_path_factory.mktemp("ray")
+    shared = set(os.listdir("/dev/shm"))
+    with deployed(folder, autoscale=AUTOSCALE) as cluster:
+        yield cluster
+    sys.stdout.write("\n" + cluster.told())  # pytest -s: the timeline of docs/ray.md
+    left = {name for name in set(os.listdir("/dev/shm")) - shared if "moonserve" in name}
+    assert not left
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: Deployed) -> list[list[int]]:
+    """What an undisturbed cluster answers."""
+    answers = [cluster.complete(prompt, max_tokens=16) for prompt in PROMPTS]
+    cluster.mark("first answers")
+    return answers
+
+
+def test_actors_are_named_detached_spread_and_beside_their_store(cluster: Deployed) -> None:
+    import ray
+    from ray.util import list_named_actors
+
+    status = cluster.deployment.status()
+    named = list_named_actors(all_namespaces=True)
+    assert {p["name"] for p in status["processes"]} | {"controller"} == {
+        each["name"] for each in named if each["namespace"] == cluster.config.namespace
+    }
+    nodes: dict[str, list[str]] = {}
+    for process in status["processes"]:
+        nodes.setdefault(process["kind"], []).append(process["node_id"])
+    for kind in ("prefill", "decode", "store"):
+        assert len(nodes[kind]) == len(set(nodes[kind])) == 2
+    assert set(nodes["prefill"]) == set(nodes["store"])
+    groups = ray.util.placement_group_table().values()
+    assert {group["strategy"] for group in groups} == {"STRICT_PACK"}
+    assert len(groups) == len(status["processes"])
+
+
+def test_the_terminal_tells_what_runs_where(cluster: Deployed) -> None:
+    shown = cluster.command("status")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "test: serves" in shown.stdout
+    told = json.loads(cluster.command("status", "--json").stdout)
+    assert told["wanted"] == {"conductor": 2, "prefill": 2, "decode": 2, "gateway": 2}
+    assert "ready" in cluster.deployment.tail("decode-0")
+
+
+def test_a_killed_raylet_costs_no_request_and_its_processes_start_elsewhere(
+    hosts: Any, cluster: Deployed, expected: list[list[int]]
+) -> None:
+    before = {p["name"]: p for p in cluster.deployment.status()["processes"]}
+    lost_node = before["decode-0"]["node_id"]
+    moving = {n for n, p in before.items() if p["node_id"] == lost_node} - {"store-1", "store-2"}
+    with Checking(cluster, PROMPTS, expected):
+        kill_raylet(hosts, lost_node)
+        cluster.mark("a raylet is killed")
+        cluster.wait(
+            "its processes are given up",
+            lambda s: all(p["node_id"] != lost_node for p in s["processes"]),
+        )
+        status = cluster.settled("all of them serve elsewhere")
+    now = {p["name"]: p for p in status["processes"]}
+    assert moving <= set(now)
+    for name in moving:
+        assert now[name]["generation"] > before[name]["generation"]
+
+
+def test_scaling_adds_a_worker_and_draining_takes_one_away(
+    cluster: Deployed, expected: list[list[int]]
+) -> None:
+    with Checking(cluster, PROMPTS, expected):
+        assert cluster.command("scale", "prefill=3").returncode == 0
+        cluster.mark("scaled to 3 prefill workers")
+        assert cluster.names("prefill") == {"prefill-0", "prefill-1", "prefill-2"}
+        assert cluster.command("drain", "prefill-0").returncode == 0
+        cluster.mark("prefill-0 drained")
+    assert cluster.names("prefill") == {"prefill-1", "prefill-2"}
+    refused = cluster.command("scale", "store=3")
+    assert refused.returncode == 2
+    assert "stores follow the hosts" in refused.stderr
+
+
+def test_a_rolling_restart_fails_no_request(cluster: Deployed, expected: list[list[int]]) -> None:
+    """One process of each kind but the directory."""
+    names = ["decode-0", "prefill-1", "gateway-0", "conductor-0"]
+    before = {p["name"]: p for p in cluster.deployment.status()["processes"]}
+    with Checking(cluster, PROMPTS, expected):
+        assert cluster.command("restart", *names).returncode == 0
+        cluster.mark("four processes restarted, one after the other")
+    now = {p["name"]: p for p in cluster.deployment.status()["processes"]}
+    for name in names:
+        assert now[name]["life"] == before[name]["life"] + 1
+        assert now[name]["pid"] != before[name]["pid"]
+
+
+@needs_trace
+@pytest.mark.trace
+def test_the_public_trace_replays_without_a_failure(cluster: Deployed, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    flags = (
+        "--limit",
+        "20",
+        "--scale-lengths",
+        "0.03",
+        "--scale-outputs",
+        "0.03",
+        "--speedup",
+        "4",
+    )
+    command = [sys.executable, "-m", "deploy", "replay", str(TRACE), "--url", cluster.url, *flags]
+    done = subprocess.run(
+        [*command, "--output", str(report)],
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(report.read_text())
+    assert (told["completed"], told["failed"], told["rejected"]) == (20, 0, 0)
+    cluster.mark("20 requests of the conversation trace replayed")
+
+
+def test_load_that_lasts_gets_another_worker(cluster: Deployed) -> None:
+    """Long answers hold most of the decode workers' memory, which counts as load."""
+    prompts = [list(range(number, number + 600)) for number in range(4)]
+    with ThreadPoolExecutor() as clients:
+        answers = [clients.submit(cluster.complete, each, max_tokens=600) for each in prompts]
+        cluster.mark("four long answers begin")
+        cluster.wait("a third decode worker, by load", lambda s: s["wanted"]["decode"] == 3)
+        assert all(len(answer.result()) == 600 for answer in answers)
+    cluster.settled("it serves")
+    assert len(cluster.names("decode")) == 3
+
+
+def test_nothing_of_it_is_anybody_elses(cluster: Deployed) -> None:
+    """The fixture's end checks that nothing is left; that it would see something is checked here."""
+    assert len(ours()) >= len(cluster.deployment.status()["processes"])

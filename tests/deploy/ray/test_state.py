@@ -1,0 +1,351 @@
+"""The controller's decisions: events in, actions out, without Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from deploy.ray.config import parse_cluster
+from deploy.ray.events import (
+    READY,
+    Action,
+    Gone,
+    Host,
+    HostsSeen,
+    Kill,
+    Leave,
+    Member,
+    MembersSeen,
+    Report,
+    Reported,
+    Restart,
+    RestartAll,
+    Scale,
+    Silent,
+    Start,
+    Stop,
+    TakeDown,
+)
+from deploy.ray.hosts import REFUSAL_S
+from deploy.ray.state import ACTOR_PATIENCE_S, ControllerState
+from deploy.ray.units import Kind
+from protocol.errors import ConfigError
+
+DOCUMENT = {
+    "prefill": {"count": 2, "cpus": 1, "resources": {"prefill": 1}},
+    "decode": {"count": 2, "cpus": 1, "resources": {"decode": 1}},
+}
+WORKING = {"CPU": 8.0, "prefill": 4.0, "decode": 4.0}
+
+
+def host(number: int, *, answers: bool = True) -> Host:
+    """Number 0 is the head, which has no place for workers."""
+    resources = WORKING if number else {"CPU": 4.0}
+    return Host(
+        node_id=f"n{number}",
+        address=f"10.0.0.{number}",
+        resources=resources,
+        is_head=number == 0,
+        answers=answers,
+    )
+
+
+class World:
+    """Actors that do what they are told at once, when `settle` lets them; members with epochs that grow."""
+
+    def __init__(self, hosts: int = 4, **document: Any) -> None:
+        self.state = ControllerState(parse_cluster({**DOCUMENT, **document}))
+        self.now = 0.0
+        self.hosts = {number: host(number) for number in range(hosts)}
+        self.actors: dict[str, tuple[int, Report, str]] = {}  # generation, what it says, node
+        self.epochs: dict[str, int] = {}
+        self.clock = 0
+        self.log: list[Action] = []
+
+    def tell(self, event: Any) -> list[Action]:
+        actions = self.state.handle(event, self.now)
+        self.state.validate()
+        self.log += actions
+        for action in actions:
+            self._carry_out(action)
+        return actions
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Start():
+                report = Report(stage=READY, actor=f"{action.name}#{action.generation}")
+                self.actors[action.name] = (action.generation, report, action.host.node_id)
+                self._register(action.name)
+            case Stop() | Kill():
+                generation = self.actors.get(action.name, (0,))[0]
+                if generation == action.generation:
+                    del self.actors[action.name]
+                    self.epochs.pop(action.name, None)
+            case Restart():
+                generation, report, node = self.actors[action.name]
+                again = Report(stage=READY, life=action.life, actor=report.actor)
+                self.actors[action.name] = (generation, again, node)
+                self._register(action.name)
+        if isinstance(action, Stop):
+            self.tell(Gone(name=action.name, generation=action.generation))
+
+    def _register(self, name: str) -> None:
+        self.clock += 1
+        self.epochs[name] = self.clock
+
+    def look(self, passed_s: float = 0.5) -> None:
+        """As the controller does twice a second."""
+        self.now += passed_s
+        self.tell(HostsSeen(hosts=list(self.hosts.values())))
+        answering = {host.node_id for host in self.hosts.values() if host.answers}
+        for name, (generation, report, node) in list(self.actors.items()):
+            if node in answering:
+                self.tell(Reported(name=name, generation=generation, report=report))
+            else:
+                self.tell(Silent(name=name, generation=generation))
+        members = [
+            Member(instance_id=name, epoch=epoch, load=None) for name, epoch in self.epochs.items()
+        ]
+        self.tell(MembersSeen(members=members))
+
+    def settle(self, looks: int = 40) -> None:
+        for _ in range(looks):
+            self.look()
+
+    def on(self, node: str) -> set[str]:
+        return {name for name, (_, _, its) in self.actors.items() if its == node}
+
+
+def test_a_cluster_starts_in_the_order_in_which_processes_ask_each_other() -> None:
+    world = World()
+    world.settle()
+    assert world.state.is_whole
+    kinds = [action.unit.kind for action in world.log if isinstance(action, Start)]
+    first = {kind: kinds.index(kind) for kind in Kind}
+    assert first[Kind.DIRECTORY] < first[Kind.CONDUCTOR] < first[Kind.STORE]
+    assert first[Kind.STORE] < min(first[Kind.PREFILL], first[Kind.DECODE])
+    assert first[Kind.CONDUCTOR] < first[Kind.GATEWAY]
+    assert set(world.actors) == {
+        *("directory", "conductor-0", "conductor-1", "gateway-0"),
+        *("store-1", "store-2", "store-3"),
+        *("prefill-0", "prefill-1", "decode-0", "decode-1"),
+    }
+
+
+def test_processes_of_one_kind_are_spread_and_each_worker_sits_beside_a_store() -> None:
+    world = World()
+    world.settle()
+    for kind in ("conductor", "prefill", "decode"):
+        nodes = [node for name, (_, _, node) in world.actors.items() if name.startswith(kind)]
+        assert len(set(nodes)) == len(nodes)
+    for action in world.log:
+        if isinstance(action, Start) and action.unit.kind in (Kind.PREFILL, Kind.DECODE):
+            assert action.home in world.on(action.host.node_id)
+
+
+def test_without_room_a_process_waits_until_there_is_some() -> None:
+    world = World(hosts=1)
+    world.settle()
+    assert not any(name.startswith(("prefill", "decode")) for name in world.actors)
+    assert set(world.state.missing()) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+    world.hosts[1] = host(1)
+    world.settle()
+    assert world.state.is_whole
+
+
+def test_a_host_whose_raylet_is_silent_is_left_for_others_before_ray_notices() -> None:
+    world = World()
+    world.settle()
+    lost = world.on("n2")
+    assert lost
+    world.hosts[2] = host(2, answers=False)
+    began_at = world.now
+    while world.on("n2"):
+        world.look()
+    assert world.now - began_at <= world.state.config.silence_s + 1.0
+    world.settle()
+    assert world.state.is_whole
+    killed = {action.name for action in world.log if isinstance(action, Kill)}
+    assert killed == lost
+    moved = lost - {"store-2"}  # which belongs to its host
+    assert moved <= set(world.actors)
+    # Whoever was started again has a later generation: news of the one before change nothing.
+    for name in moved:
+        first = next(a for a in world.log if isinstance(a, Start) and a.name == name)
+        assert world.tell(Gone(name=name, generation=first.generation)) == []
+        assert name in world.state.processes
+
+
+def test_a_blink_of_a_host_changes_nothing() -> None:
+    world = World()
+    world.settle()
+    before = len(world.log)
+    world.hosts[2] = host(2, answers=False)
+    world.look()
+    world.hosts[2] = host(2)
+    world.settle()
+    assert len(world.log) == before
+
+
+def test_a_silent_actor_on_a_host_that_answers_is_rays_to_restart_for_a_while() -> None:
+    world = World()
+    world.settle()
+    generation = world.actors["decode-0"][0]
+    silent = Silent(name="decode-0", generation=generation)
+    assert world.tell(silent) == []
+    world.now += ACTOR_PATIENCE_S
+    assert [type(action) for action in world.tell(silent)] == [Kill, Start]
+
+
+def test_a_host_that_refuses_a_process_is_not_asked_again_at_once() -> None:
+    world = World(hosts=2)
+    world.settle()
+    world.tell(Gone(name="decode-0", generation=world.actors.pop("decode-0")[0]))
+    world.look()
+    assert "decode-0" not in world.state.processes
+    world.now += REFUSAL_S
+    world.settle()
+    assert world.state.is_whole
+
+
+def test_scaling_adds_the_lowest_absent_number_and_takes_the_highest() -> None:
+    world = World()
+    world.settle()
+    world.tell(Leave(name="prefill-0"))
+    world.settle()
+    assert "prefill-0" not in world.actors
+    world.tell(Scale(kind=Kind.PREFILL, count=3))
+    world.settle()
+    assert {"prefill-0", "prefill-1", "prefill-2"} <= set(world.actors)
+    world.tell(Scale(kind=Kind.PREFILL, count=1))
+    world.settle()
+    assert {n for n in world.actors if n.startswith("prefill")} == {"prefill-0"}
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        (Scale(kind=Kind.STORE, count=2), "stores follow the hosts"),
+        (Scale(kind=Kind.DECODE, count=0), "at least 1"),
+        (Scale(kind=Kind.CONDUCTOR, count=3), "conductors.count"),
+        (Scale(kind=Kind.GATEWAY, count=2), "gateways.count"),
+        (Leave(name="gateway-0"), "the last gateway"),
+        (Leave(name="store-1"), "cannot be drained"),
+        (Leave(name="decode-7"), "there is no decode-7"),
+        (RestartAll(names=("x",)), "there is no x"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(wish: Any, words: str) -> None:
+    world = World()
+    world.settle()
+    before = world.state.to_record()
+    with pytest.raises(ConfigError, match=words):
+        world.tell(wish)
+    assert world.state.to_record() == before
+
+
+def test_one_process_restarts_at_a_time_and_only_while_all_serve() -> None:
+    world = World()
+    world.settle()
+    names = set(world.actors)
+    world.tell(RestartAll())
+    restarted = [action.name for action in world.log if isinstance(action, Restart)]
+    assert len(restarted) == 1
+    # Until the conductor knows the new one, the next waits.
+    epoch = world.epochs[restarted[0]]
+    world.epochs[restarted[0]] = epoch - 1 if epoch > 1 else 0
+    del world.epochs[restarted[0]]
+    world.settle()
+    assert len([a for a in world.log if isinstance(a, Restart)]) == 1
+    world.epochs[restarted[0]] = epoch + 100
+    world.settle(80)
+    restarted = [action.name for action in world.log if isinstance(action, Restart)]
+    assert sorted(restarted) == sorted(names)
+    assert world.state.is_whole
+    assert not world.state.is_restarting
+
+
+def test_taking_down_ends_gateways_first_and_leaves_nothing() -> None:
+    world = World()
+    world.settle()
+    names = set(world.actors)
+    world.tell(TakeDown())
+    world.settle()
+    stopped = [action.name for action in world.log if isinstance(action, Stop)]
+    assert set(stopped) == names
+    assert stopped[0] == "gateway-0"
+    assert stopped[-1] == "directory"
+    assert world.actors == {}
+
+
+def test_a_controller_that_starts_anew_finds_everything_as_it_was() -> None:
+    world = World()
+    world.settle()
+    world.tell(Scale(kind=Kind.DECODE, count=3))
+    world.settle()
+    again = ControllerState(world.state.config)
+    again.restore(world.state.to_record())
+    world.state, before = again, len(world.log)
+    world.settle()
+    assert world.state.is_whole
+    assert len(world.log) == before
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Hosts come and go, actors die, operators wish: afterwards everything that fits runs, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(hosts=3)
+
+    @rule(passed_s=st.sampled_from((0.1, 0.5, 2.0)))
+    def look(self, passed_s: float) -> None:
+        self.world.look(passed_s)
+
+    @rule(number=st.integers(1, 4), answers=st.booleans())
+    def host_comes_or_is_silent(self, number: int, answers: bool) -> None:
+        self.world.hosts[number] = host(number, answers=answers)
+
+    @rule(number=st.integers(1, 4))
+    def host_goes(self, number: int) -> None:
+        self.world.hosts.pop(number, None)
+
+    @precondition(lambda self: self.world.actors)
+    @rule(data=st.data())
+    def actor_dies(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.world.actors)))
+        generation = self.world.actors.pop(name)[0]
+        self.world.epochs.pop(name, None)
+        self.world.tell(Gone(name=name, generation=generation))
+
+    @rule(kind=st.sampled_from((Kind.PREFILL, Kind.DECODE)), count=st.integers(1, 4))
+    def scale(self, kind: Kind, count: int) -> None:
+        self.world.tell(Scale(kind=kind, count=count))
+
+    @rule()
+    def restart(self) -> None:
+        self.world.tell(RestartAll())
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.world.state.validate()
+
+    def teardown(self) -> None:
+        world = self.world
+        world.hosts = {number: host(number) for number in range(4)}
+        for _ in range(400):
+            world.look()
+            if world.state.is_whole and not world.state.is_restarting:
+                break
+        assert world.state.is_whole
+        assert {name: p.generation for name, p in world.state.processes.items()} == {
+            name: generation for name, (generation, _, _) in world.actors.items()
+        }
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
