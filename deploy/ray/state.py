@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from conductor.roles import WorkerLoad
-from deploy.ray.autoscaler import Autoscaler, Bounds, Grow
 from deploy.ray.config import ClusterConfig
 from deploy.ray.events import (
     Action,
@@ -37,19 +35,15 @@ from deploy.ray.events import (
 from deploy.ray.hosts import Hosts
 from deploy.ray.placement import Placed, choose_host, fits
 from deploy.ray.process import Process
+from deploy.ray.rolling import RollingRestart
+from deploy.ray.scaling import Scaling
 from deploy.ray.units import ROLES, Addresses, Kind, Unit, addresses_of, share_of
 from deploy.ray.wanted import Wanted
 from protocol.errors import ConfigError
-from protocol.ids import Role
 
 # Ray restarts an actor whose worker process died; an interpreter's start takes seconds on a busy machine.
 ACTOR_PATIENCE_S = 20.0
 FIRST_ANSWER_S = 90.0
-# The conductors late: a new leader knows nothing of requests that another one placed.
-_RESTART_ORDER = (
-    *(Kind.STORE, Kind.PREFILL, Kind.DECODE),
-    *(Kind.GATEWAY, Kind.CONDUCTOR, Kind.DIRECTORY),
-)
 
 
 class ControllerState:
@@ -64,9 +58,8 @@ class ControllerState:
         self._hosts = Hosts(config.silence_s)
         self._conductor_hosts: tuple[str, ...] = ()  # addresses
         self._generation = 0
-        self._restarts: list[str] = []  # still to come
-        self._restarting: str | None = None
-        self._autoscaler = _autoscaler(config)
+        self._restarts = RollingRestart()
+        self._scaling = Scaling(config)
 
     # -- questions
 
@@ -82,7 +75,7 @@ class ControllerState:
 
     @property
     def is_restarting(self) -> bool:
-        return self._restarting is not None or bool(self._restarts)
+        return self._restarts.is_under_way
 
     def missing(self) -> list[str]:
         """Names of what is wanted and does not serve."""
@@ -115,10 +108,11 @@ class ControllerState:
             case Leave(name=name):
                 self.wanted.dismiss(self._named(name).unit)
             case RestartAll(names=names):
-                self._queue(names)
+                named = [self._named(name) for name in names]
+                self._restarts.add(named or self.processes.values())
             case TakeDown():
                 self.is_ending = True
-                self._restarts.clear()
+                self._restarts.cancel()
         return []
 
     def _see(self, hosts: Sequence[Host], now: float) -> list[Action]:
@@ -168,30 +162,15 @@ class ControllerState:
 
     def _drop(self, process: Process) -> None:
         del self.processes[process.name]
-        if self._restarting == process.name:
-            self._restarting = None
+        self._restarts.forget(process.name)
 
     def _know(self, members: Sequence[Member], now: float) -> None:
         epochs = {member.instance_id: member.epoch for member in members}
         for process in self.processes.values():
             process.epoch = epochs.get(process.name, 0)
-        if self._autoscaler is not None and not (self.is_restarting or self.is_ending):
+        if not (self.is_restarting or self.is_ending):
             loads = [member.load for member in members if member.load is not None]
-            self._scale_by(self._autoscaler, loads, now)
-
-    def _scale_by(self, autoscaler: Autoscaler, loads: Sequence[WorkerLoad], now: float) -> None:
-        change = autoscaler.decide(loads, self.wanted.num_workers, now)
-        if isinstance(change, Grow):
-            self.wanted.add(Kind(change.role.value))
-        elif change is not None and change.instance_id in self.processes:
-            unit = self.processes[change.instance_id].unit
-            if self.wanted.counts()[unit.kind] > 1:
-                self.wanted.dismiss(unit)
-
-    def _queue(self, names: Sequence[str]) -> None:
-        chosen = [self._named(name) for name in names] or list(self.processes.values())
-        chosen.sort(key=lambda p: (_RESTART_ORDER.index(p.unit.kind), p.unit.number))
-        self._restarts += [p.name for p in chosen if p.name not in self._restarts]
+            self._scaling.follow(loads, self.wanted, self.processes, now)
 
     # -- what follows
 
@@ -266,20 +245,12 @@ class ControllerState:
         return True
 
     def _next_restart(self) -> list[Action]:
-        if not self.is_whole:
+        process = self._restarts.next(self.processes) if self.is_whole else None
+        if process is None:
             return []
-        self._restarting = None
-        while self._restarts:
-            process = self.processes.get(self._restarts.pop(0))
-            if process is not None:
-                return [self._restart(process)]
-        return []
-
-    def _restart(self, process: Process) -> Restart:
-        self._restarting = process.name
         process.life += 1
         process.epoch_before = process.epoch
-        return Restart(name=process.name, generation=process.generation, life=process.life)
+        return [Restart(name=process.name, generation=process.generation, life=process.life)]
 
     # -- parts
 
@@ -362,17 +333,6 @@ class ControllerState:
         assert all(generation <= self._generation for generation in generations)
         for name, process in self.processes.items():
             assert name == process.name == process.unit.name(self.config)
-        assert self._restarting is None or self._restarting in self.processes
+        self._restarts.validate(self.processes)
         self._hosts.validate()
-        if self._autoscaler is not None:
-            self._autoscaler.validate()
-
-
-def _autoscaler(config: ClusterConfig) -> Autoscaler | None:
-    if config.autoscale is None:
-        return None
-    bounds = {
-        Role.PREFILL: Bounds(least=config.prefill.min, most=config.prefill.most),
-        Role.DECODE: Bounds(least=config.decode.min, most=config.decode.most),
-    }
-    return Autoscaler(config.autoscale, bounds)
+        self._scaling.validate()

@@ -57,12 +57,12 @@ def ray_cluster(num_hosts: int) -> Iterator[Any]:
         cluster.shutdown()
 
 
-def kill_raylet(cluster: Any, node_id: str) -> float:
-    """SIGKILL. The moment, on the monotonic clock."""
+def kill_raylet(cluster: Any, node_id: str) -> None:
+    """SIGKILL. Ray's workers look whether its process exists, so it must not stay as a zombie of ours."""
     [node] = [each for each in cluster.worker_nodes if each.node_id == node_id]
     [raylet] = node.all_processes["raylet"]
     raylet.process.kill()
-    return time.monotonic()
+    raylet.process.wait()
 
 
 def document(log_dir: Path, **more: Any) -> dict[str, Any]:
