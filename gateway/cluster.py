@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.avoidance import Incarnation
+from gateway.heard import Heard
 from gateway.tasks import TaskGroup
 from protocol.conductors import Conductors
-from protocol.errors import MoonserveError, NoWorker, Overloaded, PeerLost
+from protocol.errors import IntegrityError, MoonserveError, NoWorker, Overloaded, PeerLost
 from protocol.ids import GatewayId, RequestId, Role
 from protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
 from protocol.request import Endpoint, Placement
@@ -71,6 +72,7 @@ class Cluster:
         self._on_view = on_view
         self._about = about
         self._view: conductor_pb2.ClusterView | None = None
+        self._facts: ModelFacts | None = None  # of the last view that had any
         self._viewed_at = 0.0
         self._streams: dict[str, _Stream] = {}
         self._tasks = TaskGroup()
@@ -87,16 +89,11 @@ class Cluster:
         return self.view is not None and self.view.ready
 
     def facts(self) -> ModelFacts:
-        """Raises NoWorker while no worker has told. Unlike who is alive, they do not age: while no conductor leads,
-        requests are taken and wait."""
-        view = self._view
-        if view is None or not view.fingerprint:
+        """Raises NoWorker while no worker has told. Unlike who is alive, they do not age: while no conductor leads, or
+        one that was restarted knows nobody yet, requests are taken and wait."""
+        if self._facts is None:
             raise NoWorker("no worker has joined the cluster yet")
-        return ModelFacts(
-            fingerprint=view.fingerprint,
-            block_size=view.layout.block_size,
-            max_model_len=view.max_model_len,
-        )
+        return self._facts
 
     async def run(self) -> None:
         """Keeps the view fresh until cancelled."""
@@ -124,6 +121,12 @@ class Cluster:
             log.debug("no view of the cluster: %s", error)
             return
         self._view, self._viewed_at = view, asyncio.get_running_loop().time()
+        if view.fingerprint:
+            self._facts = ModelFacts(
+                fingerprint=view.fingerprint,
+                block_size=view.layout.block_size,
+                max_model_len=view.max_model_len,
+            )
         self._on_view(view)
         await self._follow(view)
 
@@ -252,7 +255,11 @@ class Cluster:
                 worker_pb2.EventsRequest(gateway_id=self._gateway_id),
             ):
                 stream.is_open = True
-                await self._on_batch(endpoint.instance_id, batch)
+                if batch.HasField("standing"):
+                    self._begin(stream, batch.standing)
+                else:
+                    stream.heard.came()
+                    await self._on_batch(endpoint.instance_id, batch)
         except MoonserveError as error:
             return PeerLost(
                 f"lost the stream from {endpoint.instance_id}: {error.message}",
@@ -262,12 +269,21 @@ class Cluster:
             f"{endpoint.instance_id} ended its stream", instance_id=endpoint.instance_id
         )
 
+    def _begin(self, stream: _Stream, standing: worker_pb2.Standing) -> None:
+        """Whoever waits for what was missed waits in vain."""
+        instance_id = stream.endpoint.instance_id
+        if not stream.heard.begins(standing) and self._streams.get(instance_id) is stream:
+            # It lives: no reason to take it for dead.
+            missed = IntegrityError(f"missed events of {instance_id}", instance_id=instance_id)
+            self._on_lost(instance_id, missed)
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Stream:
-    """The Events stream from one worker."""
+    """The Events stream from one worker, over all its connections."""
 
     endpoint: Endpoint
+    heard: Heard = field(default_factory=Heard)
     is_open: bool = False  # something has come on it since it was opened
     task: asyncio.Task[None] | None = None
 

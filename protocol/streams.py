@@ -1,13 +1,16 @@
 """A worker's streams to gateways: one per gateway, carrying the tokens of all its requests.
 
-Sending never blocks and never loses: while a gateway is away its events wait, and when it stays away longer than the
-grace its requests are given up (`on_lost`). A stream that breaks may lose the batch under way; the gateway sees the
-gap in a token's index and asks again, so nothing here needs acknowledgements.
+Sending never blocks: while a gateway is away its events wait, and when it stays away longer than the grace its
+requests are given up (`on_lost`). A stream that breaks loses what it had taken, and the worker may notice later than
+the gateway. So each stream begins with how many batches were taken before and how often the gateway was given up
+(`Standing`): a gateway that knows otherwise has missed something, maybe a request's last token, and asks again for
+all that it has here. Nothing needs acknowledgements.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from protocol.errors import MoonserveError
@@ -17,18 +20,23 @@ from protocol.request import DecodeReport, PrefillReport, Token
 from protocol.rpc import failure_to_wire
 from protocol.wire import decode_report_to_wire, prefill_report_to_wire, token_to_wire
 
+# Of gateways that were given up. A gateway's start has an id of its own, and most that are given up are dead.
+MAX_REMEMBERED = 4096
+
 
 class _Outbox:
     """Events for one gateway that no stream has taken yet."""
 
     def __init__(self) -> None:
         self.batch = worker_pb2.EventBatch()
+        self.num_taken = 0  # batches
         self.filled = asyncio.Event()
         self.stream: object | None = None  # identity of the stream that serves it
         self.giving_up: asyncio.TimerHandle | None = None
 
     def take(self) -> worker_pb2.EventBatch:
         batch, self.batch = self.batch, worker_pb2.EventBatch()
+        self.num_taken += 1
         self.filled.clear()
         return batch
 
@@ -40,6 +48,7 @@ class GatewayStreams:
         self._on_lost = on_lost
         self._grace_s = grace_s
         self._outboxes: dict[GatewayId, _Outbox] = {}
+        self._given_up: OrderedDict[GatewayId, int] = OrderedDict()  # how often; oldest first
 
     def send(
         self,
@@ -68,8 +77,8 @@ class GatewayStreams:
         outbox.filled.set()  # an older stream wakes up, sees its successor and ends
         self._keep(outbox)
         try:
-            # An empty first message tells the gateway that the stream stands.
-            yield worker_pb2.EventBatch()
+            # The first message tells the gateway that the stream stands, and what it has missed.
+            yield self._first_batch(gateway_id, outbox)
             while True:
                 await outbox.filled.wait()
                 if outbox.stream is not stream:
@@ -86,6 +95,12 @@ class GatewayStreams:
         for outbox in self._outboxes.values():
             self._keep(outbox)
         self._outboxes.clear()
+
+    def _first_batch(self, gateway_id: GatewayId, outbox: _Outbox) -> worker_pb2.EventBatch:
+        standing = worker_pb2.Standing(
+            times_given_up=self._given_up.get(gateway_id, 0), num_batches=outbox.num_taken
+        )
+        return worker_pb2.EventBatch(standing=standing)
 
     def _outbox(self, gateway_id: GatewayId) -> _Outbox:
         outbox = self._outboxes.get(gateway_id)
@@ -105,4 +120,7 @@ class GatewayStreams:
 
     def _give_up(self, gateway_id: GatewayId) -> None:
         del self._outboxes[gateway_id]
+        self._given_up[gateway_id] = self._given_up.pop(gateway_id, 0) + 1
+        if len(self._given_up) > MAX_REMEMBERED:
+            self._given_up.popitem(last=False)
         self._on_lost(gateway_id)

@@ -489,6 +489,7 @@ class EventBatch(_message.Message):
     PREFILLS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     DECODES_FIELD_NUMBER: _builtins.int
+    STANDING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenEvent]: ...
     @_builtins.property
@@ -497,6 +498,10 @@ class EventBatch(_message.Message):
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestFailed]: ...
     @_builtins.property
     def decodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeReport]: ...
+    @_builtins.property
+    def standing(self) -> Global___Standing:
+        """of a stream's first batch, which is empty otherwise"""
+
     def __init__(
         self,
         *,
@@ -504,14 +509,41 @@ class EventBatch(_message.Message):
         prefills: _abc.Iterable[Global___PrefillReport] | None = ...,
         failures: _abc.Iterable[Global___RequestFailed] | None = ...,
         decodes: _abc.Iterable[Global___DecodeReport] | None = ...,
+        standing: Global___Standing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "failures", b"failures", "prefills", b"prefills", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "failures", b"failures", "prefills", b"prefills", "standing", b"standing", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EventBatch: _TypeAlias = EventBatch  # noqa: Y015
+
+@_typing.final
+class Standing(_message.Message):
+    """What became of a gateway's events before a stream of its began: whoever got other numbers of batches has missed some."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIMES_GIVEN_UP_FIELD_NUMBER: _builtins.int
+    NUM_BATCHES_FIELD_NUMBER: _builtins.int
+    times_given_up: _builtins.int
+    """since the worker's start; its requests ended then"""
+    num_batches: _builtins.int
+    """taken by streams since then, this first one not counted"""
+    def __init__(
+        self,
+        *,
+        times_given_up: _builtins.int = ...,
+        num_batches: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_batches", b"num_batches", "times_given_up", b"times_given_up"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Standing: _TypeAlias = Standing  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

@@ -73,9 +73,13 @@ async def test_a_replaced_incarnation_is_lost_at_once_and_its_own_channel_closed
 
 
 class OneView(conductor_pb2_grpc.ConductorServicer):
+    is_restarted = False  # and knows nobody yet
+
     async def GetCluster(
         self, request: conductor_pb2.GetClusterRequest, context: Any
     ) -> conductor_pb2.ClusterView:
+        if self.is_restarted:
+            return conductor_pb2.ClusterView()
         layout = common_pb2.KvLayout(block_size=32)
         return conductor_pb2.ClusterView(
             fingerprint="f", layout=layout, max_model_len=99, ready=True
@@ -85,9 +89,10 @@ class OneView(conductor_pb2_grpc.ConductorServicer):
 async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_facts_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So requests are taken, and wait, while no conductor leads."""
-    server, channels = RpcServer(""), Channels("")
-    conductor_pb2_grpc.add_ConductorServicer_to_server(OneView(), server.grpc)
+    """So requests are taken, and wait, while no conductor leads, and those under way go on when it is back and knows
+    nobody yet."""
+    server, channels, conductor = RpcServer(""), Channels(""), OneView()
+    conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, server.grpc)
     cluster = Cluster(
         channels,
         await server.start("127.0.0.1", 0),
@@ -104,6 +109,9 @@ async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_fact
         assert cluster.is_ready
         monkeypatch.setattr(gateway.cluster, "_VIEW_LIFETIME_S", 0.0)
         assert not cluster.is_ready
+        assert cluster.facts().max_model_len == 99
+        conductor.is_restarted = True
+        await cluster.refresh()
         assert cluster.facts().max_model_len == 99
     finally:
         await cluster.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from protocol.ids import GatewayId
+from protocol.errors import PeerLost
+from protocol.ids import GatewayId, RequestId
 from protocol.streams import GatewayStreams
 from tests.patience import PATIENCE_S
 
@@ -35,3 +36,31 @@ async def test_a_stream_that_ends_after_the_close_gives_nobody_up() -> None:
     await done.wait()
     assert not lost
     assert not failures
+
+
+async def test_a_stream_begins_with_how_many_batches_were_taken_before_it() -> None:
+    streams = GatewayStreams(lambda gateway_id: None)
+    first = streams.events(GATEWAY)
+    assert (await anext(first)).standing.num_batches == 0
+    await anext(first)  # whatever waited; here nothing
+    streams.send(GATEWAY, failures=[(RequestId("r"), PeerLost("gone"))])
+    taken = await anext(first)
+    assert taken.failures
+    assert not taken.HasField("standing")
+    second = streams.events(GATEWAY)
+    begun = (await anext(second)).standing
+    assert (begun.times_given_up, begun.num_batches) == (0, 2)
+    await first.aclose()
+    await second.aclose()
+    streams.close()
+
+
+async def test_a_gateway_that_was_given_up_is_told_when_it_comes_back() -> None:
+    lost: asyncio.Queue[GatewayId] = asyncio.Queue()
+    streams = GatewayStreams(lost.put_nowait, grace_s=0.0)
+    streams.send(GATEWAY, failures=[(RequestId("r"), PeerLost("gone"))])
+    assert await asyncio.wait_for(lost.get(), PATIENCE_S) == GATEWAY
+    back = streams.events(GATEWAY)
+    assert (await anext(back)).standing.times_given_up == 1
+    await back.aclose()
+    streams.close()
