@@ -193,7 +193,12 @@ class PrefillService:
             when_cancelled=ev.LandingRefused(request_id=action.request_id, error=withdrawn),
         )
         self._reservations[action.request_id] = task
-        task.add_done_callback(lambda _done: self._reservations.pop(action.request_id, None))
+
+        def ended(_task: object) -> None:
+            if self._reservations.get(action.request_id) is task:  # else the request has come back
+                del self._reservations[action.request_id]
+
+        task.add_done_callback(ended)
 
     def _withdraw(self, request_id: RequestId) -> None:
         task = self._reservations.get(request_id)
