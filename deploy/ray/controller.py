@@ -98,7 +98,7 @@ class Watch:
         self._starting: set[str] = set()  # names of those that Ray is being asked for
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns: dict[str, asyncio.Lock] = {}  # what is done to one name is done in order
-        self._members = Members(cluster_token)
+        self._members = Members(cluster_token, config.serve.tls())
         self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)  # for operators
 
     async def wish(self, event: Event) -> str:

@@ -8,6 +8,7 @@ from protocol.conductors import Conductors
 from protocol.ids import InstanceId, Role
 from protocol.pb import conductor_pb2
 from protocol.rpc import Channels
+from protocol.tls import Certificates
 from protocol.wire import role_from_wire
 
 _TIMEOUT_S = 2.0
@@ -16,14 +17,14 @@ _TIMEOUT_S = 2.0
 class Members:
     """Asks whoever leads. Used in one event loop."""
 
-    def __init__(self, cluster_token: str) -> None:
-        self._token = cluster_token
+    def __init__(self, cluster_token: str, tls: Certificates | None) -> None:
+        self._channels = Channels(cluster_token, tls)
         self._conductors: Conductors | None = None
 
     async def seen(self, addresses: str) -> list[Member]:
         """`addresses`: of all conductors, always the same. Raises MoonserveError when none of them answers."""
         if self._conductors is None:
-            self._conductors = Conductors(Channels(self._token), addresses)
+            self._conductors = Conductors(self._channels, addresses)
         view = await self._conductors.call(
             lambda conductor: conductor.GetCluster,
             conductor_pb2.GetClusterRequest(),
