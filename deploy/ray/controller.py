@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Coroutine
@@ -115,6 +116,7 @@ class Watch:
             **status_of(self._state),
             "has_ended": self._has_ended and not self._tasks,
             "events": list(self._events),
+            "controller_pid": os.getpid(),
         }
 
     @property

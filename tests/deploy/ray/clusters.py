@@ -19,9 +19,9 @@ import psutil
 import yaml
 
 from deploy.ray.config import ClusterConfig, parse_cluster
-from deploy.ray.driver import Deployment, deploy, leftovers
+from deploy.ray.driver import Deployment, NotThere, deploy, leftovers
 from deploy.ray.events import TakeDown
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.ports import free_port
 
 OBJECT_STORE_BYTES = 80 * 2**20  # nothing of ours goes through it
@@ -123,6 +123,21 @@ class Deployed:
         status = self.deployment.wait(until, 3 * PATIENCE_S, lambda text: None)
         self.mark(what)
         return status
+
+    def again(self, what: str, holds: Callable[[dict[str, Any]], bool]) -> None:
+        """As `wait`, while there may be no controller to ask."""
+
+        def answers() -> bool:
+            try:
+                return holds(self.deployment.status())
+            except NotThere:
+                return False
+
+        until(answers, 2 * PATIENCE_S)
+        self.mark(what)
+
+    def processes(self) -> dict[str, dict[str, Any]]:
+        return {process["name"]: process for process in self.deployment.status()["processes"]}
 
     def settled(self, what: str) -> dict[str, Any]:
         """When everything that is wanted serves, and nothing restarts."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from deploy.ray.events import Leave, RestartAll, Scale
+from deploy.ray.units import Kind
+from protocol.errors import ConfigError
 from tests.deploy.ray.clusters import (
     Checking,
     Deployed,
@@ -86,15 +91,15 @@ def test_the_terminal_tells_what_runs_where(cluster: Deployed) -> None:
     shown = cluster.command("status")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert "test: serves" in shown.stdout
-    told = json.loads(cluster.command("status", "--json").stdout)
-    assert told["wanted"] == {"conductor": 2, "prefill": 2, "decode": 2, "gateway": 2}
+    wanted = {"conductor": 2, "prefill": 2, "decode": 2, "gateway": 2}
+    assert cluster.deployment.status()["wanted"] == wanted
     assert "ready" in cluster.deployment.tail("decode-0")
 
 
 def test_a_killed_raylet_costs_no_request_and_its_processes_start_elsewhere(
     hosts: Any, cluster: Deployed, expected: list[list[int]]
 ) -> None:
-    before = {p["name"]: p for p in cluster.deployment.status()["processes"]}
+    before = cluster.processes()
     lost_node = before["decode-0"]["node_id"]
     moving = {n for n, p in before.items() if p["node_id"] == lost_node} - {"store-1", "store-2"}
     with Checking(cluster, PROMPTS, expected):
@@ -105,7 +110,7 @@ def test_a_killed_raylet_costs_no_request_and_its_processes_start_elsewhere(
             lambda s: all(p["node_id"] != lost_node for p in s["processes"]),
         )
         status = cluster.settled("all of them serve elsewhere")
-    now = {p["name"]: p for p in status["processes"]}
+    now = {process["name"]: process for process in status["processes"]}
     assert moving <= set(now)
     for name in moving:
         assert now[name]["generation"] > before[name]["generation"]
@@ -118,25 +123,50 @@ def test_scaling_adds_a_worker_and_draining_takes_one_away(
         assert cluster.command("scale", "prefill=3").returncode == 0
         cluster.mark("scaled to 3 prefill workers")
         assert cluster.names("prefill") == {"prefill-0", "prefill-1", "prefill-2"}
-        assert cluster.command("drain", "prefill-0").returncode == 0
-        cluster.mark("prefill-0 drained")
+        cluster.deployment.wish(Leave(name="prefill-0"))
+        cluster.settled("prefill-0 drained")
     assert cluster.names("prefill") == {"prefill-1", "prefill-2"}
-    refused = cluster.command("scale", "store=3")
-    assert refused.returncode == 2
-    assert "stores follow the hosts" in refused.stderr
+    with pytest.raises(ConfigError, match="stores follow the hosts"):
+        cluster.deployment.wish(Scale(kind=Kind.STORE, count=3))
 
 
 def test_a_rolling_restart_fails_no_request(cluster: Deployed, expected: list[list[int]]) -> None:
-    """One process of each kind but the directory."""
-    names = ["decode-0", "prefill-1", "gateway-0", "conductor-0"]
-    before = {p["name"]: p for p in cluster.deployment.status()["processes"]}
+    names = ("decode-0", "gateway-0", "conductor-0")
+    before = cluster.processes()
     with Checking(cluster, PROMPTS, expected):
-        assert cluster.command("restart", *names).returncode == 0
-        cluster.mark("four processes restarted, one after the other")
-    now = {p["name"]: p for p in cluster.deployment.status()["processes"]}
+        cluster.deployment.wish(RestartAll(names=names))
+        cluster.settled("three processes restarted, one after the other")
+    now = cluster.processes()
     for name in names:
         assert now[name]["life"] == before[name]["life"] + 1
         assert now[name]["pid"] != before[name]["pid"]
+
+
+def test_a_controller_that_dies_starts_again_and_changes_nothing(
+    cluster: Deployed, expected: list[list[int]]
+) -> None:
+    """And an actor that dies takes its process along, and Ray starts both again on their host."""
+    status = cluster.deployment.status()
+    before = cluster.processes()
+    with Checking(cluster, PROMPTS, expected):
+        os.kill(status["controller_pid"], signal.SIGKILL)
+        os.kill(psutil.Process(before["prefill-1"]["pid"]).ppid(), signal.SIGKILL)
+        cluster.mark("the controller and an actor are killed")
+        cluster.again(
+            "both are back",
+            lambda s: s["is_whole"] and pids(s)["prefill-1"] != before["prefill-1"]["pid"],
+        )
+    now = cluster.processes()
+    assert cluster.deployment.status()["controller_pid"] != status["controller_pid"]
+    assert set(now) == set(before)
+    for name in now:
+        assert now[name]["node_id"] == before[name]["node_id"]
+        assert now[name]["generation"] == before[name]["generation"]
+        assert (now[name]["pid"] == before[name]["pid"]) == (name != "prefill-1")
+
+
+def pids(status: dict[str, Any]) -> dict[str, int]:
+    return {process["name"]: process["pid"] for process in status["processes"]}
 
 
 @needs_trace
