@@ -1,0 +1,134 @@
+"""What befalls a world: crashes, stops, successors of the living, cut links, bad links, bad memory. Seeded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from tests.simulation.loop import OUTSIDE, VirtualLoop
+from tests.simulation.network import Network
+
+FIRST_S, LAST_S = 0.8, 7.0
+RESTART_S = (0.05, 3.0)  # of a crashed process
+SHORT_S, LONG_S = (0.05, 8.0), (8.0, 28.0)
+"""Of stops and cuts."""
+
+
+class Cluster(Protocol):
+    """What faults are done to."""
+
+    loop: VirtualLoop
+    network: Network
+    names: list[str]
+
+    def crash(self, name: str) -> None: ...
+    def start(self, name: str) -> None: ...
+    def stop(self, name: str) -> None: ...
+    def go_on(self, name: str) -> None: ...
+    def succeed(self, name: str) -> None: ...
+    def drain(self, name: str) -> None: ...
+    def note(self, what: str) -> None: ...
+
+
+class Faults:
+    """Of one world; all of them are over when `calm` returns."""
+
+    def __init__(self, cluster: Cluster, rng: random.Random, *, is_long: bool) -> None:
+        """`is_long`: stops and cuts outlast everybody's patience."""
+        self._lasting_s = LONG_S if is_long else SHORT_S
+        self._cluster = cluster
+        self._rng = rng
+        self._undone: list[Callable[[], None]] = []
+        self._is_calm = False
+        weather = cluster.network.weather
+        if rng.random() < 0.6:
+            weather.loss = rng.choice((0.002, 0.01, 0.05))
+        if rng.random() < 0.5:
+            weather.duplication = rng.choice((0.01, 0.1))
+        if rng.random() < 0.5:
+            weather.stalls = rng.choice((0.01, 0.1))
+        if rng.random() < 0.3:
+            weather.corruption = rng.choice((0.01, 0.1))
+        if rng.random() < 0.3:
+            weather.engine_failures = rng.choice((0.002, 0.02))
+        for _ in range(rng.choice((0, 1, 1, 2, 3, 5))):
+            cluster.loop.call_later(rng.uniform(FIRST_S, LAST_S), self._strike, context=OUTSIDE)
+
+    def calm(self) -> None:
+        """From now on all is well."""
+        self._is_calm = True
+        for undo in self._undone:
+            undo()
+        weather = self._cluster.network.weather
+        weather.loss = weather.duplication = weather.stalls = 0.0
+        weather.corruption = weather.engine_failures = 0.0
+        self._cluster.network.heal_all()
+
+    def _strike(self) -> None:
+        if self._is_calm:
+            return
+        kinds = (
+            *(self._crash, self._crash, self._stop, self._stop, self._drain),
+            *(self._cut, self._cut_one_way, self._succeed),
+        )
+        self._rng.choice(kinds)()
+
+    def _until(self, seconds: tuple[float, float], undo: Callable[[], None]) -> None:
+        """Once, then or when it is calm."""
+        pending = [undo]
+
+        def undo_once() -> None:
+            if pending:
+                pending.pop()()
+
+        self._undone.append(undo_once)
+        self._cluster.loop.call_later(self._rng.uniform(*seconds), undo_once, context=OUTSIDE)
+
+    def _victim(self) -> str:
+        return self._rng.choice(self._cluster.names)
+
+    def _crash(self) -> None:
+        name = self._victim()
+        self._cluster.note(f"crash {name}")
+        self._cluster.crash(name)
+        self._until(RESTART_S, lambda: self._cluster.start(name))
+
+    def _stop(self) -> None:
+        name = self._victim()
+        self._cluster.note(f"stop {name}")
+        self._cluster.stop(name)
+        self._until(self._lasting_s, lambda: self._cluster.go_on(name))
+
+    def _drain(self) -> None:
+        self._cluster.drain(self._victim())
+
+    def _succeed(self) -> None:
+        """Somebody takes a stopped process for dead and starts it again elsewhere; then it goes on."""
+        name = self._rng.choice([n for n in self._cluster.names if not n.startswith("gateway")])
+        if name == "conductor":
+            return
+        self._cluster.note(f"succeed {name}")
+        self._cluster.stop(name)
+        self._cluster.succeed(name)
+        self._until(self._lasting_s, lambda: self._cluster.go_on(name))
+
+    def _cut(self) -> None:
+        one, other = self._rng.sample(self._cluster.names, 2)
+        self._cut_link((one, other), (other, one))
+
+    def _cut_one_way(self) -> None:
+        one, other = self._rng.sample(self._cluster.names, 2)
+        self._cut_link((one, other))
+
+    def _cut_link(self, *links: tuple[str, str]) -> None:
+        network = self._cluster.network
+        self._cluster.note(f"cut {links}")
+        for link in links:
+            network.cut(*link)
+
+        def heal() -> None:
+            for link in links:
+                network.heal(*link)
+
+        self._until(self._lasting_s, heal)

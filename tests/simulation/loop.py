@@ -1,0 +1,206 @@
+"""An asyncio event loop in virtual time, on which the processes of a whole cluster live, are stopped and die.
+
+Nothing waits for a clock: when nothing is ready, time is the next timer's. What belongs to which life of which process
+is in the context of every task and callback (`LIFE`), so that a stopped process's callbacks wait and a dead one's are
+dropped, wherever they come from. Knows nothing of what the processes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import heapq
+import itertools
+import random
+import warnings
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class Life:
+    """One run of a process, from its start to its death."""
+
+    def __init__(self, name: str, epoch: int, rng: random.Random, loop: VirtualLoop) -> None:
+        self.name = name
+        self.epoch = epoch
+        self.is_alive = True
+        self.is_stopped = False
+        self.held: list[asyncio.Handle] = []  # while stopped
+        self.ends: list[Callable[[], None]] = []  # called when it dies
+        self._loop = loop
+        self._ahead_s = rng.uniform(0.0, 1e6)
+        self._rate = rng.uniform(0.99, 1.01)
+        self.context = contextvars.copy_context()
+        self.context.run(LIFE.set, self)
+
+    def __repr__(self) -> str:
+        return f"{self.name}#{self.epoch}"
+
+    def clock(self) -> float:
+        """Its own monotonic seconds: no process knows another's."""
+        return self._ahead_s + self._rate * self._loop.time()
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return self._loop.create_task(work, context=self.context)
+
+    def soon(self, callback: Callable[..., object], *args: Any) -> None:
+        """In this life; not while it is stopped, and not when it is over."""
+        self._loop.call_soon(callback, *args, context=self.context)
+
+    def stop(self) -> None:
+        """As SIGSTOP does."""
+        self.is_stopped = True
+
+    def go_on(self) -> None:
+        """As SIGCONT does: what came meanwhile happens now, in its order."""
+        self.is_stopped = False
+        held, self.held = self.held, []
+        for handle in held:
+            self._loop.again(handle)
+
+    def die(self) -> None:
+        """As SIGKILL does."""
+        self.is_alive = False
+        self.held.clear()
+        for end in self.ends:
+            end()
+
+
+LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
+
+OUTSIDE = contextvars.Context()
+"""Of what belongs to no process: links, clients, faults."""
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """What asyncio's own tasks, futures, events, timeouts and queues need of a loop, and `run_in_executor`."""
+
+    def __init__(
+        self, rng: random.Random, on_problem: Callable[[str, BaseException | None], None]
+    ) -> None:
+        self._now = 0.0
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._ties = itertools.count()
+        self._rng = rng
+        self._on_problem = on_problem
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._is_closed = False
+
+    # -- what asyncio asks
+
+    def time(self) -> float:
+        return self._now
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        if not self._is_closed:
+            self._ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_later(
+        self, delay: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now + max(0.0, delay), callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._ties), handle))
+        return handle
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, name=name, context=context)
+        self._tasks.append(task)  # a dead process's must not end by being collected
+        return task
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
+        """A thread's work happens at once, a little later."""
+        future = self.create_future()
+
+        def work() -> None:
+            if future.cancelled():
+                return
+            try:
+                future.set_result(func(*args))
+            except Exception as error:
+                future.set_exception(error)
+
+        self.call_later(self._rng.expovariate(2000), work)
+        return future
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def is_running(self) -> bool:
+        return True
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not self._is_closed:
+            self._on_problem(str(context.get("message")), context.get("exception"))
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It is skipped when its time comes."""
+
+    # -- running
+
+    def again(self, handle: asyncio.Handle) -> None:
+        """A handle that was held back."""
+        self._ready.append(handle)
+
+    def run_until(self, at: float) -> None:
+        asyncio._set_running_loop(self)
+        try:
+            while True:
+                while self._ready:
+                    self._run(self._ready.popleft())
+                if not self._timers or self._timers[0][0] > at:
+                    self._now = max(self._now, at)
+                    return
+                due_at, _, handle = heapq.heappop(self._timers)
+                self._now = max(self._now, due_at)
+                self._run(handle)
+        finally:
+            asyncio._set_running_loop(None)
+
+    def _run(self, handle: asyncio.Handle) -> None:
+        if handle._cancelled:  # type: ignore[attr-defined]
+            return
+        life = handle._context.get(LIFE)  # type: ignore[attr-defined]
+        if life is None or (life.is_alive and not life.is_stopped):
+            handle._run()
+        elif life.is_alive:
+            life.held.append(handle)
+
+    def close(self) -> None:
+        """The world is over: whatever still waits ends without having its say."""
+        self._is_closed = True
+        self._ready.clear()
+        self._timers.clear()
+        asyncio._set_running_loop(self)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what they begin in their last moment
+                for task in self._tasks:
+                    _end(task)
+        finally:
+            asyncio._set_running_loop(None)
+        self._tasks.clear()
+
+
+def _end(task: asyncio.Task[Any]) -> None:
+    if not task.done():
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        with contextlib.suppress(BaseException):
+            task.get_coro().close()  # type: ignore[union-attr]

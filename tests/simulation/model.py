@@ -1,0 +1,178 @@
+"""A model whose KV is a running hash of the tokens, and whose next token is a hash of that, the seed and the position.
+
+It computes from the very bytes that lie in the pool, as an engine does, and looks at every one of them: KV that is
+another sequence's, stale, torn or missing is told as a problem at the step that uses it, not only by a wrong token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from engine.batch import Sampled, Slice
+from protocol.layout import KvLayout
+from protocol.request import SamplingParams, finish_reason
+
+VOCABULARY = 64
+LAYOUT = KvLayout(num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32")
+FINGERPRINT = "simulated"
+_MASK = (1 << 64) - 1
+_EMPTY = 0x6A09E667F3BCC909
+_SIZE, _TOKEN, _PIECE = LAYOUT.block_size, LAYOUT.token_bytes, LAYOUT.piece_bytes
+_KV = struct.Struct("<Q")
+assert _KV.size == _TOKEN
+
+
+def mix(state: int, value: int) -> int:
+    state = (state * 0x9E3779B97F4A7C15 + value * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 29)
+
+
+def next_token(state: int, sampling: SamplingParams, position: int) -> int:
+    """The token at `position`, behind tokens whose running hash is `state`."""
+    return (mix(state ^ sampling.seed, position) >> 20) % VOCABULARY
+
+
+def undisturbed(prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], str]:
+    """The tokens and the finish reason that a client of this prompt must get."""
+    state, tokens = _EMPTY, list(prompt)
+    for token in prompt:
+        state = mix(state, token)
+    for index in range(sampling.max_tokens):
+        token = next_token(state, sampling, len(tokens))
+        tokens.append(token)
+        state = mix(state, token)
+        reason = finish_reason(sampling, index, token)
+        if reason is not None:
+            return tokens[len(prompt) :], reason.value
+    raise AssertionError("max_tokens ends every request")
+
+
+class _Sequence:
+    """What the KV of one request's tokens must be, as far as it was ever computed."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.states: list[int] = []
+        self.keys = bytearray()
+        self.values = bytearray()
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Grows to these tokens; begins anew where they are others."""
+        if self.tokens != list(tokens[: len(self.tokens)]):
+            del self.tokens[:], self.states[:], self.keys[:], self.values[:]
+        state = self.states[-1] if self.states else _EMPTY
+        for token in tokens[len(self.tokens) :]:
+            state = mix(state, token)
+            self.tokens.append(token)
+            self.states.append(state)
+            self.keys += _KV.pack(state)
+            self.values += _KV.pack(state ^ _MASK)
+
+
+class Pool:
+    """A worker's KV memory, as this model reads and writes it."""
+
+    def __init__(self, memory: memoryview, num_blocks: int) -> None:
+        self._keys = memory[: num_blocks * _PIECE]
+        self._values = memory[num_blocks * _PIECE :]
+        self._sequences: dict[str, _Sequence] = {}  # by request
+
+    def compute(self, piece: Slice, last: dict[str, int], problem: Callable[[str], None]) -> int:
+        """Reads the KV before the slice and writes the slice's; gives the running hash at its end. `last`: what the
+        step before sampled."""
+        tokens = list(piece.token_ids[: piece.end])
+        if len(tokens) < piece.end:
+            tokens.append(last[piece.request_id])
+        sequence = self._sequences.setdefault(piece.request_id, _Sequence())
+        sequence.follow(tokens)
+        for place, part in _runs(piece, 0, piece.start):
+            if (
+                self._keys[place] != sequence.keys[part]
+                or self._values[place] != sequence.values[part]
+            ):
+                problem(f"{piece.request_id} computes from wrong KV before {part.stop // _TOKEN}")
+        for place, part in _runs(piece, piece.start, piece.end):
+            self._keys[place] = sequence.keys[part]
+            self._values[place] = sequence.values[part]
+        return sequence.states[piece.end - 1]
+
+
+def _runs(piece: Slice, start: int, end: int) -> Iterator[tuple[slice, slice]]:
+    """Where in the pool, and where in the sequence, the bytes of these positions are; block by block."""
+    while start < end:
+        stop = min(end, (start // _SIZE + 1) * _SIZE)
+        at = piece.block_table[start // _SIZE] * _PIECE + start % _SIZE * _TOKEN
+        yield slice(at, at + (stop - start) * _TOKEN), slice(start * _TOKEN, stop * _TOKEN)
+        start = stop
+
+
+class Engine:
+    """`engine.runtime.EngineThread` over this model, as both kinds of worker use it."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        rng: random.Random,
+        failures: Callable[[], float],
+        problem: Callable[[str], None],
+    ) -> None:
+        """`failures`: share of steps that raise now."""
+        self._pool = pool
+        self._rng = rng
+        self._failures = failures
+        self._problem = problem
+        self._last: dict[str, int] = {}  # what the latest step sampled
+        self._lost: set[str] = set()  # whose latest step failed: what follows it is of no use
+
+    async def execute(
+        self,
+        slices: Sequence[Slice],
+        on_layer: Callable[[int], None] | None = None,
+        *,
+        before_attention: Callable[[int], None] | None = None,
+        hidden: Any = None,
+    ) -> list[Sampled | None]:
+        await asyncio.sleep(self._duration_s())
+        sampled = self.execute_here(slices)
+        if on_layer is not None:
+            on_layer(0)
+        return sampled
+
+    def execute_here(self, slices: Sequence[Slice]) -> list[Sampled | None]:
+        if self._rng.random() < self._failures():
+            self._lost = {piece.request_id for piece in slices}
+            raise RuntimeError("the device fell off the bus")
+        lost, self._lost = self._lost, set()
+        sampled = [
+            _garbage(piece) if piece.follows and piece.request_id in lost else self._sample(piece)
+            for piece in slices
+        ]
+        self._last = {each.request_id: each.token_id for each in sampled if each is not None}
+        return sampled
+
+    async def begin(self, slices: Sequence[Slice]) -> Sequence[Slice]:
+        """What is computed at its end is computed as late as it may be."""
+        return slices
+
+    async def end(self, slices: Sequence[Slice]) -> list[Sampled | None]:
+        await asyncio.sleep(self._duration_s())
+        return self.execute_here(slices)
+
+    def _sample(self, piece: Slice) -> Sampled | None:
+        state = self._pool.compute(piece, self._last, self._problem)
+        if not piece.samples:
+            return None
+        token = next_token(state, piece.sampling, piece.end)
+        return Sampled(request_id=piece.request_id, token_id=token)
+
+    def _duration_s(self) -> float:
+        """More than the decode worker computes in its loop, where time could not pass."""
+        return self._rng.uniform(0.025, 0.06)
+
+
+def _garbage(piece: Slice) -> Sampled:
+    return Sampled(request_id=piece.request_id, token_id=VOCABULARY)

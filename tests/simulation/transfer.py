@@ -1,0 +1,220 @@
+"""One-sided writes and reads between the memories of simulated processes, with the transfer engine's promises.
+
+A WRITE is stored by its target, while it lives, runs and has the window open; a READ is served by the owner of the
+memory. Both happen in two parts with time in between, and may break off after the first. When a batch is done no byte
+of it moves any more, except that what a target had already received when its initiator gave up may still be stored as
+long as the window is open.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from protocol.errors import InvalidRequest, MoonserveError, PeerLost, StaleLease
+from tests.simulation.loop import Life, VirtualLoop
+from tests.simulation.network import Network
+from transfer import Batch, Op, ScatterTransfer
+
+PATIENT_POLL_S = 0.05
+
+
+@dataclass(eq=False)
+class SimulatedSegment:
+    """Memory that peers can name."""
+
+    segment_id: int
+    buffer: memoryview
+    nbytes: int
+
+
+class SimulatedTransfer:
+    """`transfer.TransferEngine`, as far as workers and stores use it."""
+
+    def __init__(self, network: Network, life: Life, engines: dict[str, SimulatedTransfer]) -> None:
+        self.address = f"kv:{life!r}"
+        self.life = life
+        self.windows: dict[int, list[tuple[int, int]]] = {}  # open ones
+        self.num_damaged = 0
+        self._network = network
+        self._loop: VirtualLoop = network.loop
+        self._rng: random.Random = network.rng
+        self._engines = engines
+        self._segments: list[SimulatedSegment] = []
+        self._under_way: dict[_Moving, None] = {}
+        self._num_windows = 0
+        engines[self.address] = self
+
+    def allocate(self, nbytes: int) -> SimulatedSegment:
+        segment = SimulatedSegment(len(self._segments), memoryview(bytearray(nbytes)), nbytes)
+        self._segments.append(segment)
+        return segment
+
+    # -- windows
+
+    def open_window(self, segment: SimulatedSegment, ranges: Sequence[tuple[int, int]]) -> int:
+        assert segment in self._segments
+        self._num_windows += 1
+        self.windows[self._num_windows] = list(ranges)
+        return self._num_windows
+
+    def close_window(self, window_id: int) -> None:
+        self.windows.pop(window_id, None)
+
+    def close_window_if_idle(self, window_id: int) -> bool:
+        """Now and then somebody is writing."""
+        if self._rng.random() < 0.1:
+            return False
+        return self.windows.pop(window_id, None) is not None
+
+    # -- batches
+
+    def submit(self, transfers: Sequence[ScatterTransfer], *, deadline_s: float) -> Batch:
+        [transfer] = transfers  # all that workers submit
+        moving = _Moving(self, transfer, self._loop.time() + deadline_s)
+        self._under_way[moving] = None
+        moving.begin()
+        return moving.batch
+
+    def forget(self, address: str) -> None:
+        for moving in [m for m in self._under_way if m.transfer.remote.address == address]:
+            moving.settle(PeerLost("its peer has a successor"))
+
+    def ended(self, moving: _Moving) -> None:
+        del self._under_way[moving]
+
+    def peer(self, address: str) -> SimulatedTransfer:
+        return self._engines[address]
+
+    @property
+    def loop(self) -> VirtualLoop:
+        return self._loop
+
+    @property
+    def network(self) -> Network:
+        return self._network
+
+    # -- as a peer of others
+
+    def store(self, write: ScatterTransfer, rows: Rows, data: Sequence[bytes]) -> None:
+        """Raises StaleLease or InvalidRequest."""
+        ranges = self.windows.get(write.window_id or 0)
+        if ranges is None:
+            raise StaleLease("the window is closed")
+        memory = self._segments[write.remote.segment_id].buffer
+        for (offset, _, length), content in zip(rows, data, strict=True):
+            if not any(first <= offset and offset + length <= first + n for first, n in ranges):
+                raise InvalidRequest("outside of the window")
+            memory[offset : offset + length] = content
+        self._damage(memory, rows, 0)
+
+    def read(self, segment_id: int, offset: int, length: int) -> bytes:
+        return bytes(self._segments[segment_id].buffer[offset : offset + length])
+
+    def damage_local(self, memory: memoryview, rows: Rows) -> None:
+        self._damage(memory, rows, 1)
+
+    def _damage(self, memory: memoryview, rows: Rows, side: int) -> None:
+        """Now and then memory is bad."""
+        if rows and self._rng.random() < self._network.weather.corruption:
+            row = self._rng.choice(rows)
+            memory[row[side] + self._rng.randrange(row[2])] ^= 1 << self._rng.randrange(8)
+            self.num_damaged += 1
+
+
+Rows = list[tuple[int, int, int]]
+"""Remote offset, local offset, length."""
+
+
+class _Moving:
+    """A transfer under way."""
+
+    def __init__(
+        self, engine: SimulatedTransfer, transfer: ScatterTransfer, ends_at: float
+    ) -> None:
+        self.transfer = transfer
+        self.batch = Batch(1, 1, lambda: None)
+        self._engine = engine
+        self._peer = engine.peer(transfer.remote.address)
+        self._ends_at = ends_at
+        rows: Rows = [tuple(row) for row in transfer.rows.tolist()]  # type: ignore[misc]
+        cut = engine.network.rng.randint(0, len(rows))
+        self._parts = [rows[:cut], rows[cut:]]
+
+    def begin(self) -> None:
+        network = self._engine.network
+        if network.loses():
+            later = network.latency()
+            self._engine.loop.call_later(later, self.settle, PeerLost("connection reset"))
+            if network.rng.random() < 0.5:
+                self._parts.pop()
+            else:
+                return
+        self._later()
+
+    def _later(self) -> None:
+        self._engine.loop.call_later(self._engine.network.latency(), self._step)
+
+    def _step(self) -> None:
+        """In the initiator's life: its threads stop with it."""
+        if self.batch.done:
+            return
+        engine, peer, now = self._engine, self._peer, self._engine.loop.time()
+        if not peer.life.is_alive:
+            self.settle(PeerLost(f"{peer.address} is gone"))
+        elif now >= self._ends_at:
+            self._give_up()
+        elif peer.life.is_stopped or engine.network.is_cut(engine.life, peer.life):
+            engine.loop.call_later(PATIENT_POLL_S, self._step)
+        elif self._parts:
+            self._carry(self._parts.pop(0))
+        else:
+            self.settle(None)
+
+    def _carry(self, rows: Rows) -> None:
+        try:
+            if self.transfer.op is Op.WRITE:
+                self._peer.store(self.transfer, rows, self._local(rows))
+            else:
+                self._fetch(rows)
+        except MoonserveError as error:
+            self.settle(error)
+        else:
+            self._later()
+
+    def _local(self, rows: Rows) -> list[bytes]:
+        memory = self.transfer.local.buffer
+        return [bytes(memory[local : local + length]) for _, local, length in rows]
+
+    def _fetch(self, rows: Rows) -> None:
+        memory = self.transfer.local.buffer
+        for remote, local, length in rows:
+            segment_id = self.transfer.remote.segment_id
+            memory[local : local + length] = self._peer.read(segment_id, remote, length)
+        self._engine.damage_local(memory, rows)
+
+    def _give_up(self) -> None:
+        """What the target has in its buffers may still be stored when it goes on."""
+        network = self._engine.network
+        if self.transfer.op is Op.WRITE and self._parts and network.rng.random() < 0.5:
+            rows = self._parts[0]
+            late = self._late_store(rows, self._local(rows))
+            network.send(self._engine.life, self._peer.life, late)
+        self.settle(PeerLost("no answer in time"))
+
+    def _late_store(self, rows: Rows, data: list[bytes]) -> Callable[[], None]:
+        peer = self._peer
+
+        def store() -> None:
+            try:
+                peer.store(self.transfer, rows, data)
+            except MoonserveError:
+                return  # fenced off
+
+        return lambda: peer.life.soon(store) if peer.life.is_alive else None
+
+    def settle(self, error: MoonserveError | None) -> None:
+        if not self.batch.done:
+            self._engine.ended(self)
+            self.batch.settle_part({} if error is None else {0: error})

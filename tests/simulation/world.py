@@ -1,0 +1,314 @@
+"""One seed's cluster in virtual time: processes, clients, faults, then calm; and what must be true at the end.
+
+Deterministic: equal seeds give equal worlds, given PYTHONHASHSEED (sets of strings have an order, too).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from protocol.errors import StaleLease
+from tests.simulation.clients import FINISHED, Asked
+from tests.simulation.faults import Faults
+from tests.simulation.loop import OUTSIDE, Life, VirtualLoop
+from tests.simulation.network import Network
+from tests.simulation.processes import (
+    CONDUCTOR,
+    Conductor,
+    Decode,
+    Front,
+    Prefill,
+    Process,
+    Store,
+)
+from tests.simulation.terms import Terms
+from tests.simulation.transfer import SimulatedTransfer
+
+NUM_REQUESTS = 7
+FIRST_ARRIVAL_S = 0.5
+SHORT_S, LONG_S = 8.0, 35.0
+"""Until all is calm. In some worlds cuts and stops outlast keepalive."""
+LONG_SHARE = 0.15
+# Stops and cuts are over by then, and each attempt has had its time; whoever still waits is not waited for.
+HUNG_AFTER_S = 60.0
+REJOIN_S = 12.0
+PROBE_S = 30.0
+LATE_S = 2.0  # until the last copies of messages have come
+SETTLE_S = 40.0  # leases, graces of streams and keepalive: whoever holds something then has lost it
+BOOT_S = 0.2
+LOOK_S = 0.2
+RESPAWN_S = 0.3  # by the launcher, of a process that ended itself
+
+log = logging.getLogger()
+
+
+class World:
+    """`run` it once; `problems` is empty when all went well."""
+
+    def __init__(self, seed: int, *, is_calm: bool = False) -> None:
+        """`is_calm`: nothing befalls it."""
+        self.rng = random.Random(seed)
+        self.problems: list[str] = []
+        self.history: list[str] = []  # what happened, for people
+        self._digest = hashlib.blake2b(digest_size=8)
+        self.terms = Terms.draw(seed, self.rng)
+        self.loop = VirtualLoop(self.rng, self._loop_problem)
+        self.network = Network(self.loop, self.rng)
+        self.engines: dict[str, SimulatedTransfer] = {}
+        self.processes: dict[str, Process] = {}  # the latest life of each
+        self._zombies: dict[str, list[Life]] = {}
+        self._epochs: Counter[str] = Counter()
+        self.asked: list[Asked] = []
+        self.kinds = self._kinds()
+        self.names = list(self.kinds)
+        for name in self.names:
+            self.start(name)
+        is_long = not is_calm and self.rng.random() < LONG_SHARE
+        self.calm_at = LONG_S if is_long else SHORT_S
+        self.faults = None if is_calm else Faults(self, self.rng, is_long=is_long)
+        for number in range(NUM_REQUESTS):
+            at = self.rng.uniform(FIRST_ARRIVAL_S, 0.7 * self.calm_at)
+            asked = Asked.draw(number, self.rng, self.terms.max_model_len)
+            self.loop.call_later(at, self.ask, asked, context=OUTSIDE)
+
+    def _kinds(self) -> dict[str, type[Process]]:
+        terms = self.terms
+        kinds: dict[str, type[Process]] = {"conductor": Conductor}
+        if terms.has_store:
+            kinds["store-0"] = Store
+        kinds |= {f"prefill-{n}": Prefill for n in range(terms.num_prefill)}
+        kinds |= {f"decode-{n}": Decode for n in range(terms.num_decode)}
+        return kinds | {f"gateway-{n}": Front for n in range(terms.num_gateways)}
+
+    # -- processes
+
+    def start(self, name: str) -> None:
+        """A new life, unless it has one."""
+        known = self.processes.get(name)
+        if known is not None and known.life.is_alive:
+            return
+        self._epochs[name] += 1
+        life = Life(name, self._epochs[name], self.rng, self.loop)
+        # A restarted process often has the address of its earlier life, with messages for that still on their way.
+        port = 1 if self.rng.random() < 0.5 else life.epoch + 1
+        address = CONDUCTOR if name == "conductor" else f"{name}:{port}"
+        process = self.processes[name] = self.kinds[name](self, life, address)
+        self.note(f"start {life!r} at {address}")
+        self.loop.call_later(
+            BOOT_S if life.epoch > 1 else 0.0, self._boot, process, context=OUTSIDE
+        )
+
+    def _boot(self, process: Process) -> None:
+        if process.life.is_alive:
+            task = process.life.spawn(process.run())
+            task.add_done_callback(lambda done: self._ended(process, done), context=OUTSIDE)
+
+    def _ended(self, process: Process, task: Any) -> None:
+        """A process that ends itself is started again."""
+        if task.cancelled() or not process.life.is_alive:
+            return
+        error = task.exception()
+        self.note(f"{process.life!r} ends itself: {error!r}")
+        if not isinstance(error, StaleLease):  # which tells who has a successor
+            self.problem(f"{process.life!r} ended itself: {error!r}")
+        process.life.die()
+        self.network.died(process.life)
+        self.loop.call_later(RESPAWN_S, self.start, process.life.name, context=OUTSIDE)
+
+    def crash(self, name: str) -> None:
+        life = self.processes[name].life
+        if life.is_alive:
+            life.die()
+            self.network.died(life)
+
+    def drain(self, name: str) -> None:
+        """As SIGTERM does; its successor comes when it has ended."""
+        process = self.processes[name]
+        if process.is_up and process.life.is_alive and not process.is_draining:
+            process.is_draining = True
+            self.note(f"{process.life!r} drains")
+            draining = process.life.spawn(process.drain())
+            draining.add_done_callback(lambda done: self._drained(process, done), context=OUTSIDE)
+
+    def _drained(self, process: Process, task: Any) -> None:
+        if not process.life.is_alive:
+            return
+        if not task.cancelled() and task.exception() is not None:
+            self.problem(f"{process.life!r} could not drain: {task.exception()!r}")
+        self.note(f"{process.life!r} has drained")
+        process.life.die()
+        self.network.died(process.life)
+        self.start(process.life.name)
+
+    def stop(self, name: str) -> None:
+        self.processes[name].life.stop()
+
+    def go_on(self, name: str) -> None:
+        for life in (*self._zombies.pop(name, ()), self.processes[name].life):
+            if life.is_alive and life.is_stopped:
+                self.note(f"{life!r} goes on")
+                life.go_on()
+
+    def succeed(self, name: str) -> None:
+        """Another life begins while the earlier one is stopped."""
+        life = self.processes.pop(name).life
+        self._zombies.setdefault(name, []).append(life)
+        self.start(name)
+
+    # -- clients
+
+    def ask(self, asked: Asked) -> None:
+        self.asked.append(asked)
+        fronts = [p for p in self.processes.values() if isinstance(p, Front) and p.serves]
+        if not fronts:
+            asked.asked_at = self.loop.time()
+            asked.gateway_died(self.loop)
+            return
+        front = self.rng.choice(fronts)
+        self.note(
+            f"{asked.request_id} asks {front.life!r}: {len(asked.prompt)} + {len(asked.expected)}"
+        )
+        front.life.ends.append(lambda: asked.gateway_died(self.loop))
+        front.life.spawn(asked.run(front, self.loop))
+
+    # -- from beginning to end
+
+    def run(self) -> None:
+        with self._watched():
+            self.loop.run_until(self.calm_at)
+            self._calm()
+            self._wait(HUNG_AFTER_S, self._all_ended)
+            self._probe()
+            self.loop.run_until(self.loop.time() + LATE_S)
+            self._wait(SETTLE_S, self._is_quiet)
+            self._judge()
+            self.loop.close()
+
+    def _calm(self) -> None:
+        self.note("calm")
+        if self.faults is not None:
+            self.faults.calm()
+        for name in self.names:
+            self.go_on(name)
+            self.start(name)
+
+    def _wait(self, most_s: float, is_done: Callable[[], bool]) -> None:
+        ends_at = self.loop.time() + most_s
+        while self.loop.time() < ends_at and not is_done():
+            self.loop.run_until(self.loop.time() + LOOK_S)
+
+    def _all_ended(self) -> bool:
+        return len(self.asked) >= NUM_REQUESTS and all(asked.outcome for asked in self.asked)
+
+    def _probe(self) -> None:
+        """The cluster serves as if nothing had been."""
+        probes = []
+        self._wait(REJOIN_S, self._is_complete)
+        for number in range(2):
+            probe = Asked.draw(1000 + number, self.rng, self.terms.max_model_len)
+            probe.leaves_after = None
+            probes.append(probe)
+            self.ask(probe)
+        self._wait(PROBE_S, lambda: all(probe.outcome for probe in probes))
+        for probe in probes:
+            if probe.outcome != FINISHED:
+                self.problem(f"after all is well: {probe.request_id} {probe.outcome} {probe.error}")
+
+    def _is_complete(self) -> bool:
+        """All are up, and members."""
+        conductor = self.processes["conductor"]
+        assert isinstance(conductor, Conductor)
+        if not all(process.serves for process in self.processes.values()):
+            return False
+        view = conductor.state.cluster(conductor.life.clock())
+        present = {each.endpoint.instance_id: each.endpoint.epoch for each in view.instances}
+        members = [p.life for p in self.processes.values() if p.role is not None]
+        fronts = [p for p in self.processes.values() if isinstance(p, Front)]
+        return all(present.get(life.name) == life.epoch for life in members) and all(
+            front.is_ready for front in fronts
+        )
+
+    def _is_quiet(self) -> bool:
+        return all(p.is_up and not p.unrest() for p in self.processes.values())
+
+    def _judge(self) -> None:
+        for asked in self.asked:
+            if asked.problem:
+                self.problem(asked.problem)
+            if not asked.outcome:
+                self.problem(f"{asked.request_id} hangs")
+            elif asked.outcome in ("internal", "deadline", "invalid_request", "incompatible"):
+                self.problem(f"{asked.request_id} ended in {asked.error!r}")
+            elif self.faults is None and asked.outcome not in (FINISHED, "left"):
+                self.problem(f"{asked.request_id} ended in {asked.error!r} though nothing happened")
+        for process in self.processes.values():
+            if not process.is_up:
+                self.problem(f"{process.life!r} is not up")
+                continue
+            try:
+                process.validate()
+            except AssertionError as error:
+                self.problem(f"{process.life!r}: {error!r}")
+            if unrest := process.unrest():
+                self.problem(f"{process.life!r} is not quiet: {unrest}")
+
+    # -- what is told
+
+    def note(self, what: str) -> None:
+        line = f"{self.loop.time():9.4f} {what}"
+        self.history.append(line)
+        self._digest.update(line.encode())
+
+    def problem(self, what: str) -> None:
+        self.note(f"PROBLEM {what}")
+        self.problems.append(what)
+
+    def digest(self) -> str:
+        """Of all that was noted and of every client's tokens: equal for equal worlds."""
+        for asked in self.asked:
+            self._digest.update(repr((asked.request_id, asked.outcome, asked.ended_at)).encode())
+        return self._digest.hexdigest()
+
+    def outcomes(self) -> Counter[str]:
+        return Counter(asked.outcome or "hangs" for asked in self.asked)
+
+    def _loop_problem(self, message: str, error: BaseException | None) -> None:
+        if not isinstance(error, StaleLease):  # told by `_ended`
+            self.problem(f"{message}: {error!r}")
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Chance is the seed's; what is logged as an error of ours is a problem."""
+        listener = _Listener(self)
+        log.addHandler(listener)
+        try:
+            with (
+                mock.patch.object(
+                    secrets, "token_hex", lambda n: f"{self.rng.getrandbits(8 * n):0{2 * n}x}"
+                ),
+                mock.patch.object(secrets, "randbits", self.rng.getrandbits),
+            ):
+                yield
+        finally:
+            log.removeHandler(listener)
+
+
+class _Listener(logging.Handler):
+    """Tells errors that were caught and logged: each would be somebody's request."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and "fell off the bus" not in str(error):
+            self._world.problem(f"{record.name}: {record.getMessage()}: {error!r}")
