@@ -64,7 +64,7 @@ OURS = {
     },
     "directory": {"moonserve.Directory", "moonserve.Registry", "moonserve.Metrics"},
 }
-CALL_S = 0.3
+CALL_S = 0.2
 MAX_GROWTH_BYTES = 48 << 20
 PROMPT = "def size(path):\n" * 8
 
@@ -153,7 +153,7 @@ def _lie_to(target: Target) -> None:
     )
 
     @settings(
-        max_examples=examples(40),
+        max_examples=examples(15),
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
