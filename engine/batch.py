@@ -56,3 +56,4 @@ class HiddenStates:
 
     fetch: Callable[[], memoryview] | None = None  # from the stage before; in the engine's thread
     passed_on: memoryview | None = None  # to the stage behind; is filled
+    on_passed: Callable[[], None] | None = None  # called when it is; in the engine's thread

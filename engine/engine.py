@@ -232,6 +232,8 @@ class Engine:
                 drawn = draw_from(None, (), may_stay=False)
                 if hidden is not None and hidden.passed_on is not None:
                     self._builder.rows_of(hidden.passed_on, len(output)).copy_(output)
+                    if hidden.on_passed is not None:
+                        hidden.on_passed()
         self._builder.drawn = drawn
         return BegunStep(slices, order if sampling else (), drawn)
 

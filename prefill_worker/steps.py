@@ -23,7 +23,7 @@ from prefill_worker.sequence import PREPARED, RUNNABLE, Phase, Sequence
 from protocol.errors import InvalidRequest
 from protocol.request import PrefillReport, Token, finish_reason
 
-MIN_SHARE = 32
+MIN_SHARE = 16
 """A chunk of fewer tokens takes nearly as long: it still reads all weights and passes all stages."""
 
 

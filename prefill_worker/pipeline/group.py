@@ -1,8 +1,9 @@
-"""A group as its leader drives it: each step at the own stage, then at the others in turn.
+"""A group as its leader drives it: all stages are told of a step when it begins, and each waits for the one before.
 
 While a step is at a later stage, the next one is at an earlier one: whoever has several steps under way keeps all
-stages busy. Its rule: a group is whole or broken. When a stage behind the own one does not do what it was told, nobody
-knows any more what it computes or writes, so every step fails from then on, and the worker ends and starts again.
+stages busy. A stage has read its plan by the time it has something to compute from. Its rule: a group is whole or
+broken. When a stage behind the own one does not do what it was told, nobody knows any more what it computes or writes,
+so every step fails from then on, and the worker ends and starts again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TypeVar
 from engine.batch import Sampled
 from prefill_worker.actions import SendBlocks, SlicePlan
 from prefill_worker.pipeline.hidden import HiddenSource
-from prefill_worker.pipeline.stage import Checksums, OwnStage
+from prefill_worker.pipeline.stage import STEP_TIMEOUT_S, Checksums, OwnStage
 from prefill_worker.pipeline.wire import (
     plan_to_wire,
     sampled_from_wire,
@@ -28,8 +29,6 @@ from protocol.failures import failure_from_wire
 from protocol.pb import pipeline_pb2, pipeline_pb2_grpc
 from protocol.rpc import Channels
 
-# Longer than a step takes on any machine that could serve; one that is stopped must not hold requests for ever.
-STEP_TIMEOUT_S = 60.0
 # Writes have deadlines of their own.
 _WRITES_TIMEOUT_S = 300.0
 
@@ -42,7 +41,6 @@ class StageOutcome:
 
     sampled: list[Sampled | None]
     checksums: list[tuple[int, ...]]  # per slice: of its layers of the complete blocks
-    hidden_checksum: int
 
 
 class Follower:
@@ -64,13 +62,9 @@ class Follower:
             self._stub.Join, request, timeout_s=self._step_timeout_s, wait_for_ready=True
         )
 
-    async def run(
-        self, step: int, plans: Sequence[SlicePlan], hidden_checksum: int
-    ) -> StageOutcome:
-        """`hidden_checksum`: of what the stage before passed on. Raises MoonserveError."""
-        request = pipeline_pb2.StageStepRequest(
-            step=step, slices=map(plan_to_wire, plans), hidden_checksum=hidden_checksum
-        )
+    async def run(self, step: int, plans: Sequence[SlicePlan]) -> StageOutcome:
+        """To be called when the step begins at the first stage. Raises MoonserveError."""
+        request = pipeline_pb2.StageStepRequest(step=step, slices=map(plan_to_wire, plans))
         reply = await self._channels.call(
             self._stub.RunStep, request, timeout_s=self._step_timeout_s
         )
@@ -80,7 +74,7 @@ class Follower:
             sampled_from_wire(done, plan) for done, plan in zip(reply.slices, plans, strict=True)
         ]
         sums = [tuple(done.checksums) for done in reply.slices]
-        return StageOutcome(sampled, sums, reply.hidden_checksum)
+        return StageOutcome(sampled, sums)
 
     async def finish(self, step: int) -> dict[int, MoonserveError]:
         """When its writes of a step have ended: what went wrong, by place of the slice. Raises MoonserveError."""
@@ -158,16 +152,23 @@ class GroupStep:
 
     async def compute(self) -> list[Sampled | None]:
         """What the last stage sampled. Raises what went wrong at any stage."""
-        self._group.require_whole()
-        sampled = await self._own.compute()
-        own = self._own.checksums()
-        self._sums = [[tuple(checksum for _, checksum in sums) for sums in own]]
-        hidden = self._own.hidden_checksum()
-        for follower in self._group.followers:
-            outcome = await self._group.obeyed(follower.run(self._step, self._plans, hidden))
-            self._sums.append(outcome.checksums)
-            sampled, hidden = outcome.sampled, outcome.hidden_checksum
-        return sampled
+        group = self._group
+        group.require_whole()
+        told = [
+            asyncio.create_task(group.obeyed(follower.run(self._step, self._plans)))
+            for follower in group.followers
+        ]
+        try:
+            sampled = await self._own.compute()
+            outcomes = await asyncio.gather(*told)
+        except BaseException:
+            for task in told:
+                task.cancel()
+            await asyncio.gather(*told, return_exceptions=True)
+            raise
+        own = [tuple(checksum for _, checksum in sums) for sums in self._own.checksums()]
+        self._sums = [own, *(outcome.checksums for outcome in outcomes)]
+        return outcomes[-1].sampled if outcomes else sampled
 
     def checksums(self) -> Checksums:
         """After `compute`: all stages', joined (`protocol.checksum.join`)."""

@@ -7,7 +7,7 @@ from typing import Any
 import grpc.aio
 
 from prefill_worker.pipeline.hidden import HiddenInbox
-from prefill_worker.pipeline.stage import OwnStage, OwnStep
+from prefill_worker.pipeline.stage import STEP_TIMEOUT_S, OwnStage, OwnStep
 from prefill_worker.pipeline.wire import (
     done_to_wire,
     plan_from_wire,
@@ -53,6 +53,7 @@ class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):
             source_from_wire(request.previous),
             row_bytes=self._row_bytes,
             patience=self._patience,
+            longest_wait_s=STEP_TIMEOUT_S,
         )
         reply = pipeline_pb2.StageJoinReply()
         reply.CopyFrom(self._facts)
@@ -68,13 +69,12 @@ class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):
             raise InvalidRequest(f"step {request.step} came after step {self._last_step}")
         self._last_step = request.step
         plans = [plan_from_wire(message) for message in request.slices]
-        step = self._stage.begin(plans, step=request.step, given_checksum=request.hidden_checksum)
+        step = self._stage.begin(plans, step=request.step)
         if any(plan.landing is not None for plan in plans):
             self._unfinished[request.step] = step
         sampled = await step.compute()
         is_last = self._stage.outbox is None
         reply = done_to_wire(plans, sampled, step.checksums(), is_last=is_last)
-        reply.hidden_checksum = step.hidden_checksum()
         step.finish()
         return reply
 

@@ -1,19 +1,22 @@
 """One stage of a group at work: its own layers of each step, from hidden states to hidden states or tokens.
 
 The same for leader and followers, and for a worker alone, whose stage has all layers. The KV of the stage's layers
-leaves for the decode worker while later layers compute. Hidden states carry their maker's checksum, as blocks do. Knows
-neither requests' lives nor who drives it.
+leaves for the decode worker while later layers compute. Knows neither requests' lives nor who drives it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from engine.batch import HiddenStates, Sampled, Slice
 from prefill_worker.actions import SendBlocks, SlicePlan
 from prefill_worker.landing import KvMemory, Route, StepWriter, Submit, block_runs
 from prefill_worker.pipeline.hidden import HiddenInbox, HiddenOutbox
+
+# Longer than a step takes on any machine that could serve; one that is stopped must not hold requests for ever.
+STEP_TIMEOUT_S = 60.0
 
 Checksums = list[tuple[tuple[int, int], ...]]
 """Per slice: (index in the block table, checksum of the stage's layers) of the blocks that it completes."""
@@ -56,12 +59,10 @@ class OwnStage:
         on_prefix: Callable[[int], None] | None = None,
         *,
         step: int = 0,
-        given_checksum: int = 0,
     ) -> OwnStep:
-        """Steps are computed in the order in which `OwnStep.compute` is called; `step` numbers a group's, and
-        `given_checksum` is of the hidden states that it computes from. `on_prefix(layer)` waits, in the engine's
-        thread, for what a layer looks at; it may raise PrefixLate."""
-        return OwnStep(self, step, plans, on_prefix, given_checksum)
+        """Steps are computed in the order in which `OwnStep.compute` is called; `step` numbers a group's.
+        `on_prefix(layer)` waits, in the engine's thread, for what a layer looks at; it may raise PrefixLate."""
+        return OwnStep(self, step, plans, on_prefix)
 
     async def send_blocks(self, action: SendBlocks) -> None:
         """On return the stage's layers of whole blocks have arrived. Raises MoonserveError."""
@@ -79,9 +80,7 @@ class OwnStep:
         step: int,
         plans: Sequence[SlicePlan],
         on_prefix: Callable[[int], None] | None,
-        given_checksum: int,
     ) -> None:
-        self._given_checksum = given_checksum
         self._num_tokens = sum(plan.slice.num_tokens for plan in plans)
         self._stage = stage
         self._step = step
@@ -94,28 +93,29 @@ class OwnStep:
         return len(self._slices)
 
     async def compute(self) -> list[Sampled | None]:
-        """On return the hidden states are where the next stage gets them. Raises what engine and transfer engine
-        raise."""
-        stage, step = self._stage, self._step
+        """On return the hidden states are where the next stage gets them. A stage behind the first waits for those of
+        the one before. Raises what engine and transfer engine raise; the stages behind fail then, too."""
+        stage = self._stage
         if stage.inbox is None and stage.outbox is None:
             return await stage.engine.execute(
                 self._slices, self._writer.on_layer, before_attention=self._on_prefix
             )
-        hidden = HiddenStates(
-            fetch=self._fetch if stage.inbox is not None else None,
-            passed_on=stage.outbox.slot(step) if stage.outbox is not None else None,
+        try:
+            return await stage.engine.execute(
+                self._slices, self._writer.on_layer, hidden=self._hidden(stage.inbox, stage.outbox)
+            )
+        except Exception:
+            if stage.outbox is not None:
+                stage.outbox.leave_nothing(self._step)
+            raise
+
+    def _hidden(self, inbox: HiddenInbox | None, outbox: HiddenOutbox | None) -> HiddenStates:
+        step, num_tokens = self._step, self._num_tokens
+        return HiddenStates(
+            fetch=None if inbox is None else partial(inbox.fetch, step, num_tokens),
+            passed_on=None if outbox is None else outbox.rows(step),
+            on_passed=None if outbox is None else partial(outbox.leave, step, num_tokens),
         )
-        return await stage.engine.execute(self._slices, self._writer.on_layer, hidden=hidden)
-
-    def _fetch(self) -> memoryview:
-        """In the engine's thread."""
-        assert self._stage.inbox is not None, "the first stage has nobody before it"
-        return self._stage.inbox.fetch(self._step, self._num_tokens, self._given_checksum)
-
-    def hidden_checksum(self) -> int:
-        """Of the hidden states that are left for the next stage, after `compute`; 0 where there is none."""
-        outbox = self._stage.outbox
-        return outbox.checksum(self._step, self._num_tokens) if outbox is not None else 0
 
     def checksums(self) -> Checksums:
         """After `compute`."""

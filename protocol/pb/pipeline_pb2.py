@@ -26,7 +26,7 @@ from protocol.pb import common_pb2 as protocol_dot_pb_dot_common__pb2
 from protocol.pb import worker_pb2 as protocol_dot_pb_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotocol/pb/pipeline.proto\x12\tmoonserve\x1a\x18protocol/pb/common.proto\x1a\x18protocol/pb/worker.proto\"c\n\x0cHiddenSource\x12\x18\n\x10transfer_address\x18\x01 \x01(\t\x12\x12\n\nsegment_id\x18\x02 \x01(\x04\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_slots\x18\x04 \x01(\r\"=\n\x10StageJoinRequest\x12)\n\x08previous\x18\x01 \x01(\x0b\x32\x17.moonserve.HiddenSource\"\xa2\x01\n\x0eStageJoinReply\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x0f\n\x07kernels\x18\x04 \x01(\t\x12\x11\n\tattention\x18\x05 \x01(\t\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\'\n\x06hidden\x18\x07 \x01(\x0b\x32\x17.moonserve.HiddenSource\"v\n\x0cStageLanding\x12\x18\n\x10transfer_address\x18\x01 \x01(\t\x12\x12\n\nsegment_id\x18\x02 \x01(\x04\x12\x11\n\twindow_id\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\"\xbc\x02\n\nStageSlice\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x05 \x03(\r\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.moonserve.SamplingParams\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\r\x12\x0f\n\x07samples\x18\x08 \x01(\x08\x12(\n\x07landing\x18\t \x01(\x0b\x32\x17.moonserve.StageLanding\x12\x11\n\tsend_from\x18\n \x01(\r\x12\x10\n\x08\x63omplete\x18\x0b \x03(\r\x12\x1b\n\x0enum_scored_top\x18\x0c \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_num_scored_top\"`\n\x10StageStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12%\n\x06slices\x18\x02 \x03(\x0b\x32\x15.moonserve.StageSlice\x12\x17\n\x0fhidden_checksum\x18\x03 \x01(\x06\"T\n\x0eStageStepReply\x12)\n\x06slices\x18\x01 \x03(\x0b\x32\x19.moonserve.StageSliceDone\x12\x17\n\x0fhidden_checksum\x18\x02 \x01(\x06\"\x90\x01\n\x0eStageSliceDone\x12&\n\x07sampled\x18\x01 \x01(\x0b\x32\x15.moonserve.TokenEvent\x12\x11\n\tchecksums\x18\x02 \x03(\x06\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x32\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x19.moonserve.PromptLogprobs\"\"\n\x12StageFinishRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\x94\x01\n\x10StageFinishReply\x12;\n\x08\x66\x61ilures\x18\x01 \x03(\x0b\x32).moonserve.StageFinishReply.FailuresEntry\x1a\x43\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.moonserve.Failure:\x02\x38\x01\"g\n\x10StageSendRequest\x12(\n\x07landing\x18\x01 \x01(\x0b\x32\x17.moonserve.StageLanding\x12\x12\n\nown_blocks\x18\x02 \x03(\r\x12\x15\n\rtarget_blocks\x18\x03 \x03(\r\"\x10\n\x0eStageSendReply2\xa2\x02\n\rPipelineStage\x12>\n\x04Join\x12\x1b.moonserve.StageJoinRequest\x1a\x19.moonserve.StageJoinReply\x12\x41\n\x07RunStep\x12\x1b.moonserve.StageStepRequest\x1a\x19.moonserve.StageStepReply\x12H\n\nFinishStep\x12\x1d.moonserve.StageFinishRequest\x1a\x1b.moonserve.StageFinishReply\x12\x44\n\nSendBlocks\x12\x1b.moonserve.StageSendRequest\x1a\x19.moonserve.StageSendReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotocol/pb/pipeline.proto\x12\tmoonserve\x1a\x18protocol/pb/common.proto\x1a\x18protocol/pb/worker.proto\"c\n\x0cHiddenSource\x12\x18\n\x10transfer_address\x18\x01 \x01(\t\x12\x12\n\nsegment_id\x18\x02 \x01(\x04\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_slots\x18\x04 \x01(\r\"=\n\x10StageJoinRequest\x12)\n\x08previous\x18\x01 \x01(\x0b\x32\x17.moonserve.HiddenSource\"\xa2\x01\n\x0eStageJoinReply\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x0f\n\x07kernels\x18\x04 \x01(\t\x12\x11\n\tattention\x18\x05 \x01(\t\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\'\n\x06hidden\x18\x07 \x01(\x0b\x32\x17.moonserve.HiddenSource\"v\n\x0cStageLanding\x12\x18\n\x10transfer_address\x18\x01 \x01(\t\x12\x12\n\nsegment_id\x18\x02 \x01(\x04\x12\x11\n\twindow_id\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\"\xbc\x02\n\nStageSlice\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x05 \x03(\r\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.moonserve.SamplingParams\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\r\x12\x0f\n\x07samples\x18\x08 \x01(\x08\x12(\n\x07landing\x18\t \x01(\x0b\x32\x17.moonserve.StageLanding\x12\x11\n\tsend_from\x18\n \x01(\r\x12\x10\n\x08\x63omplete\x18\x0b \x03(\r\x12\x1b\n\x0enum_scored_top\x18\x0c \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_num_scored_top\"M\n\x10StageStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12%\n\x06slices\x18\x02 \x03(\x0b\x32\x15.moonserve.StageSliceJ\x04\x08\x03\x10\x04\"A\n\x0eStageStepReply\x12)\n\x06slices\x18\x01 \x03(\x0b\x32\x19.moonserve.StageSliceDoneJ\x04\x08\x02\x10\x03\"\x90\x01\n\x0eStageSliceDone\x12&\n\x07sampled\x18\x01 \x01(\x0b\x32\x15.moonserve.TokenEvent\x12\x11\n\tchecksums\x18\x02 \x03(\x06\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x32\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x19.moonserve.PromptLogprobs\"\"\n\x12StageFinishRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\x94\x01\n\x10StageFinishReply\x12;\n\x08\x66\x61ilures\x18\x01 \x03(\x0b\x32).moonserve.StageFinishReply.FailuresEntry\x1a\x43\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.moonserve.Failure:\x02\x38\x01\"g\n\x10StageSendRequest\x12(\n\x07landing\x18\x01 \x01(\x0b\x32\x17.moonserve.StageLanding\x12\x12\n\nown_blocks\x18\x02 \x03(\r\x12\x15\n\rtarget_blocks\x18\x03 \x03(\r\"\x10\n\x0eStageSendReply2\xa2\x02\n\rPipelineStage\x12>\n\x04Join\x12\x1b.moonserve.StageJoinRequest\x1a\x19.moonserve.StageJoinReply\x12\x41\n\x07RunStep\x12\x1b.moonserve.StageStepRequest\x1a\x19.moonserve.StageStepReply\x12H\n\nFinishStep\x12\x1d.moonserve.StageFinishRequest\x1a\x1b.moonserve.StageFinishReply\x12\x44\n\nSendBlocks\x12\x1b.moonserve.StageSendRequest\x1a\x19.moonserve.StageSendReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,21 +46,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STAGESLICE']._serialized_start=543
   _globals['_STAGESLICE']._serialized_end=859
   _globals['_STAGESTEPREQUEST']._serialized_start=861
-  _globals['_STAGESTEPREQUEST']._serialized_end=957
-  _globals['_STAGESTEPREPLY']._serialized_start=959
-  _globals['_STAGESTEPREPLY']._serialized_end=1043
-  _globals['_STAGESLICEDONE']._serialized_start=1046
-  _globals['_STAGESLICEDONE']._serialized_end=1190
-  _globals['_STAGEFINISHREQUEST']._serialized_start=1192
-  _globals['_STAGEFINISHREQUEST']._serialized_end=1226
-  _globals['_STAGEFINISHREPLY']._serialized_start=1229
-  _globals['_STAGEFINISHREPLY']._serialized_end=1377
-  _globals['_STAGEFINISHREPLY_FAILURESENTRY']._serialized_start=1310
-  _globals['_STAGEFINISHREPLY_FAILURESENTRY']._serialized_end=1377
-  _globals['_STAGESENDREQUEST']._serialized_start=1379
-  _globals['_STAGESENDREQUEST']._serialized_end=1482
-  _globals['_STAGESENDREPLY']._serialized_start=1484
-  _globals['_STAGESENDREPLY']._serialized_end=1500
-  _globals['_PIPELINESTAGE']._serialized_start=1503
-  _globals['_PIPELINESTAGE']._serialized_end=1793
+  _globals['_STAGESTEPREQUEST']._serialized_end=938
+  _globals['_STAGESTEPREPLY']._serialized_start=940
+  _globals['_STAGESTEPREPLY']._serialized_end=1005
+  _globals['_STAGESLICEDONE']._serialized_start=1008
+  _globals['_STAGESLICEDONE']._serialized_end=1152
+  _globals['_STAGEFINISHREQUEST']._serialized_start=1154
+  _globals['_STAGEFINISHREQUEST']._serialized_end=1188
+  _globals['_STAGEFINISHREPLY']._serialized_start=1191
+  _globals['_STAGEFINISHREPLY']._serialized_end=1339
+  _globals['_STAGEFINISHREPLY_FAILURESENTRY']._serialized_start=1272
+  _globals['_STAGEFINISHREPLY_FAILURESENTRY']._serialized_end=1339
+  _globals['_STAGESENDREQUEST']._serialized_start=1341
+  _globals['_STAGESENDREQUEST']._serialized_end=1444
+  _globals['_STAGESENDREPLY']._serialized_start=1446
+  _globals['_STAGESENDREPLY']._serialized_end=1462
+  _globals['_PIPELINESTAGE']._serialized_start=1465
+  _globals['_PIPELINESTAGE']._serialized_end=1755
 # @@protoc_insertion_point(module_scope)

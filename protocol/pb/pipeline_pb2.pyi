@@ -24,7 +24,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class HiddenSource(_message.Message):
-    """Where a stage leaves hidden states: step n's begin at (n mod num_slots) · slot_bytes."""
+    """Where a stage leaves hidden states: step n's begin at (n mod num_slots) · slot_bytes, with a header
+    (prefill_worker/pipeline/hidden.py).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -219,10 +221,7 @@ class StageStepRequest(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     SLICES_FIELD_NUMBER: _builtins.int
-    HIDDEN_CHECKSUM_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    hidden_checksum: _builtins.int
-    """of the hidden states that this stage was given, as their maker had them"""
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSlice]: ...
     def __init__(
@@ -230,11 +229,10 @@ class StageStepRequest(_message.Message):
         *,
         step: _builtins.int = ...,
         slices: _abc.Iterable[Global___StageSlice] | None = ...,
-        hidden_checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hidden_checksum", b"hidden_checksum", "slices", b"slices", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slices", b"slices", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -245,20 +243,16 @@ class StageStepReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SLICES_FIELD_NUMBER: _builtins.int
-    HIDDEN_CHECKSUM_FIELD_NUMBER: _builtins.int
-    hidden_checksum: _builtins.int
-    """of those that it leaves; 0 from the last stage"""
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSliceDone]: ...
     def __init__(
         self,
         *,
         slices: _abc.Iterable[Global___StageSliceDone] | None = ...,
-        hidden_checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hidden_checksum", b"hidden_checksum", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

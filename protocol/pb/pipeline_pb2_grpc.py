@@ -67,8 +67,8 @@ class PipelineStageServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RunStep(self, request, context):
-        """One step, whose hidden states the stage before has left. Answered when it is computed and its own are left for the
-        next. Steps come in the order of their numbers.
+        """One step, told when it begins at the first stage: this one waits for the hidden states of the stage before. Answered
+        when it is computed and its own are left for the next. Steps come in the order of their numbers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,8 +36,8 @@ class PipelineStageStub:
     Join: _grpc.UnaryUnaryMultiCallable[_pipeline_pb2.StageJoinRequest, _pipeline_pb2.StageJoinReply]
     """Once, from the second stage to the last: where a stage gets hidden states, what it has, where it leaves its own."""
     RunStep: _grpc.UnaryUnaryMultiCallable[_pipeline_pb2.StageStepRequest, _pipeline_pb2.StageStepReply]
-    """One step, whose hidden states the stage before has left. Answered when it is computed and its own are left for the
-    next. Steps come in the order of their numbers.
+    """One step, told when it begins at the first stage: this one waits for the hidden states of the stage before. Answered
+    when it is computed and its own are left for the next. Steps come in the order of their numbers.
     """
     FinishStep: _grpc.UnaryUnaryMultiCallable[_pipeline_pb2.StageFinishRequest, _pipeline_pb2.StageFinishReply]
     """Answered when no write of an earlier RunStep is under way any more."""
@@ -50,8 +50,8 @@ class PipelineStageAsyncStub(PipelineStageStub):
     Join: _aio.UnaryUnaryMultiCallable[_pipeline_pb2.StageJoinRequest, _pipeline_pb2.StageJoinReply]  # type: ignore[assignment]
     """Once, from the second stage to the last: where a stage gets hidden states, what it has, where it leaves its own."""
     RunStep: _aio.UnaryUnaryMultiCallable[_pipeline_pb2.StageStepRequest, _pipeline_pb2.StageStepReply]  # type: ignore[assignment]
-    """One step, whose hidden states the stage before has left. Answered when it is computed and its own are left for the
-    next. Steps come in the order of their numbers.
+    """One step, told when it begins at the first stage: this one waits for the hidden states of the stage before. Answered
+    when it is computed and its own are left for the next. Steps come in the order of their numbers.
     """
     FinishStep: _aio.UnaryUnaryMultiCallable[_pipeline_pb2.StageFinishRequest, _pipeline_pb2.StageFinishReply]  # type: ignore[assignment]
     """Answered when no write of an earlier RunStep is under way any more."""
@@ -73,8 +73,8 @@ class PipelineStageServicer(metaclass=_abc_1.ABCMeta):
         request: _pipeline_pb2.StageStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pipeline_pb2.StageStepReply, _abc.Awaitable[_pipeline_pb2.StageStepReply]]:
-        """One step, whose hidden states the stage before has left. Answered when it is computed and its own are left for the
-        next. Steps come in the order of their numbers.
+        """One step, told when it begins at the first stage: this one waits for the hidden states of the stage before. Answered
+        when it is computed and its own are left for the next. Steps come in the order of their numbers.
         """
 
     @_abc_1.abstractmethod

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from engine.engine import Engine
 from engine.generate import generate
 from prefill_worker.__main__ import main
 from prefill_worker.pipeline.hidden import HiddenInbox, HiddenOutbox
-from protocol.errors import IntegrityError, error_classes
+from protocol.errors import IntegrityError, PeerLost, error_classes
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.process import host_identity
 from protocol.request import Endpoint, Placement, SamplingParams
@@ -181,18 +182,53 @@ async def test_corrupt_bytes_of_any_stage_are_found(model_path: Path) -> None:
         assert (await made.status()).counters["recomputed_blocks"] > 0
 
 
-def test_hidden_states_that_are_not_what_their_maker_had_are_refused() -> None:
-    """Whatever happened to them on the way or before."""
+@contextmanager
+def stages(longest_wait_s: float = PATIENCE_S) -> Iterator[tuple[HiddenOutbox, HiddenInbox]]:
+    """The way between two stages; rows of 16 bytes, no more than 8."""
     with TransferEngine(cluster_token=TOKEN) as maker, TransferEngine(cluster_token=TOKEN) as taker:
         outbox = HiddenOutbox(maker, row_bytes=16, slot_rows=8, num_slots=2)
-        inbox = HiddenInbox(taker, outbox.source, row_bytes=16, patience=Patience())
+        inbox = HiddenInbox(
+            taker,
+            outbox.source,
+            row_bytes=16,
+            patience=Patience(),
+            longest_wait_s=longest_wait_s,
+        )
+        yield outbox, inbox
+
+
+def test_hidden_states_that_are_not_what_their_maker_had_are_refused() -> None:
+    """Whatever happened to them on the way or before."""
+    with stages() as (outbox, inbox):
         for step in (1, 2, 3):
-            outbox.slot(step)[: 5 * 16] = bytes([step]) * (5 * 16)
-            assert bytes(inbox.fetch(step, 5, outbox.checksum(step, 5))) == bytes([step]) * 80
-        expected = outbox.checksum(3, 5)
-        outbox.slot(3)[79] ^= 1
-        with pytest.raises(IntegrityError):
-            inbox.fetch(3, 5, expected)
+            outbox.rows(step)[: 5 * 16] = bytes([step]) * (5 * 16)
+            outbox.leave(step, 5)
+            assert bytes(inbox.fetch(step, 5)) == bytes([step]) * 80
+        outbox.rows(3)[79] ^= 1
+        with pytest.raises(IntegrityError, match="corrupt"):
+            inbox.fetch(3, 5)
+
+
+def test_a_stage_waits_for_the_hidden_states_of_its_step() -> None:
+    """Not for those of the step that had the slot before."""
+    with stages() as (outbox, inbox), ThreadPoolExecutor(1) as other:
+        outbox.leave(1, 8)
+        waiting = other.submit(lambda: bytes(inbox.fetch(3, 2)))
+        outbox.rows(3)[:32] = b"x" * 32
+        outbox.leave(3, 2)
+        assert waiting.result(PATIENCE_S) == b"x" * 32
+
+
+def test_a_stage_whose_predecessor_failed_does_not_wait() -> None:
+    with stages() as (outbox, inbox):
+        outbox.leave_nothing(1)
+        with pytest.raises(IntegrityError, match="no hidden states"):
+            inbox.fetch(1, 5)
+
+
+def test_a_stage_does_not_wait_for_ever() -> None:
+    with stages(longest_wait_s=0.0) as (_, inbox), pytest.raises(PeerLost):
+        inbox.fetch(1, 5)
 
 
 @pytest.mark.slow

@@ -67,9 +67,9 @@ def test_a_prompt_that_would_be_one_step_is_shared_by_the_stages() -> None:
     for step in steps:
         checked(state, step_done(step), 1.0)
     steps = steps_of(
-        checked(state, submitted(make_request("s", range(500, 530), max_tokens=1)), 2.0)
+        checked(state, submitted(make_request("s", range(500, 515), max_tokens=1)), 2.0)
     )
-    assert spans(steps) == [("s", 0, 30)]
+    assert spans(steps) == [("s", 0, 15)]
 
 
 def test_prompts_that_wait_keep_the_stages_busy_uncut() -> None:
@@ -85,7 +85,7 @@ def test_prompts_that_wait_keep_the_stages_busy_uncut() -> None:
     filler = steps_of(
         checked(state, submitted(make_request("s", range(300, 340), max_tokens=1)), 0.0)
     )
-    assert spans(filler) == [("s", 0, 32), ("s", 32, 40)]
+    assert spans(filler) == [("s", 0, 20), ("s", 20, 40)]
     for reserve in reserves:
         assert not steps_of(checked(state, granted(reserve), 0.5))
     assert spans(steps_of(checked(state, step_done(filler[0]), 1.0))) == [("q", 0, 90)]
