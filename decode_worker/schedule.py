@@ -25,6 +25,7 @@ from decode_worker.allotment import Allotment, Claim
 from decode_worker.counters import Counters
 from decode_worker.keeping import Keeping
 from decode_worker.limits import Limits
+from decode_worker.others_memory import OthersMemory
 from decode_worker.pace import Pace
 from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.times import note_times
@@ -63,6 +64,7 @@ class Schedule:
         self._running: list[Sequence] = []  # in order of admission
         self._waiting: list[Sequence] = []  # by rank
         self._steps = StepsUnderWay()
+        self._others_memory = OthersMemory()
         self._num_added = 0
         self._pace = Pace()  # with a budget
 
@@ -282,7 +284,7 @@ class Schedule:
             self._fail(sequence, self._too_long(sequence), out)
             return
         while (block := self._pool.allocate(1)) is None:
-            if self._pool.num_free:  # somebody else's memory, which was asked for
+            if self._pool.num_free and self._others_memory.may_come(now):  # which was asked for
                 return
             claims = [claim for claim in self.claims() if not self._is_moving(claim)]
             if len(claims) == 1 or self._keeping.num_leaving:  # nobody else's; or some come soon
@@ -291,6 +293,7 @@ class Schedule:
             self._preempt(victim, now, out)
             if victim is sequence:
                 return
+        self._others_memory.came()
         sequence.block_table += block
 
     def _is_moving(self, claim: Claim) -> bool:

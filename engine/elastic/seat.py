@@ -23,7 +23,7 @@ class Seat:
         """`floor` and `ceiling` in bytes. Raises ConfigError."""
         self._ledger = ledger
         self._page_bytes = page_bytes
-        self._number = ledger.claim(name, floor, ceiling)
+        self._number = ledger.claim(name, self._whole(floor), ceiling)
         self._asked = 0
         self._spare = 0
         self.bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -70,7 +70,12 @@ class Seat:
 
     def limit(self, floor: int, ceiling: int) -> None:
         """In bytes. Raises ConfigError."""
-        self._ledger.limit(self._number, floor, ceiling)
+        self._ledger.limit(self._number, self._whole(floor), ceiling)
+
+    def _whole(self, floor: int) -> int:
+        """What a floor is worth in pages. Of one with a part of a page others would think that what lies above it, less
+        than a page, could be given, and wait for the sum of such parts."""
+        return floor // self._page_bytes * self._page_bytes
 
     @property
     def budget(self) -> int:

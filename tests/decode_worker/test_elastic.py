@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from decode_worker import events
+from decode_worker.others_memory import PATIENCE_S
 from engine.elastic.actions import Reserve
 from engine.elastic.paged_blanks import GiveBack, PagedBlanks
 from engine.elastic.supply import Unshared
@@ -118,6 +119,30 @@ ElasticDecodeWorker.TestCase.settings = settings(
     max_examples=examples(40), stateful_step_count=40, deadline=None
 )
 test_limits_that_change_at_any_moment_change_no_token = ElasticDecodeWorker.TestCase
+
+
+class EmptyPromises(Unshared):
+    """Others seem to have a page that nobody gives."""
+
+    def room(self) -> int:
+        return max(1, super().room())
+
+
+def test_a_worker_does_not_wait_for_ever_for_memory_that_others_seem_to_have() -> None:
+    shape = paging(NUM_PAGES, blocks_per_page=PER_PAGE, frames_per_page=1)
+    blanks = PagedBlanks(shape, EmptyPromises(3), reserve=Reserve(low=0, high=0, idle_s=1.0))
+    driver = Driver(num_blocks=NUM_PAGES * PER_PAGE, blanks=blanks, max_model_len=40)
+    pages = Page(driver, blanks)
+    for name, first in (("a", 0), ("b", 100)):
+        driver.start([first + i for i in range(7)], name, max_tokens=12)
+    for _ in range(200):
+        if not driver.advance():
+            driver.wait(0.5)  # as who waits for memory looks again
+        pages.settle()
+    assert {name: len(tokens) for name, tokens in driver.tokens.items()} == {"a": 11, "b": 11}
+    assert driver.state.counters.num_preemptions == 1
+    assert driver.now >= PATIENCE_S, "they were to wait a moment"
+    assert not driver.failures
 
 
 def elastic_driver() -> tuple[Driver, Page]:

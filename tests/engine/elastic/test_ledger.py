@@ -257,3 +257,19 @@ def test_a_file_that_is_something_else_is_refused(path: Path) -> None:
     path.write_bytes(b"x" * 100_000)
     with pytest.raises(ConfigError, match="another kind of file"):
         Ledger(path, budget=BUDGET)
+
+
+def test_whoever_seems_to_have_room_can_get_a_page(seat: Callable[..., Seat]) -> None:
+    """Where floors are no whole pages: parts of pages above them made room in sum that nobody could give."""
+    wanting, *others = seat("a"), seat("b", 5 * MIB // 2), seat("c", 5 * MIB // 2)
+    for other in others:
+        assert other.take(3) == 3
+        other.spare(3)
+    assert wanting.take(99) == 10
+    wanting.want(1)
+    assert wanting.room() == 2
+    for other in others:
+        other.look()
+        assert other.asked_back() == 1
+    others[0].give(1)
+    assert wanting.take(1) == 1
