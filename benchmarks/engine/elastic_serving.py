@@ -8,8 +8,9 @@ memory, each with fresh clusters, in turns:
 - elastic: all six workers share the budget by one ledger, each up to a ceiling of all of it;
 - elastic, 60 % of the memory.
 
-TTFT is measured by clients, over all requests of a run. Memory is what the kernel counts for the workers' own mappings
-of their pools (/proc/PID/smaps), all six together, its peak over the run. Before it each model answers some requests of
+TTFT is measured by clients, over all requests of a run. Memory is what the kernel counts for the files of the workers'
+pools, all six at one moment, every 20 ms, its peak over the run. Bursts are as far apart as two cores need for one:
+memory is what it waits for then, and not processors. Before it each model answers some requests of
 the load, so that decode workers have seen how long answers are. Medians over rounds, a seed per round.
 """
 
@@ -46,8 +47,8 @@ LESS = 0.6  # of the memory
 BLOCK_SIZE = 32
 WARM_UP = 12  # requests of each model: a decode worker predicts lengths from the tenth that ended
 NO_SLO_S = 600.0
-_POOL = re.compile(r"memfd:moonserve(:kv)? ")  # elastic ones have the name
-LOOK_S = 0.25  # between two looks at resident memory, which take milliseconds
+_POOL = re.compile(r"/memfd:moonserve(:kv)? \(deleted\)")  # elastic ones have the name
+LOOK_S = 0.02  # between two looks at resident memory
 WAYS = ("fixed", "elastic", f"elastic, {LESS:.0%}")
 Row = dict[str, float]
 
@@ -178,16 +179,19 @@ async def _until_ready(url: str) -> None:
             await asyncio.sleep(0.05)
 
 
-def resident_bytes(pid: int) -> int:
-    """Of a worker's own pool: others map it for reading only."""
-    total, is_pool = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        first = line.split(" ", 1)[0]
-        if not first.endswith(":"):
-            is_pool = _POOL.search(line) is not None and " rw-s " in line
-        elif is_pool and first == "Rss:":
-            total += int(line.split()[1]) << 10
-    return total
+def pools_of(pids: Sequence[int]) -> list[Path]:
+    """The workers' pools, each once, as links that can be asked for their file."""
+    found: dict[int, Path] = {}
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            if _POOL.fullmatch(os.readlink(link)):
+                found.setdefault(link.stat().st_ino, link)
+    return list(found.values())
+
+
+def resident_bytes(pool: Path) -> int:
+    """What the machine spends on it, whoever maps it. A few microseconds, so that all workers' are of one moment."""
+    return pool.stat().st_blocks * 512
 
 
 # -- one run
@@ -237,9 +241,10 @@ def _timeline(outcome: Outcome) -> Timeline:
 
 async def _peak(models: Sequence[Model], done: asyncio.Event) -> int:
     """Bytes, until `done`."""
+    pools = pools_of([pid for model in models for pid in model.workers])
     peak = 0
     while not done.is_set():
-        peak = max(peak, sum(resident_bytes(pid) for model in models for pid in model.workers))
+        peak = max(peak, sum(map(resident_bytes, pools)))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(done.wait(), LOOK_S)
     return peak
@@ -298,7 +303,7 @@ def main() -> int:
     parser.add_argument("--budget-mib", type=int, default=108)
     parser.add_argument("--burst", type=int, default=16, help="requests")
     parser.add_argument("--bursts", type=int, default=3, help="in all, one model after the other")
-    parser.add_argument("--period", type=float, default=12.0, help="seconds between bursts")
+    parser.add_argument("--period", type=float, default=10.0, help="seconds between bursts")
     parser.add_argument("--prompt", type=int, nargs=2, default=(400, 600), help="tokens, from to")
     parser.add_argument("--output", type=int, nargs=2, default=(800, 1200), help="tokens, from to")
     parser.add_argument("--json", type=Path)
