@@ -15,7 +15,6 @@ import pytest
 
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.reference import Continuation, continuations, load_reference, num_ties
-from tests.e2e.test_worker_loss import kill
 from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
@@ -126,7 +125,7 @@ def test_a_prefix_from_the_store_gives_the_same_tokens(cluster: Cluster, model: 
     with busy_prefill(cluster, "stem"):
         cluster.wait_for("the stem read there", lambda: read_by_decode(cluster, stem) is not None)
     cluster.wait_for("its blocks stored", lambda: in_store(cluster) > 0)
-    epoch = kill(cluster, "decode-0")
+    epoch = cluster.kill("decode-0")
     cluster.wait_for("its successor", lambda: cluster.epoch("decode-0") > epoch)
     prompts = [[*stem, *tokens_of(f"leaf {number}", 20)] for number in range(ATTEMPTS)]
     with busy_prefill(cluster, "leaf"):
@@ -161,7 +160,7 @@ def killed_in_the_middle(cluster: Cluster, model: Path, number: int) -> bool:
         asked = pool.submit(ask, cluster, prompt)
         cluster.wait_for("the prompt at work", lambda: is_read() or asked.done())
         was_caught = not asked.done()
-        epoch = kill(cluster, "decode-0")
+        epoch = cluster.kill("decode-0")
         answer, _ = asked.result()
         cluster.wait_for("its successor", lambda: cluster.epoch("decode-0") > epoch)
     [truth] = expected(model, [prompt])

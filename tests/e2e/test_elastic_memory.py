@@ -18,7 +18,7 @@ from deploy.kvctl.main import main as kvctl
 from engine.elastic.ledger import Ledger
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.reference import Continuation, continuations, load_reference, num_ties
-from tests.e2e.test_worker_loss import STREAM, kill, streamed
+from tests.e2e.test_worker_loss import STREAM, streamed
 from tests.random_models import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -188,7 +188,7 @@ def test_a_killed_workers_share_is_free_and_its_successor_has_a_place(
     def kill_once(num_tokens: int) -> None:
         if num_tokens and not epochs:
             assert held(ledger)["decode-0"] > 0
-            epochs.append(kill(cluster, "decode-0"))
+            epochs.append(cluster.kill("decode-0"))
 
     with shares(cluster) as ledger, cluster.client() as client:
         tokens = streamed(client, prompt, kill_once)
