@@ -39,7 +39,8 @@ def test_where_nothing_befalls_a_cluster_every_request_is_served() -> None:
 
 
 def test_equal_seeds_have_equal_histories() -> None:
-    assert simulate("--seed", "11") == simulate("--seed", "11")
+    first, second = (simulate("--seed", "11").splitlines()[:-1] for _ in range(2))
+    assert first == second  # but for how long it took
 
 
 @pytest.mark.parametrize("seed", sorted(FOUND))
