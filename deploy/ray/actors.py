@@ -26,7 +26,7 @@ from protocol.errors import MoonserveError
 
 CONTROLLER = "controller"
 NODE_LABEL = "ray.io/node-id"
-_HEAD = "node:__internal_head__"
+HEAD = "node:__internal_head__"  # a resource that only Ray's head has
 _PLACE_WITHIN_S = 15.0
 _NAME_FREE_WITHIN_S = 10.0
 _KV = b"moonserve"
@@ -44,7 +44,7 @@ def nodes() -> list[tuple[Host, int]]:
                 node_id=node["NodeID"],
                 address=node["NodeManagerAddress"],
                 resources=node["Resources"],
-                is_head=_HEAD in node["Resources"],
+                is_head=HEAD in node["Resources"],
             ),
             node["NodeManagerPort"],
         )

@@ -117,6 +117,7 @@ class Watch:
             "has_ended": self._has_ended and not self._tasks,
             "events": list(self._events),
             "controller_pid": os.getpid(),
+            "controller_node_id": ray.get_runtime_context().get_node_id(),
         }
 
     @property

@@ -109,12 +109,10 @@ class Deployment:
 def deploy(config: ClusterConfig, cluster_token: str) -> Deployment:
     """Begins; `Deployment.wait` tells when it serves. Raises ConfigError where there is one of that name."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from deploy.ray import actors
     from deploy.ray.controller import Controller
 
-    heads = [host.node_id for host, _ in actors.nodes() if host.is_head]
     try:
         made = (
             ray.remote(Controller)
@@ -125,8 +123,9 @@ def deploy(config: ClusterConfig, cluster_token: str) -> Deployment:
                 max_restarts=-1,
                 max_concurrency=8,
                 num_cpus=0,
-                # Ray ends with its head; so the controller never ends without it.
-                scheduling_strategy=NodeAffinitySchedulingStrategy(heads[0], soft=True),
+                # Ray ends with its head; so the controller never ends without it. An affinity to the head's node id may
+                # be spilled to another node, and means nothing after the head has started anew.
+                resources={actors.HEAD: 0.001},
             )
             .remote(config, cluster_token)
         )

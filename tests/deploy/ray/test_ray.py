@@ -71,11 +71,15 @@ def test_actors_are_named_detached_spread_and_beside_their_store(cluster: Deploy
     import ray
     from ray.util import list_named_actors
 
+    from deploy.ray.actors import HEAD
+
     status = cluster.deployment.status()
     named = list_named_actors(all_namespaces=True)
     assert {p["name"] for p in status["processes"]} | {"controller"} == {
         each["name"] for each in named if each["namespace"] == cluster.config.namespace
     }
+    [head] = [node["NodeID"] for node in ray.nodes() if HEAD in node["Resources"]]
+    assert status["controller_node_id"] == head
     nodes: dict[str, list[str]] = {}
     for process in status["processes"]:
         nodes.setdefault(process["kind"], []).append(process["node_id"])
