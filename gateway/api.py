@@ -15,6 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway import resuming
 from gateway.admission import admitted
 from gateway.asking import wish_of
 from gateway.bad_words import spellings
@@ -30,6 +31,7 @@ from gateway.params import (
     truncated,
 )
 from gateway.replies import ClusterReply, StreamReply, WholeReply
+from gateway.resuming import EventId, EventIds
 from gateway.schema import (
     BodyParser,
     ChatBody,
@@ -88,6 +90,8 @@ class Api:
     ) -> Response:
         """A chat completion in another API's form: `as_stream` and `as_whole` turn chunks and body into that."""
         self._model.require(body.model)
+        last = resuming.last_event(request, body)
+        body = resuming.seeded(body, last)
         limits = self._model.limits()
         form = await self._forms.form_of(body)
         plan = await self._tools.plan(body, form)
@@ -109,7 +113,7 @@ class Api:
         )
         if plan is not None:
             choices = plan.seen_in(choices, body)
-        heading = self._heading(id_prefix, request, body)
+        heading = self._heading(id_prefix, request, body, last)
         wants = _wants(body, logprobs=bool(body.logprobs))
         chunks = chat_chunks(
             heading,
@@ -125,6 +129,8 @@ class Api:
             [prompt],
             choices,
             as_stream(heading, chunks),
+            heading,
+            last,
             lambda pieces, usage: as_whole(
                 heading,
                 render_chat(
@@ -144,6 +150,8 @@ class Api:
         body = self._parser.parse(CompletionBody, await self._model.read(request))
         self._model.require(body.model)
         body.check_best_of()
+        last = resuming.last_event(request, body)
+        body = resuming.seeded(body, last)
         limits = self._model.limits()
         prompts = await completion_prompts(self._tokenizer, body, limits)
         form = await self._forms.form_of(body)
@@ -157,7 +165,7 @@ class Api:
         )
         told = [prompt for prompt in prompts for _ in range(body.num_choices)]
         echoes = [self._echo(body, prompt) for prompt in told]
-        heading = self._heading("cmpl-", request, body)
+        heading = self._heading("cmpl-", request, body, last)
         wants = _wants(body, logprobs=body.logprobs is not None)
         prompt_ids = [prompt.token_ids for prompt in told]
         chunks = CompletionChunks(
@@ -169,6 +177,8 @@ class Api:
             prompts,
             choices,
             chunks,
+            heading,
+            last,
             lambda pieces, usage: render_completion(
                 heading,
                 wants,
@@ -182,10 +192,13 @@ class Api:
 
     # Steps
 
-    def _heading(self, prefix: str, request: Request, body: SamplingBody) -> Heading:
+    def _heading(
+        self, prefix: str, request: Request, body: SamplingBody, last: EventId | None
+    ) -> Heading:
+        """A stream that goes on keeps its name."""
         return Heading(
-            id=f"{prefix}{request.state.cluster_id}",
-            created=int(time.time()),
+            id=last.response_id if last else f"{prefix}{request.state.cluster_id}",
+            created=last.created if last else int(time.time()),
             model=body.model or self._model.name,
         )
 
@@ -201,8 +214,12 @@ class Api:
         prompts: Sequence[Prompt],
         choices: tuple[Choice, ...],
         chunks: Chunks,
+        heading: Heading,
+        last: EventId | None,
         render: Callable[[list[list[Piece]], dict[str, Any]], bytes],
     ) -> ClusterReply:
+        fingerprint = self._gateway.cluster.facts().fingerprint
+        choices = resuming.without_known(choices, last, fingerprint)
         wish = wish_of(request, body, choices)
         answer = await admitted(request, self._gateway, wish, prompts)
         slow_client_s = self._config.slow_client_s
@@ -211,11 +228,19 @@ class Api:
             return usage_of(answer, prompts)
 
         if body.stream:
-            timing = None
+            timing = event_ids = None
             if body.x_timing and isinstance(chunks, ChatChunks | CompletionChunks):
                 timing = partial(_timing_chunk, chunks, answer)
+            if body.includes_event_ids or last is not None:
+                event_ids = EventIds(heading, choices, fingerprint)
             return StreamReply(
-                answer, slow_client_s, chunks, usage if body.includes_usage else None, timing
+                answer,
+                slow_client_s,
+                chunks,
+                usage if body.includes_usage else None,
+                timing,
+                event_ids,
+                is_resumed=last is not None,
             )
         return WholeReply(
             answer,

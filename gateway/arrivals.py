@@ -7,7 +7,7 @@ run or why they end.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from protocol.request import FinishReason, Token
 
@@ -28,10 +28,21 @@ class Output(Protocol):
     def finish(self) -> str: ...
 
 
+class Accepted(NamedTuple):
+    """Text, the tokens that made it, and why the generation ends with them if it does."""
+
+    text: str
+    tokens: tuple[Token, ...]
+    reason: FinishReason | None
+    is_known: bool  # to the client, from a stream that broke off
+
+
 class Arrivals:
     """Of one choice, over all its attempts."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output, num_known: int = 0) -> None:
+        """`num_known`: first tokens that the client has."""
+        self._num_known = num_known
         self.generated: list[int] = []  # token ids accepted, in index order
         self.first_index = 0  # of the first token of this attempt
         self._output = output
@@ -75,11 +86,16 @@ class Arrivals:
             return None
         return accepted
 
-    def accept(self, tokens: list[Token]) -> tuple[str, list[Token], FinishReason | None]:
-        """Tokens in order → text, tokens used, and why the generation ends with them if it does."""
-        text, taken, reason = self._read(tokens)
-        self.generated += (token.token_id for token in taken)
-        return text, taken, reason
+    def accept(self, tokens: list[Token]) -> list[Accepted]:
+        """What at least one token in order comes to; what the client has already is apart."""
+        border = sum(token.index < self._num_known for token in tokens)
+        accepted: list[Accepted] = []
+        for part, is_known in ((tokens[:border], True), (tokens[border:], False)):
+            if part and not (accepted and accepted[-1].reason):
+                text, taken, reason = self._read(part)
+                self.generated += (token.token_id for token in taken)
+                accepted.append(Accepted(text, tuple(taken), reason, is_known))
+        return accepted
 
     def _read(self, tokens: list[Token]) -> tuple[str, list[Token], FinishReason | None]:
         output = self._output

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.keys.record import ApiKey, KeyLimits, digest_of
+from gateway.state import PATIENCE_S
 from gateway.tools.formats import FORMATS
 from protocol.config import option
 from protocol.errors import ConfigError
@@ -77,6 +78,10 @@ class ClientConfig:
         30.0, help="seconds within which a request's body must have arrived"
     )
     request_timeout_s: float = option(600.0, help="seconds after which a request is ended")
+    worker_patience_s: float = option(
+        PATIENCE_S,
+        help="seconds that a request waits for a worker, where there was one until a moment ago: they are restarted",
+    )
     slow_client_s: float = option(
         30.0, help="seconds without reading after which a client is given up"
     )

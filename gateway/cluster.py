@@ -1,9 +1,9 @@
 """The cluster as the gateway sees it: who is there, and the calls and streams to them.
 
-One poll of the conductor per second for the view, ten until requests can be placed; one Events stream per worker,
-opened when the view or a placement first names it and opened again when it breaks. Whoever listens is told of every
-break at once: what was under way on a broken stream is lost, whether or not the worker lives. Knows nothing about
-single requests' lives or HTTP.
+One poll of the conductor per second for the view, more while requests cannot be placed or a worker is late; one Events
+stream per worker, opened when the view or a placement first names it and opened again when it breaks. Whoever listens
+is told of every break, and of silence, at once: what was under way on a broken stream is lost, whether or not the
+worker lives. Knows nothing about single requests' lives or HTTP.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.avoidance import Incarnation
 from gateway.heard import Heard
+from gateway.silence import Sign, is_late, silent
 from gateway.tasks import TaskGroup
 from protocol.conductors import Conductors
 from protocol.errors import IntegrityError, MoonserveError, NoWorker, Overloaded, PeerLost
@@ -33,9 +35,13 @@ _UNREADY_POLL_INTERVAL_S = (
     0.1  # while no request could be placed: the first one shall not find an old view
 )
 _CALL_TIMEOUT_S = 5.0
+_LATE_POLL_INTERVAL_S = 0.25  # while a worker is late with its heartbeat
 # A view older than this says nothing about who is alive.
 _VIEW_LIFETIME_S = 5.0
 _REOPEN_DELAY_S = 0.2
+# Somebody who was stopped shall not go on with what was taken from it: told when it wakes up, within this time.
+_CANCEL_WITHIN_S = 60.0
+_CANCEL_AGAIN_S = 1.0
 
 _WORKER_ROLES = (Role.PREFILL, Role.DECODE)
 
@@ -74,7 +80,10 @@ class Cluster:
         self._view: conductor_pb2.ClusterView | None = None
         self._facts: ModelFacts | None = None  # of the last view that had any
         self._viewed_at = 0.0
+        self._ready_at = -math.inf  # when the last view was, in which a request could be placed
         self._streams: dict[str, _Stream] = {}
+        self._silent: set[str] = set()  # who was told to be
+        self._is_late = False  # somebody
         self._tasks = TaskGroup()
 
     @property
@@ -88,6 +97,10 @@ class Cluster:
         """A request could be placed."""
         return self.view is not None and self.view.ready
 
+    def was_ready_within(self, seconds: float) -> bool:
+        """A request could have been placed a moment ago."""
+        return asyncio.get_running_loop().time() - self._ready_at < seconds
+
     def facts(self) -> ModelFacts:
         """Raises NoWorker while no worker has told. Unlike who is alive, they do not age: while no conductor leads, or
         one that was restarted knows nobody yet, requests are taken and wait."""
@@ -99,7 +112,12 @@ class Cluster:
         """Keeps the view fresh until cancelled."""
         while True:
             await self.refresh()
-            await asyncio.sleep(POLL_INTERVAL_S if self.is_ready else _UNREADY_POLL_INTERVAL_S)
+            await asyncio.sleep(self._pause_s())
+
+    def _pause_s(self) -> float:
+        if not self.is_ready:
+            return _UNREADY_POLL_INTERVAL_S
+        return _LATE_POLL_INTERVAL_S if self._is_late else POLL_INTERVAL_S
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Until a request could be placed, at most so long."""
@@ -127,8 +145,11 @@ class Cluster:
                 block_size=view.layout.block_size,
                 max_model_len=view.max_model_len,
             )
+        if view.ready:
+            self._ready_at = self._viewed_at
         self._on_view(view)
         await self._follow(view)
+        self._listen_for_silence(view)
 
     async def place(self, request: conductor_pb2.PlaceRequest, timeout_s: float) -> Placement:
         """Raises Overloaded, NoWorker or PeerLost among others."""
@@ -153,12 +174,24 @@ class Cluster:
 
     async def cancel(self, endpoint: Endpoint, request_id: RequestId) -> None:
         """Best effort: a worker that cannot be told gives up by itself when the gateway's stream is gone."""
-        with contextlib.suppress(MoonserveError):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CANCEL_WITHIN_S):
+                while not await self._has_heard(endpoint, request_id):  # noqa: ASYNC110 - it is elsewhere
+                    await asyncio.sleep(_CANCEL_AGAIN_S)
+
+    async def _has_heard(self, endpoint: Endpoint, request_id: RequestId) -> bool:
+        """Whether nothing more is to be said: only who is silent may yet hear it."""
+        try:
             await self._channels.call(
                 self._worker(endpoint.rpc_address).Cancel,
                 worker_pb2.CancelRequest(request_id=request_id),
                 timeout_s=_CALL_TIMEOUT_S,
             )
+        except MoonserveError:
+            known = self._streams.get(endpoint.instance_id)
+            is_same = known is not None and known.endpoint.epoch == endpoint.epoch
+            return not (is_same and endpoint.instance_id in self._silent)
+        return True
 
     async def report(self, request: conductor_pb2.ReportRequest) -> None:
         """Best effort: the conductor lets predicted load expire."""
@@ -173,9 +206,9 @@ class Cluster:
             timeout_s=_CALL_TIMEOUT_S,
         )
 
-    def still_there(self, incarnations: Iterable[Incarnation]) -> set[str]:
-        """Names of those that have no successor yet, as far as we know."""
-        return {
+    def to_avoid(self, incarnations: Iterable[Incarnation]) -> set[str]:
+        """Names of those that have no successor yet, as far as we know, and of who has fallen silent."""
+        return self._silent | {
             instance_id
             for instance_id, epoch in incarnations
             if (stream := self._streams.get(instance_id)) is None or stream.endpoint.epoch <= epoch
@@ -227,6 +260,26 @@ class Cluster:
         for instance_id in self._streams.keys() - present.keys():
             await self._drop_broken(instance_id)
 
+    def _listen_for_silence(self, view: conductor_pb2.ClusterView) -> None:
+        signs = [self._sign(i) for i in view.instances if role_from_wire(i.role) in _WORKER_ROLES]
+        self._is_late = is_late(signs)
+        now_silent = silent(signs)
+        for instance_id in now_silent - self._silent:
+            log.warning("%s is silent", instance_id)
+            error = PeerLost(f"{instance_id} has fallen silent", instance_id=instance_id)
+            self._on_lost(instance_id, error)
+        self._silent = now_silent
+
+    def _sign(self, instance: conductor_pb2.InstanceView) -> Sign:
+        stream = self._streams[instance.endpoint.instance_id]
+        return Sign(
+            instance_id=instance.endpoint.instance_id,
+            role=role_from_wire(instance.role),
+            draining=instance.draining,
+            last_heard_s=instance.last_heard_s,
+            last_word_s=asyncio.get_running_loop().time() - stream.spoke_at,
+        )
+
     async def _drop_broken(self, instance_id: str) -> None:
         """Forgets a worker that is neither in the view nor connected."""
         stream = self._streams[instance_id]
@@ -255,6 +308,7 @@ class Cluster:
                 worker_pb2.EventsRequest(gateway_id=self._gateway_id),
             ):
                 stream.is_open = True
+                stream.spoke_at = asyncio.get_running_loop().time()
                 if batch.HasField("standing"):
                     self._begin(stream, batch.standing)
                 else:
@@ -285,6 +339,7 @@ class _Stream:
     endpoint: Endpoint
     heard: Heard = field(default_factory=Heard)
     is_open: bool = False  # something has come on it since it was opened
+    spoke_at: float = 0.0  # when something came last
     task: asyncio.Task[None] | None = None
 
 

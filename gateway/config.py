@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gateway.client_config import ClientConfig
 from protocol.config import option
+from protocol.errors import ConfigError
 from protocol.process import ProcessConfig
 from protocol.tracing import TracingConfig
 
@@ -26,7 +27,19 @@ class GatewayConfig(ProcessConfig, ClientConfig, TracingConfig):
         False,
         help="share the port with other gateways of this host and user; begin to listen when the cluster is ready",
     )
+    listen_fd: int | None = option(
+        None,
+        help="listen on this inherited socket, bound to --host and --port, which others have, too, so that connections "
+        "wait while one gateway gives way to the next; set by serve",
+    )
     drain_s: float = option(3.0, help="seconds that requests under way get when the gateway stops")
+
+    @property
+    def shares_port(self) -> bool:
+        """Whether connections that this gateway takes no more may find another one."""
+        return self.reuse_port or self.listen_fd is not None
 
     def __post_init__(self) -> None:
         self.check_clients()
+        if self.reuse_port and self.listen_fd is not None:
+            raise ConfigError("--reuse-port and --listen-fd exclude each other")

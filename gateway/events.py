@@ -39,6 +39,7 @@ class Placed:
 class PlaceFailed:
     attempt: int
     error: MoonserveError
+    may_return: bool = False  # there were workers until a moment ago
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +170,7 @@ class Emit:
     text: str
     tokens: tuple[Token, ...]
     finish_reason: FinishReason | None
+    is_known: bool = False  # the client has it already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,10 +61,22 @@ async def _decisions(
     decisions: list[dict[str, Any]] = []
     for index in itertools.count():
         choice = choice_id(request_id, index)
-        ids = [attempt_id(choice, attempt) for attempt in range(1, MAX_ATTEMPTS + 1)]
-        replies = [await ask(each) for each in ids]
-        found = [json.loads(reply.decision_json) for reply in replies if reply.found]
+        found, last = await _attempts(choice, ask)
         decisions += found
         if not found:
-            return decisions, replies[-1]
+            return decisions, last
+    raise AssertionError("counting does not end")
+
+
+async def _attempts(
+    choice: RequestId, ask: Ask
+) -> tuple[list[dict[str, Any]], conductor_pb2.ExplainReply]:
+    """Of one choice, until one is not known. The first may have been forgotten, or decided by an earlier leader."""
+    found: list[dict[str, Any]] = []
+    for attempt in itertools.count(1):
+        reply = await ask(attempt_id(choice, attempt))
+        if reply.found:
+            found.append(json.loads(reply.decision_json))
+        elif attempt >= MAX_ATTEMPTS:
+            return found, reply
     raise AssertionError("counting does not end")

@@ -21,6 +21,7 @@ class Piece:
     tokens: tuple[Token, ...]
     finish_reason: FinishReason | None = None
     prompt_logprobs: PromptLogprobs | None = None  # with its first piece, where they are wanted
+    is_known: bool = False  # the client has it, from an earlier connection
 
 
 class Feed:
@@ -56,10 +57,10 @@ class Feed:
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """One piece per choice: a reader that lags gets larger pieces, not more."""
-    by_choice: dict[int, list[Piece]] = {}
+    """One piece per choice, and one of what its client has already: a reader that lags gets larger pieces, not more."""
+    by_choice: dict[tuple[int, bool], list[Piece]] = {}
     for piece in pieces:
-        by_choice.setdefault(piece.index, []).append(piece)
+        by_choice.setdefault((piece.index, piece.is_known), []).append(piece)
     return [_join(parts) for parts in by_choice.values()]
 
 
@@ -72,4 +73,5 @@ def _join(parts: list[Piece]) -> Piece:
         tokens=tuple(token for part in parts for token in part.tokens),
         finish_reason=parts[-1].finish_reason,
         prompt_logprobs=parts[0].prompt_logprobs,
+        is_known=parts[0].is_known,
     )

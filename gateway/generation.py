@@ -96,9 +96,10 @@ class Generation:
         reader: Reader,
         surroundings: Surroundings,
         timeout_s: float,
+        patience_s: float,
         traceparent: str = "",
     ) -> None:
-        """`traceparent`: of the request's span; empty = not traced."""
+        """`patience_s`: with the absence of workers. `traceparent`: of the request's span; empty = not traced."""
         self._loop = asyncio.get_running_loop()
         self._wish = wish
         self._choice = choice
@@ -114,6 +115,8 @@ class Generation:
             sampling=choice.sampling,
             output=output,
             deadline_at=deadline_at,
+            num_known=choice.num_known,
+            patience_s=patience_s,
         )
         self._keys: tuple[BlockKey, ...] = ()  # of the current attempt's tokens
         self._route_id: RequestId | None = None
@@ -214,6 +217,7 @@ class Generation:
                 tokens=action.tokens,
                 finish_reason=action.finish_reason,
                 prompt_logprobs=prompt_logprobs,
+                is_known=action.is_known,
             )
         )
 
@@ -240,7 +244,12 @@ class Generation:
             self._keys = self._chain(action.token_ids)
             placement = await cluster.place(self._place_request(action), action.timeout_s)
         except MoonserveError as error:
-            self.deliver(PlaceFailed(attempt=action.attempt, error=error))
+            failed = PlaceFailed(
+                attempt=action.attempt,
+                error=error,
+                may_return=cluster.was_ready_within(self.state.patience_s),
+            )
+            self.deliver(failed)
             return
         for endpoint in (placement.prefill, placement.decode):
             cluster.listen(endpoint)
@@ -262,7 +271,7 @@ class Generation:
             tbt_slo_s=self._wish.tbt_slo_s,
             priority=self._wish.priority,
             tenant=self._wish.tenant,
-            excluded_instances=sorted(self._around.cluster.still_there(action.excluded)),
+            excluded_instances=sorted(self._around.cluster.to_avoid(action.excluded)),
             session_id=self._wish.session_id,
             traceparent=self.journey.traceparent,
             client_id=self._client_id(action.request_id),

@@ -20,6 +20,7 @@ from gateway.chunks import Chunks
 from gateway.connection import Connection
 from gateway.errors import reply_for
 from gateway.feed import Piece
+from gateway.resuming import EventIds
 from gateway.service import Answer
 from protocol.errors import Cancelled, MoonserveError
 
@@ -126,12 +127,18 @@ class StreamReply(ClusterReply):
         chunks: Chunks,
         usage: Callable[[], dict[str, Any]] | None,
         timing: Callable[[], str] | None = None,
+        event_ids: EventIds | None = None,
+        *,
+        is_resumed: bool = False,
     ) -> None:
-        """`usage` and `timing`, a chunk, are asked at the end, when the client wants to know."""
+        """`usage` and `timing`, a chunk, are asked at the end, when the client wants to know. `is_resumed`: the client
+        has what comes before any output."""
         super().__init__(answer, slow_client_s)
         self._chunks = chunks
         self._usage = usage
         self._timing = timing
+        self._event_ids = event_ids
+        self._is_resumed = is_resumed
 
     async def _deliver(self, send: Send) -> None:
         try:
@@ -149,9 +156,9 @@ class StreamReply(ClusterReply):
             await self._send(send, self._chunks.failure(reply_for(error)), more=False)
 
     async def _stream(self, send: Send, pieces: list[Piece]) -> None:
-        text = self._chunks.first()
+        text = "" if self._is_resumed else self._chunks.first()
         while True:
-            text += "".join(map(self._chunks.piece, pieces))
+            text += "".join(map(self._event, pieces))
             if self._answer.is_complete:
                 break
             if text:
@@ -163,3 +170,9 @@ class StreamReply(ClusterReply):
         if self._usage is not None:
             text += self._chunks.usage(self._usage())
         await self._send(send, text.encode() + self._chunks.ending(), more=False)
+
+    def _event(self, piece: Piece) -> str:
+        """Also made of what the client has: chunks depend on those before."""
+        chunk = self._chunks.piece(piece)
+        event_id = self._event_ids.of(piece) if self._event_ids is not None else ""
+        return event_id + chunk if chunk and not piece.is_known else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Generic, TypeVar
 
 from protocol.ids import RequestId
@@ -15,20 +14,15 @@ class Routes(Generic[G]):
 
     def __init__(self) -> None:
         self._routes: dict[str, G] = {}
-        self._empty = asyncio.Event()
-        self._empty.set()
 
     def __len__(self) -> int:
         return len(self._routes)
 
     def add(self, request_id: RequestId, generation: G) -> None:
         self._routes[request_id] = generation
-        self._empty.clear()
 
     def remove(self, request_id: RequestId) -> None:
         self._routes.pop(request_id, None)
-        if not self._routes:
-            self._empty.set()
 
     def find(self, request_id: str) -> G | None:
         """None for requests that ended and attempts that were abandoned."""
@@ -36,6 +30,3 @@ class Routes(Generic[G]):
 
     def all(self) -> list[G]:
         return list(self._routes.values())
-
-    async def wait_empty(self) -> None:
-        await self._empty.wait()

@@ -43,6 +43,7 @@ class StreamOptions(Body):
     """Options of a streamed reply."""
 
     include_usage: bool | None = None
+    include_event_ids: bool | None = None
 
 
 class SamplingBody(Body):
@@ -107,6 +108,10 @@ class SamplingBody(Body):
     @property
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def includes_event_ids(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_event_ids)
 
 
 class ChatMessage(Body):

@@ -1,7 +1,7 @@
 """The gateway process: builds everything from the configuration, serves, and ends in order.
 
 On a stop `/ready` turns to 503 at once, requests under way get `drain_s`, what is left ends in an error, and only then
-the sockets close.
+the sockets close. Where others have the port, too, connections that were taken are still served: nobody else could.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         await keys.load()
         channels = Channels(config.cluster_token, config.tls())
         closing.push_async_callback(channels.close)
-        listener = closing.enter_context(bind(config.host, config.port, shared=config.reuse_port))
+        listener = closing.enter_context(_listener(config))
         lifecycle.progress("loading tokenizer")
         tokenizer = load_tokenizer(Path(config.model))
         served = _served(config, tokenizer)
@@ -133,6 +133,7 @@ def _gateway(
         tokenizer=tokenizer,
         metrics=request_metrics(registry, served.names[0], config.instance_id, PHASES),
         timeout_s=config.request_timeout_s,
+        patience_s=config.worker_patience_s,
         tracer=tracer,
     )
 
@@ -179,9 +180,10 @@ async def _run(
         host, port = listener.getsockname()[:2]
         lifecycle.ready(http=f"http://{host}:{port}")
         await lifecycle.stopping.wait()
-        if config.reuse_port:
+        gateway.drain(refuses=not config.shares_port)
+        if config.shares_port:
             server.turn_away()
-        await gateway.drain(config.drain_s)
+        await lifecycle.drained(server.idle(), config.drain_s)
         await gateway.close()
         server.should_exit = True
         await serving
@@ -196,12 +198,30 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def idle(self) -> None:
+        """Until every request that has come has its reply."""
+        while tasks := set(self.server_state.tasks):
+            await asyncio.wait(tasks)
+
     def turn_away(self) -> None:
         """New connections go to others that listen on the port; idle ones end, so that their clients connect again."""
         for server in self.servers:
             server.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
+
+
+def _listener(config: GatewayConfig) -> socket.socket:
+    """Raises ConfigError."""
+    if config.listen_fd is None:
+        return bind(config.host, config.port, shared=config.reuse_port)
+    try:
+        listener = socket.socket(fileno=config.listen_fd)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"--listen-fd {config.listen_fd}: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:

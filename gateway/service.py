@@ -7,7 +7,6 @@ synchronously, so that a reply's writer wakes once per batch. Does not know HTTP
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from gateway.feed import Feed, Piece
 from gateway.figures import Figures
 from gateway.generation import Generation, Surroundings
 from gateway.routes import Routes
-from gateway.state import LIVE
+from gateway.state import LIVE, PATIENCE_S
 from gateway.tasks import TaskGroup
 from gateway.tokenizer import Tokenizer
 from gateway.wish import Choice, Wish
@@ -133,15 +132,17 @@ class Gateway:
         tokenizer: Tokenizer,
         metrics: RequestMetrics,
         timeout_s: float,
+        patience_s: float = PATIENCE_S,
         tracer: Tracer | None = None,
     ) -> None:
         """`gateway_id` differs from one start of `instance_id` to the next. `rpc_address`: where others of this host
-        read its metrics; "" = nowhere."""
+        read its metrics; "" = nowhere. `patience_s`: that a request has while there is no worker for it."""
         self._instance_id = instance_id
         self.figures = Figures()
         self._rpc_address = rpc_address
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
+        self._patience_s = patience_s
         self._routes: Routes[Generation] = Routes()
         self._tasks = TaskGroup()
         self.cluster = Cluster(
@@ -163,6 +164,7 @@ class Gateway:
             figures=self.figures,
         )
         self.is_draining = False
+        self._refuses = False
 
     @property
     def is_ready(self) -> bool:
@@ -186,8 +188,8 @@ class Gateway:
         return sum(g.num_requests for g in gateways if g.instance_id != self._instance_id)
 
     def ask(self, wish: Wish) -> Answer:
-        """Starts a wish's generations. Raises NoWorker while the gateway stops."""
-        if self.is_draining:
+        """Starts a wish's generations. Raises NoWorker where the gateway stops."""
+        if self._refuses:
             raise NoWorker("this gateway is shutting down")
         root = self._surroundings.tracer.begin("request", wish.traceparent)
         answer = Answer(wish, root)
@@ -217,16 +219,14 @@ class Gateway:
         """Follows the cluster until cancelled."""
         await self.cluster.run()
 
-    async def drain(self, timeout_s: float) -> None:
-        """Accepts nothing more and waits until nothing is under way, at most so long."""
+    def drain(self, *, refuses: bool) -> None:
+        """It is about to stop. `refuses`: what comes now could be answered by another one."""
         self.is_draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._routes.wait_empty()
+        self._refuses = refuses
 
     async def close(self) -> None:
         """Fails what is under way, says so to the workers, then closes the streams."""
-        self.is_draining = True
+        self.drain(refuses=True)
         for generation in self._routes.all():
             generation.abort(NoWorker("this gateway was shut down"))
         await self._tasks.drain(_GOODBYE_S)
@@ -256,6 +256,7 @@ class Gateway:
             reader=answer,
             surroundings=self._surroundings,
             timeout_s=self._timeout_s,
+            patience_s=self._patience_s,
             traceparent=answer.root.traceparent if answer.root is not None else "",
         )
 

@@ -5,7 +5,9 @@
        └── PAUSED ←────────────┘          any → FAILED
 
 The rule: the client sees each token index exactly once and in order (`gateway.arrivals`); one that is missing is a
-loss. After a loss the request goes on elsewhere from its prompt and the tokens emitted so far.
+loss. After a loss the request goes on elsewhere from its prompt and the tokens emitted so far. It is given up where
+that gets it nowhere: a request that breaks whoever has it must not break everybody. A worker that is taken out of
+service in order is not held against it.
 
 Pure: events in, actions out. Does not know HTTP, gRPC, tokenizers or the clock.
 """
@@ -60,10 +62,11 @@ from protocol.request import (
     Token,
 )
 
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS = 3  # with too little between them
+_PROGRESS_TOKENS = 16  # that an attempt must bring to count as one that got somewhere
 
 # A killed worker's restart: its import of torch, its weights, its registration, the conductor's lease.
-_PATIENCE_S = 20.0
+PATIENCE_S = 20.0
 _PAUSE_S = 0.25
 
 
@@ -91,9 +94,12 @@ class RequestState:
     sampling: SamplingParams
     output: Output
     deadline_at: float
+    num_known: int = 0  # first tokens whose output the client has, from a stream that broke off
+    patience_s: float = PATIENCE_S  # with the absence of workers, or of a conductor
 
     phase: Phase = Phase.PLACING
     attempt: int = 1
+    losses: int = 0  # attempts that broke, since the last one that got somewhere
     arrivals: Arrivals = field(init=False)
     placement: Placement | None = None  # PREFILLING, DECODING; then the last one
     placed_at: float = 0.0  # with placement
@@ -105,7 +111,7 @@ class RequestState:
     error: MoonserveError | None = None  # FAILED
 
     def __post_init__(self) -> None:
-        self.arrivals = Arrivals(self.output)
+        self.arrivals = Arrivals(self.output, self.num_known)
 
     @property
     def generated(self) -> list[int]:
@@ -134,7 +140,8 @@ class RequestState:
     def validate(self) -> None:
         """Raises AssertionError where the state contradicts itself."""
         self.arrivals.validate(self.sampling.max_tokens)
-        assert 1 <= self.attempt <= MAX_ATTEMPTS
+        assert self.attempt >= 1
+        assert 0 <= self.losses <= MAX_ATTEMPTS
         assert (self.phase is Phase.FAILED) == (self.error is not None)
         assert self.phase not in _WITH_WORKERS or self.placement is not None
         assert not self.arrivals.awaits_first or self.phase is Phase.PREFILLING
@@ -186,6 +193,7 @@ class RequestState:
         may_recover = isinstance(event.error, PeerLost | NotLeader) or (
             self.attempt > 1 and isinstance(event.error, NoWorker | Overloaded)
         )
+        may_recover |= event.may_return and isinstance(event.error, NoWorker)
         if not may_recover:
             return self._fail(event.error, now)
         if isinstance(event.error, NoWorker):
@@ -195,7 +203,7 @@ class RequestState:
     def _pause(self, error: MoonserveError, now: float) -> list[Action]:
         """Places again soon, until patience ends."""
         if self.impatient_at is None:
-            self.impatient_at = now + _PATIENCE_S
+            self.impatient_at = now + self.patience_s
         if now >= self.impatient_at:
             return self._fail(error, now)
         self.phase = Phase.PAUSED
@@ -229,13 +237,16 @@ class RequestState:
     def _emit(self, tokens: list[Token], now: float) -> list[Action]:
         actions: list[Action] = []
         is_first = self.arrivals.num_of_attempt == 0
-        text, taken, reason = self.arrivals.accept(tokens)
+        accepted = self.arrivals.accept(tokens)
         self.phase = Phase.DECODING
         if is_first:
             self.impatient_at = None
             actions.append(self._report(ReportPhase.FIRST_TOKEN, now))
-        actions.append(Emit(text=text, tokens=tuple(taken), finish_reason=reason))
-        if reason is not None:
+        actions += (
+            Emit(text=text, tokens=taken, finish_reason=reason, is_known=is_known)
+            for text, taken, reason, is_known in accepted
+        )
+        if accepted[-1].reason is not None:
             self.phase = Phase.FINISHED
             actions.append(self._report(ReportPhase.FINISHED, now))
             if self.output.stopped:
@@ -274,7 +285,10 @@ class RequestState:
         self, error: MoonserveError, now: float, excluded: set[str] | None = None
     ) -> list[Action]:
         """The attempt is over; place again where that may help."""
-        if not error.retryable or self.attempt == MAX_ATTEMPTS:
+        if self.arrivals.num_of_attempt >= _PROGRESS_TOKENS:
+            self.losses = 0
+        self.losses += not isinstance(error, NoWorker)
+        if not error.retryable or self.losses == MAX_ATTEMPTS:
             return self._fail(error, now)
         actions: list[Action] = [self._cancel(), self._report(ReportPhase.FAILED, now)]
         self._avoid(error, excluded or set(), now)

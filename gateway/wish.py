@@ -17,6 +17,7 @@ class Choice:
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     includes_stop: bool = False  # what ended it is part of its text
+    num_known: int = 0  # first tokens that the client has, from a stream that broke off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -175,6 +175,7 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
 
     workers: dict[str, ScriptedWorker] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
+    last_heard_s: dict[str, float] = field(default_factory=dict)  # 0 where not given
     places: list[conductor_pb2.PlaceRequest] = field(default_factory=list)
     submissions: list[worker_pb2.SubmitRequest] = field(default_factory=list)
     cancels: list[tuple[str, str]] = field(default_factory=list)
@@ -263,7 +264,12 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
         )
         return conductor_pb2.ClusterView(
             instances=[
-                conductor_pb2.InstanceView(endpoint=w.endpoint, role=w.role, num_blocks=64)
+                conductor_pb2.InstanceView(
+                    endpoint=w.endpoint,
+                    role=w.role,
+                    num_blocks=64,
+                    last_heard_s=self.last_heard_s.get(w.instance_id, 0.0),
+                )
                 for w in alive
             ],
             layout=common_pb2.KvLayout(

@@ -299,14 +299,32 @@ async def test_overload_is_429_with_predictions(
     assert error["type"] == "rate_limit_error"
 
 
-async def test_no_worker_is_503_with_retry_after(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster
-) -> None:
+async def test_no_worker_is_503_with_retry_after(cluster: ScriptedCluster) -> None:
     cluster.dead |= {"prefill-0", "prefill-1"}
-    async with http.post(TEXT_PATH, json=TEXT) as reply:
+    async with (
+        running_gateway(cluster, worker_patience_s=0.0) as url,
+        aiohttp.ClientSession(url) as http,
+        http.post(TEXT_PATH, json=TEXT) as reply,
+    ):
         assert reply.status == 503
         assert reply.headers["retry-after"] == "1"
         assert (await reply.json())["error"]["code"] == "no_worker"
+
+
+async def test_a_new_request_waits_for_the_successor_of_the_only_worker(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    workers = {"prefill-0", "prefill-1"}
+    cluster.dead |= workers
+
+    async def ask() -> int:
+        async with http.post(TEXT_PATH, json=TEXT) as reply:
+            return reply.status
+
+    asked = asyncio.create_task(ask())
+    await cluster.until(lambda: len(cluster.places) >= 2)
+    cluster.dead -= workers
+    assert await asked == 200
 
 
 async def test_the_conductors_own_refusals_keep_their_status(

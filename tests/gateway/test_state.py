@@ -178,6 +178,42 @@ def test_three_attempts_are_enough(state: RequestState) -> None:
     assert isinstance(of(Fail, actions)[0].error, PeerLost)
 
 
+def test_attempts_that_got_somewhere_are_not_counted() -> None:
+    state = new_state(max_tokens=1000)
+    state.handle(Started(), 0.0)
+    for epoch in range(1, 2 * MAX_ATTEMPTS):
+        placed(state, epoch=epoch)
+        indexes = range(20 * (epoch - 1), 20 * epoch)
+        arrived(state, *indexes, ids=dict.fromkeys(indexes, 1))
+        (place,) = of(Place, lose(state, PeerLost("gone")))
+        assert len(place.token_ids) == len(state.prompt) + 20 * epoch
+
+
+def test_a_token_per_attempt_is_no_reason_for_another_one() -> None:
+    """The prefill worker always makes one; who breaks every decode worker must not meet them all."""
+    state = new_state(max_tokens=1000)
+    state.handle(Started(), 0.0)
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        placed(state, epoch=attempt)
+        arrived(state, attempt - 1)
+        actions = lose(state, PeerLost("gone"))
+    assert of(Fail, actions)
+
+
+def test_a_worker_that_is_taken_out_of_service_is_not_held_against_the_request(
+    state: RequestState,
+) -> None:
+    for _ in range(2 * MAX_ATTEMPTS):
+        placed(state)
+        assert of(Place, lose(state, NoWorker("draining")))
+
+
+def lose(state: RequestState, error: MoonserveError) -> list:
+    """The current attempt, at its decode worker."""
+    event = WorkerFailed(attempt=state.attempt, instance_id="d0", error=error)
+    return state.handle(event, 2.0)
+
+
 def test_a_failure_that_repeating_cannot_help_ends_the_request(state: RequestState) -> None:
     placed(state)
     event = WorkerFailed(attempt=1, instance_id="p0", error=InvalidRequest("no"))
@@ -189,6 +225,20 @@ def test_a_failure_that_repeating_cannot_help_ends_the_request(state: RequestSta
 def test_the_first_placement_is_refused_at_once(state: RequestState, error: MoonserveError) -> None:
     (fail,) = state.handle(PlaceFailed(attempt=1, error=error), 0.0)
     assert fail.error is error
+
+
+def test_a_new_request_waits_for_workers_that_were_there_a_moment_ago(state: RequestState) -> None:
+    absent = PlaceFailed(attempt=1, error=NoWorker("none"), may_return=True)
+    assert of(Pause, state.handle(absent, 0.0))
+    assert of(Place, state.handle(RetryDue(attempt=1), 0.25))
+    (fail,) = state.handle(absent, 30.0)
+    assert fail.error is absent.error
+
+
+def test_a_crowd_is_not_waited_for(state: RequestState) -> None:
+    crowded = Overloaded("full", retry_after_s=2.0)
+    (fail,) = state.handle(PlaceFailed(attempt=1, error=crowded, may_return=True), 0.0)
+    assert fail.error is crowded
 
 
 @pytest.mark.parametrize("error", [NotLeader("not me"), PeerLost("gone")])

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import aiohttp
+import pytest
 
+import gateway.silence
 from gateway.tokenizer import Tokenizer
 from protocol.errors import MoonserveError, PeerLost
 from protocol.pb import conductor_pb2
@@ -241,6 +243,28 @@ async def test_a_stream_survives_a_decode_worker_that_a_newer_epoch_replaces(
     assert joined(c["choices"][0]["token_ids"] for c in chunks) == cluster.tokens[:6]
     assert not cluster.places[1].excluded_instances  # the newer one is welcome
     await old.kill()
+
+
+async def test_a_stream_leaves_a_decode_worker_that_has_fallen_silent(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It closes nothing. When it wakes up it goes on with what is not its any more, and nobody listens."""
+    monkeypatch.setattr(gateway.silence, "SILENT_AFTER_S", 0.01)
+
+    async def falls_silent(run: Run) -> None:
+        run.prefill_done(cluster.tokens[0])
+        run.decoded(run.token(1, cluster.tokens[1]))
+        await cluster.until(lambda: len(cluster.reports) == 1)
+        cluster.last_heard_s["decode-0"] = 9.0
+        await cluster.until(lambda: len(cluster.submissions) == 2)
+        wrong = cluster.tokens[0]
+        run.decoded(*(run.token(index, wrong) for index in range(2, 6)))
+
+    cluster.scripts = [falls_silent]
+    chunks = await events(http, "/v1/completions", TEXT | {"return_token_ids": True})
+    assert joined(c["choices"][0]["token_ids"] for c in chunks) == cluster.tokens[:6]
+    assert list(cluster.places[1].excluded_instances) == ["decode-0"]
+    assert cluster.submissions[1].placement.decode.instance_id == "decode-1"
 
 
 async def test_duplicates_and_overtaking_tokens_change_nothing(

@@ -21,7 +21,7 @@ from traces.simulator.prefill import Prompt
 from traces.simulator.results import End
 from traces.simulator.spec import LATE, ClusterSpec
 
-MAX_ATTEMPTS = 3  # all of `gateway.state`
+MAX_ATTEMPTS = 3  # of `gateway.state`, where those that got somewhere are not counted
 PATIENCE_S = 20.0
 PAUSE_S = 0.25
 DOUBT_S = 6.0

@@ -1,0 +1,239 @@
+"""A stream that broke off goes on where its client was, at any gateway, and says what it would have said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import ApiError
+from gateway.resuming import EventId, digest_of, parse, without_known
+from gateway.tokenizer import Tokenizer
+from gateway.wish import Choice
+from protocol.request import SamplingParams
+from tests.gateway.conftest import running_gateway
+from tests.gateway.scripted_cluster import Run, ScriptedCluster
+
+CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
+COMMON: dict[str, Any] = {
+    "stream": True,
+    "return_token_ids": True,
+    "stream_options": {"include_usage": True, "include_event_ids": True},
+}
+CHAT = COMMON | {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+TEXT = COMMON | {"prompt": "hello", "max_tokens": 8}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ghent"}}\n</tool_call>'
+
+EVENT_IDS = st.builds(
+    EventId,
+    response_id=st.from_regex(r"[A-Za-z0-9._:/+=@-]{1,192}", fullmatch=True),
+    created=st.integers(0, 10**12 - 1),
+    seed=st.integers(0, 2**64 - 1),
+    digest=st.from_regex(r"[0-9a-f]{16}", fullmatch=True),
+    num_tokens=st.lists(st.integers(0, 10**10 - 1), min_size=1, max_size=128).map(tuple),
+)
+
+
+@given(EVENT_IDS)
+def test_an_event_id_says_what_it_was_made_of(event_id: EventId) -> None:
+    assert parse(str(event_id)) == event_id
+
+
+@given(st.text(max_size=80), EVENT_IDS, st.integers(0, 200))
+def test_whatever_else_a_client_sends_is_refused(text: str, event_id: EventId, place: int) -> None:
+    """Also what looks like an id for most of its length."""
+    for wrong in (text, f"{str(event_id)[:place]} {text}"):
+        with pytest.raises(ApiError) as caught:
+            parse(wrong)
+        assert (caught.value.status, caught.value.param) == (400, "Last-Event-ID")
+
+
+@given(st.permutations([3, 300, 70_000, 2**31]))
+def test_the_digest_is_that_of_the_wish_not_of_its_making(stops: list[int]) -> None:
+    """Another process may have its sets in another order."""
+    made = _choice(SamplingParams(max_tokens=4, stop_token_ids=frozenset(stops)))
+    same = _choice(SamplingParams(max_tokens=4, stop_token_ids=frozenset(sorted(stops))))
+    assert digest_of([made], "f00d") == digest_of([same], "f00d")
+    assert digest_of([made], "f00d") != digest_of([made], "beef")
+    assert digest_of([made], "f00d") != digest_of([replace(made, token_ids=(1, 2))], "f00d")
+
+
+def test_an_id_of_another_number_of_choices_is_refused() -> None:
+    choice = _choice(SamplingParams(max_tokens=4))
+    digest = digest_of([choice], "f00d")
+    last = EventId(response_id="x", created=1, seed=1, digest=digest, num_tokens=(1, 2))
+    with pytest.raises(ApiError):
+        without_known([choice], last, "f00d")
+
+
+def _choice(sampling: SamplingParams) -> Choice:
+    return Choice(index=0, token_ids=(1, 2, 3), sampling=sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    event_id: str  # "" = it has none
+    data: dict[str, Any]
+
+
+async def read(
+    http: aiohttp.ClientSession,
+    path: str,
+    body: dict[str, Any],
+    last: str = "",
+    on_event: Callable[[], None] = lambda: None,
+) -> list[Event]:
+    """The events of a stream that ends well, but for the last one. `on_event` is told of each that has an id."""
+    headers = {"Last-Event-ID": last} if last else {}
+    events: list[Event] = []
+    fields: dict[str, str] = {}
+    async with http.post(path, json=body, headers=headers) as reply:
+        assert reply.status == 200, await reply.text()
+        async for line in reply.content:
+            name, _, value = line.decode().rstrip("\n").partition(": ")
+            fields[name] = value
+            if name == "data" and value != "[DONE]":
+                events.append(Event(fields.pop("id", ""), json.loads(value)))
+                if events[-1].event_id:
+                    on_event()
+    assert fields["data"] == "[DONE]"
+    return events
+
+
+@dataclass(slots=True)
+class Said:
+    """Of one choice, in whatever pieces it came."""
+
+    text: str = ""
+    arguments: str = ""
+    names: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Any, ...] = ()
+    offsets: tuple[int, ...] = ()
+    reason: str | None = None
+
+
+def said(events: list[Event]) -> dict[int, Said]:
+    """By choice."""
+    found: dict[int, Said] = {}
+    for choice in (choice for event in events for choice in event.data["choices"]):
+        one = found.setdefault(choice["index"], Said())
+        delta = choice.get("delta") or {"content": choice.get("text")}
+        one.text += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            one.names += (call["function"]["name"],) if "name" in call["function"] else ()
+            one.arguments += call["function"]["arguments"]
+        one.token_ids += tuple(choice.get("token_ids", ()))
+        logprobs = choice.get("logprobs") or {}
+        one.logprobs += tuple(logprobs.get("content", logprobs.get("token_logprobs", ())))
+        one.offsets += tuple(logprobs.get("text_offset", ()))
+        one.reason = choice["finish_reason"] or one.reason
+    return found
+
+
+async def check_every_break(
+    cluster: ScriptedCluster, path: str, body: dict[str, Any], **options: object
+) -> list[Event]:
+    """Wherever it breaks off, another gateway says the rest. The first time each token is an event of its own."""
+    read_by_client = asyncio.Semaphore(0)
+
+    async def in_turn(run: Run) -> None:
+        token = run.prefill_done(cluster.tokens[0])
+        while token.finish_reason is None:
+            await read_by_client.acquire()
+            token = run.token(token.index + 1, cluster.tokens[token.index + 1])
+            run.decoded(token)
+
+    cluster.scripts = [in_turn] * body.get("n", 1)
+    async with (
+        running_gateway(cluster, **options) as one,
+        running_gateway(cluster, **options) as other,
+        aiohttp.ClientSession(one) as http,
+        aiohttp.ClientSession(other) as http_of_other,
+    ):
+        whole = await read(http, path, body, on_event=read_by_client.release)
+        seeds = {message.sampling.seed for message in cluster.submissions}
+        marked = [place for place, event in enumerate(whole) if event.event_id]
+        assert len(marked) > 4
+        for place in marked:
+            rest = await read(http_of_other, path, body, whole[place].event_id)
+            assert said(whole[: place + 1] + rest) == said(whole)
+            names = {(event.data["id"], event.data["created"]) for event in whole + rest}
+            assert len(names) == 1
+            assert rest[-1].data["usage"] == whole[-1].data["usage"]
+        assert {message.sampling.seed for message in cluster.submissions} == seeds
+    return whole
+
+
+@pytest.mark.parametrize("extra", [{}, {"logprobs": True, "top_logprobs": 2}, {"n": 2}])
+async def test_a_chat_goes_on_from_any_event(
+    cluster: ScriptedCluster, extra: dict[str, Any]
+) -> None:
+    await check_every_break(cluster, CHAT_PATH, CHAT | extra)
+
+
+@pytest.mark.parametrize("extra", [{"echo": True}, {"logprobs": 1}, {"stop": "or no", "n": 2}])
+async def test_a_completion_goes_on_from_any_event(
+    cluster: ScriptedCluster, extra: dict[str, Any]
+) -> None:
+    await check_every_break(cluster, TEXT_PATH, TEXT | {"max_tokens": 12} | extra)
+
+
+async def test_characters_of_several_tokens_are_neither_lost_nor_doubled(
+    cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
+    cluster.tokens = tokenizer.encode("日本🎉 ja", add_special_tokens=False)
+    body = TEXT | {"max_tokens": len(cluster.tokens)}
+    whole = await check_every_break(cluster, TEXT_PATH, body)
+    assert said(whole)[0].text == "日本🎉 ja"
+
+
+async def test_a_tool_call_goes_on_within_its_arguments(
+    cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
+    cluster.tokens = [*tokenizer.encode(CALL, add_special_tokens=False), *tokenizer.eos_token_ids]
+    whole = await check_every_break(
+        cluster, CHAT_PATH, CHAT | {"tools": [WEATHER], "max_tokens": 99}, tool_call_parser="hermes"
+    )
+    (only,) = said(whole).values()
+    assert (only.names, only.reason) == (("weather",), "tool_calls")
+    assert json.loads(only.arguments) == {"city": "Ghent"}
+
+
+async def test_ids_come_to_those_who_ask_for_them(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    """Clients that take an event for one line of data know none."""
+    events = await read(http, TEXT_PATH, TEXT | {"stream_options": {"include_usage": True}})
+    assert not any(event.event_id for event in events)
+
+
+async def test_what_cannot_go_on_is_refused(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    last = next(e.event_id for e in await read(http, TEXT_PATH, TEXT) if e.event_id)
+    response = {"input": "hello", "stream": True}
+    for path, body, event_id in [
+        (TEXT_PATH, TEXT, "17"),
+        (TEXT_PATH, TEXT | {"prompt": "hallo"}, last),
+        (TEXT_PATH, TEXT | {"temperature": 0.5}, last),
+        (TEXT_PATH, TEXT | {"n": 2}, last),
+        ("/v1/responses", response, last),
+    ]:
+        async with http.post(path, json=body, headers={"Last-Event-ID": event_id}) as reply:
+            error = (await reply.json())["error"]
+            assert (reply.status, error["param"]) == (400, "Last-Event-ID")
