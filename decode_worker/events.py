@@ -144,6 +144,11 @@ class DrainStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainEnded:
+    """New work is welcome again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
     """What has not finished by now is failed."""
 
@@ -175,6 +180,7 @@ Event = (
     | RequestCancelled
     | GatewayLost
     | DrainStarted
+    | DrainEnded
     | Stopped
     | MemoryChanged
     | Tick

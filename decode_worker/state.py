@@ -26,7 +26,7 @@ from decode_worker.schedule import Schedule
 from decode_worker.sequence import Landed
 from engine.block_pool import BlockPool
 from engine.lookahead.base import Policy
-from protocol.errors import Cancelled, NoWorker, PeerLost
+from protocol.errors import Cancelled, NoWorker
 from protocol.ids import RequestId
 
 # A cancellation may overtake its request by as long as that waits at the prefill worker.
@@ -160,6 +160,7 @@ class DecodeState:
             events.RequestCancelled: self._cancel,
             events.GatewayLost: self._lose_gateway,
             events.DrainStarted: self._drain,
+            events.DrainEnded: self._undrain,
             events.Stopped: self._stop,
             events.MemoryChanged: lambda event, now, out: None,
             events.Tick: lambda event, now, out: None,
@@ -195,9 +196,12 @@ class DecodeState:
         self._draining = True
         self._landings.refuse_queued(NoWorker("this decode worker is draining"), out)
 
+    def _undrain(self, event: events.DrainEnded, now: float, out: list[Action]) -> None:
+        self._draining = False
+
     def _stop(self, event: events.Stopped, now: float, out: list[Action]) -> None:
         self._draining = True
-        stopping = PeerLost("the decode worker is stopping")
+        stopping = NoWorker("the decode worker is stopping")
         self._landings.stop(stopping, now, out)
         self._schedule.fail_all(stopping, out)
 

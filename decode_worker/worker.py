@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
@@ -23,6 +24,7 @@ from engine.elastic.serving import MemoryAtWork, show_memory
 from engine.replica import Replica, loaded_replica
 from kvstore.block_client import BlockClient
 from kvstore.home_finder import HomeFinder, finding_home
+from protocol.draining import Drain, DrainingServicer
 from protocol.ids import Role
 from protocol.keys import BlockKey
 from protocol.membership import BlockLog, Seat, member, own_endpoint
@@ -62,7 +64,6 @@ class DecodeWorker:
         self._registry = registry
         self._stats = transfer.stats
         self._allocations = allocation_histogram()
-        self._is_draining = False
         self._tracer = tracer
         self._replica = replica
         self._channels = Channels(config.cluster_token, config.tls())
@@ -86,6 +87,7 @@ class DecodeWorker:
         if earlier is not None:
             self.pool.take_over(earlier)
         self.service = self._make_service(transfer, segment)
+        self._drain = Drain(lambda: self.service.idle.is_set())
         self._memory = MemoryAtWork(
             replica.elasticity, self.pool, lambda: self.service.handle(events.MemoryChanged())
         )
@@ -138,7 +140,9 @@ class DecodeWorker:
         """Serves until told to stop; `add_services`: others at the same address. Raises ConfigError when the port is
         taken, or what ended the membership. All windows on the pool are closed when it returns or raises."""
         server = RpcServer(self._config.cluster_token, self._config.tls())
-        figures = worker_collector(Role.DECODE, self.service.status, lambda: self._is_draining)
+        figures = worker_collector(
+            Role.DECODE, self.service.status, lambda: self._drain.is_draining
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(self._make_servicer(), server.grpc)
         landing = LandingServicer(self.service, self._zone, self._replica.thread.prepare)
         worker_pb2_grpc.add_LandingServicer_to_server(landing, server.grpc)
@@ -149,6 +153,7 @@ class DecodeWorker:
             self._registry,
             lambda: told.rails(self._stats),
         )
+        worker_pb2_grpc.add_DrainingServicer_to_server(DrainingServicer(self._drain), server.grpc)
         add_services(server.grpc)
         ended = asyncio.Event()
         work = asyncio.create_task(self.service.run(ended))
@@ -161,23 +166,28 @@ class DecodeWorker:
                     finding_home(self._home_finder) as finding,
                     self._memory.coming_and_going() as moving,
                 ):
+                    switch = partial(self._set_draining, seat)
                     lifecycle.ready(rpc=address, transfer=self._zone.transfer_address)
-                    await lifecycle.until_stopped(work, *seat.watched, *finding, *moving)
-                    await self._drain(seat, lifecycle)
+                    with self._drain.switched_by(switch):
+                        await lifecycle.until_stopped(work, *seat.watched, *finding, *moving)
+                        await self._end(lifecycle)
         finally:
             ended.set()
             await asyncio.wait({work})
+            self.service.streams.finish()
             await server.stop(STOP_GRACE_S)
             self.service.streams.close()
             await self._stores.close()
             await self._channels.close()
         work.result()
 
-    async def _drain(self, seat: Seat, lifecycle: Lifecycle) -> None:
+    def _set_draining(self, seat: Seat, draining: bool) -> None:
+        seat.drain(draining)
+        self.service.handle(events.DrainStarted() if draining else events.DrainEnded())
+
+    async def _end(self, lifecycle: Lifecycle) -> None:
         """Takes nothing new and lets what runs finish, for as long as the configuration allows."""
-        self._is_draining = True
-        seat.drain()
-        self.service.handle(events.DrainStarted())
+        self._drain.begin_end()
         if not await lifecycle.drained(self.service.idle.wait(), self._config.drain_timeout_s):
             log.warning("stopping with requests under way")
 

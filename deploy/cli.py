@@ -20,6 +20,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "deploy": ("deploy.ray.command", "main", "run a cluster on Ray: deploy ray FILE | status | …"),
     "worker": ("deploy.cli", "worker", "run a worker: --role prefill|decode"),
     "role": ("deploy.role", "main", "change a running worker's role: role INSTANCE prefill|decode"),
+    "drain": (
+        "deploy.drain",
+        "main",
+        "take a running worker or store node out of service: drain ID",
+    ),
     "store": ("kvstore.__main__", "main", "run a KV store node"),
     "directory": ("kvstore.directory.__main__", "main", "run the index over all KV store nodes"),
     "kvctl": ("deploy.kvctl.main", "main", "look into a running KV store, and operate it; limits"),

@@ -5,6 +5,7 @@ On a terminal a table is redrawn in place; elsewhere each change of a process's 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TextIO
 
@@ -66,7 +67,13 @@ class Display:
             '-d \'{"prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0.7}\'',
             markup=False,
         )
-        self._console.print("Ctrl-C stops everything.")
+        self._console.print(
+            f"Ctrl-C stops everything; kill -USR1 {os.getpid()} restarts it while it serves."
+        )
+
+    def show_restarted(self, outcome: str) -> None:
+        """A rolling restart ended."""
+        self._console.print(outcome, markup=False)
 
     def show_stopping(self) -> None:
         self._console.print("stopping …")

@@ -43,6 +43,8 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     stop_grace_s: float = STOP_GRACE_S  # from SIGTERM to SIGKILL
     nice: int = 0  # as nice(1): higher gives way
+    fds: tuple[int, ...] = ()  # descriptors of ours that it has, too
+    overlaps: bool = False  # two of it serve side by side while one gives way to the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +82,11 @@ def member_specs(
     conductor: str,
     ledger: str | None = None,
     gpus: Sequence[str] = (),
+    listener: int | None = None,
 ) -> list[ProcessSpec]:
     """All other processes: store nodes, workers, gateways. `conductor`: addresses with commas between; `ledger`: file
     for the shares of a memory budget, unless the configuration names another; `gpus`: this machine's, as
-    CUDA_VISIBLE_DEVICES names them."""
+    CUDA_VISIBLE_DEVICES names them; `listener`: as of `deploy.port.HeldPort`."""
     site = Site(conductor=conductor, model_path=model_path, ledger=ledger)
     stores = [store_spec(config, site, f"store-{i}") for i in range(config.store_nodes)]
     dealt = _Dealt(config, gpus)
@@ -96,7 +99,9 @@ def member_specs(
         )
         for index, (name, role, turn) in enumerate(_workers(config))
     ]
-    gateways = [gateway_spec(config, site, f"gateway-{i}") for i in range(config.gateways)]
+    gateways = [
+        gateway_spec(config, site, f"gateway-{i}", listener) for i in range(config.gateways)
+    ]
     return [*stores, *workers, *gateways]
 
 
@@ -171,8 +176,10 @@ _WORKERS: dict[tuple[Role, str], tuple[str, type]] = {
 }
 
 
-def gateway_spec(config: ServeConfig, site: Site, instance_id: str) -> ProcessSpec:
-    """Its address is the endpoint's, wherever it runs."""
+def gateway_spec(
+    config: ServeConfig, site: Site, instance_id: str, listener: int | None = None
+) -> ProcessSpec:
+    """Its address is the endpoint's, wherever it runs. `listener`: as of `deploy.port.HeldPort`."""
     names = config.served_model_name or (config.model or DEMO_MODEL_NAME,)
     values = {
         "conductor": site.conductor,
@@ -184,7 +191,12 @@ def gateway_spec(config: ServeConfig, site: Site, instance_id: str) -> ProcessSp
     }
     spec = _spec(config, instance_id, "gateway", GatewayConfig, values)
     spec = replace(spec, stop_grace_s=site.stop_grace_s)
-    return replace(spec, flags=(*spec.flags, "--reuse-port")) if config.gateways > 1 else spec
+    if listener is not None:
+        flags = (*spec.flags, "--listen-fd", str(listener))
+        return replace(spec, flags=flags, fds=(listener,), overlaps=True)
+    if config.gateways > 1:
+        return replace(spec, flags=(*spec.flags, "--reuse-port"), overlaps=True)
+    return spec
 
 
 def store_spec(config: ServeConfig, site: Site, instance_id: str) -> ProcessSpec:

@@ -1,4 +1,6 @@
-"""`moonserve serve`: a whole cluster on this machine, from the first progress line to the last process's end."""
+"""`moonserve serve`: a whole cluster on this machine, from the first progress line to the last process's end.
+
+SIGUSR1 restarts every process, one after the other, without failing a request (`deploy.restarting`)."""
 
 from __future__ import annotations
 
@@ -9,9 +11,10 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from deploy.config import ServeConfig
 from deploy.display import Display
@@ -20,12 +23,14 @@ from deploy.local import takes_requests
 from deploy.model import model_folder
 from deploy.plan import conductor_spec, member_specs
 from deploy.port import held_port
+from deploy.restarting import RollingRestart
 from deploy.supervisor import ChildDied, Supervisor
 from engine.device import visible_gpus
 from protocol import logs
 from protocol.config import ENV_PREFIX, HelpRequested, effective, load
-from protocol.errors import ConfigError
-from protocol.process import EXIT_CONFIG
+from protocol.errors import ConfigError, MoonserveError
+from protocol.process import EXIT_CONFIG, running
+from protocol.rpc import Channels
 
 EXIT_INTERRUPTED = 130  # as shells report SIGINT
 _JOINED_WITHIN_S = 30.0
@@ -42,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
         # Before the event loop, whose signal handling a download would hold up.
         model_path = model_folder(config.model)
         with held_port(config) as port:
-            config = replace(config, port=port)
-            return asyncio.run(_serve(config, model_path, _log_dir(config)))
+            config = replace(config, port=port.number)
+            return asyncio.run(_serve(config, model_path, _log_dir(config), port.listener))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except HelpRequested as request:
@@ -57,45 +62,64 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
 
 
-async def _serve(config: ServeConfig, model_path: Path, log_dir: Path) -> int:
+async def _serve(config: ServeConfig, model_path: Path, log_dir: Path, listener: int | None) -> int:
     logs.configure("serve", log_format=config.log_format, level=config.log_level)
     logging.getLogger(__name__).debug("effective configuration: %s", effective(config))
-    stopping = _stop_on_signals()
+    stopping, restarting = _stop_on_signals(), _restart_on_signal()
+    environment = _environment(config)
     with _display(model_path, log_dir) as display:
-        supervisor = Supervisor(log_dir, _environment(config), display.refresh)
+        supervisor = Supervisor(log_dir, environment, display.refresh)
         display.follow(supervisor.children)
+        start = _start(supervisor, config, model_path, _ledger(log_dir), listener)
         try:
-            if await _start_or_stop(supervisor, config, model_path, _ledger(log_dir), stopping):
+            if await _unless_stopped(start, stopping):
                 display.show_ready()
-                await stopping.wait()
+                rolling = _rolling(supervisor, config, environment)
+                await _unless_stopped(_restarts(rolling, restarting, display), stopping)
             display.show_stopping()
         finally:
             await supervisor.stop()
     return 0
 
 
-async def _start_or_stop(
+async def _unless_stopped(work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> bool:
+    """Whether the work ended before someone asked to stop; else it is cancelled."""
+    async with running(stopping.wait()) as stop, running(work) as working:
+        await asyncio.wait({working, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+            return True
+        return False
+
+
+def _rolling(
+    supervisor: Supervisor, config: ServeConfig, environment: Mapping[str, str]
+) -> RollingRestart:
+    conductors = (c for c in supervisor.children if c.spec.module == "conductor")
+    addresses = ",".join(conductor.facts["rpc"] for conductor in conductors)
+    token = environment[f"{ENV_PREFIX}CLUSTER_TOKEN"]
+    return RollingRestart(supervisor, addresses, lambda: Channels(token, config.tls()))
+
+
+async def _restarts(rolling: RollingRestart, wanted: asyncio.Event, display: Display) -> None:
+    """A rolling restart whenever one is asked for, until cancelled."""
+    while True:
+        await wanted.wait()
+        wanted.clear()
+        try:
+            await rolling.run()
+        except MoonserveError as error:
+            display.show_restarted(f"the rolling restart ended early: {error}")
+        else:
+            display.show_restarted("every process was restarted")
+
+
+async def _start(
     supervisor: Supervisor,
     config: ServeConfig,
     model_path: Path,
     ledger: Path,
-    stopping: asyncio.Event,
-) -> bool:
-    """Whether the cluster came up before someone asked to stop."""
-    start = asyncio.create_task(_start(supervisor, config, model_path, ledger))
-    stop = asyncio.create_task(stopping.wait())
-    await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
-    stop.cancel()
-    if not start.done():
-        start.cancel()
-        await asyncio.gather(start, return_exceptions=True)
-        return False
-    await start
-    return True
-
-
-async def _start(
-    supervisor: Supervisor, config: ServeConfig, model_path: Path, ledger: Path
+    listener: int | None,
 ) -> None:
     conductors = await supervisor.start(
         [conductor_spec(config, number=number) for number in range(config.conductors)]
@@ -111,6 +135,7 @@ async def _start(
             ",".join(addresses),
             str(ledger),
             visible_gpus(os.environ),
+            listener,
         )
     )
     url = next(member.facts["http"] for member in members if "http" in member.facts)
@@ -164,6 +189,12 @@ def _stop_on_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     return stopping
+
+
+def _restart_on_signal() -> asyncio.Event:
+    wanted = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, wanted.set)
+    return wanted
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Starts processes, follows their progress, restarts what dies, stops everything.
 
 Rules: a process that dies before it was ready ends the whole start, with its last log lines; one that dies later is
-started again with the same options, less and less eagerly; whatever happens, `stop` leaves no process behind.
+started again with the same options, less and less eagerly; one that is to be restarted gives way in order, and goes on
+where its successor does not come up; whatever happens, `stop` leaves no process behind.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deploy.plan import ProcessSpec
@@ -52,6 +53,7 @@ class Child:
     restarts: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     follower: asyncio.Task[None] | None = None  # reads its status pipe
+    watcher: asyncio.Task[None] | None = None  # starts it again when it dies; once it was ready
 
     @property
     def pid(self) -> int | None:
@@ -79,7 +81,8 @@ class Supervisor:
         self._environment = environment
         self._on_change = on_change
         self._may_restart = may_restart
-        self._watchers: list[asyncio.Task[None]] = []
+        # By the wait for its end; they have successors.
+        self._leaving: dict[asyncio.Task[int], Child] = {}
         self._stopping = False
 
     async def start(self, specs: list[ProcessSpec]) -> list[Child]:
@@ -94,20 +97,58 @@ class Supervisor:
         finally:
             await _cancel(waits)
         for child in children:
-            self._watchers.append(asyncio.create_task(self._keep_alive(child)))
+            child.watcher = asyncio.create_task(self._keep_alive(child))
         return children
 
     async def stop(self) -> None:
         """Ends every process: SIGTERM, and SIGKILL for those that take longer than their grace."""
         self._stopping = True
-        await _cancel(self._watchers)
-        running = [
-            (c.process, c.spec.stop_grace_s)
-            for c in self.children
-            if c.process and c.process.returncode is None
-        ]
-        await asyncio.gather(*(_end(process, grace_s) for process, grace_s in running))
-        await _cancel([child.follower for child in self.children if child.follower])
+        await _cancel([child.watcher for child in self.children if child.watcher])
+        children = [*self.children, *self._leaving.values()]
+        await asyncio.gather(*(_end(child) for child in children))
+        await _cancel([child.follower for child in children if child.follower])
+
+    async def restart(self, child: Child) -> None:
+        """Replaces a process that is ready, and returns when its successor is. One that overlaps ends when it has done
+        what it had begun, however long that takes. Raises ChildDied or ConfigError where the successor does not come
+        up; one that overlaps serves on then, another one is started again and again."""
+        assert child.watcher is not None, "it was ready"
+        await _cancel([child.watcher])
+        try:
+            if child.spec.overlaps:
+                await self._succeed(child)
+            else:
+                child.stage = "stopping"
+                self._on_change()
+                await _end(child)
+                await self._renew(child)
+        finally:
+            child.watcher = asyncio.create_task(self._keep_alive(child))
+
+    async def _succeed(self, child: Child) -> None:
+        old = replace(child)
+        try:
+            await self._renew(child)
+        except BaseException:
+            if child.process is not old.process:
+                await asyncio.shield(_end(child))
+            child.process, child.follower = old.process, old.follower
+            child.stage, child.facts = old.stage, old.facts
+            raise
+        assert old.process is not None
+        _signal(old.process, signal.SIGUSR1)
+        leaving = asyncio.create_task(old.process.wait())
+        self._leaving[leaving] = old
+        leaving.add_done_callback(self._leaving.pop)
+
+    async def _renew(self, child: Child) -> None:
+        """Starts its next process and waits until that is ready."""
+        child.ready, child.failure = asyncio.Event(), None
+        child.stage, child.fraction = "restarting", None
+        self._on_change()
+        await self._spawn(child)
+        await self._until_ready(child)
+        child.restarts += 1
 
     async def _spawn(self, child: Child) -> None:
         read_fd, write_fd = os.pipe()
@@ -125,7 +166,7 @@ class Supervisor:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log_file,
                     stderr=log_file,
-                    pass_fds=(write_fd,),
+                    pass_fds=(write_fd, *child.spec.fds),
                     env={**self._environment, **child.spec.environment},
                     start_new_session=True,  # a terminal's Ctrl-C is for the launcher alone
                 )
@@ -222,7 +263,11 @@ def _start_failure(child: Child) -> MoonserveError:
     return ChildDied(message, EXIT_CONFIG if code == EXIT_CONFIG else 1)
 
 
-async def _end(process: asyncio.subprocess.Process, grace_s: float) -> None:
+async def _end(child: Child) -> None:
+    """In order, and by force once its grace is over. Nothing happens where it has ended."""
+    process, grace_s = child.process, child.spec.stop_grace_s
+    if process is None or process.returncode is not None:
+        return
     _signal(process, signal.SIGTERM)
     try:
         async with asyncio.timeout(grace_s):

@@ -123,6 +123,11 @@ class PrefillService:
         """Done, with the exception, when a bug of ours makes going on pointless."""
         return self._operations.failed
 
+    @property
+    def is_idle(self) -> bool:
+        """No request is here."""
+        return self._idle.is_set()
+
     async def drained(self) -> None:
         """Waits until no request is here."""
         await self._idle.wait()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
@@ -28,6 +29,7 @@ from prefill_worker.pipeline.processes import followers_of
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import WorkerServicer
 from prefill_worker.state import PrefillState
+from protocol.draining import Drain, DrainingServicer
 from protocol.ids import Role, new_id
 from protocol.membership import BlockLog, Seat, member, own_endpoint
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
@@ -87,6 +89,7 @@ class PrefillWorker:
             replica.elasticity, self.pool, lambda: self.service.post(ev.MemoryChanged())
         )
         self._home_finder = self._make_home_finder()
+        self._drain = Drain(lambda: self.service.is_idle)
         self._servicer = WorkerServicer(
             self.service,
             block_size=replica.plan.layout.block_size,
@@ -108,6 +111,7 @@ class PrefillWorker:
             self._registry,
             lambda: told.rails(self._stats),
         )
+        worker_pb2_grpc.add_DrainingServicer_to_server(DrainingServicer(self._drain), server.grpc)
         add_services(server.grpc)
         figures = worker_collector(
             Role.PREFILL, self.service.status, lambda: self._servicer.draining
@@ -118,6 +122,7 @@ class PrefillWorker:
             with registered(self._registry, self._prefix_loads, figures):
                 await self._be_member(registration, lifecycle, address)
         finally:
+            self.service.streams.finish()
             await server.stop(STOP_GRACE_S)
             await self.service.stop()
             await self._channels.close()
@@ -133,13 +138,17 @@ class PrefillWorker:
             lifecycle.ready(rpc=address, transfer=self._transfer_address)
             of_group = (self._group.failed,) if self._group is not None else ()
             watched = (self.service.failed, *seat.watched, *finding, *moving, *of_group)
-            await lifecycle.until_stopped(*watched)
-            await self._drain(seat, lifecycle)
+            with self._drain.switched_by(partial(self._set_draining, seat)):
+                await lifecycle.until_stopped(*watched)
+                await self._end(lifecycle)
 
-    async def _drain(self, seat: Seat, lifecycle: Lifecycle) -> None:
+    def _set_draining(self, seat: Seat, draining: bool) -> None:
+        self._servicer.draining = draining
+        seat.drain(draining)
+
+    async def _end(self, lifecycle: Lifecycle) -> None:
         """Takes nothing new and lets what is here finish, for as long as the configuration allows."""
-        self._servicer.draining = True
-        seat.drain()
+        self._drain.begin_end()
         if not await lifecycle.drained(self.service.drained(), self._config.drain_timeout_s):
             log.warning("stopping with requests under way")
 

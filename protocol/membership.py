@@ -225,10 +225,10 @@ class Seat:
         self.watched: tuple[asyncio.Task[None], ...] = () if task is None else (task,)
         """What ends, with the reason, when the conductor refuses this instance for good."""
 
-    def drain(self) -> None:
-        """Tells the conductor to send nothing new here."""
+    def drain(self, draining: bool = True) -> None:
+        """Tells the conductor to send nothing new here, or to send something again."""
         if self._membership is not None:
-            self._membership.draining = True
+            self._membership.draining = draining
             self._membership.wake()
 
 

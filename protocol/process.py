@@ -1,7 +1,8 @@
 """What every long-lived process has in common: start, progress, readiness, signals, end.
 
 A process says how far it is on its status pipe (`--status-fd`, `protocol.status`) to whoever started it. It ends on
-SIGTERM or SIGINT, and when its parent dies, so that no orphan survives a killed launcher.
+SIGTERM or SIGINT, and when its parent dies, so that no orphan survives a killed launcher. SIGUSR1 ends it, too, once
+what is under way has ended, however long that takes.
 """
 
 from __future__ import annotations
@@ -59,9 +60,11 @@ class Lifecycle:
     """A process's conversation with its surroundings, handed to its service."""
 
     def __init__(
-        self, status_fd: int | None, on_ready: Callable[[asyncio.Event], None] = lambda _: None
+        self, status_fd: int | None, on_ready: Callable[[Lifecycle], None] = lambda _: None
     ) -> None:
         self.stopping = asyncio.Event()
+        self._has_time = False  # while stopping: what is under way gets all that it needs
+        self._hurried = asyncio.Event()
         self._status_fd = status_fd
         self._on_ready = on_ready
 
@@ -71,13 +74,23 @@ class Lifecycle:
 
     def ready(self, **facts: str) -> None:
         """Says that the process serves; `facts` such as its addresses go to the starter."""
-        self._on_ready(self.stopping)
+        self._on_ready(self)
         log.info("ready %s", " ".join(f"{name}={value}" for name, value in facts.items()))
         self._report(status.Ready(facts))
 
     def failed(self, message: str) -> None:
         """Says why the process cannot start."""
         self._report(status.Failed(message))
+
+    def stop(self) -> None:
+        """The process is to end; what is under way gets a limited time."""
+        self._hurried.set()
+        self.stopping.set()
+
+    def stop_when_idle(self) -> None:
+        """The process is to end with what is under way, unless `stop` is called meanwhile."""
+        self._has_time = not self.stopping.is_set()
+        self.stopping.set()
 
     async def until_stopped(self, *watched: asyncio.Future[Any]) -> None:
         """Returns when the process is told to stop; raises what ended one of the `watched` before that."""
@@ -90,7 +103,9 @@ class Lifecycle:
 
     async def drained(self, idle: Coroutine[Any, Any, Any], timeout_s: float) -> bool:
         """After `until_stopped`: whether `idle` ended within the time that what is under way gets to finish."""
-        async with running(idle) as finishing:
+        async with running(idle) as finishing, running(self._hurried.wait()) as hurried:
+            if self._has_time:
+                await asyncio.wait({finishing, hurried}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({finishing}, timeout=timeout_s)
             return finishing.done()
 
@@ -170,10 +185,12 @@ async def _await(service: Awaitable[None]) -> None:
     await service
 
 
-def _end_in_order(stopping: asyncio.Event) -> None:
+def _end_in_order(lifecycle: Lifecycle) -> None:
     """From now on a signal asks for an orderly end."""
+    loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, lifecycle.stop)
+    loop.add_signal_handler(signal.SIGUSR1, lifecycle.stop_when_idle)
 
 
 def die_with_parent(parent_pid: int | None) -> None:

@@ -49,6 +49,7 @@ class GatewayStreams:
         self._grace_s = grace_s
         self._outboxes: dict[GatewayId, _Outbox] = {}
         self._given_up: OrderedDict[GatewayId, int] = OrderedDict()  # how often; oldest first
+        self._is_finishing = False
 
     def send(
         self,
@@ -84,11 +85,19 @@ class GatewayStreams:
                 if outbox.stream is not stream:
                     return
                 yield outbox.take()
+                if self._is_finishing:
+                    return
         finally:
             if outbox.stream is stream:
                 outbox.stream = None
                 if self._outboxes.get(gateway_id) is outbox:  # not after `close`
                     self._give_up_later(gateway_id, outbox)
+
+    def finish(self) -> None:
+        """Every stream ends in order once it has taken what waits for it: a gateway sees that nothing more comes."""
+        self._is_finishing = True
+        for outbox in self._outboxes.values():
+            outbox.filled.set()
 
     def close(self) -> None:
         """Forgets all gateways without telling anyone."""

@@ -29,7 +29,7 @@ from engine.lookahead.base import Policy
 from prefill_worker.actions import LoadPrefix, PrefixPart
 from prefill_worker.events import PrefixLoaded, PrefixLoadFailed
 from prefill_worker.load_or_compute import LoadChoice
-from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, NoWorker, PeerLost
+from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, NoWorker
 from protocol.ids import BlockId, GatewayId, RequestId
 from protocol.keys import NO_PARENT
 from protocol.request import Endpoint, PrefillReport, PrefixSource, Request
@@ -196,7 +196,7 @@ class UndividedState(DecodeState):
     def _stop(self, event: events.Stopped, now: float, out: list[Any]) -> None:
         for prompt in [p for p in self._prompts.values() if p.sequence is None]:
             self._drop_prompt(prompt.request.request_id)
-            self._refuse(prompt, PeerLost("the decode worker is stopping"), out)
+            self._refuse(prompt, NoWorker("the decode worker is stopping"), out)
         super()._stop(event, now, out)
 
     def _look_at(self, kind: AlarmKind, key: Any, now: float, out: list[Any]) -> None:

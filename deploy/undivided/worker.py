@@ -85,9 +85,9 @@ class UndividedWorker(DecodeWorker):
         if self._publishing is not None:
             self._publishing.evicted(key)
 
-    async def _drain(self, seat: Seat, lifecycle: Lifecycle) -> None:
-        self._servicer.draining = True
-        await super()._drain(seat, lifecycle)
+    def _set_draining(self, seat: Seat, draining: bool) -> None:
+        self._servicer.draining = draining
+        super()._set_draining(seat, draining)
 
     def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
         registration = super()._registration(address)

@@ -511,6 +511,82 @@ class RoleSwitch:
             _registered_method=True)
 
 
+class DrainingStub:
+    """Served by workers: taken out of service and put back while they run.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.SetDraining = channel.unary_unary(
+                '/moonserve.Draining/SetDraining',
+                request_serializer=protocol_dot_pb_dot_worker__pb2.SetDrainingRequest.SerializeToString,
+                response_deserializer=protocol_dot_pb_dot_worker__pb2.DrainState.FromString,
+                _registered_method=True)
+
+
+class DrainingServicer:
+    """Served by workers: taken out of service and put back while they run.
+    """
+
+    def SetDraining(self, request, context):
+        """From now on no new work, or new work again; what is under way goes on. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_DrainingServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'SetDraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDraining,
+                    request_deserializer=protocol_dot_pb_dot_worker__pb2.SetDrainingRequest.FromString,
+                    response_serializer=protocol_dot_pb_dot_worker__pb2.DrainState.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moonserve.Draining', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moonserve.Draining', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Draining:
+    """Served by workers: taken out of service and put back while they run.
+    """
+
+    @staticmethod
+    def SetDraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.Draining/SetDraining',
+            protocol_dot_pb_dot_worker__pb2.SetDrainingRequest.SerializeToString,
+            protocol_dot_pb_dot_worker__pb2.DrainState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class KvMemoryStub:
     """Served by workers whose KV takes memory only where blocks live.
     """

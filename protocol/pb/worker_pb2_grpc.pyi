@@ -181,6 +181,37 @@ class RoleSwitchServicer(metaclass=_abc_1.ABCMeta):
 
 def add_RoleSwitchServicer_to_server(servicer: RoleSwitchServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class DrainingStub:
+    """Served by workers: taken out of service and put back while they run."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> DrainingAsyncStub: ...
+    SetDraining: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetDrainingRequest, _worker_pb2.DrainState]
+    """From now on no new work, or new work again; what is under way goes on. Idempotent."""
+
+@_typing.type_check_only
+class DrainingAsyncStub(DrainingStub):
+    """Served by workers: taken out of service and put back while they run."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    SetDraining: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetDrainingRequest, _worker_pb2.DrainState]  # type: ignore[assignment]
+    """From now on no new work, or new work again; what is under way goes on. Idempotent."""
+
+class DrainingServicer(metaclass=_abc_1.ABCMeta):
+    """Served by workers: taken out of service and put back while they run."""
+
+    @_abc_1.abstractmethod
+    def SetDraining(
+        self,
+        request: _worker_pb2.SetDrainingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DrainState, _abc.Awaitable[_worker_pb2.DrainState]]:
+        """From now on no new work, or new work again; what is under way goes on. Idempotent."""
+
+def add_DrainingServicer_to_server(servicer: DrainingServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class KvMemoryStub:
     """Served by workers whose KV takes memory only where blocks live."""
 

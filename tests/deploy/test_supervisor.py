@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
+
 from deploy.plan import ProcessSpec
-from deploy.supervisor import Supervisor
+from deploy.supervisor import Child, ChildDied, Supervisor
+from tests.patience import PATIENCE_S
 
 # A process that is ready at once and, told to stop, goes on for as long as the process in `--while-alive` does, or for
 # ever.
@@ -25,6 +29,78 @@ other = flags.get("--while-alive")
 while other is None or Path(f"/proc/{other}").exists():
     time.sleep(0.01)
 """
+
+
+# Ready at once; ends on either signal, and says which. `--fails-if`: not where this file exists.
+SERVING = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if Path(flags["--fails-if"]).exists():
+    sys.exit(3)
+said = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda got, _: said.append(got))
+os.write(int(flags["--status-fd"]), json.dumps({"ready": {"pid": str(os.getpid())}}).encode() + b"\\n")
+while not said:
+    time.sleep(0.01)
+print("ended by", signal.Signals(said[0]).name, flush=True)
+"""
+
+
+@pytest.fixture
+async def serving(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[tuple[Supervisor, Child]]:
+    """A process that overlaps with its successor, or does not."""
+    (tmp_path / "serving.py").write_text(SERVING)
+    supervisor = Supervisor(tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path)}, lambda: None)
+    spec = ProcessSpec(
+        instance_id="it",
+        module="serving",
+        flags=("--fails-if", str(tmp_path / "fails")),
+        overlaps=request.param,
+    )
+    [child] = await supervisor.start([spec])
+    yield supervisor, child
+    await supervisor.stop()
+
+
+@pytest.mark.parametrize(
+    ("serving", "signal"), [(False, "SIGTERM"), (True, "SIGUSR1")], indirect=["serving"]
+)
+async def test_a_process_gives_way_to_a_successor(
+    serving: tuple[Supervisor, Child], signal: str
+) -> None:
+    supervisor, child = serving
+    old = child.process
+    assert old is not None
+    await supervisor.restart(child)
+    assert child.facts["pid"] == str(child.pid) != str(old.pid)
+    async with asyncio.timeout(PATIENCE_S):
+        await old.wait()
+        while f"ended by {signal}" not in child.log_path.read_text():  # noqa: ASYNC110 - it is a file
+            await asyncio.sleep(0.01)
+    assert child.process is not None
+    assert child.process.returncode is None
+
+
+@pytest.mark.parametrize("serving", [True], indirect=True)
+async def test_one_whose_successor_does_not_come_up_serves_on(
+    serving: tuple[Supervisor, Child], tmp_path: Path
+) -> None:
+    supervisor, child = serving
+    old = child.process
+    (tmp_path / "fails").touch()
+    with pytest.raises(ChildDied):
+        await supervisor.restart(child)
+    assert child.process is old
+    assert old is not None
+    assert old.returncode is None
+    (tmp_path / "fails").unlink()
+    await supervisor.restart(child)
+    assert child.process is not old
 
 
 async def test_each_process_has_its_own_time_to_stop(tmp_path: Path) -> None:

@@ -43,6 +43,35 @@ async def test_a_cancelled_wait_leaves_the_watched_task_alone() -> None:
         assert not other.done()
 
 
+async def test_what_is_under_way_has_all_its_time_until_somebody_hurries() -> None:
+    lifecycle, idle = Lifecycle(None), asyncio.Event()
+    lifecycle.stop_when_idle()
+    assert lifecycle.stopping.is_set()
+    waiting = asyncio.create_task(lifecycle.drained(idle.wait(), timeout_s=0.0))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    lifecycle.stop()
+    assert not await asyncio.wait_for(waiting, PATIENCE_S)
+
+
+async def test_who_has_all_the_time_ends_with_what_is_under_way() -> None:
+    lifecycle, idle = Lifecycle(None), asyncio.Event()
+    lifecycle.stop_when_idle()
+    waiting = asyncio.create_task(lifecycle.drained(idle.wait(), timeout_s=0.0))
+    await asyncio.sleep(0)
+    idle.set()
+    assert await asyncio.wait_for(waiting, PATIENCE_S)
+
+
+async def test_a_stop_is_not_taken_back() -> None:
+    lifecycle = Lifecycle(None)
+    lifecycle.stop()
+    lifecycle.stop_when_idle()
+    never = asyncio.Event()
+    assert not await asyncio.wait_for(lifecycle.drained(never.wait(), 0.0), PATIENCE_S)
+
+
 async def test_a_timer_rings_at_the_last_instant_it_was_set_to() -> None:
     now, rings = 100.0, asyncio.Queue[str]()
     timer = Timer(lambda: rings.put_nowait("ring"), lambda: now)

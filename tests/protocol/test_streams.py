@@ -6,6 +6,7 @@ import asyncio
 
 from protocol.errors import PeerLost
 from protocol.ids import GatewayId, RequestId
+from protocol.request import Token
 from protocol.streams import GatewayStreams
 from tests.patience import PATIENCE_S
 
@@ -63,4 +64,18 @@ async def test_a_gateway_that_was_given_up_is_told_when_it_comes_back() -> None:
     back = streams.events(GATEWAY)
     assert (await anext(back)).standing.times_given_up == 1
     await back.aclose()
+    streams.close()
+
+
+async def test_a_finished_stream_gives_what_waits_and_ends() -> None:
+    """So does one that is opened then: its gateway has not heard of the end yet."""
+    streams = GatewayStreams(lambda _: None)
+    events = streams.events(GATEWAY)
+    await anext(events)
+    token = Token(request_id=RequestId("r"), index=0, token_id=7)
+    streams.send(GATEWAY, tokens=[token])
+    streams.finish()
+    async with asyncio.timeout(PATIENCE_S):
+        assert [len(batch.tokens) async for batch in events] == [1]
+        assert [len(batch.tokens) async for batch in streams.events(GATEWAY)] == [0, 0]
     streams.close()
