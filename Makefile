@@ -1,6 +1,6 @@
 # moonserve: everything is one of these.
 #   make serve [MODEL=folder-or-hub-name] [ARGS="--prefill-workers 2"]
-#   make test | test-thorough | test-rdma | check | simulate | bench | bench-transfer | bench-store | bench-engine | reproduce | docs | proto | clean
+#   make test | test-thorough | test-rdma | check | chaos | simulate | bench | bench-transfer | bench-store | bench-engine | reproduce | docs | proto | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +12,7 @@ ARGS ?=
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: .venv-peers serve test test-thorough test-rdma check format conformance simulate bench bench-transfer bench-store bench-engine reproduce docs proto proto-check clean
+.PHONY: .venv-peers serve test test-thorough test-rdma check format conformance chaos simulate bench bench-transfer bench-store bench-engine reproduce docs proto proto-check clean
 
 serve: $(RUNTIME)
 	$(BIN)/moonserve serve $(MODEL) $(ARGS)
@@ -50,6 +50,11 @@ format: $(DEV)
 # A live cluster against its own /openapi.json, for five minutes.
 conformance: $(DEV)
 	$(BIN)/python -m tests.e2e.conformance $(ARGS)
+
+# A real cluster whose processes, connections and disk are attacked at random (docs/chaos.md).
+MINUTES ?= 30
+chaos: $(DEV)
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(ARGS)
 
 # The whole cluster in virtual time, one small world after the other: make simulate ARGS="--seeds 100000".
 simulate: $(DEV)

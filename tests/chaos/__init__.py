@@ -1,0 +1,1 @@
+"""Chaos: a real cluster under a replayed trace, whose processes, connections and disk are attacked at random."""

@@ -1,0 +1,139 @@
+"""Clients who ask for known tokens all the time, come back when they are refused, and keep count of what they got.
+
+What a client may meet: its tokens; a refusal with a status that says when or why (429, 503, 504); an error event in its
+stream; a connection that breaks, when the gateway died. After any of these it asks again. What it must never meet:
+another token, a stream that just ends, silence beyond its patience.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2 as httpx
+
+from tests.chaos.truth import Wish
+
+NUM_CLIENTS = 6
+SILENCE_S = 60.0
+"""Nothing comes for so long: a hang. Longer than the gateway looks for a worker, and than any stop."""
+GIVE_UP_S = 120.0
+"""A wish that could not be met for so long, asked again and again, is lost."""
+PAUSE_S = (0.2, 1.0)
+REFUSALS = frozenset({408, 429, 500, 503, 504})
+
+
+class Refused(Exception):
+    """A clean no; `how` is counted."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.how = how
+
+
+class Wrong(Exception):
+    """What no fault excuses."""
+
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """Of all clients."""
+
+    kept: int = 0  # at the first attempt
+    retried: int = 0  # kept, but only after the client had asked again
+    lost: int = 0
+    wrong: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)  # by what was said
+    num_tokens: int = 0
+    longest_gap_s: float = 0.0  # between two tokens of one stream that went well
+    complaints: list[str] = field(default_factory=list)
+
+
+class Clients:
+    """Run for as long as they are told to; what is under way then is awaited."""
+
+    def __init__(self, url: str, wishes: Sequence[Wish], seed: int) -> None:
+        self.tally = Tally()
+        self._url = url
+        self._wishes = wishes
+        self._dice = random.Random(seed)
+        self._next = 0
+
+    async def run(self, duration_s: float) -> None:
+        ends_at = time.monotonic() + duration_s
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(NUM_CLIENTS):
+                tasks.create_task(self._ask_on(ends_at))
+
+    async def _ask_on(self, ends_at: float) -> None:
+        async with httpx.AsyncClient(base_url=self._url, timeout=SILENCE_S) as client:
+            while time.monotonic() < ends_at:
+                wish = self._wishes[self._next % len(self._wishes)]
+                self._next += 1
+                await self._until_met(client, wish)
+                await asyncio.sleep(self._dice.uniform(0.0, 0.2))
+
+    async def _until_met(self, client: httpx.AsyncClient, wish: Wish) -> None:
+        tally, began_at, attempts = self.tally, time.monotonic(), 0
+        while time.monotonic() < began_at + GIVE_UP_S:
+            attempts += 1
+            try:
+                await self._ask(client, wish)
+            except Refused as refusal:
+                tally.refusals[refusal.how] += 1
+                await asyncio.sleep(self._dice.uniform(*PAUSE_S))
+            except Wrong as error:
+                tally.wrong += 1
+                tally.complaints.append(str(error))
+                return
+            else:
+                tally.kept += attempts == 1
+                tally.retried += attempts > 1
+                tally.num_tokens += len(wish.tokens)
+                return
+        tally.lost += 1
+        tally.complaints.append(f"not met within {GIVE_UP_S:.0f} s, {attempts} attempts")
+
+    async def _ask(self, client: httpx.AsyncClient, wish: Wish) -> None:
+        tokens: list[int] = []
+        try:
+            async with client.stream("POST", "/v1/completions", json=wish.body()) as response:
+                if response.status_code in REFUSALS:
+                    raise Refused(str(response.status_code))
+                if response.status_code != 200:
+                    raise Wrong(f"{response.status_code}: {await response.aread()!r}")
+                await self._read(response, wish, tokens)
+        except httpx.TimeoutException as error:
+            raise Wrong(f"silence for {SILENCE_S:.0f} s after {len(tokens)} tokens") from error
+        except httpx.TransportError as error:
+            raise Refused(f"connection broken: {type(error).__name__}") from error
+
+    async def _read(self, response: httpx.Response, wish: Wish, tokens: list[int]) -> None:
+        last_at = time.monotonic()
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                if tokens != wish.tokens:
+                    raise Wrong(f"{len(tokens)} of {len(wish.tokens)} tokens, and then the end")
+                return
+            if not line:
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise Refused(f"in the stream: {chunk['error']['code']}")
+            tokens += _tokens_of(chunk)
+            if tokens != wish.tokens[: len(tokens)]:
+                raise Wrong(f"another token at {len(tokens) - 1} of {len(wish.tokens)}")
+            now = time.monotonic()
+            self.tally.longest_gap_s = max(self.tally.longest_gap_s, now - last_at)
+            last_at = now
+        raise Wrong(f"the stream just ended after {len(tokens)} of {len(wish.tokens)} tokens")
+
+
+def _tokens_of(chunk: dict[str, Any]) -> list[int]:
+    return [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]

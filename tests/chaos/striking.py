@@ -1,0 +1,124 @@
+"""Faults, done to a running cluster of real processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.schedule import Fault, Kind
+from tests.e2e.cluster import Cluster
+
+SS = shutil.which("ss")
+
+
+class Striking(threading.Thread):
+    """Strikes at each fault's time, from `start` on; `join` it, then `relieve`. `done` counts by kind and kind of
+    process, `skipped` what could not be done: whoever was to be hit was dead already."""
+
+    def __init__(self, cluster: Cluster, faults: Sequence[Fault], disk: Path) -> None:
+        super().__init__(name="faults")
+        self._cluster = cluster
+        self._faults = faults
+        self._disk = disk
+        self._stopped: dict[int, float] = {}  # process id → when it goes on
+        self._began_at = 0.0
+        self.done: Counter[str] = Counter()
+        self.skipped = 0
+        self.log: list[str] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        self._began_at = time.monotonic()
+        try:
+            for fault in self._faults:
+                self._wait_until(self._began_at + fault.at_s)
+                self._strike(fault)
+        except BaseException as error:  # told by whoever joins
+            self.error = error
+
+    def relieve(self) -> None:
+        """Everybody goes on. Raises what ended the thread."""
+        for pid in list(self._stopped):
+            self._go_on(pid)
+        if self.error is not None:
+            raise self.error
+
+    def _wait_until(self, at: float) -> None:
+        while (now := time.monotonic()) < at:
+            due = [pid for pid, ends_at in self._stopped.items() if ends_at <= now]
+            for pid in due:
+                self._go_on(pid)
+            time.sleep(min([at - now, 0.1]))
+
+    def _strike(self, fault: Fault) -> None:
+        pid = self._cluster.pids().get(fault.victim)
+        if pid is None or not self._hits(fault, pid):
+            self.skipped += 1
+            return
+        self.done[f"{fault.kind} {fault.victim.rpartition('-')[0] or fault.victim}"] += 1
+        self.log.append(f"{time.monotonic() - self._began_at:7.1f} s {fault.kind} {fault.victim}")
+
+    def _hits(self, fault: Fault, pid: int) -> bool:
+        try:
+            match fault.kind:
+                case Kind.KILL:
+                    os.kill(pid, signal.SIGKILL)
+                    self._stopped.pop(pid, None)
+                case Kind.STOP:
+                    os.kill(pid, signal.SIGSTOP)
+                    self._stopped[pid] = time.monotonic() + fault.lasts_s
+                case Kind.RESET:
+                    return self._reset(pid)
+                case Kind.DISK:
+                    return self._spoil(fault)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _go_on(self, pid: int) -> None:
+        del self._stopped[pid]
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            return
+
+    def _reset(self, pid: int) -> bool:
+        """False where the system cannot."""
+        if SS is None:
+            return False
+        listening = [
+            each.laddr.port
+            for each in psutil.Process(pid).net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN
+        ]
+        for port in listening:
+            command = [SS, "-K", "state", "established", "sport", "=", f":{port}"]
+            subprocess.run(command, capture_output=True, check=False)
+        return bool(listening)
+
+    def _spoil(self, fault: Fault) -> bool:
+        """A few bytes of one of the disk's files become others, or its last part is gone."""
+        dice = random.Random(fault.chance)
+        files = sorted(p for p in self._disk.rglob("*") if p.is_file() and p.stat().st_size > 4096)
+        if not files:
+            return False
+        path = dice.choice(files)
+        size = path.stat().st_size
+        if dice.random() < 0.3:
+            os.truncate(path, dice.randrange(size))
+            return True
+        with path.open("r+b") as file:
+            for _ in range(16):
+                file.seek(dice.randrange(size))
+                file.write(dice.randbytes(8))
+        return True
