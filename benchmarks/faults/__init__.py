@@ -1,0 +1,1 @@
+"""What faults cost a client: `python -m benchmarks.faults` (docs/faults.md)."""

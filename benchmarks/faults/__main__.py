@@ -1,0 +1,102 @@
+"""`python -m benchmarks.faults`: each fault several times on real processes of the demo model, with real signals.
+
+Claims, of what a client sees: every token is that of an undisturbed run, under one id, whoever is killed, or stopped
+for 20 s; and where somebody else could go on it waits for at most 3 s. Prints a table and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.scenes import ALONE, FLAGS, SCENES, STOPS, Played, Scene, play
+from benchmarks.faults.victims import Victims
+from benchmarks.measure import median, table, write_json
+
+_HEADERS = ("fault", "signal", "cluster", "waited, s (median)", "worst", "exact")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    scenes = [
+        scene
+        for scene in (*SCENES, *STOPS)
+        if any(part in f"{scene.number.name} {scene.name}" for part in options.only.split(","))
+    ]
+    rows: list[dict[str, Any]] = []
+    for cluster, of_one in itertools.groupby(scenes, lambda scene: scene.cluster):
+        for row in _played(cluster, list(of_one), options.repeat):
+            rows.append(row)
+            sys.stderr.write(f"{row}\n")
+    sys.stdout.write(table(_HEADERS, [_cells(row) for row in rows]) + "\n")
+    if options.json is not None:
+        write_json(options.json, {"faults": rows})
+    return 0 if all(row["num_exact"] == options.repeat for row in rows) else 1
+
+
+def _played(cluster: str, scenes: Sequence[Scene], repeat: int) -> Iterator[dict[str, Any]]:
+    if (
+        cluster == ALONE
+    ):  # what waits for a restart: the launcher restarts less and less eagerly who dies often
+        for scene in scenes:
+            yield _row(scene, [_played_alone(scene, seed) for seed in range(repeat)])
+        return
+    with _victims(cluster) as victims:
+        for scene in scenes:
+            yield _row(scene, [play(scene, victims, seed) for seed in range(repeat)])
+
+
+def _played_alone(scene: Scene, seed: int) -> Played:
+    with _victims(scene.cluster) as victims:
+        return play(scene, victims, seed)
+
+
+@contextlib.contextmanager
+def _victims(cluster: str) -> Iterator[Victims]:
+    with tempfile.TemporaryDirectory() as folder:
+        victims = Victims(*FLAGS[cluster], log_dir=Path(folder))
+        try:
+            victims.wait_until_ready()
+            yield victims
+        finally:
+            victims.stop(30.0)
+
+
+def _row(scene: Scene, played: Sequence[Played]) -> dict[str, Any]:
+    return {
+        "fault": scene.name,
+        "signal": scene.number.name,
+        "cluster": scene.cluster,
+        "waited_s": [round(each.waited_s, 3) for each in played],
+        "num_exact": sum(not (each.wrong or each.error) for each in played),
+        "complaints": [each.error or each.wrong for each in played if each.error or each.wrong],
+    }
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    waited = row["waited_s"]
+    return [
+        *(row["fault"], row["signal"], row["cluster"]),
+        *(f"{median(waited):.2f}", f"{max(waited):.2f}"),
+        f"{row['num_exact']} of {len(waited)}",
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=5, help="times that each fault is played")
+    parser.add_argument(
+        "--only", default="", help="faults with one of these in “SIGNAL name”, with commas between"
+    )
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

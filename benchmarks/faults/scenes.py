@@ -1,0 +1,205 @@
+"""The faults: who is hit, when, and what the client waited for.
+
+A scene asks for a stream, waits for its moment, strikes, and says how long the client then waited at worst. Each is
+played on a cluster whose processes were all there before, and ends when they are again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.faults.stream import Stream
+from benchmarks.faults.victims import Victims, kill, stopped
+
+STOPPED_S = 20.0
+_BEGUN = 40  # tokens
+_LONG, _SHORT = 6_000, 200  # tokens of a prompt
+_ANSWER = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """`waited_s`: the longest wait for a token after the fault; `wrong`: what a client could complain of."""
+
+    waited_s: float
+    wrong: str = ""
+    error: str = ""
+
+
+Strike = Callable[[Victims, Stream], Sequence[str]]
+"""Waits for the moment; names whom to hit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    name: str
+    strike: Strike
+    cluster: str = "two of each"
+    number: signal.Signals = signal.SIGKILL
+    prompt: int = _SHORT
+    answer: int = _ANSWER
+    asks_anew: bool = False  # what counts is a request that comes right after the fault
+    fillers: int = 0  # long prompts that come before it
+    holds: str = ""  # whoever's name begins so is stopped from before the request until the strike
+
+
+def play(scene: Scene, victims: Victims, seed: int) -> Played:
+    """`seed`: of prompt and tokens; every other one is greedy."""
+    prompt = random.Random(f"{scene.name} {seed}").choices(range(16, 4_000), k=scene.prompt)
+    # Among few, since what is computed again differs in the last bits: among thousands some draws would fall on the
+    # very edge between two tokens (invariant 6 of ARCHITECTURE.md).
+    drawn = {"seed": seed, "temperature": float(seed % 2), "top_k": 5, "max_tokens": scene.answer}
+    body: dict[str, Any] = {"prompt": prompt, **drawn}
+    expected = victims.whole(body if scene.holds else {**body, "cache_salt": "undisturbed"})
+    with victims.settled():
+        fillers = [victims.ask(_filler(f"{scene.name} {seed} {n}")) for n in range(scene.fillers)]
+        pids = victims.pids()
+        held = [pid for name, pid in pids.items() if scene.holds and name.startswith(scene.holds)]
+        with stopped(held):
+            stream = victims.ask(body)
+            hit = [pids[name] for name in scene.strike(victims, stream)]
+        if scene.number is signal.SIGSTOP:
+            with stopped(hit):
+                at = time.monotonic()
+                asked = _follow(scene, victims, stream, body)
+                time.sleep(max(0.0, at + STOPPED_S - time.monotonic()))
+        else:
+            at = time.monotonic()
+            for pid in hit:
+                kill(pid)
+            asked = _follow(scene, victims, stream, body)
+        for each in (stream, asked, *fillers):
+            each.join()
+    wrong = [_wrong(each, expected) for each in (stream, asked)]
+    return Played(
+        waited_s=asked.longest_silence_s(at),
+        wrong=next(filter(None, wrong), ""),
+        error=next((each.error for each in (stream, asked, *fillers) if each.error), ""),
+    )
+
+
+def _wrong(stream: Stream, expected: Sequence[int]) -> str:
+    """What a client would complain of; empty = nothing."""
+    if stream.token_ids != expected:
+        pairs = enumerate(itertools.zip_longest(stream.token_ids, expected))
+        place = next(place for place, (found, right) in pairs if found != right)
+        return f"another token at {place} of {len(expected)}"
+    return "" if len(stream.ids) == 1 else f"ids {stream.ids}"
+
+
+def _filler(name: str) -> dict[str, Any]:
+    prompt = random.Random(name).choices(range(16, 4_000), k=_LONG)
+    return {"prompt": prompt, "max_tokens": 2, "temperature": 0}
+
+
+def _follow(scene: Scene, victims: Victims, stream: Stream, body: dict[str, Any]) -> Stream:
+    """The stream that counts, to its end or until the stopped may wake."""
+    asked = victims.ask(body) if scene.asks_anew else stream
+    asked.join(timeout=STOPPED_S if scene.number is signal.SIGSTOP else None)
+    return asked
+
+
+def _decoding(victims: Victims, stream: Stream) -> str:
+    """Once its answer is under way: who decodes it."""
+    victims.until(lambda: stream.count >= _BEGUN or stream.error)
+    return stream.headers["x-decode-instance-id"]
+
+
+def decode(victims: Victims, stream: Stream) -> list[str]:
+    return [_decoding(victims, stream)]
+
+
+def handed_off(victims: Victims, stream: Stream) -> list[str]:
+    _decoding(victims, stream)
+    return [stream.headers["x-prefill-instance-id"]]
+
+
+def transferring(victims: Victims, stream: Stream) -> list[str]:
+    """With the first token its KV is on its way."""
+    victims.until(lambda: stream.count or stream.error)
+    return [stream.headers["x-prefill-instance-id"]]
+
+
+def computing(victims: Victims, stream: Stream) -> list[str]:
+    victims.until(lambda: victims.prefill_of(stream) or stream.error)
+    name = victims.prefill_of(stream)
+    victims.until(lambda: 0 < victims.load(name).queued_tokens < _LONG or stream.count)
+    return [name]
+
+
+def placed(victims: Victims, stream: Stream) -> list[str]:
+    """Behind others, or while its prefix does not come."""
+    victims.until(lambda: victims.prefill_of(stream) or stream.error)
+    return [victims.prefill_of(stream)]
+
+
+def of(prefix: str) -> Strike:
+    """Once the answer is under way: all whose names begin so."""
+
+    def strike(victims: Victims, stream: Stream) -> list[str]:
+        _decoding(victims, stream)
+        return [name for name in victims.pids() if name.startswith(prefix)]
+
+    return strike
+
+
+ALONE = "one of each"
+FLAGS: Mapping[str, Sequence[str]] = {
+    ALONE: ("--dtype", "float32"),
+    "two of each": (
+        *("--prefill-workers", "2", "--decode-workers", "2", "--store-nodes", "2"),
+        *("--dtype", "float32"),
+        *("--max-num-batched-tokens", "128"),
+    ),
+    "two of each, prefixes in stores only": (
+        *("--prefill-workers", "2", "--decode-workers", "2", "--store-nodes", "2"),
+        *("--dtype", "float32"),
+        *("--max-num-batched-tokens", "128", "--no-enable-prefix-caching"),
+    ),
+}
+
+SCENES: Sequence[Scene] = (
+    Scene(name="decode worker, the only one", strike=decode, cluster=ALONE),
+    Scene(name="conductor, running stream", strike=of("conductor"), cluster=ALONE),
+    Scene(name="conductor, new request", strike=of("conductor"), asks_anew=True, cluster=ALONE),
+    Scene(name="gateway, resumed", strike=of("gateway"), cluster=ALONE),
+    Scene(
+        name="prefill worker, loading",
+        strike=placed,
+        cluster="two of each, prefixes in stores only",
+        prompt=_LONG,
+        answer=60,
+        holds="store",
+    ),
+    Scene(name="decode worker", strike=decode),
+    Scene(name="prefill worker, queued", strike=placed, prompt=_LONG, answer=60, fillers=4),
+    Scene(name="prefill worker, computing", strike=computing, prompt=_LONG, answer=60),
+    Scene(name="prefill worker, sending KV", strike=transferring, prompt=_LONG, answer=60),
+    Scene(name="prefill worker, handed off", strike=handed_off),
+    Scene(name="both store nodes", strike=of("store"), asks_anew=True),
+)
+STOPS: Sequence[Scene] = (
+    Scene(name="decode worker", strike=decode, number=signal.SIGSTOP),
+    Scene(
+        name="prefill worker, computing",
+        strike=computing,
+        number=signal.SIGSTOP,
+        prompt=_LONG,
+        answer=60,
+    ),
+    Scene(name="both store nodes", strike=of("store"), number=signal.SIGSTOP, asks_anew=True),
+    Scene(name="conductor, running stream", strike=of("conductor"), number=signal.SIGSTOP),
+    Scene(
+        name="conductor, new request",
+        strike=of("conductor"),
+        number=signal.SIGSTOP,
+        asks_anew=True,
+    ),
+    Scene(name="gateway", strike=of("gateway"), number=signal.SIGSTOP),
+)

@@ -1,0 +1,127 @@
+"""A cluster whose processes can be found, killed and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from benchmarks.faults.stream import Stream
+from deploy.local import LocalCluster
+from protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
+from protocol.rpc import TOKEN_HEADER
+
+_PATIENCE_S = 120.0
+_POLL_S = 0.01
+
+
+class Victims(LocalCluster):
+    """`moonserve serve` of the demo model."""
+
+    def __init__(self, *flags: str, log_dir: Path) -> None:
+        self._token = secrets.token_hex(8)
+        environ = {"MOONSERVE_CLUSTER_TOKEN": self._token}
+        super().__init__(None, *flags, log_dir=log_dir, environ=environ)
+
+    def ask(self, body: dict[str, Any]) -> Stream:
+        """A stream, under a name of its own."""
+        name = f"fault-{secrets.token_hex(4)}"
+        return Stream(self.port, {"return_token_ids": True, "ignore_eos": True, **body}, name)
+
+    def whole(self, body: dict[str, Any]) -> list[int]:
+        """Token ids of a stream that nothing disturbs."""
+        stream = self.ask(body)
+        stream.join()
+        if stream.error or stream.resumed:
+            raise RuntimeError(f"an undisturbed stream failed: {stream.error}")
+        return stream.token_ids
+
+    def pids(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                arguments = child.cmdline()
+                if "--instance-id" in arguments:
+                    found[arguments[arguments.index("--instance-id") + 1]] = child.pid
+        return found
+
+    def instances(self) -> dict[str, dict[str, Any]]:
+        """By id; empty while the gateway does not answer."""
+        try:
+            return {each["instance_id"]: each for each in self._get("/v1/cluster")["instances"]}
+        except (OSError, ValueError):
+            return {}
+
+    def prefill_of(self, stream: Stream) -> str:
+        """Where a request was placed; "" = nowhere yet."""
+        try:
+            found = self._get(f"/v1/requests/{stream.request_name}/explain")
+        except (OSError, ValueError):
+            return ""
+        return str(found["decisions"][-1].get("prefill") or "")
+
+    def load(self, name: str) -> conductor_pb2.Load:
+        """What a worker says of itself, now."""
+        address = self.instances()[name]["rpc_address"]
+        with grpc.insecure_channel(address) as channel:
+            return (
+                worker_pb2_grpc.WorkerStub(channel)
+                .GetStatus(
+                    worker_pb2.GetStatusRequest(),
+                    metadata=((TOKEN_HEADER, self._token),),
+                    timeout=_PATIENCE_S,
+                )
+                .load
+            )
+
+    def until(self, holds: Callable[[], object]) -> None:
+        give_up_at = time.monotonic() + _PATIENCE_S
+        while not holds():
+            if time.monotonic() > give_up_at:
+                raise TimeoutError("it did not come to that")
+            time.sleep(_POLL_S)
+
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """Afterwards everybody of before is there again, and ready."""
+        before = self.instances().keys()
+        names = self.pids().keys()
+        yield
+        self.until(lambda: self.pids().keys() >= names and self.instances().keys() >= before)
+        self.until(self.is_ready)
+
+    def _get(self, path: str) -> Any:
+        try:
+            with urllib.request.urlopen(f"{self.url}{path}", timeout=5) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise OSError(f"{error.code}") from error
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    """SIGSTOP within the block."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
