@@ -550,8 +550,13 @@ class Front(Process):
         await self.gateway.run()
 
     async def drain(self) -> None:
-        await self.gateway.drain(DRAIN_S)
+        self.gateway.drain(refuses=True)
+        await until(self._has_answered_all())
         await self.gateway.close()
+
+    async def _has_answered_all(self) -> None:
+        while self.gateway.num_live:  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(0.1)
 
     def unrest(self) -> str:
         return f"{self.gateway.num_live} generations" if self.gateway.num_live else ""
