@@ -25,6 +25,7 @@ def wish_of(request: Request, body: SamplingBody, choices: tuple[Choice, ...]) -
     return Wish(
         request_id=request.state.cluster_id,
         client_id=request.state.request_id,
+        arrived_at=request.state.arrived_at,
         session_id=_session_id(request),
         choices=choices,
         priority=identity.priority_of(body.priority),

@@ -105,10 +105,10 @@ class Generation:
         self._choice = choice
         self._reader = reader
         self._around = surroundings
-        self._arrived_at = self._loop.time()
-        self._timings = Timings(surroundings.metrics, surroundings.figures, self._arrived_at)
-        self.journey = Journey(surroundings.metrics, surroundings.tracer, traceparent)
-        deadline_at = self._arrived_at + timeout_s
+        arrived_at = wish.arrived_at
+        self._timings = Timings(surroundings.metrics, surroundings.figures, arrived_at)
+        self.journey = Journey(surroundings.metrics, surroundings.tracer, traceparent, arrived_at)
+        deadline_at = arrived_at + timeout_s
         self.state = RequestState(
             request_id=request_id,
             prompt=choice.token_ids,

@@ -17,15 +17,17 @@ _clock = time.monotonic  # an event loop's own may be cut to milliseconds
 
 
 class Journey:
-    """From acceptance to the last token. `traceparent`: of the request's span; empty = not traced."""
+    """From arrival to the last token."""
 
-    def __init__(self, metrics: RequestMetrics, tracer: Tracer, traceparent: str) -> None:
+    def __init__(
+        self, metrics: RequestMetrics, tracer: Tracer, traceparent: str, arrived_at: float
+    ) -> None:
+        """`traceparent`: of the request's span; empty = not traced. `arrived_at`: monotonic seconds."""
         self.traceparent = traceparent
         self.ledger: Ledger | None = None  # once it has ended well
         self._metrics = metrics
         self._tracer = tracer
-        now = _clock()
-        self._at = Instants(arrived_at=now, attempted_at=now)
+        self._at = Instants(arrived_at=arrived_at, attempted_at=arrived_at)
         self._attempt = 1
 
     def placing(self, attempt: int) -> None:
@@ -43,7 +45,7 @@ class Journey:
 
     def taken(self) -> None:
         """The prefill worker has it."""
-        self._at.submitted(_clock())
+        self._at.answered(_clock())
 
     def tokens(self) -> None:
         """One or more arrived together."""

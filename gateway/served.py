@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,10 @@ class ServedModel:
 
     async def read(self, request: Request) -> bytes:
         """The body, within the limits of size and time."""
-        return await read_body(request, self._config.max_body_bytes, self._config.body_timeout_s)
+        config = self._config
+        body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
+        request.state.arrived_at = time.monotonic()  # what a slow upload takes is the client's
+        return body
 
     def require(self, name: str | None) -> None:
         """Raises ApiError (404) for a model that is not served; None is any."""

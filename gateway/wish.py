@@ -25,6 +25,7 @@ class Wish:
     """All choices of one request and what they share."""
 
     request_id: str
+    arrived_at: float  # monotonic seconds; its last byte
     client_id: str = ""  # its header x-request-id, as the client knows it
     session_id: str = ""  # of the client's conversation; empty = it names none
     choices: tuple[Choice, ...]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from tests.random_models import make_model
 pytestmark = pytest.mark.e2e
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
-NUM_TOKENS = 300
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +35,24 @@ def spans(cluster: Cluster) -> list[dict[str, Any]]:
     return [span for span in found if span["context"]["trace_id"] == f"0x{TRACE}"]
 
 
-def test_the_phases_add_up_to_the_end_to_end_time(cluster: Cluster) -> None:
-    shares = []
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 300])
+def test_the_phases_add_up_to_the_end_to_end_time(cluster: Cluster, num_tokens: int) -> None:
+    """Also of answers that take a few milliseconds, and within what the client saw."""
     for first in range(5):
         prompt = list(range(1 + first, 100))
-        answer = cluster.complete(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, x_timing=True)
+        began_at = time.monotonic()
+        answer = cluster.complete(prompt, max_tokens=num_tokens, ignore_eos=True, x_timing=True)
+        seen_s = time.monotonic() - began_at
         (timing,) = answer["x_timing"]
         phases = {phase: timing[f"{phase}_s"] for phase in PHASES}
         assert all(seconds >= 0 for seconds in phases.values())
         assert phases["prefill"] > 0
-        assert phases["transfer"] > 0
-        assert phases["decode"] > 0
-        assert timing["ttft_s"] <= timing["e2e_s"]
+        assert (phases["transfer"] > 0) == (num_tokens > 1)
+        assert phases["decode"] > 0 or num_tokens < 300  # a few may come as one, at once
+        assert timing["ttft_s"] <= timing["e2e_s"] <= seen_s
         missing_s = timing["e2e_s"] - sum(phases.values())
         assert missing_s == pytest.approx(timing["unaccounted_s"], abs=1e-4)
-        shares.append(abs(missing_s) / timing["e2e_s"])
-    assert median(shares) <= 0.02, shares
+        assert abs(missing_s) <= 0.02 * timing["e2e_s"], timing
 
 
 def test_nobody_gets_it_unasked(cluster: Cluster) -> None:

@@ -27,25 +27,58 @@ def found(at: Instants, before: PrefillReport, behind: DecodeReport | None) -> L
 
 
 @given(
-    start=st.floats(0.0, 1e6),
+    arrived_at=st.floats(0.0, 1e6),
     parts=st.tuples(*[SECONDS] * 7),
-    way_s=SECONDS,
+    ways=st.tuples(*[SECONDS] * 4),
 )
-def test_the_phases_and_the_first_tokens_way_are_all_of_the_time(
-    start: float, parts: tuple[float, ...], way_s: float
+def test_the_phases_are_all_of_the_time(
+    arrived_at: float, parts: tuple[float, ...], ways: tuple[float, ...]
 ) -> None:
-    """Whatever a worker's clock shows: only durations reach the ledger."""
-    gateway_s, queue_s, load_s, prefill_s, transfer_s, decode_queue_s, decode_s = parts
-    at = Instants(arrived_at=start, attempted_at=start)
-    at.submitted(start + gateway_s)
-    first_at = start + gateway_s + queue_s + load_s + prefill_s + way_s
-    at.tokens(first_at)
-    at.tokens(first_at + transfer_s + decode_queue_s + decode_s)
+    """Whatever a worker's clock shows, since only durations reach the ledger; and however late what comes is heard."""
+    placing_s, queue_s, load_s, prefill_s, transfer_s, decode_queue_s, decode_s = parts
+    submission_s, answer_s, first_way_s, last_way_s = ways
+    submitted_at = arrived_at + placing_s
+    taken_at = submitted_at + submission_s
+    made_at = taken_at + queue_s + load_s + prefill_s
+    ended_at = made_at + transfer_s + decode_queue_s + decode_s + last_way_s
+    at = Instants(arrived_at=arrived_at, attempted_at=arrived_at)
+    at.submitted(submitted_at)
+    at.tokens(min(made_at + first_way_s, ended_at))  # they come in order, at the latest together
+    at.answered(taken_at + answer_s)
+    at.tokens(ended_at)
     report = DecodeReport(request_id=REQUEST, transfer_s=transfer_s, queue_s=decode_queue_s)
     made = found(at, prefill(queue_s, load_s, prefill_s), report)
-    assert made.phases() == pytest.approx(dict(zip(PHASES, (0.0, *parts), strict=True)), abs=1e-6)
-    assert made.unaccounted_s == pytest.approx(way_s, abs=1e-6)
-    assert sum(made.phases().values()) + made.unaccounted_s == pytest.approx(made.e2e_s)
+    phases = made.phases()
+    assert sum(phases.values()) == pytest.approx(made.e2e_s, abs=1e-6)
+    assert made.unaccounted_s == pytest.approx(0.0, abs=1e-6)
+    told = ("queue", "load", "prefill", "transfer", "decode_queue")
+    assert [phases[phase] for phase in told] == list(parts[1:6])
+    late_s = min(answer_s, first_way_s)  # as far as the submission's end is not known
+    assert placing_s - 1e-6 <= made.gateway_s <= placing_s + submission_s + late_s + 1e-6
+    assert made.decode_s >= decode_s + last_way_s - late_s - 1e-6
+
+
+@given(parts=st.tuples(*[SECONDS] * 3), ways=st.tuples(*[SECONDS] * 3))
+def test_an_answer_of_one_token_has_all_its_time_in_phases(
+    parts: tuple[float, ...], ways: tuple[float, ...]
+) -> None:
+    """Nothing is handed over then: behind prefill there is only the token's way."""
+    submission_s, answer_s, way_s = ways
+    at = Instants(arrived_at=0.0, attempted_at=0.0)
+    at.submitted(0.5)
+    at.answered(0.5 + submission_s + answer_s)
+    at.tokens(0.5 + submission_s + sum(parts) + way_s)
+    made = found(at, prefill(*parts), None)
+    assert made.unaccounted_s == pytest.approx(0.0, abs=1e-6)
+    assert made.decode_s <= way_s + 1e-6
+    assert made.transfer_s == made.decode_queue_s == 0.0
+
+
+def test_a_worker_that_tells_of_more_time_than_there_was_is_shown() -> None:
+    at = Instants(arrived_at=0.0, attempted_at=0.0)
+    at.submitted(1.0)
+    at.tokens(2.0)
+    assert found(at, prefill(0.0, 0.0, 3.0), None).unaccounted_s == pytest.approx(-2.0)
 
 
 def test_what_a_lost_attempt_took_is_retry() -> None:
@@ -62,9 +95,9 @@ def test_what_a_lost_attempt_took_is_retry() -> None:
 
 def test_a_first_token_before_the_answer_to_the_submission_ends_nothing_later() -> None:
     at = Instants(arrived_at=0.0, attempted_at=0.0)
-    at.submitted(1.0)
+    at.submitted(0.5)
     at.tokens(2.0)
-    at.submitted(2.5)
+    at.answered(2.5)
     assert found(at, prefill(0.0, 0.0, 1.0), None).gateway_s == 1.0
 
 
@@ -77,7 +110,8 @@ def test_without_a_prefills_report_there_is_none() -> None:
 
 def test_as_json_it_has_every_phase_in_seconds() -> None:
     at = Instants(arrived_at=0.0, attempted_at=0.0)
-    at.submitted(0.1234567)
+    at.submitted(0.1)
+    at.answered(0.1234567)
     at.tokens(1.0)
     shown = found(at, prefill(0.0, 0.0, 0.5), None).as_json()
     assert list(shown) == ["e2e_s", "ttft_s", *(f"{p}_s" for p in PHASES), "unaccounted_s"]
