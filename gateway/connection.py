@@ -1,4 +1,5 @@
-"""What ASGI has no word for: to end a client's connection, and to wait for its reading after the last byte.
+"""What ASGI has no word for: to end a client's connection, to wait for its reading after the last byte, and to write
+without waiting.
 
 uvicorn's `send` is a method of its request cycle, which knows the transport. The front door leaves a Connection in the
 scope; with any other server the methods do nothing and the connection lives on.
@@ -32,10 +33,27 @@ class Connection:
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self
 
+    def detach(self, scope: Scope) -> None:
+        """The reply is over: what uvicorn keeps of a request holds its scope, and this holds that."""
+        scope.pop(_KEY, None)
+
     def may_wait(self) -> bool:
         """Whether sending now could wait for the client; without uvicorn nobody knows."""
         flow = getattr(self._cycle, "flow", None)
         return flow is None or flow.write_paused
+
+    def takes_chunks(self) -> bool:
+        """Whether `write_chunk` may be called: the reply has begun, has no known length, and nobody waits."""
+        cycle = self._cycle
+        return (
+            getattr(cycle, "chunked_encoding", None) is True
+            and not cycle.disconnected
+            and not cycle.flow.write_paused
+        )
+
+    def write_chunk(self, body: bytes) -> None:
+        """A part of the reply's body, now: what `send` does for one, without the coroutines on the way to it."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     async def drained(self) -> None:
         """Until the client has taken what was sent, but for the last buffer's worth."""

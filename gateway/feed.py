@@ -1,11 +1,13 @@
 """From the generations of one HTTP request to the coroutine that writes its reply: a bounded, unshared queue.
 
-Putting never waits. A reader that stays behind by more than the limit is given up rather than buffered for.
+Putting never waits. A reader that stays behind by more than the limit is given up rather than buffered for. A reader
+that waits may be handed pieces where they are put, which spares waking it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from protocol.prompt_logprobs import PromptLogprobs
@@ -24,6 +26,10 @@ class Piece:
     is_known: bool = False  # the client has it, from an earlier connection
 
 
+Handler = Callable[[Piece], bool]
+"""Deals with a piece at once; False: it did nothing, and the piece has to wait."""
+
+
 class Feed:
     """The pieces that the reader has not taken yet."""
 
@@ -33,9 +39,13 @@ class Feed:
         self._pieces: list[Piece] = []
         self._error: Exception | None = None
         self._filled = asyncio.Event()
+        self._handler: Handler | None = None  # while the reader waits and nothing else does
 
     def put(self, piece: Piece) -> bool:
         """False when the reader is too far behind to go on."""
+        if self._handler is not None and piece.finish_reason is None and self._handler(piece):
+            return True
+        self._handler = None  # what comes later must not overtake this one
         self._pieces.append(piece)
         self._num_tokens += len(piece.tokens)
         self._filled.set()
@@ -44,11 +54,18 @@ class Feed:
     def fail(self, error: Exception) -> None:
         """The reader gets `error` instead of what it has not read; the first one counts."""
         self._error = self._error or error
+        self._handler = None
         self._filled.set()
 
-    async def take(self) -> list[Piece]:
-        """Everything that waits, at least one piece; pieces of one choice are joined."""
-        await self._filled.wait()
+    async def take(self, handler: Handler | None = None) -> list[Piece]:
+        """Everything that waits, at least one piece; pieces of one choice are joined. `handler`: gets what comes before
+        that, but for last pieces of choices."""
+        if not self._filled.is_set():
+            self._handler = handler
+            try:
+                await self._filled.wait()
+            finally:
+                self._handler = None
         if self._error is not None:
             raise self._error
         pieces, self._pieces, self._num_tokens = self._pieces, [], 0

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.chunks import Chunks
 from gateway.connection import Connection
-from gateway.errors import reply_for
+from gateway.errors import ErrorReply, reply_for
 from gateway.feed import Piece
 from gateway.resuming import EventIds
 from gateway.service import Answer
@@ -60,7 +60,7 @@ class ClusterReply(Response, ABC):
         """Sends the whole reply. Raises TimeoutError when the client does not read."""
 
     async def _send_error(self, send: Send, error: MoonserveError) -> None:
-        reply = reply_for(error)
+        reply = _told(error)
         await self._start(send, reply.status, b"application/json", reply.headers)
         await self._send(send, reply.body(), more=False)
 
@@ -153,7 +153,7 @@ class StreamReply(ClusterReply):
             await self._stream(send, pieces)
         except MoonserveError as error:
             self._connection.close_after_reply()
-            await self._send(send, self._chunks.failure(reply_for(error)), more=False)
+            await self._send(send, self._chunks.failure(_told(error)), more=False)
 
     async def _stream(self, send: Send, pieces: list[Piece]) -> None:
         text = "" if self._is_resumed else self._chunks.first()
@@ -164,7 +164,7 @@ class StreamReply(ClusterReply):
             if text:
                 await self._send(send, text.encode(), more=True)
             text = ""
-            pieces = await self._answer.take()
+            pieces = await self._answer.take(self._write_now)
         if self._timing is not None:
             text += self._timing()
         if self._usage is not None:
@@ -176,3 +176,17 @@ class StreamReply(ClusterReply):
         chunk = self._chunks.piece(piece)
         event_id = self._event_ids.of(piece) if self._event_ids is not None else ""
         return event_id + chunk if chunk and not piece.is_known else ""
+
+    def _write_now(self, piece: Piece) -> bool:
+        """Where the client keeps up; waking the reply's task took 30 % of a chunk's time."""
+        if not self._connection.takes_chunks():
+            return False
+        if text := self._event(piece):
+            self._connection.write_chunk(text.encode())
+        return True
+
+
+def _told(error: MoonserveError) -> ErrorReply:
+    """What the client gets to know. The frames that the error came through hold the request, which holds the error."""
+    error.__traceback__ = None
+    return reply_for(error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gateway.cluster import Cluster
@@ -24,7 +24,7 @@ from gateway.events import (
     WorkerFailed,
 )
 from gateway.explanations import Explanation, choice_id, explain
-from gateway.feed import Feed, Piece
+from gateway.feed import Feed, Handler, Piece
 from gateway.figures import Figures
 from gateway.generation import Generation, Surroundings
 from gateway.routes import Routes
@@ -37,7 +37,7 @@ from protocol.ids import GatewayId
 from protocol.metrics import RequestMetrics
 from protocol.pb import conductor_pb2, worker_pb2
 from protocol.process import host_identity
-from protocol.request import Placement, Token
+from protocol.request import Placement
 from protocol.rpc import Channels, failure_from_wire
 from protocol.tracing import NoTracer, Root, Tracer
 from protocol.wire import decode_report_from_wire, prefill_report_from_wire, token_from_wire
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 # Enough for any client that reads at all; at 1,000 tokens a second it is 4 s of output.
 _MAX_UNREAD_TOKENS = 4096
-_GROUP = 8  # choices whose tokens are handed over in one go
+_GROUP = 32  # choices whose tokens are handed over in one go: half a millisecond
 _GOODBYE_S = 1.0
 
 
@@ -62,9 +62,9 @@ class Answer:
         self.root = root
         self.generations: list[Generation] = []
 
-    async def take(self) -> list[Piece]:
-        """New output of one or more choices. Raises the error that ended the request."""
-        pieces = await self._feed.take()
+    async def take(self, handler: Handler | None = None) -> list[Piece]:
+        """New output of one or more choices. Raises the error that ended the request. `handler`: as of `Feed.take`."""
+        pieces = await self._feed.take(handler)
         self._unfinished -= sum(piece.finish_reason is not None for piece in pieces)
         return pieces
 
@@ -261,7 +261,7 @@ class Gateway:
         )
 
     async def _on_batch(self, instance_id: str, batch: worker_pb2.EventBatch) -> None:
-        """In groups, between which those who have their tokens write them; else the first would wait for the last."""
+        """Tokens in groups, between which others have their turn: those who wrote no faster, and new requests."""
         for report in batch.prefills:
             if (generation := self._routes.find(report.request_id)) is not None:
                 event = PrefillReported(
@@ -289,23 +289,19 @@ class Gateway:
                 )
                 self._deliver(generation, failure)
 
-    def _arrivals(self, batch: worker_pb2.EventBatch) -> list[tuple[Generation, TokensArrived]]:
-        """Each generation's tokens together, as of the attempt that they belong to."""
-        found: dict[str, tuple[Generation, list[Token]]] = {}
+    def _arrivals(self, batch: worker_pb2.EventBatch) -> Iterator[tuple[Generation, TokensArrived]]:
+        """Each generation's tokens together, made when their turn comes."""
+        by_request: dict[str, list[worker_pb2.TokenEvent]] = {}
         for event in batch.tokens:
-            request_id = event.request_id
-            entry = found.get(request_id)
-            if entry is None:
-                generation = self._routes.find(request_id)
-                if generation is None:
-                    continue  # ended, or an abandoned attempt
-                entry = found[request_id] = (generation, [])
-            wants_logprobs = entry[0].state.sampling.num_logprobs is not None
-            entry[1].append(token_from_wire(event, with_logprobs=wants_logprobs))
-        return [
-            (generation, TokensArrived(attempt=generation.state.attempt, tokens=tuple(tokens)))
-            for generation, tokens in found.values()
-        ]
+            by_request.setdefault(event.request_id, []).append(event)
+        for request_id, events in by_request.items():
+            generation = self._routes.find(request_id)
+            if generation is None:
+                continue  # ended, or an abandoned attempt
+            state = generation.state
+            with_logprobs = state.sampling.num_logprobs is not None
+            tokens = tuple([token_from_wire(e, with_logprobs=with_logprobs) for e in events])
+            yield generation, TokensArrived(attempt=state.attempt, tokens=tokens)
 
     def _on_lost(self, instance_id: str, error: MoonserveError) -> None:
         for generation in self._routes.all():
