@@ -29,17 +29,17 @@ class Timings:
     def tokens(self, count: int, now: float, report: PrefillReport | None) -> None:
         """`count` tokens arrived together: one gap, then none."""
         metrics = self._metrics
-        metrics.generation_tokens.inc(count)
+        metrics.generation_tokens.add(count)
         self._figures.totals["output_tokens"] += count
         if self._first_at is None:
             self._begin_decoding(now, report)
             count -= 1
         elif count:
-            metrics.inter_token_s.observe(now - self._last_at)
+            metrics.inter_token_s.add(now - self._last_at)
             self._figures.gaps.add(now - self._last_at, now)
             count -= 1
-        for _ in range(count):
-            metrics.inter_token_s.observe(0.0)
+        if count:
+            metrics.inter_token_s.add(0.0, count)
         self._last_at = now
 
     def retried(self) -> None:

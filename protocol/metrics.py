@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from protocol.errors import ConfigError, error_classes
 from protocol.request import FinishReason
+from protocol.tally import Count, Durations
 
 _MODEL_LABELS = ("model_name", "engine")
 
@@ -47,12 +48,12 @@ class RequestMetrics:
     running: Gauge
     waiting: Gauge
     prompt_tokens: Counter
-    generation_tokens: Counter
+    generation_tokens: Count
     preemptions: Counter
     prefix_queries: Counter
     prefix_hits: Counter
     ttft_s: Histogram
-    inter_token_s: Histogram
+    inter_token_s: Durations
     e2e_s: Histogram
     queue_s: Histogram
     prefill_s: Histogram
@@ -87,6 +88,19 @@ class _Model:
     def counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, _MODEL_LABELS, registry=self.registry).labels(*self.labels)
 
+    def count(self, name: str, text: str) -> Count:
+        made = Count(name, text, self._named())
+        self.registry.register(made)
+        return made
+
+    def durations(self, name: str, text: str, buckets: tuple[float, ...]) -> Durations:
+        made = Durations(name, text, self._named(), buckets)
+        self.registry.register(made)
+        return made
+
+    def _named(self) -> dict[str, str]:
+        return dict(zip(_MODEL_LABELS, self.labels, strict=True))
+
     def counter_by(self, label: str, name: str, text: str) -> Counter:
         """With a further label, to be bound with the model's."""
         return Counter(name, text, (*_MODEL_LABELS, label), registry=self.registry)
@@ -113,14 +127,14 @@ def request_metrics(
         running=of.gauge("vllm:num_requests_running", "Requests that have their first token."),
         waiting=of.gauge("vllm:num_requests_waiting", "Requests waiting for their first token."),
         prompt_tokens=of.counter("vllm:prompt_tokens", "Prompt tokens of accepted requests."),
-        generation_tokens=of.counter("vllm:generation_tokens", "Tokens generated."),
+        generation_tokens=of.count("vllm:generation_tokens", "Tokens generated."),
         preemptions=of.counter("vllm:num_preemptions", "Sequences preempted on decode workers."),
         prefix_queries=of.counter("vllm:prefix_cache_queries", "Prompt tokens looked up."),
         prefix_hits=of.counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was re-used."),
         ttft_s=of.histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS
         ),
-        inter_token_s=of.histogram(
+        inter_token_s=of.durations(
             "vllm:inter_token_latency_seconds", "Gaps between tokens.", _TBT_BUCKETS
         ),
         e2e_s=of.histogram(
