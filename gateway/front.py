@@ -52,8 +52,12 @@ class FrontDoor:
         scope["state"]["cluster_id"] = _cluster_id(
             request_id, is_given=request_id.encode() == given
         )
-        Connection(send).attach(scope)
-        await self._answer(scope, receive, _Echo(send, request_id.encode()), headers)
+        connection = Connection(send)
+        connection.attach(scope)
+        try:
+            await self._answer(scope, receive, _Echo(send, request_id.encode()), headers)
+        finally:
+            connection.detach(scope)
 
     async def _answer(
         self, scope: Scope, receive: Receive, echo: _Echo, headers: dict[bytes, bytes]

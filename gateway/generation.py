@@ -83,6 +83,19 @@ class Reader(Protocol):
     def on_failure(self, error: MoonserveError) -> None: ...
 
 
+class _Nobody:
+    """The reader of what has ended."""
+
+    def on_piece(self, piece: Piece) -> None:
+        raise AssertionError("output behind the last one")
+
+    def on_failure(self, error: MoonserveError) -> None:
+        raise AssertionError("an error behind the end")
+
+
+_NOBODY = _Nobody()
+
+
 class Generation:
     """One choice, from its acceptance to its end."""
 
@@ -190,7 +203,7 @@ class Generation:
             case Fail():
                 self._end()
                 self._timings.failed(action.error)
-                self._reader.on_failure(action.error)
+                self._hand_over().on_failure(action.error)
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._around.tasks.start(coroutine, name=self.state.attempt_id)
@@ -210,7 +223,8 @@ class Generation:
             self.journey.finished(self.state)
         if self._followers and (action.finish_reason or len(self.state.generated) > 1):
             self._start_followers()
-        self._reader.on_piece(
+        reader = self._reader if action.finish_reason is None else self._hand_over()
+        reader.on_piece(
             Piece(
                 index=self._choice.index,
                 text=action.text,
@@ -246,7 +260,7 @@ class Generation:
         except MoonserveError as error:
             failed = PlaceFailed(
                 attempt=action.attempt,
-                error=error,
+                error=_bare(error),
                 may_return=cluster.was_ready_within(self.state.patience_s),
             )
             self.deliver(failed)
@@ -319,7 +333,7 @@ class Generation:
         try:
             await self._around.cluster.submit(action.placement.prefill, message)
         except MoonserveError as error:
-            self.deliver(SubmitFailed(attempt=action.attempt, error=error))
+            self.deliver(SubmitFailed(attempt=action.attempt, error=_bare(error)))
             return
         if action.attempt == self.state.attempt:
             self.journey.taken()
@@ -355,5 +369,15 @@ class Generation:
             self._around.routes.remove(self._route_id)
         self._deadline.cancel()
 
+    def _hand_over(self) -> Reader:
+        """The reader, for the last time: they must not hold each other for ever."""
+        reader, self._reader = self._reader, _NOBODY
+        return reader
+
     def _expire(self) -> None:
         self.abort(DeadlineExceeded("the request took longer than its time limit"))
+
+
+def _bare(error: MoonserveError) -> MoonserveError:
+    """As a fact of the request: its frames would hold the request that holds it."""
+    return error.with_traceback(None)

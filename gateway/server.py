@@ -49,9 +49,6 @@ log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 60
 _BACKLOG = 2_048
-# Tracebacks of refusals are cycles that hold their request's body, so they must not pile up. A look at all that there
-# was took 50 ms; one at what came since the start takes less than one.
-_COLLECT_AFTER = 10_000
 # Gateways that share a port wait for the cluster so long: workers load their weights first.
 _JOIN_S = 600.0
 
@@ -95,7 +92,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
             limiter,
             config.limits_for_all,
         )
-        closing.enter_context(seldom_collected(_COLLECT_AFTER))
+        closing.enter_context(seldom_collected())
         beside = [gateway.run, keys.run, limiter.run]
         await _run(gateway, _server(app, config), listener, lifecycle, config, beside)
 

@@ -1,0 +1,78 @@
+"""A request leaves nothing behind that only a search for cyclic garbage would find: under overload such searches made
+rejections wait."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from protocol.pb import conductor_pb2
+from tests.gateway.scripted_cluster import ScriptedCluster
+
+TEXT = {"prompt": "hello", "max_tokens": 4, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+NUM_REQUESTS = 5
+
+
+def garbage() -> Counter[str]:
+    """What of the gateway's own and of uvicorn's nobody could reach, by type."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    gc.set_debug(0)
+    found = Counter(f"{type(each).__module__}.{type(each).__name__}" for each in gc.garbage)
+    gc.garbage.clear()
+    return Counter({k: v for k, v in found.items() if k.startswith(("gateway", "uvicorn"))})
+
+
+def rejected(cluster: ScriptedCluster) -> None:
+    overloaded = conductor_pb2.Overloaded(reason="busy", retry_after_s=1.0)
+    cluster.place_replies = [conductor_pb2.PlaceReply(overloaded=overloaded)]
+
+
+def as_it_comes(cluster: ScriptedCluster) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "script", "status"),
+    [
+        ("/v1/completions", TEXT, as_it_comes, 200),
+        ("/v1/completions", TEXT | {"stream": True}, as_it_comes, 200),
+        ("/v1/chat/completions", CHAT | {"stream": True, "n": 2}, as_it_comes, 200),
+        ("/v1/completions", TEXT, rejected, 429),
+        ("/v1/completions", TEXT | {"stream": True}, rejected, 429),
+        ("/v1/completions", TEXT | {"max_tokens": 0}, as_it_comes, 400),
+    ],
+)
+async def test_nothing_is_left_in_cycles(
+    http: aiohttp.ClientSession,
+    cluster: ScriptedCluster,
+    path: str,
+    body: dict[str, Any],
+    script: Callable[[ScriptedCluster], None],
+    status: int,
+) -> None:
+    async def ask() -> None:
+        script(cluster)
+        async with http.post(path, json=body) as reply:
+            await reply.read()
+            assert reply.status == status
+
+    await ask()
+    await asyncio.sleep(0.05)  # what only the first request makes
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(NUM_REQUESTS):
+            await ask()
+        await asyncio.sleep(0.05)
+        found = garbage()
+    finally:
+        gc.enable()
+    assert all(count < NUM_REQUESTS for count in found.values()), found
