@@ -286,7 +286,9 @@ async def measure(url: str, launcher: int, options: argparse.Namespace) -> dict[
     memory = Memory({name: children[name] for name in ("gateway-0", "conductor")})
     async with Client(url, f"overload {time.time_ns()}") as client:
         await closed_loop(client, 5.0)  # models of cost learn, connections open
-        rate, tried = await sustainable_rate(client, random.Random("rates"))
+        rate, tried = options.rate, []
+        if rate is None:
+            rate, tried = await sustainable_rate(client, random.Random("rates"))
         await asyncio.sleep(2.0)
         lags_ms: list[float] = []
         asked = await overload(client, FACTOR * rate, options, memory, lags_ms)
@@ -314,6 +316,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument(
+        "--rate", type=float, help="sustainable requests/s, if known; else measured"
+    )
     parser.add_argument("--settle", type=float, default=30.0, help="seconds for late returns")
     parser.add_argument("--obeying", type=float, default=0.25, help="share that comes back")
     parser.add_argument("--output", type=Path, default=Path("out/overload.json"))
