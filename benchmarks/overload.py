@@ -286,7 +286,7 @@ async def measure(url: str, launcher: int, options: argparse.Namespace) -> dict[
     memory = Memory({name: children[name] for name in ("gateway-0", "conductor")})
     async with Client(url, f"overload {time.time_ns()}") as client:
         await closed_loop(client, 5.0)  # models of cost learn, connections open
-        rate, tried = options.rate, []
+        rate, tried = options.rate, list[Any]()
         if rate is None:
             rate, tried = await sustainable_rate(client, random.Random("rates"))
         await asyncio.sleep(2.0)
