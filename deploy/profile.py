@@ -35,6 +35,7 @@ from protocol.config import HelpRequested, load, option, require_at_least_1
 from protocol.errors import ConfigError
 from protocol.machine import cache_folder
 from protocol.process import EXIT_CONFIG
+from protocol.progress import Progress, duration
 from traces.simulator.profiles import write_profile
 from traces.simulator.spec import ClusterSpec, Crowding, ModelProfile, Overheads
 from transfer.options import TransferOptions
@@ -163,10 +164,16 @@ def run(config: ProfileConfig) -> ModelProfile:
     path = demo_model_path() if config.model is None else resolve_model(config.model)
     model = load_model_config(path)
     plan = plan_pool(_replica(config, path), model)
-    rates = _measure_rates(config)  # first: torch's threads are not about yet
-    timed = (
-        _measure_serving(config) if config.serving else _measure_alone(config, path, model, plan)
-    )
+    with Progress() as progress:
+        with progress.busy("copies, connections and the disk"):
+            rates = _measure_rates(config)  # first: torch's threads are not about yet
+        what = "a cluster" if config.serving else "the model's steps"
+        with progress.busy(f"{what}, for about {duration(config.budget_s)}"):
+            timed = (
+                _measure_serving(config)
+                if config.serving
+                else _measure_alone(config, path, model, plan)
+            )
     profile = _profile(config, path, model, plan, timed, rates)
     if config.serving:
         profile = _calibrated(config, profile, timed)

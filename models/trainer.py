@@ -167,7 +167,8 @@ class Trainer:
         )
         self._losses, self._logged_elapsed_s = [], progress.elapsed_s
         loss_log.append_row(self.loss_path, row)
-        print(row, flush=True)
+        left_s = self.config.minutes * 60.0 - progress.elapsed_s
+        print(f"{self.share_done():.0%}, {max(0.0, left_s) / 60:.0f} min left: {row}", flush=True)
 
 
 @torch.no_grad()

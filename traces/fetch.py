@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from rich.console import Console
-from rich.progress import Progress
 
 from protocol.config import load, option
 from protocol.errors import ConfigError
+from protocol.progress import Progress
 
 LISTING = "https://api.github.com/repos/kvcache-ai/Mooncake/contents/FAST25-release/traces"
 CHUNK_BYTES = 1 << 16
@@ -53,7 +52,7 @@ async def fetch(config: FetchConfig) -> list[Path]:
         async with aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session:
             async with session.get(config.listing, params={"ref": config.ref}) as response:
                 entries = await response.json()
-            with Progress(console=Console(stderr=True)) as progress:
+            with Progress() as progress:
                 return [
                     await _fetch_one(session, entry, folder, progress)
                     for entry in entries
@@ -69,15 +68,14 @@ async def _fetch_one(
     session: aiohttp.ClientSession, entry: dict[str, Any], folder: Path, progress: Progress
 ) -> Path:
     path = folder / Path(entry["name"]).name
-    bar = progress.add_task(path.name, total=entry["size"])
     if path.exists() and git_object_id(path.read_bytes()) == entry["sha"]:
-        progress.update(bar, completed=entry["size"])
         return path
     content = bytearray()
     async with session.get(entry["download_url"]) as response:
         async for chunk in response.content.iter_chunked(CHUNK_BYTES):
             content += chunk
-            progress.update(bar, completed=len(content))
+            text = f"{len(content) / 1e6:.1f} of {entry['size'] / 1e6:.1f} MB"
+            progress.show(path.name, len(content), entry["size"], text)
     if git_object_id(bytes(content)) != entry["sha"]:
         raise ConfigError(f"{path.name} arrived damaged: its checksum is not {entry['sha']}")
     partial = path.with_suffix(".partial")

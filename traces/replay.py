@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from protocol.config import HelpRequested, load, option
 from protocol.errors import ConfigError
 from protocol.process import EXIT_CONFIG
+from protocol.progress import Progress
 from traces.client import ModelFacts, StreamClient
 from traces.format import TraceRecord, read_trace
 from traces.prompts import PromptBuilder, ideal_cached_tokens
@@ -94,14 +92,14 @@ async def send(config: ReplayConfig) -> Replayed:
         builder = PromptBuilder(facts.vocab_size or 0, config.seed)
         ideal = ideal_cached_tokens(records, facts.block_size or records[0].tokens_per_hash)
         tasks: list[asyncio.Task[Sent]] = []
-        with _progress() as progress:
-            bar = progress.add_task("replaying", total=len(records))
+        with Progress() as progress:
+            tell = _Ends(progress, len(records))
             began_at = time.monotonic()
             async with asyncio.TaskGroup() as group:
                 async for index, prompt in _paced(records, builder, began_at):
                     sending = _Sending(records[index], prompt, ideal[index], began_at)
                     tasks.append(group.create_task(_send(client, facts.name, sending)))
-                    tasks[-1].add_done_callback(lambda _: progress.advance(bar))
+                    tasks[-1].add_done_callback(tell.one_more)
             duration_s = time.monotonic() - began_at
     return Replayed(sent=[task.result() for task in tasks], duration_s=duration_s)
 
@@ -174,11 +172,15 @@ def _check_fit(records: Sequence[TraceRecord], facts: ModelFacts) -> None:
         )
 
 
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    )
+class _Ends:
+    """Counts requests that have ended."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._num_ended = 0
+
+    def one_more(self, _task: object = None) -> None:
+        self._num_ended += 1
+        text = f"{self._num_ended:,} of {self._total:,} requests"
+        self._progress.show("replaying", self._num_ended, self._total, text)

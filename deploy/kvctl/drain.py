@@ -21,14 +21,13 @@ from deploy.kvctl.output import (
     EXIT_USAGE,
     Output,
     count,
-    duration,
     size,
 )
-from deploy.kvctl.progress import Steps
 from deploy.kvctl.survey import Others, Survey, survey
 from protocol.errors import MoonserveError, Overloaded
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
+from protocol.progress import Progress, duration
 from protocol.wire import endpoint_to_wire
 
 COPY_DEADLINE_S = 30.0
@@ -138,8 +137,8 @@ class _Drain:
     async def _pass(self, found: Survey) -> None:
         self._why = {}
         self._unplaced = set(found.alone)
-        with Steps(self._output) as steps:
-            progress = _Progress(steps, self._leaving.name, found)
+        with self._output.progress() as shown:
+            progress = _Moved(shown, self._leaving.name, found)
             for wave in waves(found.alone):
                 planned = batches(in_order(wave), lambda item: self._target_of(item, found))
                 async with asyncio.TaskGroup() as group:
@@ -152,7 +151,7 @@ class _Drain:
             return self._others.home(first.key)
         return found.parents_at.get(first.parent) or self._others.home(first.parent)
 
-    async def _in_turn(self, of_one: Iterable[Batch], progress: _Progress) -> None:
+    async def _in_turn(self, of_one: Iterable[Batch], progress: _Moved) -> None:
         """The batches for one node, whose order keeps parents before children."""
         for batch in of_one:
             async with self._slots:
@@ -273,11 +272,11 @@ def _shortfall(reply: kvstore_pb2.StoreCopyReply) -> str:
     return "no room there" if reply.refused else "the draining node could not read it"
 
 
-class _Progress:
+class _Moved:
     """Of one pass, in bytes."""
 
-    def __init__(self, steps: Steps, name: str, found: Survey) -> None:
-        self._steps = steps
+    def __init__(self, progress: Progress, name: str, found: Survey) -> None:
+        self._progress = progress
         self._name = name
         self._total, self._total_bytes = len(found.alone), found.num_bytes
         self._done = self._done_bytes = 0
@@ -289,4 +288,4 @@ class _Progress:
             f"{self._done:,} of {count(self._total, 'object')}, "
             f"{size(self._done_bytes)} of {size(self._total_bytes)}"
         )
-        self._steps.show(f"drain {self._name}", self._done_bytes, self._total_bytes, text)
+        self._progress.show(f"drain {self._name}", self._done_bytes, self._total_bytes, text)

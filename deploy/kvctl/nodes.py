@@ -8,9 +8,10 @@ from typing import Any
 
 from deploy.kvctl import verb
 from deploy.kvctl.cluster import Cluster, Node, tell_lost
-from deploy.kvctl.output import EXIT_OK, EXIT_UNREACHABLE, Output, Table, bar, duration, size
+from deploy.kvctl.output import EXIT_OK, EXIT_UNREACHABLE, Output, Table, bar, size
 from protocol.errors import MoonserveError
 from protocol.pb import directory_pb2, kvstore_pb2
+from protocol.progress import duration
 
 Stats = kvstore_pb2.StoreStatsReply
 COLUMNS = (

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from protocol.progress import Progress
+
 EXIT_OK = 0
 EXIT_NOT_FOUND = 1  # no such key; also found corrupt, or could not be done in full
 EXIT_USAGE = 2
@@ -59,6 +61,10 @@ class Output:
     def key(self, key: bytes) -> str:
         digits = key.hex()
         return digits if self.long else digits[:SHORT_KEY_DIGITS]
+
+    def progress(self) -> Progress:
+        """Of something long, as a context manager: bars for people, lines for programs."""
+        return Progress(self.stderr, bars=not self.as_json)
 
     def header(self, text: str) -> None:
         self.line(f"{_DIM}{text}{_PLAIN}" if self.is_terminal else text)
@@ -116,12 +122,3 @@ def bar(share: float) -> str:
 def count(number: int, noun: str) -> str:
     """`1 object`, `2,000 objects`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def duration(seconds: float) -> str:
-    """`0.3 s`, `2 min 5 s`, `3 h 20 min`."""
-    if seconds < 60:
-        return f"{max(seconds, 0.1):.1f} s"
-    if seconds < 3600:
-        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
-    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"

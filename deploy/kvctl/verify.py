@@ -7,9 +7,9 @@ from argparse import ArgumentParser, Namespace
 from deploy.kvctl import objects, verb
 from deploy.kvctl.cluster import Answers, Cluster, Node, gathered, tell_lost
 from deploy.kvctl.output import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE, Output, count
-from deploy.kvctl.progress import Steps
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
+from protocol.progress import Progress
 
 
 def add_to(verbs: verb.Verbs, common: ArgumentParser) -> None:
@@ -20,8 +20,8 @@ def add_to(verbs: verb.Verbs, common: ArgumentParser) -> None:
 async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
     nodes = await cluster.nodes()
     passes = {node: _Pass(node) for node in nodes}
-    with Steps(output) as steps:
-        answers = await gathered(nodes, lambda node: passes[node].run(cluster, steps))
+    with output.progress() as progress:
+        answers = await gathered(nodes, lambda node: passes[node].run(cluster, progress))
     # Also of a node that was lost on the way: what it found was dropped.
     corrupt = [key for done in passes.values() for key in done.corrupt]
     others = await objects.holders(cluster, await cluster.all_nodes(), corrupt)
@@ -42,13 +42,13 @@ class _Pass:
         self._checked = self._total = 0
         self.corrupt: list[BlockKey] = []
 
-    async def run(self, cluster: Cluster, steps: Steps) -> None:
+    async def run(self, cluster: Cluster, progress: Progress) -> None:
         request = kvstore_pb2.StoreVerifyRequest()
         async for found in cluster.stream(self._node, self._node.stub.Verify, request):
             self._checked, self._total = found.checked, found.total
             self.corrupt += [BlockKey(key) for key in found.corrupt]
             text = f"{found.checked:,} of {count(found.total, 'object')}"
-            steps.show(self._node.name, found.checked, found.total, text)
+            progress.show(self._node.name, found.checked, found.total, text)
 
     def tell(self, others: Answers[list[BlockKey]], output: Output, *, is_lost: bool) -> None:
         """`others`: who still has what was corrupt here."""

@@ -6,15 +6,16 @@ A cluster is described by the options of `moonserve simulate`, so that a plan an
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from protocol.errors import ConfigError
+from protocol.progress import Progress
 from traces.planner.cluster import Cluster, Score, score_of
 from traces.simulator.command import SimulateConfig, specs_of
-from traces.simulator.many import Archive, Progress, Run, TraceFile, do_missing
+from traces.simulator.many import Archive, Run, TraceFile, do_missing
+from traces.simulator.many import Progress as Done
 from traces.simulator.spec import ClusterSpec
 
 
@@ -62,22 +63,27 @@ class Trial:
     def __call__(self, clusters: Sequence[Cluster], share: float) -> list[Score]:
         """One score per cluster, on the first `share` of the requests."""
         part = "the whole trace" if share == 1 else f"the first {share:.1%} of it"
-        print(f"{len(clusters)} clusters on {part}", file=sys.stderr)
         runs = {self._run(cluster, share): cluster for cluster in clusters}
 
-        def tell(progress: Progress) -> None:
-            assert isinstance(progress.work, Run)
-            score = score_of(self.archive.read(progress.work))
-            cluster = runs[progress.work]
-            print(
-                f"  {cluster.division} {cluster.policy}, {cluster.dram_tokens:,} tokens:"
-                f" {score.effective:.1%} effective ({progress.took_s:.0f} s)",
-                file=sys.stderr,
-                flush=True,
-            )
+        with Progress() as progress:
 
-        do_missing(runs, self.trace, self.archive, num_processes=self.num_processes, tell=tell)
+            def tell(done: Done) -> None:
+                assert isinstance(done.work, Run)
+                score = score_of(self.archive.read(done.work))
+                cluster = runs[done.work]
+                progress.note(
+                    f"  {cluster.division} {cluster.policy}, {cluster.dram_tokens:,} tokens:"
+                    f" {score.effective:.1%} effective ({done.took_s:.0f} s)"
+                )
+                text = f"{done.num_done} of {done.num_all}"
+                progress.show("simulations", done.num_done, done.num_all, text)
+
+            with progress.busy(f"{len(clusters)} clusters on {part}"):
+                self._do(runs, tell)
         return [score_of(self.archive.read(run)) for run in runs]
+
+    def _do(self, runs: Iterable[Run], tell: Callable[[Done], None]) -> None:
+        do_missing(runs, self.trace, self.archive, num_processes=self.num_processes, tell=tell)
 
     def _run(self, cluster: Cluster, share: float) -> Run:
         options = options_of(cluster, self.common)

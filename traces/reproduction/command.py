@@ -13,6 +13,7 @@ from pathlib import Path
 
 from protocol.config import option
 from protocol.errors import ConfigError
+from protocol.progress import Progress as Shown
 from traces.format import TraceRecord
 from traces.reports import canvas
 from traces.reproduction.all_figures import FIGURES
@@ -127,8 +128,11 @@ def _simulate(
             f" about {_duration(progress.left_s)} left",
             flush=True,
         )
+        text = f"{progress.num_done} of {progress.num_all}"
+        shown.show("simulations", progress.num_done, progress.num_all, text)
 
-    do_missing(names, trace, archive, num_processes=processes, tell=tell)
+    with Shown(lines=False) as shown, shown.busy("simulating"):
+        do_missing(names, trace, archive, num_processes=processes, tell=tell)
     return done
 
 

@@ -16,6 +16,7 @@ from kvstore.eviction import DEFAULT_POLICY as DEFAULT_EVICTION
 from kvstore.eviction import POLICY_NAMES as EVICTION_NAMES
 from protocol.config import option
 from protocol.errors import ConfigError
+from protocol.progress import Progress
 from traces.format import TOKENS_PER_HASH, read_trace
 from traces.reports import format_summary, write_page
 from traces.simulator.profiles import LLAMA3_70B_8XA800, PROFILES, read_profile
@@ -125,7 +126,11 @@ def run(config: SimulateConfig) -> int:
         _make_folder(Path(config.report))  # now, not after minutes of computing
     records = read_trace(Path(config.trace), config.limit)
     records = [record.scaled(1.0, 1.0, config.speedup) for record in records]
-    results = [simulate(spec, records, name=name) for name, spec in specs]
+    results = []
+    with Progress() as progress:
+        for number, (name, spec) in enumerate(specs, start=1):
+            with progress.busy(f"simulating {name} ({number} of {len(specs)})"):
+                results.append(simulate(spec, records, name=name))
     print(format_summary(results))
     if config.report is not None:
         print(write_page(results, config.report))

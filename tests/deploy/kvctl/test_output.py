@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from deploy.kvctl.output import Output, Table, bar, count, duration, size
+from deploy.kvctl.output import Output, Table, bar, count, size
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,8 @@ def test_a_bar_shows_whatever_is_above_nothing() -> None:
     assert bar(1.5) == "█" * 10
 
 
-def test_counts_and_times_are_words() -> None:
+def test_counts_are_words() -> None:
     assert (count(1, "object"), count(2_000, "object")) == ("1 object", "2,000 objects")
-    assert [duration(s) for s in (0.01, 75, 7_320)] == ["0.1 s", "1 min 15 s", "2 h 2 min"]
 
 
 def test_a_table_that_is_printed_in_portions_has_one_header_and_never_loses_text() -> None:
