@@ -12,7 +12,7 @@ ARGS ?=
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: .venv-peers serve test test-thorough test-rdma check format conformance chaos simulate bench bench-transfer bench-store bench-engine reproduce docs proto proto-check clean
+.PHONY: .venv-peers serve test test-thorough test-rdma check format conformance chaos simulate bench bench-transfer bench-store bench-engine reproduce docs proto proto-check pages-check clean
 
 serve: $(RUNTIME)
 	$(BIN)/moonserve serve $(MODEL) $(ARGS)
@@ -36,7 +36,7 @@ test-rdma: $(DEV)
 	$(BIN)/python -m tests.rdma.guest --prepare
 	$(BIN)/python -m pytest -s -m rdma tests/rdma $(ARGS)
 
-check: $(DEV) proto-check
+check: $(DEV) proto-check pages-check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES)
@@ -108,6 +108,7 @@ reproduce: $(DEV)
 # Pages that are made from the code, then the site, which is site/index.html; `python -m http.server -d site` has its search, too.
 docs: $(DEV)
 	$(BIN)/python -m deploy.reference docs/configuration.md
+	$(BIN)/python -m deploy.metrics_reference docs/metrics.md
 	$(BIN)/python docs/diagrams/sequence.py docs/diagrams/request.txt docs/images/request.svg
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
@@ -126,6 +127,14 @@ proto-check: $(DEV)
 	@fresh=$$(mktemp -d) && trap 'rm -rf $$fresh' EXIT && \
 	PATH=$(BIN):$$PATH $(PROTOC) --python_out=$$fresh --grpc_python_out=$$fresh --mypy_out=quiet:$$fresh --mypy_grpc_out=quiet:$$fresh $(PROTOS) && \
 	diff -r -x __pycache__ -x __init__.py $$fresh/protocol/pb protocol/pb || { echo "protocol/pb is stale: run make proto"; exit 1; }
+
+# Likewise the pages that are made from the code.
+pages-check: $(DEV)
+	@fresh=$$(mktemp -d) && trap 'rm -rf $$fresh' EXIT && \
+	$(BIN)/python -m deploy.reference $$fresh/configuration.md && $(BIN)/python -m deploy.metrics_reference $$fresh/metrics.md && \
+	for page in configuration metrics; do \
+		diff $$fresh/$$page.md docs/$$page.md || { echo "docs/$$page.md is stale: run make docs"; exit 1; }; \
+	done
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moonserve needs Python 3.11 or newer; set PYTHON=")'

@@ -45,6 +45,7 @@ from conductor.standby import STOP_GRACE_S, SoleLeadership, serve_among_others
 from conductor.state import ConductorState
 from protocol.garbage import seldom_collected
 from protocol.ids import Role
+from protocol.logs import of
 from protocol.metrics import SchedulerMetrics, exposed, scheduler_metrics
 from protocol.pb import conductor_pb2, conductor_pb2_grpc, leadership_pb2_grpc
 from protocol.process import Lifecycle, running
@@ -104,7 +105,9 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self, request: conductor_pb2.PlaceRequest, context: Context
     ) -> conductor_pb2.PlaceReply:
         began_at = self._clock()
-        reply = self._handle(wire.place_from_wire(request))[-1]
+        reply = self._handle(wire.place_from_wire(request), request.request_id)[-1]
+        if log.isEnabledFor(logging.DEBUG):
+            _log_decision(reply, request.request_id)
         if request.traceparent:
             self._trace(request.traceparent, reply, began_at)
         match reply:
@@ -189,20 +192,22 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             raise AssertionError(f"{reply} does not answer {event}")
         return reply
 
-    def _handle(self, event: Event) -> list[Action]:
+    def _handle(self, event: Event, request_id: str = "") -> list[Action]:
+        """`request_id`: of the request that the event concerns."""
         actions = self._state.handle(event, self._clock())
         for action in actions:
-            self._observe(action)
+            self._observe(action, request_id)
         return actions
 
-    def _observe(self, action: Action) -> None:
+    def _observe(self, action: Action, request_id: str) -> None:
         match action:
             case Placed():
                 self._metrics.placements.inc()
             case Rejected():
                 self._metrics.rejections.labels(action.reason).inc()
             case Refused():
-                log.info("refused: %s", action.error)
+                whose = of(request_id) if request_id else None
+                log.info("refused: %s", action.error.message, extra=whose)
             case TtftObserved():
                 self._metrics.ttft_error_s.observe(action.predicted_s - action.actual_s)
             case InstanceJoined():
@@ -218,7 +223,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             case CopyDue() | DropDue():
                 self._command(action)
             case PlacementForgotten():
-                log.warning("nobody reported the end of %s", action.request_id)
+                log.warning("nobody reported its end", extra=of(action.request_id))
 
     def _command(self, due: CopyDue | DropDue) -> None:
         commands = self._replica_commands
@@ -245,6 +250,18 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 self._metrics.ttft_error_ratio.labels(term.value, quantile).set(error)
         self._metrics.replicas.set(self._state.num_replicas)
         self._metrics.indexed_blocks.set(sum(i.indexed_blocks for i in view.instances))
+
+
+def _log_decision(reply: Action, request_id: str) -> None:
+    match reply:
+        case Placed(placement=placement):
+            text = "placed: %s, then %s; first token predicted in %.3f s"
+            prefill, decode = placement.prefill.instance_id, placement.decode.instance_id
+            predicted_s = placement.predicted_ttft_s
+            log.debug(text, prefill, decode, predicted_s, extra=of(request_id))
+        case Rejected(reason=reason, retry_after_s=retry_after_s):
+            text = "rejected: %s; it may come back in %.1f s"
+            log.debug(text, reason, retry_after_s, extra=of(request_id))
 
 
 async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:

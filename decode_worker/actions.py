@@ -78,6 +78,7 @@ class LandedBlock:
 class VerifyBlocks:
     """Compare these blocks with their checksums → Verified."""
 
+    request_id: RequestId
     lease_id: LeaseId
     blocks: tuple[LandedBlock, ...]
 

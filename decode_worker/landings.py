@@ -256,7 +256,8 @@ class Landings:
         lease.commit, lease.committed_at = event, now
         blocks = lease.landed(event, self._limits.block_size)
         if blocks:
-            out.append(VerifyBlocks(lease_id=lease.lease_id, blocks=blocks))
+            request_id = event.request.request_id
+            out.append(VerifyBlocks(request_id=request_id, lease_id=lease.lease_id, blocks=blocks))
         else:
             self._accept(lease, now, out)
 

@@ -23,9 +23,10 @@ from decode_worker.store_access import StoreAccess
 from decode_worker.verify import BlockVerifier, Verdict
 from engine.staging import InPlace, Staging
 from kvstore.block_client import BlockClient
-from protocol.errors import MoonserveError
+from protocol.errors import Cancelled, MoonserveError
 from protocol.ids import BlockId, GatewayId, LeaseId
 from protocol.layout import KvLayout
+from protocol.logs import of
 from protocol.pb import conductor_pb2, worker_pb2
 from protocol.request import Endpoint
 from protocol.streams import GatewayStreams
@@ -250,12 +251,8 @@ class DecodeService:
     def _report_verified(self, action: actions.VerifyBlocks, verdict: Verdict) -> None:
         corrupt = verdict.corrupt
         if corrupt:
-            log.warning(
-                "%d of %d landed blocks are corrupt lease=%s",
-                len(corrupt),
-                len(action.blocks),
-                action.lease_id,
-            )
+            text = "%d of %d landed blocks are corrupt"
+            log.warning(text, len(corrupt), len(action.blocks), extra=of(action.request_id))
         self.handle(
             events.Verified(lease_id=action.lease_id, corrupt=corrupt, checksums=verdict.checksums)
         )
@@ -272,6 +269,8 @@ class DecodeService:
         self.streams.send(action.gateway_id, tokens=action.tokens, decodes=action.began)
         for phase in action.ended:
             self._trace(phase)
+        if log.isEnabledFor(logging.DEBUG):
+            _log_ends(action)
 
     def _trace(self, phase: actions.DecodePhase) -> None:
         span = self._tracer.span
@@ -286,6 +285,8 @@ class DecodeService:
         )
 
     def _fail(self, action: actions.Fail) -> None:
+        level = logging.DEBUG if isinstance(action.error, Cancelled) else logging.WARNING
+        log.log(level, "given up: %s", action.error.message, extra=of(action.request_id))
         self.streams.send(action.gateway_id, failures=[(action.request_id, action.error)])
 
     async def _keep(self, action: actions.KeepBlocks) -> None:
@@ -315,6 +316,13 @@ class DecodeService:
             self.idle.set()
         else:
             self.idle.clear()
+
+
+def _log_ends(action: actions.SendTokens) -> None:
+    for token in action.tokens:
+        if token.finish_reason is not None:
+            text = "ended with token %d: %s"
+            log.debug(text, token.index, token.finish_reason, extra=of(token.request_id))
 
 
 def landing_ranges(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,12 @@ from protocol.checksum import join
 from protocol.errors import Incompatible, InvalidRequest
 from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.keys import unpack_keys
+from protocol.logs import of
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.request import SamplingParams
 from protocol.wire import request_from_wire
+
+log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -126,6 +130,10 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
                 transfer_s=request.transfer_s,
             )
         )
+        if not corrupt:
+            text = "landed: %d blocks, %.3f s after its first token"
+            whose = of(committed.request_id)
+            log.debug(text, len(committed.block_keys), request.transfer_s, extra=whose)
         return worker_pb2.CommitReply(corrupt=corrupt)
 
     async def Release(

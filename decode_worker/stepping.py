@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from decode_worker.events import StepDone, StepFailed
 from engine.batch import Sampled, Slice
 from protocol.errors import MoonserveError, PeerError
+from protocol.logs import of_all
 from protocol.pb import conductor_pb2
 
 log = logging.getLogger(__name__)
@@ -76,20 +77,24 @@ class Stepping:
                 if self._due and (self._begun or len(self._due) > 1):
                     self._begun.append(await self._begin(self._due.popleft()))
                 elif self._begun:
-                    yield await self._outcome(self._end(self._begun.popleft()))
+                    begun = self._begun.popleft()
+                    yield await self._outcome(self._end(begun), begun.slices)
                 else:
-                    yield await self._outcome(self._execute(self._due.popleft()))
+                    slices = self._due.popleft()
+                    yield await self._outcome(self._execute(slices), slices)
         finally:
             self._is_taken = False
 
-    async def _outcome(self, step: Awaitable[list[Sampled | None]]) -> StepDone | StepFailed:
+    async def _outcome(
+        self, step: Awaitable[list[Sampled | None]], slices: Slices
+    ) -> StepDone | StepFailed:
         try:
             return StepDone(sampled=await step)
         except MoonserveError as error:
-            log.error("step failed: %s", error)
+            log.error("a step failed: %s", error, extra=_whose(slices))
             return StepFailed(error=error)
         except Exception as error:  # whatever the engine raises must end these requests only
-            log.exception("step failed")
+            log.exception("a step failed", extra=_whose(slices))
             failure = PeerError("the decode engine failed")
             failure.__cause__ = error
             return StepFailed(error=failure)
@@ -131,3 +136,7 @@ class Stepping:
             counted.seconds += self._step_s
             counted.sequences += len(slices)
             counted.context_tokens += sum(each.end for each in slices)
+
+
+def _whose(slices: Slices) -> Mapping[str, Any]:
+    return of_all(each.request_id for each in slices)

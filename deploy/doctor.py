@@ -1,7 +1,7 @@
 """`moonserve doctor`: is this machine ready, over which transports can it move KV, can it reach a peer?
 
-Owns the order of the report and its exit code: 1 when something that was asked for (`--transports`,
-`--peer`, rails) does not work, 0 otherwise. Changes nothing, and takes a few seconds.
+Owns the order of the report and its exit code: 1 when a line says `fail`, which is what was asked for (`--transports`,
+`--peer`, `--port`, `--registry`, rails) and does not work, 0 otherwise. Changes nothing, and takes a few seconds.
 """
 
 from __future__ import annotations
@@ -12,13 +12,23 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from deploy import findings, machine_checks, peer_checks, transfer_checks
+from deploy import (
+    findings,
+    gpu_checks,
+    machine_checks,
+    peer_checks,
+    rdma_checks,
+    service_checks,
+    transfer_checks,
+)
 from deploy.findings import Finding
 from protocol.config import HelpRequested, load, option
 from protocol.errors import ConfigError
 from protocol.process import EXIT_CONFIG
+from protocol.progress import Progress
 from transfer.config import TransferConfig
 
 EXIT_PROBLEM = 1
@@ -29,11 +39,20 @@ class DoctorConfig(TransferConfig):
     """Options of `moonserve doctor`."""
 
     host: str = option("127.0.0.1", help="address of this machine that its peers would use")
+    port: int | None = option(
+        None, help="port that must be free; 8000 is tried, and may be taken, when not given"
+    )
+    disk: str | None = option(
+        None, help="folder that --ssd would use; the one for logs when not given"
+    )
+    registry: str | None = option(
+        None, help="registry that must answer: redis://…, redis+sentinel://… or host:port"
+    )
     cluster_token: str = option("", help="shared secret, to try a peer's handshake", secret=True)
     peer: str | None = option(
         None, help="transfer address or host:port of a peer that must be reachable"
     )
-    measure: bool = option(True, help="measure how fast each transport is here")
+    measure: bool = option(True, help="measure how fast disk and transports are")
     json: bool = option(False, help="print JSON")
 
 
@@ -41,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
     """`argv`: the arguments after `doctor`."""
     try:
         config = load(DoctorConfig, argv, prog="moonserve doctor", environ=dict(os.environ))
-        report, topology = examine(config)
+        with Progress(bars=not config.json, lines=False) as progress, progress.busy("examining"):
+            report, topology = examine(config)
     except HelpRequested as request:
         print(request)
         return 0
@@ -52,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps({**findings.as_json(report), "topology": topology}, indent=2))
     else:
         print("\n".join(findings.as_text(report)))
-    return EXIT_PROBLEM if findings.has_problems(report) else 0
+    return EXIT_PROBLEM if findings.has_failed(report) else 0
 
 
 def examine(config: DoctorConfig) -> tuple[list[Finding], dict[str, Any]]:
@@ -60,11 +80,26 @@ def examine(config: DoctorConfig) -> tuple[list[Finding], dict[str, Any]]:
     options = config.transfer_options(config.host)
     # What goes wrong is in the report; the engine's own warnings would only be in between.
     logging.getLogger("transfer").addHandler(logging.NullHandler())
-    report = [*machine_checks.check_software(), *machine_checks.check_machine()]
-    report.append(machine_checks.locked_memory(rdma_wanted="rdma" in options.transports))
-    report += transfer_checks.check_transports(options, measure=config.measure)
+    report = [
+        *machine_checks.check_software(),
+        *machine_checks.check_machine(),
+        machine_checks.locked_memory(rdma_wanted="rdma" in options.transports),
+        *gpu_checks.check_gpus(),
+        *_surroundings(config),
+        *rdma_checks.check_rdma(),
+        *transfer_checks.check_transports(options, measure=config.measure),
+    ]
     rails, topology = transfer_checks.check_rails(options)
     report += rails
     if config.peer is not None:
         report += peer_checks.check_peer(config.peer, options, config.cluster_token)
     return report, topology.as_json() if topology else {}
+
+
+def _surroundings(config: DoctorConfig) -> list[Finding]:
+    disk = None if config.disk is None else Path(config.disk)
+    return [
+        *service_checks.check_ports(config.host, config.port),
+        service_checks.check_disk(disk, measure=config.measure),
+        service_checks.check_registry(config.registry, config.cluster_token),
+    ]

@@ -1,7 +1,7 @@
 """What `moonserve doctor` found, as text for people and as JSON for programs.
 
-Owns the form. Its rule: a problem is something that was asked for and does not work, and it says what
-to do; everything else that could be better is a note. Looks at nothing itself.
+Owns the form and the words. `fail` is what was asked for and does not work, or what nothing works without; `warn` is
+what works and could be better; each of both says what to do about it. Looks at nothing itself.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from typing import Any
 
 class State(StrEnum):
     OK = "ok"
-    NOTE = "note"
-    PROBLEM = "problem"
-
-
-_MARKS = {State.OK: "ok", State.NOTE: "note", State.PROBLEM: "FAIL"}
+    WARN = "warn"
+    FAIL = "fail"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +27,16 @@ class Finding:
     subject: str
     state: State
     text: str
-    advice: str = ""
-    """What to do about it; empty where there is nothing to do."""
+    remedy: str = ""
+    """What to do about it; empty where all is well."""
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        assert self.remedy or self.state is State.OK, f"{self.subject}: what can be done about it?"
 
-def has_problems(findings: Sequence[Finding]) -> bool:
-    return any(finding.state is State.PROBLEM for finding in findings)
+
+def has_failed(findings: Sequence[Finding]) -> bool:
+    return any(finding.state is State.FAIL for finding in findings)
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     sections: dict[str, list[dict[str, Any]]] = {}
     for finding in findings:
         sections.setdefault(finding.section, []).append(_entry(finding))
-    return {"healthy": not has_problems(findings), "findings": sections}
+    return {"healthy": not has_failed(findings), "findings": sections}
 
 
 def as_text(findings: Sequence[Finding]) -> Iterator[str]:
@@ -53,13 +53,18 @@ def as_text(findings: Sequence[Finding]) -> Iterator[str]:
     for section, members in groupby(findings, key=lambda finding: finding.section):
         yield f"{section}:"
         for finding in members:
-            yield f"  {_MARKS[finding.state]:<4}  {finding.subject:<{width}}  {finding.text}"
-            if finding.advice:
-                yield f"  {'':<4}  {'':<{width}}  → {finding.advice}"
+            yield f"  {finding.state:<4}  {finding.subject:<{width}}  {finding.text}"
+            if finding.remedy:
+                yield f"  {'':<4}  {'':<{width}}  → {finding.remedy}"
         yield ""
-    problems = [finding for finding in findings if finding.state is State.PROBLEM]
-    names = ", ".join(f"{finding.section}: {finding.subject}" for finding in problems)
-    yield f"does not work: {names}" if problems else "everything that was asked for works"
+    failed, warned = _named(findings, State.FAIL), _named(findings, State.WARN)
+    if warned:
+        yield f"could be better: {', '.join(warned)}"
+    yield f"does not work: {', '.join(failed)}" if failed else "everything that was asked for works"
+
+
+def _named(findings: Sequence[Finding], state: State) -> list[str]:
+    return [f"{f.section}: {f.subject}" for f in findings if f.state is state]
 
 
 def _entry(finding: Finding) -> dict[str, Any]:
@@ -68,8 +73,8 @@ def _entry(finding: Finding) -> dict[str, Any]:
         "state": str(finding.state),
         "text": finding.text,
     }
-    if finding.advice:
-        entry["advice"] = finding.advice
+    if finding.remedy:
+        entry["remedy"] = finding.remedy
     if finding.facts:
         entry["facts"] = dict(finding.facts)
     return entry

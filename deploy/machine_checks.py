@@ -1,6 +1,7 @@
 """What `moonserve doctor` looks at before any transfer: software, cores, memory, limits.
 
-Owns what is enough. Its rule: nothing here stops a cluster from starting, so whatever is short is a note.
+Owns what is enough. Its rule: only a package that is missing, or an old Python, keeps a cluster from starting; whatever
+else is short is a warning.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ PACKAGES = ("moonserve", "torch", "transformers", "numpy", "grpcio", "xxhash")
 
 VECTORS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 
+LEAST_PYTHON = (3, 11)  # pyproject.toml
+
 ENOUGH_FILES = 4096
 """Per process: a connection per peer and stream, a descriptor per segment of a peer."""
 ENOUGH_AVAILABLE_BYTES = 2 << 30
@@ -29,8 +32,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_software() -> Iterator[Finding]:
-    version = platform.python_version()
-    yield Finding("software", "Python", State.OK, version, facts={"version": version})
+    yield _python(platform.python_version_tuple())
     for name in PACKAGES:
         yield _package(name)
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -42,7 +44,7 @@ def check_software() -> Iterator[Finding]:
         yield Finding(
             "software",
             "C compiler",
-            State.NOTE,
+            State.WARN,
             f"{compiler or 'none'}; data plane in Python, attention in torch: slower",
             "install one (Debian: apt-get install gcc libc6-dev) and start again",
             {"data_plane": plane},
@@ -68,10 +70,10 @@ def _features(cpuinfo: str) -> Finding:
     if {"avx2", "fma"} <= flags:
         return Finding("machine", "vectors", State.OK, ", ".join(found), facts=facts)
     text = f"{', '.join(found) or 'none that is known'}: kernels compute few numbers at once"
-    advice = (
+    remedy = (
         "a processor with AVX2 and FMA is several times as fast; a virtual machine may hide them"
     )
-    return Finding("machine", "vectors", State.NOTE, text, advice, facts)
+    return Finding("machine", "vectors", State.WARN, text, remedy, facts)
 
 
 def locked_memory(*, rdma_wanted: bool) -> Finding:
@@ -88,8 +90,8 @@ def _locked_memory(limit: int, status: str, *, rdma_wanted: bool) -> Finding:
         text += ", which does not bind this process (CAP_IPC_LOCK)"
     elif not unlimited and rdma_wanted:
         text += ": rdma cannot register pools that are larger"
-        advice = "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity in systemd, IPC_LOCK in containers"
-        return Finding("machine", "locked memory", State.NOTE, text, advice, facts)
+        remedy = "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity in systemd, IPC_LOCK in containers"
+        return Finding("machine", "locked memory", State.WARN, text, remedy, facts)
     return Finding("machine", "locked memory", State.OK, text, facts=facts)
 
 
@@ -99,11 +101,22 @@ def _is_exempt(status: str) -> bool:
     return bool(mask) and bool(int(mask[0], 16) >> 14 & 1)
 
 
+def _python(version: tuple[str, ...]) -> Finding:
+    text = ".".join(version)
+    facts = {"version": text}
+    if tuple(map(int, version[:2])) >= LEAST_PYTHON:
+        return Finding("software", "Python", State.OK, text, facts=facts)
+    remedy = f"moonserve needs Python {'.'.join(map(str, LEAST_PYTHON))} or newer"
+    return Finding("software", "Python", State.FAIL, text, remedy, facts)
+
+
 def _package(name: str) -> Finding:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding("software", name, State.NOTE, "not installed", f"pip install {name}")
+        if name == "moonserve":  # run from its source tree
+            return Finding("software", name, State.WARN, "not installed", "pip install .")
+        return Finding("software", name, State.FAIL, "not installed", f"pip install {name}")
     return Finding("software", name, State.OK, version, facts={"version": version})
 
 
@@ -116,8 +129,8 @@ def _cores(usable: int, present: int, quota: str) -> Finding:
         text += f"; control group allows {facts['quota']:.3g}"
     if min(usable, facts.get("quota", usable)) >= 2:
         return Finding("machine", "cores", State.OK, text, facts=facts)
-    advice = "a prefill and a decode worker on one core slow each other down; allow at least 2"
-    return Finding("machine", "cores", State.NOTE, text, advice, facts)
+    remedy = "a prefill and a decode worker on one core slow each other down; allow at least 2"
+    return Finding("machine", "cores", State.WARN, text, remedy, facts)
 
 
 def _memory(meminfo: str, limit: str) -> Finding:
@@ -134,8 +147,8 @@ def _memory(meminfo: str, limit: str) -> Finding:
     facts = {"total_bytes": total, "available_bytes": available}
     if available >= ENOUGH_AVAILABLE_BYTES:
         return Finding("machine", "memory", State.OK, text, facts=facts)
-    advice = "smaller pools: --kv-cache-memory and --dram of moonserve serve"
-    return Finding("machine", "memory", State.NOTE, text, advice, facts)
+    remedy = "smaller pools: --kv-cache-memory and --dram of moonserve serve"
+    return Finding("machine", "memory", State.WARN, text, remedy, facts)
 
 
 def _shared_memory(folder: Path) -> Finding:
@@ -157,8 +170,8 @@ def _files(soft: int, hard: int) -> Finding:
     facts = {"soft": soft, "hard": hard}
     if soft == unlimited or soft >= ENOUGH_FILES:
         return Finding("machine", "open files", State.OK, text, facts=facts)
-    advice = f"ulimit -n {max(ENOUGH_FILES, min(hard, 65536))} before starting many peers"
-    return Finding("machine", "open files", State.NOTE, text, advice, facts)
+    remedy = f"ulimit -n {max(ENOUGH_FILES, min(hard, 65536))} before starting many peers"
+    return Finding("machine", "open files", State.WARN, text, remedy, facts)
 
 
 def _read(path: Path) -> str:

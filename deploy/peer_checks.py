@@ -49,10 +49,10 @@ def check_peer(text: str, options: TransferOptions, cluster_token: str) -> Itera
     try:
         address = parse(text)
     except MoonserveError as error:
-        advice = "give host:port, or the whole address as the peer logged it, in quotes"
+        remedy = "give host:port, or the whole address as the peer logged it, in quotes"
         if isinstance(error, Incompatible):
-            advice = "run the same version of moonserve at both ends"
-        yield Finding(SECTION, "address", State.PROBLEM, error.message, advice)
+            remedy = "run the same version of moonserve at both ends"
+        yield Finding(SECTION, "address", State.FAIL, error.message, remedy)
         return
     reached: set[str] = set()
     for transport, rails in address.rails.items():
@@ -61,25 +61,26 @@ def check_peer(text: str, options: TransferOptions, cluster_token: str) -> Itera
             if finding.state is State.OK:
                 reached.add(transport)
             elif transport not in options.transports:
-                finding = replace(finding, state=State.NOTE)
+                finding = replace(finding, state=State.WARN)
             yield finding
     yield from _shake_hands(text, address, reached, options, cluster_token)
 
 
 def _dial_shm(address: Address, rail: Rail) -> Finding:
     if address.host != host_identity():
-        return Finding(SECTION, "shm", State.NOTE, "the peer runs under another kernel")
+        text = "only within a machine, and the peer runs under another kernel"
+        return Finding(SECTION, "shm", State.OK, text)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(_CONNECT_S)
         try:
             sock.connect("\0" + rail.endpoint)
         except OSError as error:
-            advice = (
+            remedy = (
                 "has it ended, or does it run in another container (network namespace)? "
                 "there, leave shm out of --transports"
             )
             text = f"{rail.endpoint}: {error.strerror or error}"
-            return Finding(SECTION, "shm", State.PROBLEM, text, advice)
+            return Finding(SECTION, "shm", State.FAIL, text, remedy)
     return Finding(SECTION, "shm", State.OK, f"{rail.endpoint}: reached on this host")
 
 
@@ -93,8 +94,8 @@ def _dial_tcp(transport: str, rail: Rail) -> Finding:
             seconds = time.perf_counter() - began
             source = sock.getsockname()[0]
     except (OSError, ValueError) as error:
-        text, advice = _explained(error)
-        return Finding(SECTION, subject, State.PROBLEM, f"{rail.endpoint}: {text}", advice)
+        text, remedy = _explained(error)
+        return Finding(SECTION, subject, State.FAIL, f"{rail.endpoint}: {text}", remedy)
     interface = owner_of(source, read_addresses()) or "an unknown interface"
     text = f"{rail.endpoint}: reached from {source} on {interface} in {seconds * 1e3:.1f} ms"
     facts = {"source": source, "interface": interface, "connect_s": seconds}
@@ -119,8 +120,8 @@ def _shake_hands(
 ) -> Iterator[Finding]:
     """Over each transport that was reached and that `options` allow."""
     if not cluster_token:
-        advice = "set MOONSERVE_CLUSTER_TOKEN to the cluster's"
-        yield Finding(SECTION, "handshake", State.NOTE, "not tried without a cluster token", advice)
+        remedy = "set MOONSERVE_CLUSTER_TOKEN to the cluster's"
+        yield Finding(SECTION, "handshake", State.WARN, "not tried without a cluster token", remedy)
         return
     for transport in options.transports:
         if transport in reached:
@@ -137,12 +138,12 @@ def _handshake(
         with TransferEngine(cluster_token=cluster_token, options=options, name="doctor") as engine:
             segments = engine.open(text, deadline_s=_HANDSHAKE_S)
     except MoonserveError as error:
-        advice = "see the peer's log"
+        remedy = "see the peer's log"
         if isinstance(error, Unauthenticated):
-            advice = "MOONSERVE_CLUSTER_TOKEN differs between here and there"
+            remedy = "MOONSERVE_CLUSTER_TOKEN differs between here and there"
         elif isinstance(error, Incompatible):
-            advice = "run the same version of moonserve at both ends"
-        return Finding(SECTION, subject, State.PROBLEM, error.message, advice)
+            remedy = "run the same version of moonserve at both ends"
+        return Finding(SECTION, subject, State.FAIL, error.message, remedy)
     listed = f"{len(segments)} readable segments" if len(segments) != 1 else "1 readable segment"
     return Finding(SECTION, subject, State.OK, f"authenticated; {listed}")
 

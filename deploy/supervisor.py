@@ -152,6 +152,7 @@ class Supervisor:
 
     async def _spawn(self, child: Child) -> None:
         read_fd, write_fd = os.pipe()
+        child.failure = None
         try:
             with child.log_path.open("ab") as log_file:
                 child.process = await asyncio.create_subprocess_exec(
@@ -220,13 +221,10 @@ class Supervisor:
             code = await child.process.wait()
             if loop.time() - began_at > STEADY_AFTER_S:
                 delay_s = FIRST_RESTART_DELAY_S
-            log.error(
-                "%s ended with exit code %d; restarting it in %.1f s; its last lines:\n%s",
-                child.spec.instance_id,
-                code,
-                delay_s,
-                last_lines(child.log_path),
-            )
+            facts = {"process": child.spec.instance_id, "pid": child.pid, "exit_code": code}
+            text = "%s %s; it is started again in %.1f s; its log: %s"
+            why = cause_of_death(code, child.failure or last_lines(child.log_path))
+            log.error(text, child.spec.instance_id, why, delay_s, child.log_path, extra=facts)
             child.stage, child.fraction = "restarting", None
             child.ready.clear()
             self._on_change()
@@ -240,6 +238,16 @@ class Supervisor:
                 OSError
             ):  # no memory, no descriptor, no log folder: the old process's end is found again
                 log.exception("%s could not be started", child.spec.instance_id)
+
+
+def cause_of_death(exit_code: int, last_words: str) -> str:
+    """In half a sentence. `exit_code`: as asyncio tells it, below 0 for a signal; `last_words`: the end of its log."""
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        hint = ", maybe for lack of memory (dmesg)" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}"
+    said = last_words.rpartition("\n")[2].strip()
+    return f"ended with exit code {exit_code}" + (f", saying: {said}" if said else "")
 
 
 def last_lines(path: Path) -> str:

@@ -60,9 +60,6 @@ def check_transports(options: TransferOptions, *, measure: bool) -> Iterator[Fin
         yield _outcome(trial, asked=transport in options.transports)
         if transport == "shm" and not trial.error:
             yield _other_processes()
-    for port in discover():
-        state = State.OK if port.usable else State.NOTE
-        yield Finding("transports", f"rdma {port.name}", state, str(port), facts=_port_facts(port))
 
 
 def check_rails(options: TransferOptions) -> tuple[list[Finding], Topology | None]:
@@ -71,8 +68,8 @@ def check_rails(options: TransferOptions) -> tuple[list[Finding], Topology | Non
         rails = _rails(options)
         topology = read_topology(rails, options.topology)
     except ConfigError as error:
-        advice = "see --transfer-rails, --transfer-topology and --host"
-        return [Finding("rails", "rails", State.PROBLEM, error.message, advice)], None
+        remedy = "see --transfer-rails, --transfer-topology and --host"
+        return [Finding("rails", "rails", State.FAIL, error.message, remedy)], None
     findings = [_rail(rail, used=True) for rail in rails]
     findings += [_rail(rail, used=False) for rail in _unused(rails)]
     for location, preference in topology.matrix.items():
@@ -149,10 +146,12 @@ class _Pair:
 def _outcome(trial: Trial, *, asked: bool) -> Finding:
     subject = trial.transport
     if trial.error:
-        state = State.PROBLEM if asked else State.NOTE
-        text = trial.error if asked else f"not available: {trial.error}"
-        advice = f"repair it, or leave {subject} out of --transports" if asked else ""
-        return Finding("transports", subject, state, text, advice)
+        if not asked:
+            return Finding(
+                "transports", subject, State.OK, f"none, and not asked for: {trial.error}"
+            )
+        remedy = f"repair it, or leave {subject} out of --transports"
+        return Finding("transports", subject, State.FAIL, trial.error, remedy)
     text = "bytes went both ways and were right"
     if trial.read_bytes_s is not None and trial.latency_s is not None:
         text += f"; READ {rate(trial.read_bytes_s)}, 64 KiB in {trial.latency_s * 1e6:.0f} µs"
@@ -179,14 +178,14 @@ def _other_processes() -> Finding:
     except (OSError, ValueError) as error:
         text = f"not permitted ({error}): buffers that a program registers go through a socket"
         return Finding(
-            "transports", subject, State.NOTE, text, "allow it in the container's filter"
+            "transports", subject, State.WARN, text, "allow it in the container's filter"
         )
     if scope == 0:
         return Finding("transports", subject, State.OK, "permitted between processes of one user")
     text = (
         f"restricted (kernel.yama.ptrace_scope = {scope}): registered buffers go through a socket"
     )
-    return Finding("transports", subject, State.NOTE, text, "sysctl kernel.yama.ptrace_scope=0")
+    return Finding("transports", subject, State.WARN, text, "sysctl kernel.yama.ptrace_scope=0")
 
 
 def _read_own_memory() -> None:
@@ -230,20 +229,6 @@ def _timed(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
-
-
-def _port_facts(port: Port) -> dict[str, object]:
-    gid = port.gid
-    return {
-        "state": port.state,
-        "link": "Ethernet" if port.is_ethernet else "InfiniBand",
-        "bandwidth_bytes_s": port.bandwidth_bytes_s,
-        "numa_node": port.numa_node,
-        "gid_index": gid.index if gid else None,
-        "gid_kind": gid.kind if gid else None,
-        "gid_address": str(gid.address) if gid else None,
-        "interface": gid.netdev if gid else None,
-    }
 
 
 def _rail(rail: Rail, *, used: bool) -> Finding:

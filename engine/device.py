@@ -7,6 +7,7 @@ reaches, as a GPU's is, so that whoever forgets to load or to store is found out
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import ConfigError
@@ -31,6 +32,25 @@ def resolve_device(wish: str) -> str:
     if wish == "auto":
         return CPU
     raise ConfigError(f"--device cuda: {reason}; or compute on processors: --device cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One that a worker can compute on."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+def usable_gpus() -> list[Gpu]:
+    """By torch's numbers. Imports torch, and takes some memory of each. Raises ConfigError, saying what to do, where
+    none can be used."""
+    from engine.cuda.requirements import gpus, why_not_cuda
+
+    if (reason := why_not_cuda()) is not None:
+        raise ConfigError(reason)
+    return [Gpu(*found) for found in gpus()]
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:

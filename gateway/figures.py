@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from protocol.keys import BlockKey
@@ -17,6 +17,7 @@ from protocol.timeline import percentile
 WINDOW_S = 60.0
 _MAX_SAMPLES = 4096
 _MAX_PREFIXES = 512
+_NUM_LATEST = 12
 _SHOWN_PREFIXES = 8
 _HALF_LIFE_S = 60.0  # of a prefix's heat
 
@@ -50,6 +51,19 @@ class _Prefix:
         return float(self.heat * 0.5 ** ((now - self.seen_at) / _HALF_LIFE_S))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A request's choice that has ended. Seconds from its arrival."""
+
+    request_id: str
+    outcome: str  # the finish reason, or an error's code
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft_s: float | None  # None: there was no token
+    e2e_s: float
+
+
 class Figures:
     """Of one gateway."""
 
@@ -62,6 +76,10 @@ class Figures:
         self.rejections: Counter[str] = Counter()  # by reason
         self.failures: Counter[str] = Counter()  # by code
         self._prefixes: OrderedDict[BlockKey, _Prefix] = OrderedDict()
+        self._latest: deque[Ended] = deque(maxlen=_NUM_LATEST)
+
+    def ended(self, request: Ended) -> None:
+        self._latest.append(request)
 
     def reused(self, leaf: BlockKey, num_tokens: int, holders: Iterable[str], now: float) -> None:
         """A prompt's first `num_tokens` tokens were found; `leaf`: key of their last block."""
@@ -73,7 +91,7 @@ class Figures:
             self._prefixes.popitem(last=False)
 
     def as_json(self, now: float) -> dict[str, Any]:
-        """Everything but prefixes, which are for those who may see all tenants."""
+        """Everything but prefixes and requests, which are for those who may see all tenants."""
         return {
             "window_s": WINDOW_S,
             "at_s": now,
@@ -83,6 +101,10 @@ class Figures:
             "rejections": dict(self.rejections),
             "failures": dict(self.failures),
         }
+
+    def latest_requests(self) -> list[dict[str, Any]]:
+        """Fields of `Ended`, the last one first."""
+        return [asdict(request) for request in reversed(self._latest)]
 
     def hot_prefixes(self, now: float) -> list[dict[str, Any]]:
         """The hottest first."""

@@ -21,6 +21,7 @@ from gateway.limits.limiter import Limiter
 from gateway.limits.visit import Identity, Visit
 from protocol.errors import NoWorker
 from protocol.ids import new_id
+from protocol.logs import of
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class FrontDoor:
         except (ApiError, NoWorker) as error:
             await echo.fail(error)
         except Exception as error:  # the outermost frame: without it the client would get no reply
-            log.exception("%s %s failed", scope["method"], scope["path"])
+            whose = of(scope["state"]["cluster_id"])
+            log.exception("%s %s failed", scope["method"], scope["path"], extra=whose)
             await echo.fail(error)
         finally:
             if visit is not None:

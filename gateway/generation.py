@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gateway import request_log
 from gateway.cluster import Cluster
 from gateway.detokenize import TextOutput
 from gateway.events import (
@@ -49,8 +49,6 @@ from protocol.prompt_logprobs import PromptLogprobs
 from protocol.request import Placement, Request
 from protocol.tracing import Tracer
 from protocol.wire import submission_to_wire
-
-log = logging.getLogger(__name__)
 
 _TICKET_BYTES = 16
 
@@ -119,7 +117,7 @@ class Generation:
         self._reader = reader
         self._around = surroundings
         arrived_at = wish.arrived_at
-        self._timings = Timings(surroundings.metrics, surroundings.figures, arrived_at)
+        self._timings = Timings(request_id, surroundings.metrics, surroundings.figures, arrived_at)
         self.journey = Journey(surroundings.metrics, surroundings.tracer, traceparent, arrived_at)
         deadline_at = arrived_at + timeout_s
         self.state = RequestState(
@@ -202,11 +200,13 @@ class Generation:
                 self._reporting = self._start(self._report(action, self._reporting))
             case Fail():
                 self._end()
-                self._timings.failed(action.error)
+                self._timings.failed(action.error, self._loop.time())
+                request_log.failed(self.state, action.error)
                 self._hand_over().on_failure(action.error)
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self._around.tasks.start(coroutine, name=self.state.attempt_id)
+        whose = self.state.request_id
+        return self._around.tasks.start(coroutine, name=self.state.attempt_id, request_id=whose)
 
     def _emit(self, action: Emit) -> None:
         now = self._loop.time()
@@ -221,6 +221,7 @@ class Generation:
             self._end()
             self._timings.finished(action.finish_reason, len(self.state.generated), now)
             self.journey.finished(self.state)
+            request_log.finished(self.state, action.finish_reason, self.journey.ledger)
         if self._followers and (action.finish_reason or len(self.state.generated) > 1):
             self._start_followers()
         reader = self._reader if action.finish_reason is None else self._hand_over()
@@ -363,6 +364,7 @@ class Generation:
         if previous is not None and previous != request_id:
             self._around.routes.remove(previous)
             self._timings.retried()
+            request_log.begun_again(self.state)
 
     def _end(self) -> None:
         if self._route_id is not None:

@@ -84,8 +84,8 @@ class Operations:
         )
 
     async def figures(self, request: Request) -> Response:
-        """GET /v1/figures: the last minute as this gateway saw it, and every instance's rails. Prefixes are shown to
-        who may see all tenants."""
+        """GET /v1/figures: the last minute as this gateway saw it, and every instance's rails. Prefixes and requests
+        are shown to who may see all tenants."""
         gateway, now = self._gateway, asyncio.get_running_loop().time()
         view = gateway.cluster.view
         figures = gateway.figures.as_json(now)
@@ -97,6 +97,7 @@ class Operations:
         figures["rails"] = await self._of_cluster.rails()
         if not visit_of(request).identity.tenant:
             figures["prefixes"] = gateway.figures.hot_prefixes(now)
+            figures["latest"] = gateway.figures.latest_requests()
         return JSONResponse(figures)
 
     async def explain(self, request: Request) -> Response:

@@ -23,6 +23,7 @@ from gateway.feed import Piece
 from gateway.resuming import EventIds
 from gateway.service import Answer
 from protocol.errors import Cancelled, MoonserveError
+from protocol.logs import of
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class ClusterReply(Response, ABC):
         try:
             await self._deliver(send)
         except TimeoutError:
-            log.info("a client did not read for %.0f s", self._slow_client_s)
+            whose = of(scope["state"]["cluster_id"])
+            log.info("the client did not read for %.0f s", self._slow_client_s, extra=whose)
             self._connection.abort()
         finally:
             watcher.cancel()

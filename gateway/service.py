@@ -34,6 +34,7 @@ from gateway.tokenizer import Tokenizer
 from gateway.wish import Choice, Wish
 from protocol.errors import Cancelled, MoonserveError, NoWorker
 from protocol.ids import GatewayId
+from protocol.logs import of
 from protocol.metrics import RequestMetrics
 from protocol.pb import conductor_pb2, worker_pb2
 from protocol.process import host_identity
@@ -304,12 +305,18 @@ class Gateway:
             yield generation, TokensArrived(attempt=state.attempt, tokens=tokens)
 
     def _on_lost(self, instance_id: str, error: MoonserveError) -> None:
+        moved = 0
         for generation in self._routes.all():
+            attempt = generation.state.attempt
             self._deliver(generation, InstanceLost(instance_id=instance_id, error=error))
+            moved += generation.state.attempt > attempt
+        if moved:
+            text = "%s is lost; %d of its requests go on elsewhere, or there when it is back: %s"
+            log.warning(text, instance_id, moved, error.message)
 
     def _deliver(self, generation: Generation, event: Event) -> None:
         try:
             generation.deliver(event)
         except Exception:  # a bug met by one request must not end the stream of all others
-            log.exception("request %s failed inside the gateway", generation.state.request_id)
+            log.exception("failed inside the gateway", extra=of(generation.state.request_id))
             generation.abort(MoonserveError("internal error"))

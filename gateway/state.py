@@ -108,6 +108,7 @@ class RequestState:
     decode_report: DecodeReport | None = None  # of the current attempt
     avoidance: Avoidance = field(default_factory=Avoidance)
     impatient_at: float | None = None  # from the first failed placing to the next token
+    setback: MoonserveError | None = None  # why the attempt before the current one was lost
     error: MoonserveError | None = None  # FAILED
 
     def __post_init__(self) -> None:
@@ -293,6 +294,7 @@ class RequestState:
         actions: list[Action] = [self._cancel(), self._report(ReportPhase.FAILED, now)]
         self._avoid(error, excluded or set(), now)
         self.attempt += 1
+        self.setback = error
         self.last_report = self.decode_report = None
         return [*actions, *self._place(now)]
 

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from protocol.logs import of
+
 log = logging.getLogger(__name__)
 
 
@@ -22,10 +24,13 @@ class TaskGroup:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+    def start(
+        self, coroutine: Coroutine[Any, Any, None], *, name: str, request_id: str = ""
+    ) -> asyncio.Task[None]:
+        """`request_id`: whose it is, for the log."""
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(lambda done: self._ended(done, request_id))
         return task
 
     async def cancel(self) -> None:
@@ -40,7 +45,8 @@ class TaskGroup:
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=timeout_s)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _ended(self, task: asyncio.Task[Any], request_id: str) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("task %s failed", task.get_name(), exc_info=error)
+            whose = of(request_id) if request_id else None
+            log.error("task %s failed", task.get_name(), exc_info=error, extra=whose)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.figures import Figures
+from gateway.figures import Ended, Figures
 from protocol.errors import MoonserveError, Overloaded
 from protocol.metrics import RequestMetrics
 from protocol.request import FinishReason, PrefillReport
@@ -11,13 +11,18 @@ from protocol.request import FinishReason, PrefillReport
 class Timings:
     """Follows one generation; exactly one of `finished` and `failed` ends it."""
 
-    def __init__(self, metrics: RequestMetrics, figures: Figures, arrived_at: float) -> None:
+    def __init__(
+        self, request_id: str, metrics: RequestMetrics, figures: Figures, arrived_at: float
+    ) -> None:
+        self._request_id = request_id
         self._metrics = metrics
         self._figures = figures
         self._arrived_at = arrived_at
         self._first_at: float | None = None
         self._last_at = arrived_at
         self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_tokens = 0
 
     def accepted(self, num_prompt_tokens: int) -> None:
         self._num_prompt_tokens = num_prompt_tokens
@@ -30,6 +35,7 @@ class Timings:
         """`count` tokens arrived together: one gap, then none."""
         metrics = self._metrics
         metrics.generation_tokens.add(count)
+        self._num_tokens += count
         self._figures.totals["output_tokens"] += count
         if self._first_at is None:
             self._begin_decoding(now, report)
@@ -54,14 +60,30 @@ class Timings:
         metrics.generation_length.observe(num_tokens)
         if self._first_at is not None:
             metrics.decode_s.observe(now - self._first_at)
+        self._ended(reason.value, now)
 
-    def failed(self, error: MoonserveError) -> None:
+    def failed(self, error: MoonserveError, now: float) -> None:
         (self._metrics.waiting if self._first_at is None else self._metrics.running).dec()
         self._metrics.failed(error.code)
         if isinstance(error, Overloaded):
             self._figures.rejections[error.message] += 1
         else:
             self._figures.failures[error.code] += 1
+        self._ended(error.code, now)
+
+    def _ended(self, outcome: str, now: float) -> None:
+        first_at, arrived_at = self._first_at, self._arrived_at
+        self._figures.ended(
+            Ended(
+                request_id=self._request_id,
+                outcome=outcome,
+                prompt_tokens=self._num_prompt_tokens,
+                cached_tokens=self._num_cached_tokens,
+                output_tokens=self._num_tokens,
+                ttft_s=None if first_at is None else first_at - arrived_at,
+                e2e_s=now - arrived_at,
+            )
+        )
 
     def _begin_decoding(self, now: float, report: PrefillReport | None) -> None:
         metrics = self._metrics
@@ -74,7 +96,7 @@ class Timings:
             metrics.queue_s.observe(report.queue_s)
             metrics.prefill_s.observe(report.load_s + report.compute_s)
             metrics.prefix_queries.inc(self._num_prompt_tokens)
-            cached = min(report.cached_tokens, self._num_prompt_tokens)
+            cached = self._num_cached_tokens = min(report.cached_tokens, self._num_prompt_tokens)
             metrics.prefix_hits.inc(cached)
             self._figures.totals["prompt_tokens"] += self._num_prompt_tokens
             self._figures.totals["cached_tokens"] += cached

@@ -43,6 +43,7 @@ class WithdrawReservation:
 class ReleaseLanding:
     """Give a lease back, or make sure that it was not granted. Not answered."""
 
+    request_id: RequestId
     decode: Endpoint
     lease_id: LeaseId
 

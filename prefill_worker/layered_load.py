@@ -24,6 +24,7 @@ from prefill_worker.landing import KvMemory
 from prefill_worker.layer_gate import LayerGate
 from prefill_worker.stores import READ_STALL_S
 from protocol.errors import InvalidRequest, MoonserveError
+from protocol.logs import of
 from transfer import Op, ScatterTransfer
 from transfer.base import LENGTH, LOCAL, REMOTE, Rows
 from transfer.patience import Patience
@@ -88,7 +89,8 @@ class LayeredLoad:
 
     async def run(self) -> ev.PrefixLoaded | ev.PrefixLoadFailed:
         """The whole load, to its end."""
-        log.debug("prefix of %s, by layer: %s", self._action.request_id, self._action.choice)
+        text = "the prefix is read layer by layer: %s"
+        log.debug(text, self._action.choice, extra=of(self._action.request_id))
         try:
             await self._lease_all()
             await self._read_all()
@@ -234,7 +236,8 @@ class LayeredLoad:
         return checksums
 
     def _fail(self, part: PrefixPart, seconds: float, error: MoonserveError) -> None:
-        log.warning("prefix not read from %s: %s", part.store.instance_id, error)
+        text = "prefix not read from %s: %s"
+        log.warning(text, part.store.instance_id, error, extra=of(self._action.request_id))
         num_bytes = len(part.keys) * self._memory.layout.block_bytes
         read = ev.PartRead(store=part.store, num_bytes=num_bytes, seconds=seconds, failed=True)
         self._failure = _Failure(error, read)

@@ -201,7 +201,11 @@ class Ledger:
         was_asked_for = sequence.needs_landing and bool(sequence.block_table)
         if was_asked_for and not sequence.handed_off:
             decode = sequence.placement.decode
-            self.out.append(ReleaseLanding(decode=decode, lease_id=sequence.lease_id))
+            self.out.append(
+                ReleaseLanding(
+                    request_id=sequence.request_id, decode=decode, lease_id=sequence.lease_id
+                )
+            )
 
     def _offer_to_store(self, sequence: Sequence) -> None:
         if self.home_store is None:

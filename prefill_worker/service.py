@@ -28,8 +28,9 @@ from prefill_worker.tasks import Operations
 from prefill_worker.traces import trace_prefill, trace_transfer
 from protocol.errors import Cancelled, MoonserveError, PeerError
 from protocol.ids import GatewayId, LeaseId, RequestId
+from protocol.logs import of, of_all
 from protocol.pb import conductor_pb2, worker_pb2
-from protocol.request import Endpoint
+from protocol.request import Endpoint, PrefillReport
 from protocol.streams import GatewayStreams
 from protocol.timer import Timer
 from protocol.tracing import NoTracer, Tracer
@@ -221,7 +222,8 @@ class PrefillService:
         try:
             await self._landings.release(action.decode, action.lease_id)
         except MoonserveError as error:
-            log.info("landing %s left to run out: %s", action.lease_id, error)
+            text = "landing %s left to run out: %s"
+            log.info(text, action.lease_id, error, extra=of(action.request_id))
 
     async def _commit(self, action: act.CommitHandoff) -> ev.Event:
         request_id = action.request.request_id
@@ -232,8 +234,9 @@ class PrefillService:
         except MoonserveError as error:
             return ev.HandoffFailed(request_id=request_id, error=error)
         if corrupt:
-            log.warning("blocks %s of %s arrived corrupt", corrupt, request_id)
+            log.warning("blocks %s arrived corrupt", corrupt, extra=of(request_id))
             return ev.HandoffCorrupt(request_id=request_id, indexes=corrupt)
+        log.debug("handed over to %s", action.decode.instance_id, extra=of(request_id))
         return ev.HandoffAccepted(request_id=request_id)
 
     async def _keep_landings(self) -> None:
@@ -251,7 +254,8 @@ class PrefillService:
         except MoonserveError as error:
             if lost(error):
                 return ev.LandingLost(request_id=request_id, lease_id=lease_id, error=error)
-            log.info("renewal of %s will be tried again: %s", lease_id, error)
+            text = "renewal of %s will be tried again: %s"
+            log.info(text, lease_id, error, extra=of(request_id))
         return None
 
     # -- a prefix
@@ -278,10 +282,10 @@ class PrefillService:
         try:
             sampled = await step.compute()
         except PrefixLate as late:
-            log.info("a step is given up: %s", late)
+            log.info("a step is given up: %s", late, extra=_whose(action))
             outcome: ev.Event = ev.StepGivenUp()
         except Exception as error:  # whatever the engine raises ends these requests, not the worker
-            log.exception("a step failed")
+            log.exception("a step failed", extra=_whose(action))
             outcome = ev.StepFailed(error=_as_failure(error), step_id=action.step_id)
         else:
             outcome = ev.StepDone(
@@ -320,15 +324,34 @@ class PrefillService:
 
     def _send_first_token(self, action: act.SendFirstToken) -> None:
         self.streams.send(action.gateway_id, tokens=[action.token], prefills=[action.report])
+        if log.isEnabledFor(logging.DEBUG):
+            _log_first_token(action.report)
         if action.traceparent:
             trace_prefill(self._tracer, action, self._clock())
 
     def _send_failure(self, action: act.Fail) -> None:
+        level = logging.DEBUG if isinstance(action.error, Cancelled) else logging.WARNING
+        log.log(level, "given up: %s", action.error.message, extra=of(action.request_id))
         self.streams.send(action.gateway_id, failures=[(action.request_id, action.error)])
 
 
 def _log_skipped(action: act.SkipPrefix) -> None:
-    log.debug("prefix of %s is computed: %s", action.request_id, action.choice)
+    log.debug("the prefix is computed: %s", action.choice, extra=of(action.request_id))
+
+
+def _log_first_token(report: PrefillReport) -> None:
+    log.debug(
+        "first token: %d tokens cached; %.3f s in the queue, %.3f s delayed by loading, %.3f s computed",
+        report.cached_tokens,
+        report.queue_s,
+        report.load_s,
+        report.compute_s,
+        extra=of(report.request_id),
+    )
+
+
+def _whose(action: act.RunStep) -> Mapping[str, Any]:
+    return of_all(plan.slice.request_id for plan in action.plans)
 
 
 async def _writes(request_id: RequestId, sent: Callable[[], Awaitable[None]]) -> ev.Event:

@@ -5,6 +5,7 @@ Checks what a gateway sends before it becomes a request: one malformed submissio
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -15,9 +16,12 @@ from prefill_worker import events as ev
 from prefill_worker.service import PrefillService
 from protocol.errors import InvalidRequest, NoWorker
 from protocol.ids import GatewayId, RequestId
+from protocol.logs import of
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.request import Request, SamplingParams
 from protocol.wire import placement_from_wire, request_from_wire
+
+log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -54,6 +58,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             )
         if self._prepare is not None:
             await self._prepare(wish.sampling)
+        log.debug("taken: %d tokens", len(wish.token_ids), extra=of(wish.request_id))
         self._service.post(ev.Submitted(request=wish, placement=placement))
         return worker_pb2.SubmitReply()
 

@@ -15,6 +15,7 @@ from prefill_worker import events as ev
 from prefill_worker.actions import LoadPrefix, PrefetchPrefix, PrefixPart, PutBlocks
 from prefill_worker.landing import KvMemory
 from protocol.errors import MoonserveError
+from protocol.logs import of
 from transfer.patience import Patience
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ async def load_prefix(
 ) -> ev.PrefixLoaded | ev.PrefixLoadFailed:
     """Reads the parts in order; the first block that is missing or bad ends the prefix."""
     request_id, block_bytes = action.request_id, memory.layout.block_bytes
-    log.debug("prefix of %s: %s", request_id, action.choice)
+    log.debug("the prefix is read: %s", action.choice, extra=of(request_id))
     checksums: list[int] = []
     reads: list[ev.PartRead] = []
     for part in action.parts:
@@ -37,7 +38,8 @@ async def load_prefix(
         checksums += outcome.checksums
         if outcome.error is not None:
             store = part.store.instance_id
-            log.warning("prefix of %s not read from %s: %s", request_id, store, outcome.error)
+            text = "prefix not read from %s: %s"
+            log.warning(text, store, outcome.error, extra=of(request_id))
             if not checksums:
                 return ev.PrefixLoadFailed(
                     request_id=request_id, error=outcome.error, reads=tuple(reads)
@@ -99,13 +101,13 @@ async def _load_part(
 async def prefetch(client: BlockClient, action: PrefetchPrefix) -> None:
     """Asks the stores of a waiting request for what they have on disk. Whatever fails is read later, or computed."""
     for part in action.parts:
-        store = part.store
+        store, whose = part.store, of(action.request_id)
         try:
             num_loading = await client.prefetch(store, part.keys)
         except MoonserveError as error:
-            log.info("prefetch of %s from %s: %s", action.request_id, store.instance_id, error)
+            log.info("no prefetch from %s: %s", store.instance_id, error, extra=whose)
             continue
-        log.debug("%s fetches %d blocks of %s", store.instance_id, num_loading, action.request_id)
+        log.debug("%s fetches %d blocks", store.instance_id, num_loading, extra=whose)
 
 
 async def put_blocks(

@@ -1,4 +1,9 @@
-"""Log lines of every process: for people by default, one JSON object per line on request."""
+"""Log lines of every process: for people by default, one JSON object per line on request.
+
+Its rule: a line that concerns one request has its id as `request_id`, one that concerns several has `request_ids`
+(`of`, `of_all`), in every process the one under which the cluster knows it: what a client gave as X-Request-Id is its
+beginning, `.N` behind it is a further choice, `~N` a further attempt.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,23 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 _STANDARD = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
+
+# Their debug lines tell of every wake-up; ours are what `--log-level debug` asks for.
+_CHATTY = ("asyncio", "filelock", "grpc", "httpcore", "httpx", "markdown_it", "urllib3")
+
+
+def of(request_id: str) -> Mapping[str, Any]:
+    """For `extra` of a line about one request."""
+    return {"request_id": request_id}
+
+
+def of_all(request_ids: Iterable[str]) -> Mapping[str, Any]:
+    """For `extra` of a line about several requests."""
+    return {"request_ids": list(request_ids)}
 
 
 class JsonFormatter(logging.Formatter):
@@ -32,15 +52,29 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
+class HumanFormatter(logging.Formatter):
+    """Time, level, process, module, message; and at the end whose line it is, where it is a request's."""
+
+    def __init__(self, instance_id: str) -> None:
+        name = instance_id.replace("%", "%%")
+        super().__init__(f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        text = super().formatMessage(record)
+        if request_id := getattr(record, "request_id", ""):
+            return f"{text} request_id={request_id}"
+        if request_ids := getattr(record, "request_ids", ()):
+            return f"{text} request_ids={','.join(request_ids)}"
+        return text
+
+
 def configure(instance_id: str, *, log_format: str, level: str) -> None:
     """Sends the root logger to stderr in `human` or `json` form."""
     handler = logging.StreamHandler(sys.stderr)
-    if log_format == "json":
-        handler.setFormatter(JsonFormatter(instance_id))
-    else:
-        handler.setFormatter(
-            logging.Formatter(f"%(asctime)s %(levelname).1s {instance_id} %(name)s: %(message)s")
-        )
+    is_json = log_format == "json"
+    handler.setFormatter(JsonFormatter(instance_id) if is_json else HumanFormatter(instance_id))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(max(logging.INFO, root.level))

@@ -37,6 +37,7 @@ from protocol.lean.channel import LeanChannel
 from protocol.lean.frames import MAX_MESSAGE_BYTES
 from protocol.lean.methods import HandOver
 from protocol.lean.server import LeanServer
+from protocol.logs import of
 from protocol.pb import common_pb2
 from protocol.tls import Certificates, grpc_failure
 
@@ -174,7 +175,7 @@ def _guard_unary(behavior: Callable[..., Awaitable[Any]], allowed: bool) -> Call
                 raise Unauthenticated("wrong or missing cluster token")
             return await behavior(request, context)
         except Exception as error:  # whatever a handler raises must reach the caller as a failure
-            await _abort(context, error)
+            await _abort(context, error, request)
 
     return guarded
 
@@ -187,16 +188,20 @@ def _guard_stream(behavior: Callable[..., AsyncIterator[Any]], allowed: bool) ->
             async for message in behavior(request, context):
                 yield message
         except Exception as error:  # as above
-            await _abort(context, error)
+            await _abort(context, error, request)
 
     return guarded
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+async def _abort(
+    context: grpc.aio.ServicerContext[Any, Any], error: Exception, request: Any
+) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if not isinstance(error, MoonserveError):
-        log.error("handler failed", exc_info=error)
+        request_id = getattr(request, "request_id", "")
+        text, whose = "the handler of a %s failed", of(request_id) if request_id else None
+        log.error(text, type(request).__name__, exc_info=error, extra=whose)
     failure = failure_to_wire(error)
     await context.abort(
         _status_of(error),

@@ -45,6 +45,15 @@ def why_not_cuda() -> str | None:
     return None
 
 
+def gpus() -> list[tuple[str, int, int]]:
+    """Name, bytes of memory in all and free ones of each, where there are some."""
+    found = []
+    for number in range(torch.cuda.device_count()):
+        free_bytes, total_bytes = torch.cuda.mem_get_info(number)
+        found.append((torch.cuda.get_device_name(number), total_bytes, free_bytes))
+    return found
+
+
 def find_device(name: str) -> torch.device:
     """The device called `name`. Raises ConfigError where it is not here."""
     try:

@@ -66,13 +66,14 @@ def test_the_measurement_fits_into_seconds_and_is_on_every_usable_transport(
 
 
 @without_rdma
-def test_rdma_is_a_note_until_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rdma_is_nobodys_worry_until_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     code, report = doctor(capsys)
-    assert finding(report, "transports", "rdma")["state"] == "note"
+    assert finding(report, "transports", "rdma")["state"] == "ok"
+    assert finding(report, "rdma", "devices")["state"] == "ok"
     assert code == 0
     code, report = doctor(capsys, "--transports", "rdma,tcp")
-    assert finding(report, "transports", "rdma")["state"] == "problem"
-    assert finding(report, "transports", "rdma")["advice"]
+    assert finding(report, "transports", "rdma")["state"] == "fail"
+    assert finding(report, "transports", "rdma")["remedy"]
     assert code == 1
 
 
@@ -90,7 +91,7 @@ def test_a_rail_that_is_not_this_machines_is_a_problem(capsys: pytest.CaptureFix
     code, report = doctor(capsys, "--transfer-rails", "192.0.2.77")
     assert code == 1
     assert "192.0.2.77 is no address of this machine" in finding(report, "rails", "rails")["text"]
-    assert finding(report, "transports", "tcp")["state"] == "problem"
+    assert finding(report, "transports", "tcp")["state"] == "fail"
 
 
 def test_an_unknown_transport_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +124,7 @@ def test_a_wrong_token_is_told_from_an_unreachable_peer(
     code, report = doctor(capsys, "--peer", peer.address)
     assert code == 1
     assert finding(report, "peer", "tcp lo")["state"] == "ok"
-    assert "MOONSERVE_CLUSTER_TOKEN" in finding(report, "peer", "tcp handshake")["advice"]
+    assert "MOONSERVE_CLUSTER_TOKEN" in finding(report, "peer", "tcp handshake")["remedy"]
 
 
 def test_without_a_token_the_endpoints_are_dialled_and_that_is_said(
@@ -143,9 +144,9 @@ def test_a_peer_that_has_ended_is_a_problem_on_each_endpoint(
     code, report = doctor(capsys, "--peer", address)
     assert code == 1
     assert "refused" in finding(report, "peer", "tcp lo")["text"]
-    assert finding(report, "peer", "shm")["state"] == "problem"
+    assert finding(report, "peer", "shm")["state"] == "fail"
     code, report = doctor(capsys, "--peer", address, "--transports", "tcp")
-    assert finding(report, "peer", "shm")["state"] == "note"
+    assert finding(report, "peer", "shm")["state"] == "warn"
 
 
 def test_a_bare_host_and_port_is_dialled(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +161,7 @@ def test_a_bare_host_and_port_is_dialled(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("address", "advice"),
+    ("address", "remedy"),
     [
         ("ms9;id=00;host=x", "same version"),
         ("nonsense", "whole address"),
@@ -169,16 +170,16 @@ def test_a_bare_host_and_port_is_dialled(capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_an_address_that_is_none_is_told_from_one_that_is_not_reached(
-    capsys: pytest.CaptureFixture[str], address: str, advice: str
+    capsys: pytest.CaptureFixture[str], address: str, remedy: str
 ) -> None:
     code, report = doctor(capsys, "--peer", address)
     assert code == 1
     (entry,) = report["findings"]["peer"]
-    assert advice in entry["advice"]
+    assert remedy in entry["remedy"]
 
 
 @pytest.mark.parametrize(
-    ("error", "advice"),
+    ("error", "remedy"),
     [
         (TimeoutError("timed out"), "firewall"),
         (OSError(errno.ETIMEDOUT, ""), "firewall"),
@@ -187,8 +188,8 @@ def test_an_address_that_is_none_is_told_from_one_that_is_not_reached(
         (socket.gaierror(-2, "unknown"), "host name"),
     ],
 )
-def test_each_way_of_failing_has_advice_of_its_own(error: Exception, advice: str) -> None:
-    assert advice in peer_checks._explained(error)[1]
+def test_each_way_of_failing_has_advice_of_its_own(error: Exception, remedy: str) -> None:
+    assert remedy in peer_checks._explained(error)[1]
 
 
 def test_a_peer_on_another_machine_needs_no_shared_memory(
@@ -199,7 +200,7 @@ def test_a_peer_on_another_machine_needs_no_shared_memory(
         parts = ["host=elsewhere" if part.startswith("host=") else part for part in parts]
         code, report = doctor(capsys, "--peer", ";".join([*parts, "shm=shm@nowhere"]))
     assert code == 0
-    assert finding(report, "peer", "shm")["state"] == "note"
+    assert finding(report, "peer", "shm")["state"] == "ok"
 
 
 def test_what_is_short_is_a_note_with_advice() -> None:
@@ -212,9 +213,9 @@ def test_what_is_short_is_a_note_with_advice() -> None:
         machine_checks._files(1024, 1_048_576),
     ]
     for case in cases:
-        assert case.state is State.NOTE, case
-        assert case.advice
-    assert "ulimit -n 65536" in cases[-1].advice
+        assert case.state is State.WARN, case
+        assert case.remedy
+    assert "ulimit -n 65536" in cases[-1].remedy
 
 
 def test_what_is_enough_is_ok() -> None:
@@ -233,22 +234,28 @@ def test_what_is_enough_is_ok() -> None:
 def test_the_text_names_each_problem_at_the_end_and_json_has_the_same() -> None:
     findings = [
         Finding("machine", "cores", State.OK, "2 of 2"),
-        Finding("transports", "rdma", State.PROBLEM, "no device", "plug one in"),
+        Finding("machine", "memory", State.WARN, "1 GiB", "buy some"),
+        Finding("transports", "rdma", State.FAIL, "no device", "plug one in"),
     ]
     lines = list(as_text(findings))
-    assert "  ok    cores  2 of 2" in lines
+    assert "  ok    cores   2 of 2" in lines
+    assert "  warn  memory  1 GiB" in lines
+    assert "  fail  rdma    no device" in lines
     assert any("→ plug one in" in line for line in lines)
-    assert lines[-1] == "does not work: transports: rdma"
+    assert lines[-2:] == ["could be better: machine: memory", "does not work: transports: rdma"]
     assert as_json(findings) == {
         "healthy": False,
         "findings": {
-            "machine": [{"subject": "cores", "state": "ok", "text": "2 of 2"}],
+            "machine": [
+                {"subject": "cores", "state": "ok", "text": "2 of 2"},
+                {"subject": "memory", "state": "warn", "text": "1 GiB", "remedy": "buy some"},
+            ],
             "transports": [
                 {
                     "subject": "rdma",
-                    "state": "problem",
+                    "state": "fail",
                     "text": "no device",
-                    "advice": "plug one in",
+                    "remedy": "plug one in",
                 }
             ],
         },
@@ -259,5 +266,5 @@ def test_a_processor_without_wide_vectors_is_a_note_with_advice() -> None:
     fast = machine_checks._features("model name: x\nflags\t\t: fpu avx2 fma amx_bf16\nbugs:\n")
     assert (fast.state, fast.facts["features"]) == (State.OK, ["avx2", "fma", "amx_bf16"])
     slow = machine_checks._features("model name: x\nflags\t\t: fpu sse2\n")
-    assert slow.state is State.NOTE
-    assert "AVX2" in slow.advice
+    assert slow.state is State.WARN
+    assert "AVX2" in slow.remedy

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.plan import ProcessSpec
-from deploy.supervisor import Child, ChildDied, Supervisor
+from deploy.supervisor import Child, ChildDied, Supervisor, cause_of_death
 from tests.patience import PATIENCE_S
 
 # A process that is ready at once and, told to stop, goes on for as long as the process in `--while-alive` does, or for
@@ -144,3 +144,10 @@ async def test_a_process_that_died_starts_again_when_it_may(tmp_path: Path) -> N
     await child.ready.wait()
     assert child.restarts == 1
     await supervisor.stop()
+
+
+def test_a_death_is_told_in_half_a_sentence() -> None:
+    assert cause_of_death(-15, "Traceback\nlast") == "was killed by SIGTERM"
+    assert "memory" in cause_of_death(-9, "")
+    assert cause_of_death(1, "") == "ended with exit code 1"
+    assert cause_of_death(1, "Traceback …\nValueError: 7").endswith("saying: ValueError: 7")

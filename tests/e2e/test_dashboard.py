@@ -1,53 +1,164 @@
-"""The gateway's page in a real browser, beside a cluster under load."""
+"""The gateway's page in a real browser, beside a cluster under load: what it shows, by keys alone, at any width."""
 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from models import demo_model_path
-from tests.e2e.cluster import running_cluster
+from tests.browser import Page, page
+from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.load import BackgroundLoad
-from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
 PAGE = Path(__file__).parents[2] / "gateway" / "dashboard.html"
 
+# Elements whose content is wider than they are, or which stick out of the window; and how wide the page would be.
+CUT_OFF = """
+[...document.querySelectorAll("body *")].filter(e => {
+  const box = e.getBoundingClientRect(), style = getComputedStyle(e);
+  if (!box.width || style.position === "absolute" || e.closest("[hidden], dialog:not([open])")) return false;
+  const isCut = style.overflowX !== "visible" && e.scrollWidth > e.clientWidth + 1;
+  return isCut || box.right > innerWidth + 1 || box.left < -1;
+}).map(e => e.outerHTML.slice(0, 120))
+"""
+SIDEWAYS = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
-def rendered(url: str, profile: Path) -> str:
-    """The page's elements after two looks at the cluster; skips the test without a browser."""
-    browser = shutil.which("chromium")
-    if browser is None:
-        pytest.skip("needs chromium (.ci/system-packages)")
-    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--enable-logging=stderr", "--virtual-time-budget=4000"]
-    command += [f"--user-data-dir={profile}", url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    assert not complaints, complaints
-    return done.stdout
+# What one can do something with.
+ACTIVE = "input, button, summary, a[href], select, [tabindex='0']"
+FOCUSED = """(() => {
+  const e = document.activeElement, style = getComputedStyle(e);
+  return {key: e.dataset.key || e.id || e.textContent.trim().slice(0, 40), tag: e.tagName,
+          outline: style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0};
+})()"""
 
 
-def test_the_page_shows_the_cluster_under_load(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder: Path = tmp_path_factory.mktemp("dashboard")
     with (
-        running_cluster(demo_model_path(), tmp_path / "logs") as cluster,
-        BackgroundLoad(cluster, 4096, streams=2),
+        running_cluster(demo_model_path(), folder / "logs") as started,
+        BackgroundLoad(started, 4096, streams=1),
     ):
         for _ in range(2):
-            cluster.complete("the same beginning, again and again " * 12, max_tokens=4)
-        shown = rendered(f"{cluster.url}/dashboard", tmp_path / "profile")
-    assert re.search(r'id="state"[^>]*>ready<', shown)
+            started.complete("the same beginning, again and again " * 12, max_tokens=4)
+        yield started
+
+
+async def shown(opened: Page) -> str:
+    """The page's text once it has everything that a cluster under load has to tell."""
+    await opened.wait_for("document.body.innerText.includes('Latest requests')")
+    text: str = await opened.evaluate("document.body.innerText")
+    return text
+
+
+async def test_the_page_shows_the_cluster_under_load(cluster: Cluster, tmp_path: Path) -> None:
+    async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
+        text = await shown(opened)
+        assert await opened.evaluate("document.getElementById('state').textContent") == "ready"
+        assert not opened.complaints
     for instance in ("prefill-0", "decode-0", "store-0"):
-        assert instance in shown
+        assert instance in text
     for part in ("TTFT, p95", "Between tokens, p95", "Rejected", "Transfers by rail"):
-        assert part in shown
-    assert "Hot prefixes" in shown
-    assert re.search(r"p50 [0-9.]+ m?s", shown), "latencies of the last minute"
+        assert part in text
+    assert "Hot prefixes" in text
+    assert re.search(r"p50 [0-9.]+ m?s", text), "latencies of the last minute"
+
+
+async def test_at_no_width_and_in_no_colours_anything_is_cut_off(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
+        await shown(opened)
+        grounds = set()
+        for width in (390, 1280):
+            for dark in (False, True):
+                await opened.look(width=width, dark=dark)
+                await opened.wait_for(f"innerWidth === {width}")
+                assert await opened.evaluate(SIDEWAYS) <= 0
+                assert await opened.evaluate(CUT_OFF) == []
+                ground = "getComputedStyle(document.body).backgroundColor"
+                grounds.add((dark, await opened.evaluate(ground)))
+        assert len(grounds) == 2, "light is light and dark is dark"
+        await opened.look(width=390)
+        await opened.evaluate("document.querySelector('#requests button').click()")
+        await opened.wait_for("document.querySelectorAll('#explained [role=row]').length > 1")
+        await opened.evaluate("document.querySelector('#explained summary').click()")
+        assert await opened.evaluate(SIDEWAYS) <= 0
+        assert await opened.evaluate(CUT_OFF) == []
+
+
+async def test_everything_is_reached_with_tab_and_seen_to_be(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
+        await shown(opened)
+        expected = await opened.evaluate(
+            f"[...document.querySelectorAll({ACTIVE!r})].filter(e => e.checkVisibility()).length"
+        )
+        reached = []
+        for _ in range(expected + 4):  # requests come and go meanwhile
+            await opened.press("Tab")
+            reached.append(await opened.evaluate(FOCUSED))
+        names = [each["key"] for each in reached]
+        assert names[0] == "request"
+        assert names[1] == "Explain"
+        assert sum(name.startswith("req-") for name in names) >= expected - 2 - 4
+        assert all(each["outline"] for each in reached if each["tag"] != "BODY")
+        # Nothing that can be clicked is left out by being no control.
+        unreachable = (
+            "[...document.querySelectorAll('[onclick], [role=button]:not(button)')].length"
+        )
+        assert await opened.evaluate(unreachable) == 0
+
+
+async def test_a_request_is_explained_by_keys_alone(cluster: Cluster, tmp_path: Path) -> None:
+    known_id = cluster.complete("explain me, please", max_tokens=4)["id"]
+    is_open = "document.getElementById('explanation').open"
+    async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
+        await shown(opened)
+        await opened.press("Tab")
+        await opened.write(known_id)
+        await opened.press("Enter")
+        await opened.wait_for(f"{is_open} && document.querySelectorAll('#explained table').length")
+        text = await opened.evaluate("document.getElementById('explanation').innerText")
+        for part in (known_id, "prefill-0", "decode-0", "predicted TTFT", "finished after"):
+            assert part in text
+        assert "undefined" not in text
+        # The reader is told what has opened, and is in it.
+        named = "document.getElementById(document.getElementById('explanation').getAttribute('aria-labelledby'))"
+        assert known_id in await opened.evaluate(f"{named}.textContent")
+        inside = "document.getElementById('explanation').contains(document.activeElement)"
+        assert await opened.evaluate(inside)
+        await opened.press("Escape")
+        await opened.wait_for(f"!{is_open}")
+        assert await opened.evaluate("document.activeElement.id") == "request"
+        # From the list of the latest; the focus comes back to the row although it is drawn anew each second.
+        for _ in range(2):
+            await opened.press("Tab")
+        row = await opened.evaluate("document.activeElement.dataset.key")
+        await opened.press("Enter")
+        await opened.wait_for(f"{is_open} && document.querySelectorAll('#explained table').length")
+        await opened.press("Escape")
+        await opened.wait_for(f"!{is_open}")
+        focused = await opened.evaluate("document.activeElement.dataset.key || 'request'")
+        assert focused in (row, "request"), "its row, or the field where the row has gone"
+        assert not opened.complaints
+
+
+async def test_an_unknown_request_is_said_to_be_unknown(cluster: Cluster, tmp_path: Path) -> None:
+    async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
+        await shown(opened)
+        await opened.evaluate("document.getElementById('request').focus()")
+        await opened.write("nobody")
+        await opened.press("Enter")
+        explained = "document.getElementById('explained').innerText"
+        await opened.wait_for(f"{explained}.includes('no decision about')")
+        assert "--num-decisions" in await opened.evaluate(explained)
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:

@@ -94,11 +94,15 @@ def test_any_gateway_serves_and_explains_what_another_served(
 
 
 def test_any_gateway_tells_the_metrics_of_all(cluster: Cluster) -> None:
+    everybody = {*NAMES, "conductor", "prefill-0", "decode-0"}
     for _ in range(5):
         told = ask(cluster, "", "/metrics/cluster").text
+        up = dict(re.findall(r'^moonserve_up\{process="([^"]+)"\} (\d)$', told, re.MULTILINE))
+        assert up == dict.fromkeys(everybody, "1")
         for name in NAMES:
-            assert f'moonserve_up{{process="{name}"}} 1' in told
             assert f'vllm:num_requests_running{{process="{name}"' in told
+        for name in everybody:
+            assert f'process_resident_memory_bytes{{process="{name}"}}' in told
 
 
 def test_a_tenant_sees_no_other_tenants_decisions(

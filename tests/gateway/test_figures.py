@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.figures import _MAX_PREFIXES, WINDOW_S, Figures
+from gateway.figures import _MAX_PREFIXES, _NUM_LATEST, WINDOW_S, Ended, Figures
 from protocol.keys import BlockKey
 
 
@@ -41,3 +41,23 @@ def test_the_memory_of_prefixes_is_bounded() -> None:
         figures.reused(key(number), 32, [], float(number))
     assert len(figures._prefixes) == _MAX_PREFIXES
     assert key(9) not in figures._prefixes
+
+
+def test_the_latest_requests_come_first_and_the_others_are_forgotten() -> None:
+    figures = Figures()
+    for number in range(_NUM_LATEST + 3):
+        figures.ended(
+            Ended(
+                request_id=f"req-{number}",
+                outcome="stop",
+                prompt_tokens=1,
+                cached_tokens=0,
+                output_tokens=1,
+                ttft_s=0.1,
+                e2e_s=0.2,
+            )
+        )
+    shown = figures.latest_requests()
+    assert len(shown) == _NUM_LATEST
+    assert shown[0]["request_id"] == f"req-{_NUM_LATEST + 2}"
+    assert shown[-1]["request_id"] == "req-3"

@@ -36,6 +36,26 @@ async def test_a_tenants_key_says_who_asks_whoever_the_body_names(cluster: Scrip
             assert cluster.places[-1].tenant == tenant
 
 
+async def test_the_latest_requests_are_for_those_who_may_see_all_tenants(
+    cluster: ScriptedCluster,
+) -> None:
+    async with (
+        running_gateway(cluster, api_key=("three",), tenant_keys=("alice=one",)) as url,
+        aiohttp.ClientSession(url) as http,
+    ):
+        assert await ask(http, "one") == 200
+        told = {}
+        for key in ("one", "three"):
+            headers = {"Authorization": f"Bearer {key}"}
+            async with http.get("/v1/figures", headers=headers) as reply:
+                told[key] = await reply.json()
+    assert "latest" not in told["one"]
+    [latest] = told["three"]["latest"]
+    assert latest["request_id"] == cluster.places[-1].request_id
+    assert (latest["outcome"], latest["output_tokens"]) == ("length", BODY["max_tokens"])
+    assert 0 < latest["ttft_s"] <= latest["e2e_s"]
+
+
 async def test_without_tenants_keys_a_tenant_is_whom_the_body_names(
     cluster: ScriptedCluster,
 ) -> None:
