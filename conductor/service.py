@@ -223,7 +223,8 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             case CopyDue() | DropDue():
                 self._command(action)
             case PlacementForgotten():
-                log.warning("nobody reported its end", extra=of(action.request_id))
+                whose = of(action.request_id)
+                log.warning("nobody reported the end of %s", action.request_id, extra=whose)
 
     def _command(self, due: CopyDue | DropDue) -> None:
         commands = self._replica_commands

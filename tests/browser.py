@@ -70,9 +70,10 @@ class Page:
         """Into what has the focus."""
         await self._call("Input.insertText", text=text)
 
-    async def picture(self, path: Path) -> None:
-        """Of the whole page."""
+    async def picture(self, path: Path, height: float | None = None) -> None:
+        """Of the whole page, or its first `height` pixels."""
         size = (await self._call("Page.getLayoutMetrics"))["cssContentSize"]
+        size["height"] = min(size["height"], height or size["height"])
         taken = await self._call(
             "Page.captureScreenshot", captureBeyondViewport=True, clip={**size, "scale": 1}
         )

@@ -26,7 +26,7 @@ class Silent:
         return ""
 
 
-def a_state(**members: object) -> RequestState:
+def a_state(generated: tuple[int, ...] = (), **members: object) -> RequestState:
     made = RequestState(
         request_id=RequestId("req-1"),
         prompt=(1, 2, 3),
@@ -34,6 +34,7 @@ def a_state(**members: object) -> RequestState:
         output=Silent(),
         deadline_at=9.0,
     )
+    made.arrivals.generated += generated
     for name, value in members.items():
         setattr(made, name, value)
     return made
@@ -47,7 +48,7 @@ LEDGER = Ledger(
 
 def test_an_end_is_one_line_with_everything(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    request_log.finished(a_state(generated=[7, 8]), FinishReason.STOP, LEDGER)
+    request_log.finished(a_state(generated=(7, 8)), FinishReason.STOP, LEDGER)
     [record] = caplog.records
     assert record.getMessage() == (
         "finished: stop; 3 prompt tokens, 0 of them cached, 2 generated; first after 0.250 s, 1.500 s in all"
@@ -69,7 +70,7 @@ def test_only_our_failures_are_warnings(
     caplog: pytest.LogCaptureFixture, error: MoonserveError, level: int
 ) -> None:
     caplog.set_level(logging.INFO)
-    request_log.failed(a_state(generated=[7]), error)
+    request_log.failed(a_state(generated=(7,)), error)
     [record] = caplog.records
     assert record.levelno == level
     assert record.getMessage() == f"failed: {error.message} ({error.code}) after 1 tokens"
