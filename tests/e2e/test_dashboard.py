@@ -51,7 +51,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 async def shown(opened: Page) -> str:
     """The page's text once it has everything that a cluster under load has to tell."""
-    await opened.wait_for("document.body.innerText.includes('Latest requests')")
+    await opened.wait_for("document.body?.innerText.includes('Latest requests')")
     text: str = await opened.evaluate("document.body.innerText")
     return text
 

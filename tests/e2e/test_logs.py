@@ -99,6 +99,7 @@ def test_a_killed_worker_is_one_line_of_the_launcher_and_one_of_the_gateway(
         body = {"prompt": [9] * 40, "max_tokens": 400, "ignore_eos": True}
         tokens = read_completion(client, {**body, "return_token_ids": True}, on_tokens)[1]
     assert len(tokens) == 400
+    cluster.wait_for("the launcher's line", lambda: '"exit_code"' in cluster.output)
     [told] = [line for line in cluster.output.splitlines() if '"exit_code"' in line]
     death = json.loads(told)
     assert (death["process"], death["exit_code"], death["level"]) == (killed[0], -9, "error")
