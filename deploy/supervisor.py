@@ -97,7 +97,7 @@ class Supervisor:
         finally:
             await _cancel(waits)
         for child in children:
-            child.watcher = asyncio.create_task(self._keep_alive(child))
+            child.watcher = self._watch(child)
         return children
 
     async def stop(self) -> None:
@@ -123,7 +123,7 @@ class Supervisor:
                 await _end(child)
                 await self._renew(child)
         finally:
-            child.watcher = asyncio.create_task(self._keep_alive(child))
+            child.watcher = self._watch(child)
 
     async def _succeed(self, child: Child) -> None:
         old = replace(child)
@@ -211,6 +211,11 @@ class Supervisor:
             await asyncio.wait({child.follower}, timeout=1.0)
             raise _start_failure(child)
 
+    def _watch(self, child: Child) -> asyncio.Task[None]:
+        watcher = asyncio.create_task(self._keep_alive(child))
+        watcher.add_done_callback(_tell_failure)
+        return watcher
+
     async def _keep_alive(self, child: Child) -> None:
         """Restarts a process for as long as it keeps dying, less and less eagerly while it keeps dying soon."""
         loop = asyncio.get_running_loop()
@@ -221,7 +226,7 @@ class Supervisor:
             code = await child.process.wait()
             if loop.time() - began_at > STEADY_AFTER_S:
                 delay_s = FIRST_RESTART_DELAY_S
-            facts = {"process": child.spec.instance_id, "pid": child.pid, "exit_code": code}
+            facts = {"child": child.spec.instance_id, "pid": child.pid, "exit_code": code}
             text = "%s %s; it is started again in %.1f s; its log: %s"
             why = cause_of_death(code, child.failure or last_lines(child.log_path))
             log.error(text, child.spec.instance_id, why, delay_s, child.log_path, extra=facts)
@@ -238,6 +243,12 @@ class Supervisor:
                 OSError
             ):  # no memory, no descriptor, no log folder: the old process's end is found again
                 log.exception("%s could not be started", child.spec.instance_id)
+
+
+def _tell_failure(watcher: asyncio.Task[None]) -> None:
+    """Nobody awaits a watcher, and without one its process is never started again."""
+    if not watcher.cancelled() and (error := watcher.exception()) is not None:
+        log.error("a process is not watched any more", exc_info=error)
 
 
 def cause_of_death(exit_code: int, last_words: str) -> str:

@@ -102,7 +102,7 @@ def test_a_killed_worker_is_one_line_of_the_launcher_and_one_of_the_gateway(
     cluster.wait_for("the launcher's line", lambda: '"exit_code"' in cluster.output)
     [told] = [line for line in cluster.output.splitlines() if '"exit_code"' in line]
     death = json.loads(told)
-    assert (death["process"], death["exit_code"], death["level"]) == (killed[0], -9, "error")
+    assert (death["child"], death["exit_code"], death["level"]) == (killed[0], -9, "error")
     assert re.match(r"decode-\d was killed by SIGKILL.*; it is started again", death["message"])
     warnings = [r["message"] for r in records(cluster, "gateway-0") if r["level"] == "warning"]
     [lost] = [message for message in warnings if f"{killed[0]} is lost" in message]

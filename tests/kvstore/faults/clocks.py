@@ -2,7 +2,7 @@
 
 Setting the machine's clock would hit everything else that runs on it, and a time namespace shifts only the clocks that
 are not affected anyway. So what Python code is told is shifted: `time.time` and `time.time_ns`, from the start by
-`WALL_SHIFT_S` and by another step at each SIGUSR1. It does not reach clocks that are read in C; so gRPC, which adds
+`WALL_SHIFT_S` and by another step at each SIGUSR2. It does not reach clocks that are read in C; so gRPC, which adds
 `time.time` to what its C core then compares with such a clock, is told the truth.
 """
 
@@ -25,7 +25,7 @@ def _off():
     return 0 if sys._getframe(2).f_globals.get("__name__", "").startswith("grpc") else _shift[0]
 time.time = lambda: _time() + _off()
 time.time_ns = lambda: _time_ns() + _off() * 10**9
-signal.signal(signal.SIGUSR1, _jump)
+signal.signal(signal.SIGUSR2, _jump)
 """
 
 
@@ -39,4 +39,4 @@ def shifted(folder: Path, shift_s: int, step_s: int) -> dict[str, str]:
 def jump(pool: Pool) -> None:
     """The clocks of all nodes make their step."""
     for node in pool.running.values():
-        node.process.send_signal(signal.SIGUSR1)
+        node.process.send_signal(signal.SIGUSR2)
