@@ -55,9 +55,15 @@ SERVICES: dict[str, ServiceDescriptor] = {
 OURS = {
     "conductor": {"moonserve.Conductor", "moonserve.Metrics"},
     "store-0": {"moonserve.KvStore", "moonserve.Metrics"},
-    "prefill-0": {"moonserve.Worker", "moonserve.KvMemory", "moonserve.Metrics"},
+    "prefill-0": {
+        "moonserve.Worker",
+        "moonserve.Draining",
+        "moonserve.KvMemory",
+        "moonserve.Metrics",
+    },
     "decode-0": {
         "moonserve.Worker",
+        "moonserve.Draining",
         "moonserve.Landing",
         "moonserve.KvMemory",
         "moonserve.Metrics",
@@ -167,17 +173,19 @@ def _lie_to(target: Target) -> None:
 
 
 def _put_right(cluster: Cluster, addresses: dict[str, str]) -> None:
-    """A peer with the token may tell a store to drain, and change policies and limits: that is no lie."""
-    with grpc.insecure_channel(addresses["store-0"]) as channel:
-        set_draining: Any = channel.unary_unary(
-            "/moonserve.KvStore/SetDraining",
-            request_serializer=lambda message: message.SerializeToString(),
-        )
-        set_draining(
-            kvstore_pb2.StoreSetDrainingRequest(draining=False),
-            timeout=PATIENCE_S,
-            metadata=((TOKEN_HEADER, cluster.token),),
-        )
+    """A peer with the token may take somebody out of service, and change policies and limits: that is no lie."""
+    worker = worker_pb2.SetDrainingRequest(draining=False)
+    for name, method, request in (
+        ("store-0", "KvStore", kvstore_pb2.StoreSetDrainingRequest(draining=False)),
+        ("prefill-0", "Draining", worker),
+        ("decode-0", "Draining", worker),
+    ):
+        with grpc.insecure_channel(addresses[name]) as channel:
+            set_draining: Any = channel.unary_unary(
+                f"/moonserve.{method}/SetDraining",
+                request_serializer=lambda message: message.SerializeToString(),
+            )
+            set_draining(request, timeout=PATIENCE_S, metadata=((TOKEN_HEADER, cluster.token),))
 
 
 def _answer(cluster: Cluster) -> str | None:
