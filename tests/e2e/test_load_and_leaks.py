@@ -205,6 +205,8 @@ def leave_while_the_pool_is_full(cluster: Cluster, accounts: Accounts) -> None:
         first.ask(prompt[:200], max_tokens=360)  # 35 blocks at its end
         response = first.reply()
         read_events(response, 2)  # the second is from the decode worker
+        # The decode worker's token may be here before the prefill worker has heard that its commit was taken.
+        cluster.wait_for("its handoff", lambda: not accounts.worker("prefill-0").load.held_blocks)
         handed_off = accounts.counter("prefill-0", "handed_off_requests")
 
         def waits() -> bool:
