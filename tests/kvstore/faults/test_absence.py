@@ -99,6 +99,8 @@ def test_a_node_that_was_away_for_longer_than_removals_are_kept_begins_empty(
     tmp_path: Path,
 ) -> None:
     with running_pool(tmp_path, 2, *ON_DISK, "--removals-kept-s", "0.1", ssd="64MiB") as pool:
+        # Who begins itself cannot tell that it was there meanwhile.
+        until(lambda: pool.stats("store-0").recovered == 1)
         names = put_on(pool, "store-1", "old")
         pool.restart("store-1")
         assert pool.stats("store-1").num_objects == 0
