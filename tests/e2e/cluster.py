@@ -150,8 +150,9 @@ class Cluster(LocalCluster):
 def running_cluster(
     model: Path | None, log_dir: Path, *flags: str, environ: Mapping[str, str] | None = None
 ) -> Iterator[Cluster]:
-    """A ready cluster that must also stop cleanly."""
-    cluster = Cluster(model, *flags, log_dir=log_dir, environ=environ)
+    """A ready cluster that must also stop cleanly. Where many tests run, a worker's successor takes its time."""
+    patient = {"MOONSERVE_WORKER_PATIENCE_S": str(PATIENCE_S), **(environ or {})}
+    cluster = Cluster(model, *flags, log_dir=log_dir, environ=patient)
     try:
         cluster.wait_until_ready()
         yield cluster

@@ -49,7 +49,8 @@ def test_the_phases_add_up_to_the_end_to_end_time(cluster: Cluster, num_tokens: 
         phases = {phase: timing[f"{phase}_s"] for phase in PHASES}
         assert all(seconds >= 0 for seconds in phases.values())
         assert phases["prefill"] > 0
-        assert (phases["transfer"] > 0) == (num_tokens > 1)
+        # Nothing where the KV had landed before the first token was here.
+        assert num_tokens > 1 or not phases["transfer"]
         assert phases["decode"] > 0 or num_tokens < 300  # a few may come as one, at once
         assert timing["ttft_s"] <= timing["e2e_s"] <= seen_s
         missing_s = timing["e2e_s"] - sum(phases.values())
