@@ -122,9 +122,10 @@ class Limiter:
         """The shared account's verdict; None while it is away."""
         if self._shared is None or self._clock() < self._away_until:
             return None
+        was_settling = len(self._settling) > 0  # it may be over when the verdict is here
         try:
             verdict = await self._shared.admit(key_id, request_id, limits, tokens)
-            if verdict.refused_by == "streams" and len(self._settling):
+            if verdict.refused_by == "streams" and was_settling:
                 # Clients ask again as soon as they have the last byte, which may be before the registry knows.
                 await self._settling.drain(DEADLINE_S)
                 verdict = await self._shared.admit(key_id, request_id, limits, tokens)

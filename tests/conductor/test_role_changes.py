@@ -138,7 +138,10 @@ def test_a_worker_that_changes_is_the_member_that_it_was_with_another_role() -> 
     registration = worker(name, Role.PREFILL)
     later = replace(registration, endpoint=replace(registration.endpoint, epoch=2))
     cluster.join(replace(later, can_switch_role=True))
-    roles = {view.endpoint.instance_id: view.role for view in cluster.state.cluster(0.0).instances}
+    roles = {
+        view.endpoint.instance_id: view.role
+        for view in cluster.state.cluster(cluster.now).instances
+    }
     assert roles[name] is Role.PREFILL
     assert len(roles) == 4
     placed = {cluster.place(f"s{i}", max_tokens=1).prefill.instance_id for i in range(4)}
