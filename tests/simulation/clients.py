@@ -55,15 +55,15 @@ class Asked:
         leaves_after = rng.randint(0, 4) if rng.random() < 0.1 else None
         return cls(f"r{number}", prompt, sampling, leaves_after)
 
-    def wish(self) -> Wish:
+    def wish(self, arrived_at: float) -> Wish:
         choice = Choice(index=0, token_ids=self.prompt, sampling=self.sampling)
-        return Wish(request_id=self.request_id, choices=(choice,))
+        return Wish(request_id=self.request_id, choices=(choice,), arrived_at=arrived_at)
 
     async def run(self, front: Front, loop: VirtualLoop) -> None:
         """In the gateway's life, as its HTTP server is."""
         self.asked_at = loop.time()
         try:
-            answer = front.gateway.ask(self.wish())
+            answer = front.gateway.ask(self.wish(self.asked_at))
             while not answer.is_complete:
                 if self.leaves_after is not None and len(self.tokens) >= self.leaves_after:
                     answer.cancel(Cancelled("the client left"))
