@@ -79,9 +79,10 @@ def spread(name_ms: str, seconds: Iterable[float | None]) -> dict[str, float]:
     values = [each * 1000 for each in seconds if each is not None]
     ordered = sorted(values)  # sorting what is sorted costs little
     middle = mean(values)
+    distance = math.hypot(*(each - middle for each in values))  # squares of large ones overflow
     return {
         f"mean_{name_ms}": middle,
-        f"std_{name_ms}": math.sqrt(mean([(each - middle) ** 2 for each in values])),
+        f"std_{name_ms}": distance / math.sqrt(len(values)) if values else math.nan,
         f"median_{name_ms}": percentile(ordered, 50),
         **{f"p{percent}_{name_ms}": percentile(ordered, percent) for percent in PERCENTS},
     }

@@ -94,7 +94,8 @@ def test_a_cut_is_of_one_direction_and_heals(net: Network, sockets: list[socket.
     assert sockets[2].recv(16) == b"elsewhere"
     net.heal(0, 1)
     sockets[0].sendto(b"again", (net.address(1), PORT))
-    assert sockets[1].recv(16) == b"again"
+    while (heard := sockets[1].recv(16)) != b"again":  # what an earlier test sent may come yet
+        assert heard != b"lost"
 
 
 def test_an_isolated_host_hears_and_is_heard_by_nobody(
