@@ -260,4 +260,5 @@ def _wants(body: SamplingBody, *, logprobs: bool) -> Wants:
         logprobs=logprobs,
         echoed_logprobs=body.echoed_logprobs if isinstance(body, CompletionBody) else None,
         prompt_logprobs=body.prompt_logprobs,
+        skip_special_tokens=body.skip_special_tokens is not False,
     )

@@ -47,6 +47,7 @@ class Wants:
         None  # likeliest of each token of the echoed prompt; None = nothing of it
     )
     prompt_logprobs: int | None = None  # likewise, in vLLM's form
+    skip_special_tokens: bool = True
 
 
 class Chunks(Protocol):
@@ -218,7 +219,7 @@ class CompletionChunks(_Chunks):
             return super().piece(piece)
         index = piece.index
         ids = self._prompt_token_ids[index]
-        columns = echoed_logprobs(ids, found, num_top, self._tokenizer)
+        columns = echoed_logprobs(ids, self._echoes[index], found, num_top, self._tokenizer)
         text = f"{self.text_opening}{encode_basestring_ascii(self._echoes[index])}"
         echo = self._around(index, text, (), None, self._ids(index), columns)
         return echo + super().piece(piece)
@@ -231,7 +232,10 @@ class CompletionChunks(_Chunks):
 
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
         columns, self._offsets[index] = completion_logprobs(
-            tokens, self._tokenizer, self._offsets[index]
+            tokens,
+            self._tokenizer,
+            self._offsets[index],
+            skip_special_tokens=self._wants.skip_special_tokens,
         )
         return columns
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
 from gateway.tokenizer import Tokenizer
@@ -31,29 +30,27 @@ def chat_logprobs(tokens: Iterable[Token], tokenizer: Tokenizer) -> list[dict[st
 
 
 def completion_logprobs(
-    tokens: Sequence[Token], tokenizer: Tokenizer, first_offset: int
+    tokens: Sequence[Token], tokenizer: Tokenizer, first_offset: int, *, skip_special_tokens: bool
 ) -> tuple[dict[str, Any], int]:
-    """`choices[].logprobs` of completions, and the text offset after these tokens."""
-    names = [tokenizer.token_name(token.token_id) for token in tokens]
+    """`choices[].logprobs` of completions, and the text offset after these tokens, in characters."""
     offsets, following = [], first_offset
-    for name in names:
+    for token in tokens:
         offsets.append(following)
-        following += len(name)
+        following += tokenizer.token_width(token.token_id, skip_special_tokens=skip_special_tokens)
     columns = {
         "text_offset": offsets,
         "token_logprobs": [finite(t.logprobs.sampled) for t in tokens if t.logprobs is not None],
-        "tokens": names,
+        "tokens": [tokenizer.token_name(token.token_id) for token in tokens],
         "top_logprobs": [_top(token, tokenizer) for token in tokens],
     }
     return columns, following
 
 
 def echoed_logprobs(
-    token_ids: Sequence[int], found: PromptLogprobs, num_top: int, tokenizer: Tokenizer
+    token_ids: Sequence[int], text: str, found: PromptLogprobs, num_top: int, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of an echoed prompt. Its first token follows nothing: null."""
+    """`choices[].logprobs` of a prompt echoed as `text`. Its first token follows nothing: null."""
     names = [tokenizer.token_name(token_id) for token_id in token_ids]
-    offsets = list(accumulate(map(len, names), initial=0))[:-1]
     likeliest = [
         {tokenizer.token_name(t): finite(logprob) for t, logprob in zip(ids, values, strict=True)}
         for ids, values in zip(
@@ -63,11 +60,22 @@ def echoed_logprobs(
         )
     ]
     return {
-        "text_offset": offsets,
+        "text_offset": _offsets_in(text, token_ids, tokenizer),
         "token_logprobs": [None, *map(finite, found.logprobs.tolist())],
         "tokens": names,
         "top_logprobs": [None, *likeliest],
     }
+
+
+def _offsets_in(text: str, token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Where each token begins. A special one is in the text where somebody wrote it, and not where the tokenizer
+    put it before what was written."""
+    offsets, following = [], 0
+    for token_id in token_ids:
+        offsets.append(following)
+        written = text.startswith(tokenizer.token_name(token_id), following)
+        following += tokenizer.token_width(token_id, skip_special_tokens=not written)
+    return offsets
 
 
 def joined(echoed: dict[str, Any], following: dict[str, Any]) -> dict[str, Any]:

@@ -108,6 +108,12 @@ class Tokenizer:
         """One token as text for people, with replacement characters for parts of characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
+    def token_width(self, token_id: int, *, skip_special_tokens: bool = True) -> int:
+        """Characters that this token begins in a text; of one that several tokens spell, the first has it."""
+        if skip_special_tokens and token_id in self._codec.special_ids:
+            return 0
+        return sum(byte & 0xC0 != 0x80 for byte in self.token_bytes(token_id))
+
     def decoder(self, *, skip_special_tokens: bool = True) -> TextDecoder:
         """A fresh incremental decoder."""
         if self._bytes is not None and self._bytes_without_special is not None:

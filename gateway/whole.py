@@ -66,11 +66,18 @@ def render_completion(
         tokens = _tokens(pieces)
         logprobs = None
         if wants.logprobs:
-            logprobs, _ = completion_logprobs(tokens, tokenizer, len(echoes[index]))
+            logprobs, _ = completion_logprobs(
+                tokens,
+                tokenizer,
+                len(echoes[index]),
+                skip_special_tokens=wants.skip_special_tokens,
+            )
             found, num_top = pieces[0].prompt_logprobs, wants.echoed_logprobs
             if found is not None and num_top is not None:
                 ids = prompt_token_ids[index]
-                logprobs = joined(echoed_logprobs(ids, found, num_top, tokenizer), logprobs)
+                logprobs = joined(
+                    echoed_logprobs(ids, echoes[index], found, num_top, tokenizer), logprobs
+                )
         prompt = _prompt(wants, tokenizer, prompt_token_ids[index], pieces)
         rendered.append(
             {

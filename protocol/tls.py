@@ -8,6 +8,7 @@ instead. Files that cannot work are refused at start, and nothing is made up. Kn
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
 import ssl
@@ -112,6 +113,17 @@ class Certificates:
         return tuple(path.read_bytes() for path in (files.certificate, files.key, files.authority))  # type: ignore[return-value]
 
 
+class _Socket(ssl.SSLSocket):
+    """Closed when the peer is gone before its handshake, which `wrap_socket` leaves to the garbage collector."""
+
+    def getpeername(self) -> Any:
+        try:
+            return super().getpeername()
+        except OSError as error:
+            self.close()
+            raise ConnectionResetError(errno.ECONNRESET, "the peer is gone") from error
+
+
 def load(files: TlsFiles) -> Certificates:
     """Raises ConfigError for files that no peer could believe."""
     for path in (files.certificate, files.key, files.authority):
@@ -178,6 +190,7 @@ def _require_readable(path: Path) -> None:
 def _context(role: ssl._SSLMethod, files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(role)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.sslsocket_class = _Socket
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an intermediate may be the authority

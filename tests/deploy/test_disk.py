@@ -17,7 +17,7 @@ PROMPT = [(11 * i * i + 5 * i) % 250 for i in range(NUM_BLOCKS * BLOCK_SIZE + 3)
 
 def until_stored(cluster: Cluster) -> None:
     def num_stored() -> int:
-        [store] = [i for i in cluster.instances() if i["instance_id"] == "store-0"]
+        store = cluster.instance("store-0")
         found: int = store["indexed_blocks"]
         return found
 

@@ -67,6 +67,14 @@ class Cluster(LocalCluster):
             listed: list[dict[str, Any]] = client.get("/v1/cluster").json()["instances"]
             return listed
 
+    def instance(self, instance_id: str) -> dict[str, Any]:
+        """What the cluster says of a member, which it may have lost for a moment where many processes run."""
+        give_up_at = time.monotonic() + PATIENCE_S
+        while not (found := [i for i in self.instances() if i["instance_id"] == instance_id]):
+            assert time.monotonic() < give_up_at, f"{instance_id} is no member"
+            time.sleep(0.1)
+        return found[0]
+
     def epoch(self, instance_id: str) -> int:
         """Of the instance's latest start; 0 while it is not a member."""
         found = [i["epoch"] for i in self.instances() if i["instance_id"] == instance_id]
@@ -74,7 +82,7 @@ class Cluster(LocalCluster):
 
     def status(self, instance_id: str) -> worker_pb2.WorkerStatus:
         """What a worker says of itself, now."""
-        [found] = [i for i in self.instances() if i["instance_id"] == instance_id]
+        found = self.instance(instance_id)
         with grpc.insecure_channel(found["rpc_address"]) as channel:
             return worker_pb2_grpc.WorkerStub(channel).GetStatus(
                 worker_pb2.GetStatusRequest(),

@@ -39,10 +39,6 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         assert not started.tracebacks(), started.logs()
 
 
-def instance(cluster: Cluster, instance_id: str) -> dict[str, Any]:
-    return next(i for i in cluster.instances() if i["instance_id"] == instance_id)
-
-
 def switch(cluster: Cluster, instance_id: str, to: str, drain_s: float) -> int:
     arguments = [instance_id, to, "--url", cluster.url, "--drain-s", str(drain_s)]
     return role.main(arguments, {"MOONSERVE_CLUSTER_TOKEN": cluster.token})
@@ -102,7 +98,7 @@ def test_a_stream_goes_on_while_its_decode_worker_becomes_a_prefill_worker_and_b
     wanted = expected(cluster, LONG)
     stream = Stream(cluster, LONG)
     stream.read(3)
-    before = instance(cluster, stream.decode)
+    before = cluster.instance(stream.decode)
     assert switch(cluster, stream.decode, "prefill", drain_s) == 0
     stream.read(LONG)
     stream.close()
@@ -110,7 +106,7 @@ def test_a_stream_goes_on_while_its_decode_worker_becomes_a_prefill_worker_and_b
     attempts = decisions(cluster, stream.request_id)
     assert 1 <= len(attempts) <= most_attempts
     assert all(later["decode"] != stream.decode for later in attempts[1:])
-    after = instance(cluster, stream.decode)
+    after = cluster.instance(stream.decode)
     assert (before["role"], after["role"]) == ("decode", "prefill")
     assert after["epoch"] > before["epoch"]
     assert expected(cluster, LONG) == wanted
@@ -176,10 +172,10 @@ def test_the_prefix_cache_survives_a_change_of_role(cluster: Cluster) -> None:
         for i in cluster.instances()
         if i["role"] == "decode" and i["indexed_blocks"] >= num_blocks
     )
-    held = instance(cluster, holder)["indexed_blocks"]
+    held = cluster.instance(holder)["indexed_blocks"]
     assert switch(cluster, holder, "prefill", 300.0) == 0
     cluster.wait_for(
-        "its blocks in the index", lambda: instance(cluster, holder)["indexed_blocks"] >= held
+        "its blocks in the index", lambda: cluster.instance(holder)["indexed_blocks"] >= held
     )
     answer = cluster.complete(PROMPT, max_tokens=2, **WISH)
     (decision,) = decisions(cluster, answer["id"])

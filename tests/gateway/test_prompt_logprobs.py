@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import aiohttp
+import pytest
 
+from gateway.logprobs import echoed_logprobs
 from gateway.tokenizer import Tokenizer
 from protocol.errors import PeerLost
+from protocol.prompt_logprobs import PromptLogprobs
 from tests.gateway.scripted_cluster import BLOCK_SIZE, Run, ScriptedCluster
 
 PROMPT = "to be or not to be"
@@ -102,6 +106,24 @@ async def test_an_echoed_prompt_has_them_before_the_answers_own(
     assert logprobs["text_offset"][0] == 0
     assert logprobs["text_offset"][len(ids)] == len(PROMPT)
     assert {len(column) for column in logprobs.values()} == {len(ids) + 3}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ("h\u00e9\U0001f600 yes", ""),  # characters of several tokens
+        ("<|bos|>twice<|bos|>", ""),  # somebody wrote them
+        ("plain", "<|bos|>"),
+    ],
+)
+def test_offsets_are_places_in_the_echoed_text(
+    tokenizer: Tokenizer, prompt: str, before: str
+) -> None:
+    ids = tokenizer.encode(before + prompt, add_special_tokens=False)
+    found = PromptLogprobs.joined([], 0)
+    offsets = echoed_logprobs(ids, prompt, found, 0, tokenizer)["text_offset"]
+    texts = (tokenizer.decode(ids[:n]).removeprefix(before) for n in range(len(ids)))
+    assert offsets == [len(re.sub("\ufffd+$", "?", text)) for text in texts]
 
 
 async def test_a_stream_says_the_same_as_a_whole_reply(http: aiohttp.ClientSession) -> None:

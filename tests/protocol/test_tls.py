@@ -6,8 +6,10 @@ Refusals are looked at from both sides, over gRPC and lean connections, against 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -241,3 +243,16 @@ def test_files_that_peers_would_refuse_are_refused_at_start(
         load(replace(good, key=Path("/nowhere/key.pem")))
     with pytest.raises(ConfigError, match="peers would refuse"):
         load(replace(good, authority=other.certificate))
+
+
+async def test_a_peer_that_is_gone_before_the_handshake_leaves_no_socket(tls: Certificates) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sock = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()  # resets it
+    fd = sock.fileno()
+    with pytest.raises(ConnectionResetError):
+        tls.initiator.wrap_socket(sock)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
