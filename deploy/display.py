@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from deploy.local import READY
 from deploy.supervisor import Child
 
 _STYLES = {"ready": "green", "restarting": "red"}
@@ -60,7 +61,7 @@ class Display:
         self.close()
         url = next(c.facts["http"] for c in self._children if "http" in c.facts)
         self._console.print(self._table())
-        self._console.print(f"moonserve is ready on {url}   dashboard {url}/dashboard")
+        self._console.print(f"{READY} {url}   dashboard {url}/dashboard")
         self._console.print("Try it:")
         self._console.print(
             f"  curl {url}/v1/completions -H 'Content-Type: application/json' "

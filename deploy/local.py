@@ -19,6 +19,7 @@ from pathlib import Path
 
 from protocol.errors import MoonserveError
 
+READY = "moonserve is ready on"  # the launcher's line when everything is
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
@@ -68,9 +69,10 @@ class LocalCluster:
         return "".join(self._output)
 
     def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Returns when the endpoint takes requests. Raises MoonserveError when it does not come up."""
+        """Returns when every process is ready and the endpoint takes requests. Raises MoonserveError when they do not
+        come up."""
         deadline = time.monotonic() + timeout_s
-        while not self.is_ready():
+        while READY not in self.output:
             if self.process.poll() is not None:
                 self._reader.join()
                 raise MoonserveError(f"serve ended with {self.process.returncode}:\n{self.output}")

@@ -166,9 +166,12 @@ def test_a_prefix_from_the_store_is_as_good_as_a_computed_one(tmp_path: Path) ->
             assert paper.take(cluster) == paper.reusable
         kill_prefill_workers(cluster)
         with BackgroundLoad(cluster, paper.vocab_size, seed=2):
-            assert paper.take(cluster) == paper.reusable
+            cached = paper.take(cluster)
+        # What a busy machine computes sooner than it reads it is computed, whole.
+        assert all(found in (0, most) for found, most in zip(cached, paper.reusable, strict=True))
+        assert sum(cached) > sum(paper.reusable) / 2
         loaded = [cluster.counters(name)["store_hit_blocks"] for name in PREFILL_WORKERS]
-        assert sum(loaded) * paper.shape.block_size >= sum(paper.reusable)
+        assert sum(loaded) * paper.shape.block_size >= sum(cached)
 
 
 def stored_blocks(cluster: Cluster) -> int:
