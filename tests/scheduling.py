@@ -2,7 +2,8 @@
 
 A file's tests stay together, in one process and in their order, since they share what its fixtures start; so do the
 files of a folder in `TOGETHER`. The tests of `APART` start all they need themselves and go wherever there is room. What
-takes longest comes first, so that nothing long is left when all else has ended. Knows nothing of what the tests do.
+takes longest comes first, so that nothing long is left when all else has ended, and clusters of processes run beside
+what needs little. Knows nothing of what the tests do.
 """
 
 from __future__ import annotations
@@ -55,6 +56,21 @@ APART = (
 )
 """Beginnings of test ids that have nothing in common with their neighbours."""
 
+CLUSTERS = (
+    "tests/rdma/",
+    "tests/e2e/",
+    "tests/deploy/",
+    "tests/docs/",
+    "tests/networks/",
+    "tests/chaos/",
+    "tests/benchmarks/",
+    "tests/kvstore/faults/",
+    "tests/kvstore/replication/test_cluster.py",
+    "tests/kvstore/directory/test_cluster.py",
+)
+"""Beginnings of test ids that start many processes: at most half of pytest's processes run such tests while there are
+others, since the processors are shared by all that a cluster consists of, and what waits for them grows slow."""
+
 TOGETHER = ("tests/engine/",)  # they share their models
 """Folders that are one piece."""
 
@@ -74,6 +90,23 @@ class Scheduling(LoadScopeScheduling):
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)
         config.option.loadscopereorder = False
+
+    def _assign_work_unit(self, node: Any) -> None:
+        if self._num_running_clusters() >= max(1, len(self.nodes) // 2):
+            others = (scope for scope in self.workqueue if not scope.startswith(CLUSTERS))
+            if (scope := next(others, None)) is not None:
+                self.workqueue.move_to_end(scope, last=False)
+        super()._assign_work_unit(node)
+
+    def _num_running_clusters(self) -> int:
+        """Processes that have such tests before them."""
+        return sum(
+            any(
+                scope.startswith(CLUSTERS) and not all(done.values())
+                for scope, done in work.items()
+            )
+            for work in self.assigned_work.values()
+        )
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(APART):
