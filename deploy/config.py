@@ -77,6 +77,11 @@ class ServeConfig(
     decode_tensor_parallel_size: int | None = option(
         None, help="--tensor-parallel-size of decode workers, where it is another one"
     )
+    store_reads: str = option(
+        "auto",
+        help="read stored prefixes instead of computing them: where that is predicted to be faster, always, or never",
+        choices=("auto", "always", "never"),
+    )
     layered_loads: str = option(
         "auto",
         help="compute behind stored prefixes while they are read layer by layer: where that is "

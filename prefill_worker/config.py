@@ -52,6 +52,11 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
         help="blocks of waiting requests that stores are asked to fetch from disk ahead of time; "
         "half of what the worker's own KV memory holds when not given, 0 = none",
     )
+    store_reads: str = option(
+        "auto",
+        help="read a stored prefix instead of computing it: where that is predicted to be faster, always, or never",
+        choices=("auto", "always", "never"),
+    )
     layered_loads: str = option(
         "auto",
         help="read a stored prefix layer by layer and compute behind it meanwhile: where that is "
@@ -123,6 +128,7 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
             max_pending_puts=self.max_pending_puts,
             max_prefetch_blocks=self._prefetch_limit(plan),
             num_layers=plan.layout.num_layers,
+            store_reads=self.store_reads,
             layered_loads="never" if self._computes_in_several else self.layered_loads,
             num_stages=self.pipeline_parallel_size,
             policy=self.scheduling_policy,

@@ -42,6 +42,7 @@ class Limits:
     max_pending_puts: int = 4096
     max_prefetch_blocks: int = 64
     num_layers: int = 1  # of which a prefix is read one after the other, where there are several
+    store_reads: str = "auto"  # by predicted time, "always" or "never"
     layered_loads: str = "auto"  # by predicted gain, "always" or "never"
     # What a step may wait beyond the time that missing layers should take: stalls of a busy machine.
     spare_wait_s: float = 0.1
@@ -222,6 +223,7 @@ def _loads(limits: Limits, profile: PrefillProfile) -> PrefixLoads:
     return PrefixLoads(
         profile,
         Layers(limits.num_layers, limits.layered_loads),
+        reads=limits.store_reads,
         block_bytes=limits.block_bytes,
         block_size=limits.block_size,
         chunk_tokens=limits.max_num_batched_tokens,

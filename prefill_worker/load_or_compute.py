@@ -130,12 +130,14 @@ class PrefixLoads:
         profile: PrefillProfile,
         layers: Layers,
         *,
+        reads: str = "auto",
         block_bytes: int,
         block_size: int,
         chunk_tokens: int,
     ) -> None:
         self.profile = profile
         self._layers = layers
+        self._reads = reads  # by predicted time, "always" or "never"
         self._chunk_tokens = chunk_tokens
         self._block_bytes = block_bytes
         self._block_size = block_size
@@ -169,6 +171,8 @@ class PrefixLoads:
         ]
         compute_s = [self.profile.seconds(num_tokens, end) for end in ends]
         choice = choose(part_s, compute_s, busy_s, gains_s)
+        if self._reads != "auto":
+            choice = replace(choice, num_parts=len(offers) if self._reads == "always" else 0)
         if gains_s[choice.num_parts] or (self._layers.mode == "always" and choice.num_parts):
             choice = replace(choice, layers_at_once=at_once[choice.num_parts])
         for store, _ in offers[choice.num_parts :]:

@@ -33,7 +33,14 @@ def tokens_and_cached(answer: dict[str, Any]) -> tuple[str, int]:
 def test_the_prefixes_of_a_stopped_cluster_are_there_after_its_next_start(tmp_path: Path) -> None:
     make_model("llama", tmp_path / "model")
     flags: tuple[str, ...] = ("--dtype", "float32", "--dram", "64MiB", "--kv-cache-memory", "32MiB")
-    flags += ("--ssd", f"{tmp_path / 'disk'}:256MiB", "--num-threads", "1")
+    flags += (
+        "--ssd",
+        f"{tmp_path / 'disk'}:256MiB",
+        "--num-threads",
+        "1",
+        "--store-reads",
+        "always",
+    )
     with running_cluster(tmp_path / "model", tmp_path / "first", *flags) as cluster:
         text, cached = tokens_and_cached(cluster.complete(PROMPT, temperature=0, max_tokens=8))
         assert cached == 0

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 FLAGS = (
     *("--dtype", "float32", "--block-size", "32", "--kv-cache-memory", "64MiB"),
     *("--max-num-batched-tokens", "64", "--ttft-slo", "10000", "--num-threads", "1"),
-    *("--conditional-disaggregation", "on", "--admission", "none"),
+    *("--conditional-disaggregation", "on", "--admission", "none", "--store-reads", "always"),
     # Queues have to last: in order of arrival, and computed as slowly as can be.
     *("--placement-policy", "global-cache-aware", "--kernels", "torch"),
 )

@@ -19,7 +19,10 @@ from tests.random_models import make_model
 pytestmark = pytest.mark.e2e
 
 BLOCK_SIZE = 16
-FLAGS = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-memory", "8MiB")
+FLAGS = (
+    *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-memory", "8MiB"),
+    *("--store-reads", "always"),
+)
 PROMPT = random.Random(0).choices(range(256), k=5 * BLOCK_SIZE + 7)
 NUM_BLOCKS = len(PROMPT) // BLOCK_SIZE
 

@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 FLAGS = (
     *("--device", "cpu-staged", "--dtype", "float32", "--num-threads", "1"),
     *("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", "100"),
-    *("--layered-loads", "always", "--async-scheduling"),
+    *("--store-reads", "always", "--layered-loads", "always", "--async-scheduling"),
 )
 LENGTHS = (1, 5, 16, 17, 100, 513)
 

@@ -231,10 +231,11 @@ def test_small_prefixes_are_read_in_few_turns_or_at_once() -> None:
     assert Layers(12, "always").at_once(1) == 1
 
 
-def _loads(layers: Layers) -> PrefixLoads:
+def _loads(layers: Layers, reads: str = "auto") -> PrefixLoads:
     return PrefixLoads(
         PrefillProfile(c0=0.0, c1=0.001, c2=0.0),
         layers,
+        reads=reads,
         block_bytes=1 << 20,
         block_size=4,
         chunk_tokens=64,
@@ -258,6 +259,22 @@ def test_what_gains_nothing_is_read_at_once(
         now=0.0,
     )
     assert (choice.num_parts, choice.layers_at_once) == (1, expected)
+
+
+@pytest.mark.parametrize(
+    ("reads", "seconds", "num_parts"),
+    [("auto", 100.0, 0), ("always", 100.0, 1), ("auto", 0.001, 1), ("never", 0.001, 0)],
+)
+def test_what_is_slow_to_read_is_computed_unless_told_otherwise(
+    reads: str, seconds: float, num_parts: int
+) -> None:
+    loads = _loads(Layers(1), reads)
+    wish = {"reader_host": HOME.host, "num_tokens": 850, "num_cached": 0, "busy_s": 0.0, "now": 0.0}
+    for _ in range(20):
+        first = loads.choose([(HOME, 200)], **wish)
+        read = ev.PartRead(store=HOME, num_bytes=200 << 20, seconds=seconds)
+        loads.ended([read], first, HOME.host, 0.0)
+    assert loads.choose([(HOME, 200)], **wish).num_parts == num_parts
 
 
 def test_a_slower_store_is_read_from_where_computing_hides_it() -> None:
