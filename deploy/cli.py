@@ -32,7 +32,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "explain": ("deploy.explain", "main", "why a request went where it went: explain ID"),
     "top": ("deploy.top", "main", "the cluster live: queues, latencies, caches, transfers"),
     "chat": ("deploy.chat", "main", "talk to the model, with what each answer took: chat [PROMPT]"),
-    "doctor": ("deploy.doctor", "main", "examine this machine, its transports and a peer"),
+    "doctor": ("deploy.doctor.command", "main", "examine this machine, its transports and a peer"),
     "profile": ("deploy.profile", "main", "measure a model on this machine: profile [MODEL]"),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),
     "simulate": ("traces.simulator.command", "main", "a cluster in virtual time: simulate TRACE"),

@@ -22,9 +22,10 @@ import numpy as np
 from conductor.cost.decode import DecodeFit, fit_decode
 from conductor.cost.prefill import PrefillFit, fit_prefill
 from conductor.policies import DEFAULT_POLICY
-from deploy import disk_speed, profile_report, serving_probe, serving_profile
+from deploy import profile_report, serving_probe, serving_profile
+from deploy.doctor import disk_speed
+from deploy.doctor.transfer_checks import try_transport
 from deploy.serving_calibration import calibrated
-from deploy.transfer_checks import try_transport
 from engine.config import ModelConfig, load_model_config
 from engine.format_config import FormatConfig
 from engine.hub import resolve_model

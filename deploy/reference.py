@@ -13,7 +13,7 @@ from pathlib import Path
 from conductor.config import ConductorConfig
 from decode_worker.config import DecodeConfig
 from deploy.config import ServeConfig
-from deploy.doctor import DoctorConfig
+from deploy.doctor.command import DoctorConfig
 from deploy.profile import ProfileConfig
 from deploy.undivided.config import UndividedConfig
 from deploy.worker.config import WorkerConfig

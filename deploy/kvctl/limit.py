@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from deploy.amounts import size
 from deploy.explain import DEFAULT_URL, KEY_ENV, URL_ENV
 from deploy.gateway_view import cluster_view
 from deploy.kvctl import verb
@@ -26,7 +27,6 @@ from deploy.kvctl.output import (
     Output,
     Table,
     bar,
-    size,
 )
 from protocol.config import parse_bytes
 from protocol.errors import ConfigError, MoonserveError, NoWorker, PeerLost

@@ -20,7 +20,6 @@ EXIT_UNREACHABLE = 3  # a node or the registry; what the others said was printed
 EXIT_INTERRUPTED = 130  # as shells count SIGINT
 
 SHORT_KEY_DIGITS = 16
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _BAR_CELLS = 10
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -101,15 +100,6 @@ class Table:
             cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns
         ]
         return "  ".join(texts).rstrip()
-
-
-def size(num_bytes: float) -> str:
-    """`3.2 GiB`."""
-    unit = 0
-    while num_bytes >= 1024 and unit < len(_UNITS) - 1:
-        num_bytes /= 1024
-        unit += 1
-    return f"{num_bytes:.1f} {_UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
 
 
 def bar(share: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from deploy.amounts import size
 from deploy.kvctl import keys, objects, verb
 from deploy.kvctl.cluster import Cluster, tell_lost
 from deploy.kvctl.objects import Replica
@@ -15,7 +16,6 @@ from deploy.kvctl.output import (
     Output,
     Table,
     count,
-    size,
 )
 from protocol.keys import BlockKey
 from protocol.pb import directory_pb2

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from deploy import machine_checks, peer_checks
 from deploy.cli import main
-from deploy.findings import Finding, State, as_json, as_text
+from deploy.doctor import machine_checks, peer_checks
+from deploy.doctor.findings import Finding, State, as_json, as_text
 from transfer import TransferEngine, TransferOptions
 from transfer.rails.topology import parse
 from transfer.rdma.device import discover

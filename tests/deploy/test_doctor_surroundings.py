@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy import gpu_checks, rdma_checks, service_checks
 from deploy.cli import main
-from deploy.findings import Finding, State
+from deploy.doctor import gpu_checks, rdma_checks, service_checks
+from deploy.doctor.findings import Finding, State
 from engine.device import Gpu
 from protocol.errors import ConfigError
 from tests.ports import free_port
@@ -137,7 +137,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, found: list[Gpu] | Exception) -> list[
 def test_each_gpu_is_named_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     idle, busy = gpus(monkeypatch, [Gpu("H200", 140 << 30, 139 << 30), Gpu("H200", 140 << 30, 1)])
     assert (idle.state, busy.state) == (State.OK, State.WARN)
-    assert "H200, 140 GiB" in idle.text
+    assert "H200, 140.0 GiB" in idle.text
     assert "--gpu-memory-utilization" in busy.remedy
 
 

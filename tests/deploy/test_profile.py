@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
-from deploy.disk_speed import read_bytes_per_s
+from deploy.doctor.disk_speed import read_bytes_per_s
 from protocol.errors import ConfigError
 from tests.random_models import make_model
 from traces.simulator.profiles import read_profile

@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from deploy.kvctl.output import Output, Table, bar, count, size
+from deploy.amounts import size
+from deploy.kvctl.output import Output, Table, bar, count
 
 
 @pytest.mark.parametrize(

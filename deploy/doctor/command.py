@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import (
+from deploy.doctor import (
     findings,
     gpu_checks,
     machine_checks,
@@ -24,7 +24,7 @@ from deploy import (
     service_checks,
     transfer_checks,
 )
-from deploy.findings import Finding
+from deploy.doctor.findings import Finding
 from protocol.config import HelpRequested, load, option
 from protocol.errors import ConfigError
 from protocol.process import EXIT_CONFIG

@@ -14,7 +14,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploy.findings import Finding, State, size
+from deploy.amounts import size
+from deploy.doctor.findings import Finding, State
 from transfer.native import data_plane
 
 PACKAGES = ("moonserve", "torch", "transformers", "numpy", "grpcio", "xxhash")

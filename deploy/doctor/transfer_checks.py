@@ -16,7 +16,8 @@ from statistics import median
 
 import numpy as np
 
-from deploy.findings import Finding, State, rate
+from deploy.amounts import rate
+from deploy.doctor.findings import Finding, State
 from protocol.errors import ConfigError, MoonserveError
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.base import LENGTH, Rail

@@ -78,16 +78,3 @@ def _entry(finding: Finding) -> dict[str, Any]:
     if finding.facts:
         entry["facts"] = dict(finding.facts)
     return entry
-
-
-def size(num_bytes: float) -> str:
-    """In the unit that people read: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
-
-
-def rate(bytes_s: float) -> str:
-    return f"{bytes_s / 1e9:.2f} GB/s"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from deploy.findings import Finding, State
+from deploy.doctor.findings import Finding, State
 from protocol.errors import Incompatible, MoonserveError, Unauthenticated
 from transfer import TransferEngine, TransferOptions
 from transfer.address import Address, host_identity, parse

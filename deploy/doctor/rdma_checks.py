@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Network
 from pathlib import Path
 
-from deploy.findings import Finding, State
+from deploy.doctor.findings import Finding, State
 from transfer.rdma.device import Port, discover
 
 SECTION = "rdma"

@@ -5,7 +5,8 @@ Its rule: where the drivers show none, torch is not imported, which takes second
 
 from __future__ import annotations
 
-from deploy.findings import Finding, State, size
+from deploy.amounts import size
+from deploy.doctor.findings import Finding, State
 from engine.device import Gpu, count_gpus, usable_gpus
 from protocol.errors import ConfigError
 
