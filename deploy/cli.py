@@ -33,7 +33,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "top": ("deploy.top", "main", "the cluster live: queues, latencies, caches, transfers"),
     "chat": ("deploy.chat", "main", "talk to the model, with what each answer took: chat [PROMPT]"),
     "doctor": ("deploy.doctor.command", "main", "examine this machine, its transports and a peer"),
-    "profile": ("deploy.profile", "main", "measure a model on this machine: profile [MODEL]"),
+    "profile": (
+        "deploy.profile.command",
+        "main",
+        "measure a model on this machine: profile [MODEL]",
+    ),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),
     "simulate": ("traces.simulator.command", "main", "a cluster in virtual time: simulate TRACE"),
     "plan": ("traces.planner.command", "main", "the cluster that a trace needs: plan TRACE"),

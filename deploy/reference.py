@@ -14,7 +14,7 @@ from conductor.config import ConductorConfig
 from decode_worker.config import DecodeConfig
 from deploy.config import ServeConfig
 from deploy.doctor.command import DoctorConfig
-from deploy.profile import ProfileConfig
+from deploy.profile.config import ProfileConfig
 from deploy.undivided.config import UndividedConfig
 from deploy.worker.config import WorkerConfig
 from gateway.config import GatewayConfig

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.serving_probe import steps_between
-from deploy.serving_runs import Observations, PromptRun, StepRun
-from deploy.serving_terms import terms_of
+from deploy.profile.probe import steps_between
+from deploy.profile.runs import Observations, PromptRun, StepRun
+from deploy.profile.terms import terms_of
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.timeline import Timeline

@@ -22,17 +22,17 @@ import numpy as np
 from conductor.cost.decode import DecodeFit, fit_decode
 from conductor.cost.prefill import PrefillFit, fit_prefill
 from conductor.policies import DEFAULT_POLICY
-from deploy import profile_report, serving_probe, serving_profile
 from deploy.doctor import disk_speed
 from deploy.doctor.transfer_checks import try_transport
-from deploy.serving_calibration import calibrated
+from deploy.profile import probe, report, serving
+from deploy.profile.calibration import calibrated
+from deploy.profile.config import ProfileConfig
 from engine.config import ModelConfig, load_model_config
-from engine.format_config import FormatConfig
 from engine.hub import resolve_model
 from engine.pool_plan import PoolPlan, plan_pool
 from engine.replica_config import ReplicaConfig
 from models import demo_model_path
-from protocol.config import HelpRequested, load, option, require_at_least_1
+from protocol.config import HelpRequested, load
 from protocol.errors import ConfigError
 from protocol.machine import cache_folder
 from protocol.process import EXIT_CONFIG
@@ -42,12 +42,10 @@ from traces.simulator.spec import ClusterSpec, Crowding, ModelProfile, Overheads
 from transfer.options import TransferOptions
 
 if TYPE_CHECKING:
-    from deploy.serving_runs import Answered, PromptRun, StepRun
-    from deploy.serving_terms import ServingTerms
+    from deploy.profile.runs import Answered, PromptRun, StepRun
+    from deploy.profile.terms import ServingTerms
     from engine.engine import Engine
     from engine.profile import DecodePoint, Grid, PrefillPoint
-
-MIB = 2**20
 
 # Options that a cluster is started with.
 _OF_WORKERS = (
@@ -64,62 +62,6 @@ _OF_WORKERS = (
 
 # `cpu` leaves out the time that other programs had the processor.
 _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig(FormatConfig):
-    """Options of `moonserve profile`; those that a worker has too mean the same."""
-
-    model: str | None = option(
-        None, help="local Hugging Face folder or hub name; the demo model when not given"
-    )
-    json: str | None = option(None, help="file for the profile, as moonserve simulate reads it")
-    name: str | None = option(None, help="name of the profile; the model's when not given")
-    kv_cache_memory: int = option(256 * MIB, help="bytes of KV of a worker", unit="bytes")
-    dram: int = option(512 * MIB, help="bytes of KV of a store node", unit="bytes")
-    max_num_seqs: int = option(64, help="sequences in one decode batch")
-    max_num_batched_tokens: int = option(512, help="tokens of prompt computed in one step")
-    num_threads: int = option(1, help="compute threads")
-    cache_dir: str | None = option(
-        None, help="folder that keeps compiled kernels; ~/.cache/moonserve when not given"
-    )
-    disk: str | None = option(
-        None, help="folder whose disk is measured; that of temporary files when not given"
-    )
-    budget_s: float = option(120.0, help="seconds for the model's steps; more make longer prompts")
-    clock: str = option(
-        "wall",
-        help="cpu = the process's own time, on a machine that is busy with other things",
-        choices=tuple(_CLOCKS),
-    )
-    serving: bool = option(
-        False, help="measure through a cluster on this machine, with all that serving adds"
-    )
-    prefill_workers: int = option(1, help="with --serving: its prefill workers")
-    decode_workers: int = option(1, help="with --serving: its decode workers")
-    load_prompt_tokens: int = option(
-        512, help="with --serving: mean length of the prompts that will come"
-    )
-    load_answer_tokens: int = option(64, help="with --serving: likewise of the answers")
-
-    def __post_init__(self) -> None:
-        require_at_least_1(
-            self,
-            "block_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "num_threads",
-            "prefill_workers",
-            "decode_workers",
-            "load_prompt_tokens",
-            "load_answer_tokens",
-        )
-        if self.serving and self.clock != "wall":
-            raise ConfigError("--serving sees what a client sees: it needs --clock wall")
-        if not self.budget_s > 0:
-            raise ConfigError("--budget-s must be above 0")
-        if self.clock == "cpu" and self.num_threads > 1:
-            raise ConfigError("--clock cpu adds up all threads: it needs --num-threads 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +127,9 @@ def run(config: ProfileConfig) -> ModelProfile:
         ("tcp over loopback", rates.tcp),
         ("disk, reading", rates.disk),
     )
-    print(profile_report.as_text(timed.prefill, timed.decode, shown))
+    print(report.as_text(timed.prefill, timed.decode, shown))
     if config.serving:
-        print("", *serving_profile.as_text(profile.overheads, profile.crowding), sep="\n")
+        print("", *serving.as_text(profile.overheads, profile.crowding), sep="\n")
     if config.json is not None:
         write_profile(profile, Path(config.json), measured=_measured(config, timed))
         print(f"\nwritten to {config.json}")
@@ -195,7 +137,7 @@ def run(config: ProfileConfig) -> ModelProfile:
 
 
 def _measure_serving(config: ProfileConfig) -> _Timed:
-    shape = serving_profile.ClusterShape(
+    shape = serving.ClusterShape(
         model=None if config.model is None else resolve_model(config.model),
         num_prefill=config.prefill_workers,
         num_decode=config.decode_workers,
@@ -206,9 +148,9 @@ def _measure_serving(config: ProfileConfig) -> _Timed:
             for part in (f"--{name.replace('_', '-')}", str(getattr(config, name)))
         ),
     )
-    terms, seen = serving_profile.measure(
+    terms, seen = serving.measure(
         shape,
-        serving_probe.Grid(
+        probe.Grid(
             load_prompt_tokens=config.load_prompt_tokens,
             load_answer_tokens=config.load_answer_tokens,
         ),

@@ -3,7 +3,7 @@
 Sends prompts that nobody has sent before, alone and beside others, and notes what came when; how long a prompt waited,
 loaded and computed is the prefill worker's own report, as the conductor explains it. Its rule: runs of one shape lie
 far apart and what is compared is measured in turn, so that a busy neighbour disturbs some of each and not all of one.
-Makes no formula of it: that is `serving_terms`.
+Makes no formula of it: that is `terms`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from deploy.serving_runs import Answered, Observations, PromptRun, StepRun
+from deploy.profile.runs import Answered, Observations, PromptRun, StepRun
 from protocol.errors import ConfigError
 from protocol.timeline import Timeline
 from traces.client import ModelFacts, Outcome, StreamClient

@@ -16,8 +16,8 @@ import numpy as np
 from conductor.cost.decode import DecodeFit, fit_decode
 from conductor.cost.prefill import PrefillFit
 from conductor.cost.residuals import report_errors
-from deploy.serving_bursts import handoffs_of, steps_of
-from deploy.serving_runs import Observations, PromptRun, StepRun
+from deploy.profile.bursts import handoffs_of, steps_of
+from deploy.profile.runs import Observations, PromptRun, StepRun
 from protocol.errors import ConfigError
 from protocol.fitting import fit_relative
 from protocol.profile import DecodeProfile, PrefillProfile

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deploy.serving_runs import Answered
+from deploy.profile.runs import Answered
 from protocol.timeline import mean
 from traces.format import TraceRecord
 from traces.simulator.run import simulate

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.serving_calibration import calibrated
-from deploy.serving_runs import Answered
-from tests.deploy.test_serving_terms import DECODE, NEAR, PREFILL
+from deploy.profile.calibration import calibrated
+from deploy.profile.runs import Answered
+from tests.deploy.profile.test_terms import DECODE, NEAR, PREFILL
 from traces.simulator.spec import ClusterSpec, ModelProfile, Overheads
 
 LENGTHS = (100, 300, 500, 700)

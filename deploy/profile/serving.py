@@ -1,7 +1,6 @@
 """Starts a cluster as `moonserve serve` does, measures it from outside, stops it: `moonserve profile --serving`.
 
-Knows how to start what is to be measured; what is measured is `serving_probe`'s business, what follows from it
-`serving_terms`'.
+Knows how to start what is to be measured; what is measured is `probe`'s business, what follows from it `terms`'.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.local import LocalCluster, running
-from deploy.serving_probe import Grid, Probe
-from deploy.serving_runs import Observations
-from deploy.serving_terms import ServingTerms, terms_of
+from deploy.profile.probe import Grid, Probe
+from deploy.profile.runs import Observations
+from deploy.profile.terms import ServingTerms, terms_of
 from protocol.errors import ConfigError, MoonserveError
 from traces.client import StreamClient
 from traces.simulator.spec import Crowding, Overheads

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from deploy.serving_runs import Answered, StepRun
+from deploy.profile.runs import Answered, StepRun
 
 _FEWEST_GAPS = 4  # that tell a step time
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.serving_bursts import handoffs_of, steps_of
-from deploy.serving_runs import Answered
-from deploy.serving_terms import terms_of
-from tests.deploy.test_serving_terms import CHUNK, DECODE, NEAR, observed, prompt, step
+from deploy.profile.bursts import handoffs_of, steps_of
+from deploy.profile.runs import Answered
+from deploy.profile.terms import terms_of
+from tests.deploy.profile.test_terms import CHUNK, DECODE, NEAR, observed, prompt, step
 
 TOKENS = 500
 
