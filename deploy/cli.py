@@ -19,9 +19,13 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "conductor": ("conductor.__main__", "main", "run the global scheduler"),
     "deploy": ("deploy.ray.command", "main", "run a cluster on Ray: deploy ray FILE | status | …"),
     "worker": ("deploy.cli", "worker", "run a worker: --role prefill|decode"),
-    "role": ("deploy.role", "main", "change a running worker's role: role INSTANCE prefill|decode"),
+    "role": (
+        "deploy.remote.role",
+        "main",
+        "change a running worker's role: role INSTANCE prefill|decode",
+    ),
     "drain": (
-        "deploy.drain",
+        "deploy.remote.drain",
         "main",
         "take a running worker or store node out of service: drain ID",
     ),
@@ -29,9 +33,13 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "directory": ("kvstore.directory.__main__", "main", "run the index over all KV store nodes"),
     "kvctl": ("deploy.kvctl.main", "main", "look into a running KV store, and operate it; limits"),
     "keys": ("deploy.keys", "main", "API keys: keys add | list | revoke | hash"),
-    "explain": ("deploy.explain", "main", "why a request went where it went: explain ID"),
-    "top": ("deploy.top", "main", "the cluster live: queues, latencies, caches, transfers"),
-    "chat": ("deploy.chat", "main", "talk to the model, with what each answer took: chat [PROMPT]"),
+    "explain": ("deploy.remote.explain", "main", "why a request went where it went: explain ID"),
+    "top": ("deploy.remote.top", "main", "the cluster live: queues, latencies, caches, transfers"),
+    "chat": (
+        "deploy.remote.chat",
+        "main",
+        "talk to the model, with what each answer took: chat [PROMPT]",
+    ),
     "doctor": ("deploy.doctor.command", "main", "examine this machine, its transports and a peer"),
     "profile": (
         "deploy.profile.command",

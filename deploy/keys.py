@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from deploy.kvctl.output import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE, Output, Table
+from deploy.terminal.endings import EXIT_NOT_FOUND, EXIT_OK, EXIT_USAGE, exit_code, explained
+from deploy.terminal.output import Output, Table
 from gateway.identity import redis_keys
 from gateway.keys.file import KeyFile
 from gateway.keys.holder import KeyStore
 from gateway.keys.record import ApiKey, KeyLimits, check_strength, digest_of, new_key
-from protocol.errors import ConfigError, InvalidRequest, MoonserveError, PeerError
+from protocol.errors import ConfigError, MoonserveError
 
 FILE_ENV = "MOONSERVE_API_KEY_FILE"
 REGISTRY_ENV = "MOONSERVE_REGISTRY"
@@ -30,20 +31,14 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         arguments = _parser(environ).parse_args(argv)
     except SystemExit as exit:  # argparse has printed what is wrong, or the help
         return exit.code if isinstance(exit.code, int) else EXIT_USAGE
-    output = Output(as_json=arguments.json)
+    output = Output("keys", as_json=arguments.json)
     try:
         if arguments.verb == "hash":
             return _hash(arguments, output)
         return asyncio.run(_with_store(arguments, output))
-    except (ConfigError, InvalidRequest) as error:
-        output.note(f"moonserve keys: {error.message}")
-        return EXIT_USAGE
-    except PeerError as error:
-        output.note(f"moonserve keys: {error}")
-        return EXIT_UNREACHABLE
     except MoonserveError as error:
-        output.note(f"moonserve keys: {error}")
-        return EXIT_USAGE
+        output.problem(explained(error))
+        return exit_code(error)
 
 
 async def _with_store(arguments: Namespace, output: Output) -> int:
@@ -101,7 +96,7 @@ async def _revoke(arguments: Namespace, store: KeyStore, output: Output) -> int:
         output.record(revoked=arguments.key_id)
         output.note("Gateways refuse it within two seconds.")
         return EXIT_OK
-    output.note(f"moonserve keys: there is no key {arguments.key_id}; see `moonserve keys list`")
+    output.problem(f"there is no key {arguments.key_id}; see `moonserve keys list`")
     return EXIT_NOT_FOUND
 
 

@@ -5,8 +5,8 @@ Its rule: where the drivers show none, torch is not imported, which takes second
 
 from __future__ import annotations
 
-from deploy.amounts import size
 from deploy.doctor.findings import Finding, State
+from deploy.terminal.amounts import size
 from engine.device import Gpu, count_gpus, usable_gpus
 from protocol.errors import ConfigError
 

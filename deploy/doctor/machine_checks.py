@@ -14,8 +14,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploy.amounts import size
 from deploy.doctor.findings import Finding, State
+from deploy.terminal.amounts import size
 from transfer.native import data_plane
 
 PACKAGES = ("moonserve", "torch", "transformers", "numpy", "grpcio", "xxhash")

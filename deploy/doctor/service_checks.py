@@ -12,9 +12,9 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploy.amounts import rate, size
 from deploy.doctor.disk_speed import read_bytes_per_s
 from deploy.doctor.findings import Finding, State
+from deploy.terminal.amounts import rate, size
 from protocol.errors import ConfigError, MoonserveError, Unauthenticated
 from protocol.registry.connect import connect
 

@@ -16,8 +16,8 @@ from statistics import median
 
 import numpy as np
 
-from deploy.amounts import rate
 from deploy.doctor.findings import Finding, State
+from deploy.terminal.amounts import rate
 from protocol.errors import ConfigError, MoonserveError
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.base import LENGTH, Rail

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from deploy.kvctl.output import Output
+from deploy.terminal.output import Output
 from kvstore.client.cluster import DIRECTORY_ROLE, STORE_ROLE
 from protocol.errors import ConfigError, InvalidRequest, MoonserveError, NoWorker, PeerLost
 from protocol.pb import directory_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc

@@ -12,12 +12,13 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 
-from deploy.amounts import size
 from deploy.kvctl import objects, verb
 from deploy.kvctl.batches import Batch, Resident, batches, first_of_chain, in_order, waves
 from deploy.kvctl.cluster import Cluster, Node, Unreachable, reason
-from deploy.kvctl.output import EXIT_NOT_FOUND, EXIT_OK, EXIT_USAGE, Output, count
 from deploy.kvctl.survey import Others, Survey, survey
+from deploy.terminal.amounts import size
+from deploy.terminal.endings import EXIT_NOT_FOUND, EXIT_OK, EXIT_USAGE
+from deploy.terminal.output import Output, count
 from protocol.errors import MoonserveError, Overloaded
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2

@@ -7,14 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from deploy.kvctl import keys, objects, verb
 from deploy.kvctl.cluster import Answers, Cluster, Node, gathered, tell_lost
-from deploy.kvctl.output import (
-    EXIT_NOT_FOUND,
-    EXIT_OK,
-    EXIT_UNREACHABLE,
-    EXIT_USAGE,
-    Output,
-    count,
-)
+from deploy.terminal.endings import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
+from deploy.terminal.output import Output, count
 from kvstore.client.pool import new_removal_id
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2

@@ -6,7 +6,7 @@ import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 
-from deploy.kvctl.output import SHORT_KEY_DIGITS
+from deploy.terminal.output import SHORT_KEY_DIGITS
 from kvstore.client.keys import plain_key
 from protocol.keys import BlockKey
 

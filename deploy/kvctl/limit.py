@@ -7,27 +7,18 @@ worker's id, or the model's name for all its workers.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.amounts import size
-from deploy.explain import DEFAULT_URL, KEY_ENV, URL_ENV
-from deploy.gateway_view import cluster_view
 from deploy.kvctl import verb
 from deploy.kvctl.cluster import CALL_TIMEOUT_S, Cluster
-from deploy.kvctl.output import (
-    EXIT_NOT_FOUND,
-    EXIT_OK,
-    EXIT_UNREACHABLE,
-    EXIT_USAGE,
-    Output,
-    Table,
-    bar,
-)
+from deploy.terminal.amounts import size
+from deploy.terminal.endings import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE, KEY_ENV
+from deploy.terminal.gateway_view import add_url, cluster_view
+from deploy.terminal.output import Output, Table, bar
+from deploy.terminal.workers import calling
 from protocol.config import parse_bytes
 from protocol.errors import ConfigError, MoonserveError, NoWorker, PeerLost
 from protocol.ids import Role
@@ -58,15 +49,13 @@ def add_to(verbs: verb.Verbs, common: ArgumentParser) -> None:
     change.add_argument("--budget", type=_bytes, help="of all workers that share it")
     for parser in (show, change):
         parser.set_defaults(asks_stores=False)
-        parser.add_argument(
-            "--url", default=os.environ.get(URL_ENV, DEFAULT_URL), help="of the gateway"
-        )
+        add_url(parser, os.environ)
 
 
 async def run_limits(arguments: Namespace, cluster: Cluster, output: Output) -> int:
     workers, _ = await _workers(arguments, cluster)
     request = worker_pb2.GetLimitsRequest()
-    async with _calling(cluster) as channels:
+    async with calling(cluster.token, cluster.tls) as channels:
         outcomes = await asyncio.gather(
             *(_call(channels, each, "GetLimits", request) for each in workers)
         )
@@ -86,7 +75,7 @@ async def run_limit(arguments: Namespace, cluster: Cluster, output: Output) -> i
         floor_bytes=arguments.floor,
         budget_bytes=arguments.budget,
     )
-    async with _calling(cluster) as channels:
+    async with calling(cluster.token, cluster.tls) as channels:
         # One after the other: floors that are lowered make room for those that are raised.
         outcomes = [await _call(channels, each, "SetLimits", request) for each in workers]
     return _show(workers, outcomes, output)
@@ -107,16 +96,6 @@ async def _workers(arguments: Namespace, cluster: Cluster) -> tuple[list[Worker]
         if each["role"] in (Role.PREFILL, Role.DECODE)
     ]
     return sorted(workers, key=lambda each: each.name), list(view["models"])
-
-
-@contextlib.asynccontextmanager
-async def _calling(cluster: Cluster) -> AsyncIterator[Channels]:
-    """Channels that are closed at the block's end."""
-    channels = Channels(cluster.token, cluster.tls)
-    try:
-        yield channels
-    finally:
-        await channels.close()
 
 
 async def _call(channels: Channels, worker: Worker, method: str, request: Any) -> Outcome:

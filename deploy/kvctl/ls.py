@@ -6,10 +6,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from deploy.amounts import size
 from deploy.kvctl import objects, verb
 from deploy.kvctl.cluster import Answers, Cluster, Node, Object, tell_lost
-from deploy.kvctl.output import EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE, Output, Table, count
+from deploy.terminal.amounts import size
+from deploy.terminal.endings import EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
+from deploy.terminal.output import Output, Table, count
 from protocol.errors import PeerLost
 from protocol.pb import kvstore_pb2
 

@@ -10,27 +10,14 @@ from collections.abc import Mapping, Sequence
 
 from deploy.kvctl import drain, drop, limit, ls, nodes, pin, replicas, stat, verify, watch
 from deploy.kvctl.cluster import Cluster, require_target
-from deploy.kvctl.output import (
-    EXIT_INTERRUPTED,
-    EXIT_NOT_FOUND,
-    EXIT_UNREACHABLE,
-    EXIT_USAGE,
-    Output,
-)
-from protocol.errors import (
-    ConfigError,
-    InvalidRequest,
-    MoonserveError,
-    NoWorker,
-    PeerError,
-    Unauthenticated,
-)
+from deploy.terminal.endings import EXIT_INTERRUPTED, EXIT_USAGE, TOKEN_ENV, exit_code, explained
+from deploy.terminal.output import Output
+from deploy.terminal.workers import credentials
+from protocol.errors import MoonserveError
 from protocol.registry.connect import connect
-from protocol.tls import files_in, load
 
 VERBS = (ls, stat, nodes, replicas, pin, drop, verify, drain, watch, limit)
 REGISTRY_ENV = "MOONSERVE_REGISTRY"
-TOKEN_ENV = "MOONSERVE_CLUSTER_TOKEN"
 
 _EPILOG = f"""\
 The cluster's registry is --registry or {REGISTRY_ENV}: redis://…, redis+sentinel://…, or host:port of a directory.
@@ -46,7 +33,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         arguments = _parser().parse_args(argv)
     except SystemExit as exit:  # argparse has printed what is wrong, or the help
         return exit.code if isinstance(exit.code, int) else EXIT_USAGE
-    output = Output(as_json=arguments.json, long=arguments.long)
+    output = Output("kvctl", as_json=arguments.json, long=arguments.long)
     try:
         return asyncio.run(_run(arguments, output, environ))
     except KeyboardInterrupt:
@@ -56,23 +43,22 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_INTERRUPTED
     except MoonserveError as error:
-        output.problem(_explained(error))
-        return _exit_code(error)
+        output.problem(explained(error))
+        return exit_code(error)
 
 
 async def _run(arguments: Namespace, output: Output, environ: Mapping[str, str]) -> int:
     url = arguments.registry or environ.get(REGISTRY_ENV) or None
     if arguments.asks_stores:
         require_target(url, arguments.nodes)
-    token, files = environ.get(TOKEN_ENV, ""), files_in(environ)
-    tls = None if files is None else load(files)
+    token, tls = credentials(environ)
     registry = None
     if url and arguments.asks_stores:
         registry = connect(url, cluster_token=token, tls=tls)
     cluster = Cluster(registry, arguments.nodes, token, tls)
     try:
-        exit_code: int = await arguments.run(arguments, cluster, output)
-        return exit_code
+        code: int = await arguments.run(arguments, cluster, output)
+        return code
     finally:
         await cluster.close()
 
@@ -108,17 +94,3 @@ def _add_common(
     )
     parser.add_argument("--json", action="store_true", default=json, help="print JSON lines")
     parser.add_argument("--long", action="store_true", default=long, help="whole keys, all columns")
-
-
-def _explained(error: MoonserveError) -> str:
-    if isinstance(error, Unauthenticated):
-        return f"{error.message}; set {TOKEN_ENV} to the cluster's"
-    if isinstance(error, PeerError):
-        return error.message
-    return str(error)
-
-
-def _exit_code(error: MoonserveError) -> int:
-    if isinstance(error, Unauthenticated | ConfigError | InvalidRequest):
-        return EXIT_USAGE
-    return EXIT_NOT_FOUND if isinstance(error, NoWorker) else EXIT_UNREACHABLE

@@ -6,10 +6,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from deploy.amounts import size
 from deploy.kvctl import verb
 from deploy.kvctl.cluster import Cluster, Node, tell_lost
-from deploy.kvctl.output import EXIT_OK, EXIT_UNREACHABLE, Output, Table, bar
+from deploy.terminal.amounts import size
+from deploy.terminal.endings import EXIT_OK, EXIT_UNREACHABLE
+from deploy.terminal.output import Output, Table, bar
 from protocol.errors import MoonserveError
 from protocol.pb import directory_pb2, kvstore_pb2
 from protocol.progress import duration

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from deploy.kvctl import keys, objects, verb
 from deploy.kvctl.cluster import Cluster, Node, gathered, tell_lost
-from deploy.kvctl.output import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE, Output, count
+from deploy.terminal.endings import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE
+from deploy.terminal.output import Output, count
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
 

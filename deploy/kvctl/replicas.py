@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from deploy.amounts import size
 from deploy.kvctl import keys, objects, verb
 from deploy.kvctl.cluster import Cluster, tell_lost
 from deploy.kvctl.objects import Replica
-from deploy.kvctl.output import (
-    EXIT_NOT_FOUND,
-    EXIT_OK,
-    EXIT_UNREACHABLE,
-    EXIT_USAGE,
-    Output,
-    Table,
-    count,
-)
+from deploy.terminal.amounts import size
+from deploy.terminal.endings import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
+from deploy.terminal.output import Output, Table, count
 from protocol.keys import BlockKey
 from protocol.pb import directory_pb2
 

@@ -6,11 +6,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from itertools import groupby
 
-from deploy.amounts import size
 from deploy.kvctl import keys, objects, verb
 from deploy.kvctl.cluster import Cluster, Node, tell_lost
 from deploy.kvctl.objects import Replica
-from deploy.kvctl.output import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE, Output, Table, count
+from deploy.terminal.amounts import size
+from deploy.terminal.endings import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE
+from deploy.terminal.output import Output, Table, count
 from protocol.keys import BlockKey
 
 Above = tuple[BlockKey, list[Replica]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from deploy.kvctl import objects
 from deploy.kvctl.batches import Resident
 from deploy.kvctl.cluster import KEYS_PER_CALL, Cluster, Node, Object, tell_lost
-from deploy.kvctl.output import Output
+from deploy.terminal.output import Output
 from kvstore.client.placement import Placement
 from protocol.errors import NoWorker, PeerLost
 from protocol.keys import BlockKey

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 from deploy.kvctl.cluster import Cluster
-from deploy.kvctl.output import Output
+from deploy.terminal.output import Output
 
 Run: TypeAlias = Callable[[Namespace, Cluster, Output], Awaitable[int]]
 Verbs: TypeAlias = "_SubParsersAction[ArgumentParser]"  # argparse has no public name for it

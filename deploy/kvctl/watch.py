@@ -19,7 +19,8 @@ from rich.table import Table
 from deploy.kvctl import verb
 from deploy.kvctl.changes import Change, Counts, Objects
 from deploy.kvctl.cluster import Cluster, Node, Unreachable
-from deploy.kvctl.output import EXIT_OK, Output
+from deploy.terminal.endings import EXIT_OK
+from deploy.terminal.output import Output
 from kvstore.client.cluster import STORE_ROLE
 from protocol.pb import kvstore_pb2
 from protocol.process import running

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from conductor.cost.decode import DecodeFit
 from conductor.cost.prefill import PrefillFit
 from conductor.cost.residuals import ErrorReport
-from deploy.amounts import rate
+from deploy.terminal.amounts import rate
 from protocol.profile import DecodeProfile, PrefillProfile
 
 _FORMULAE = {

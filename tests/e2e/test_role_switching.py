@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deploy import role
+from deploy.remote import role
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.random_models import make_model
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deploy.kvctl.output import EXIT_INTERRUPTED
+from deploy.terminal.endings import EXIT_INTERRUPTED
 from kvstore.client.placement import home
 from protocol.errors import Overloaded
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from deploy.kvctl.main import main as kvctl
-from deploy.kvctl.output import EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
+from deploy.terminal.endings import EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
 from engine.elastic.serving import KvMemoryServicer
 from protocol.pb import worker_pb2_grpc
 from protocol.rpc import RpcServer

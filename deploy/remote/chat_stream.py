@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from deploy.gateway_view import headers_for, no_answer, refused
+from deploy.terminal.gateway_view import headers_for, no_answer, refused
 from protocol.errors import MoonserveError
 
 _TIMEOUT_S = 600.0  # of silence; as long as a gateway lets a request take

@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from argparse import ArgumentParser
+from collections.abc import Mapping
 from typing import Any
 
-from deploy.explain import KEY_ENV
+from deploy.terminal.endings import KEY_ENV, NotFound
 from protocol.errors import MoonserveError, Unauthenticated
 
+DEFAULT_URL = "http://127.0.0.1:8000"
+URL_ENV = "MOONSERVE_URL"
 _TIMEOUT_S = 10.0
+
+
+def add_url(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
+    """The argument that says where the gateway is."""
+    parser.add_argument("--url", default=environ.get(URL_ENV, DEFAULT_URL), help="of the gateway")
 
 
 def cluster_view(url: str, api_key: str) -> dict[str, Any]:
@@ -23,12 +32,12 @@ def figures(url: str, api_key: str) -> dict[str, Any]:
     return fetch(url, "/v1/figures", api_key)
 
 
-def fetch(url: str, path: str, api_key: str) -> dict[str, Any]:
+def fetch(url: str, path: str, api_key: str, *, timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
     """A JSON object of the gateway. Blocks. Raises MoonserveError when it does not answer, Unauthenticated for a wrong
-    key."""
+    key, NotFound."""
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}{path}", headers=headers_for(api_key))
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             view: dict[str, Any] = json.load(response)
             return view
     except urllib.error.HTTPError as error:
@@ -47,9 +56,10 @@ def refused(url: str, error: urllib.error.HTTPError) -> MoonserveError:
     if error.code == 401:
         return Unauthenticated(f"wrong API key; set {KEY_ENV}")
     try:
-        return MoonserveError(str(json.load(error)["error"]["message"]))
+        message = str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return no_answer(url, error)
+    return NotFound(message) if error.code == 404 else MoonserveError(message)
 
 
 def no_answer(url: str, error: Exception) -> MoonserveError:

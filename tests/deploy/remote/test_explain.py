@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from deploy import explain
-from deploy.explanation import actual, show
-from deploy.kvctl.output import EXIT_UNREACHABLE, Output
+from deploy.remote import explain
+from deploy.remote.explanation import actual, show
+from deploy.terminal.endings import EXIT_UNREACHABLE
+from deploy.terminal.output import Output
 from tests.ports import free_port
 
 
@@ -60,7 +61,7 @@ def decision(**changes: Any) -> dict[str, Any]:
 
 def shown(*decisions: dict[str, Any]) -> str:
     stdout = io.StringIO()
-    show({"request_id": "r", "decisions": decisions}, Output(stdout=stdout))
+    show({"request_id": "r", "decisions": decisions}, Output("explain", stdout=stdout))
     return stdout.getvalue()
 
 

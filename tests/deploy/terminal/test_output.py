@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from deploy.amounts import size
-from deploy.kvctl.output import Output, Table, bar, count
+from deploy.terminal.amounts import size
+from deploy.terminal.output import Output, Table, bar, count
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_counts_are_words() -> None:
 
 def test_a_table_that_is_printed_in_portions_has_one_header_and_never_loses_text() -> None:
     stdout = io.StringIO()
-    table = Table(Output(stdout=stdout), "name", ">bytes")
+    table = Table(Output("kvctl", stdout=stdout), "name", ">bytes")
     table.add("a", "1")
     table.flush()
     table.add("much longer", "1,000")

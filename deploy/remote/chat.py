@@ -14,13 +14,11 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
-from deploy.chat_stream import Reply, Said, ask
-from deploy.explain import DEFAULT_URL, KEY_ENV, URL_ENV
-from deploy.gateway_view import fetch
+from deploy.remote.chat_stream import Reply, Said, ask
+from deploy.terminal.endings import EXIT_USAGE, KEY_ENV, exit_code, explained
+from deploy.terminal.gateway_view import add_url, fetch
 from protocol.errors import MoonserveError, Unauthenticated
 
-EXIT_USAGE = 2
-EXIT_UNREACHABLE = 3
 _PROMPT = "> "
 # A model must not move the cursor, or worse: of control characters only tab and newline are shown.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
@@ -42,8 +40,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         else:
             chat.converse()
     except MoonserveError as error:
-        print(f"moonserve chat: {error}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, Unauthenticated) else EXIT_UNREACHABLE
+        print(f"moonserve chat: {explained(error)}", file=sys.stderr)
+        return exit_code(error)
     except KeyboardInterrupt:
         print()
     return 0
@@ -118,7 +116,7 @@ def _parser(environ: Mapping[str, str]) -> ArgumentParser:
         epilog=f"The API key is read from {KEY_ENV}. exit codes: 0 said; 2 usage or wrong key; 3 no gateway answers",
     )
     parser.add_argument("prompt", nargs="*", help="ask this alone, and end")
-    parser.add_argument("--url", default=environ.get(URL_ENV, DEFAULT_URL), help="of the gateway")
+    add_url(parser, environ)
     parser.add_argument("--model", help="the first that is served when not given")
     parser.add_argument("--system", help="what the model is told before everything else")
     parser.add_argument("--max-tokens", type=int, help="of each answer")

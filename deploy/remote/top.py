@@ -1,7 +1,7 @@
 """`moonserve top`: the cluster live, in the terminal. Asks the gateway once a second; Ctrl-C ends it.
 
-Owns the arguments, the clock and the exit code; what is shown is `deploy.top_view`'s. Where nobody looks, as in a pipe,
-it shows one moment and ends.
+Owns the arguments, the clock and the exit code; what is shown is `top_view`'s. Where nobody looks, as in a pipe, it
+shows one moment and ends.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from deploy.explain import DEFAULT_URL, KEY_ENV, URL_ENV
-from deploy.gateway_view import cluster_view, figures
-from deploy.top_view import Moment, shown
+from deploy.remote.top_view import Moment, shown
+from deploy.terminal.endings import EXIT_USAGE, KEY_ENV, exit_code, explained
+from deploy.terminal.gateway_view import add_url, cluster_view, figures
 from protocol.errors import MoonserveError, Unauthenticated
 
-EXIT_USAGE = 2
-EXIT_UNREACHABLE = 3
 _LEAST_INTERVAL_S = 0.2
 
 
@@ -43,8 +41,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     except KeyboardInterrupt:
         return 0
     except MoonserveError as error:
-        print(f"moonserve top: {error}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, Unauthenticated) else EXIT_UNREACHABLE
+        print(f"moonserve top: {explained(error)}", file=sys.stderr)
+        return exit_code(error)
     return 0
 
 
@@ -74,7 +72,7 @@ def _parser(environ: Mapping[str, str]) -> ArgumentParser:
         description="Shows instances, queues, latencies, caches and transfers, live. Ctrl-C ends it.",
         epilog=f"The API key is read from {KEY_ENV}. exit codes: 0 shown; 2 usage or wrong key; 3 no gateway answers",
     )
-    parser.add_argument("--url", default=environ.get(URL_ENV, DEFAULT_URL), help="of the gateway")
+    add_url(parser, environ)
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="one look, then end")
     return parser

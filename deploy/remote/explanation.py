@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deploy.kvctl.output import Output, Table, count
+from deploy.terminal.output import Output, Table, count
 
 Record = Mapping[str, Any]
 _CHOSEN = "→"

@@ -13,28 +13,25 @@ from typing import Any, TextIO
 
 from protocol.progress import Progress
 
-EXIT_OK = 0
-EXIT_NOT_FOUND = 1  # no such key; also found corrupt, or could not be done in full
-EXIT_USAGE = 2
-EXIT_UNREACHABLE = 3  # a node or the registry; what the others said was printed
-EXIT_INTERRUPTED = 130  # as shells count SIGINT
-
 SHORT_KEY_DIGITS = 16
 _BAR_CELLS = 10
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Output:
-    """`as_json` is for verbs to ask; the methods for people print nothing then."""
+    """`command`: whose output it is, as `kvctl`. `as_json` is for verbs to ask; the methods for people print nothing
+    then."""
 
     def __init__(
         self,
+        command: str,
         *,
         as_json: bool = False,
         long: bool = False,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ) -> None:
+        self.command = command
         self.as_json = as_json
         self.long = long
         self.stdout = stdout or sys.stdout
@@ -55,7 +52,7 @@ class Output:
         print(text, file=self.stderr, flush=True)
 
     def problem(self, text: str) -> None:
-        self.note(f"moonserve kvctl: {text}")
+        self.note(f"moonserve {self.command}: {text}")
 
     def key(self, key: bytes) -> str:
         digits = key.hex()

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deploy.amounts import size
+from deploy.terminal.amounts import size
 
 _SILENT_S = 3.0
 _BAR_CELLS = 12
