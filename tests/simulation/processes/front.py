@@ -1,0 +1,67 @@
+"""A gateway of a simulated cluster."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client import CollectorRegistry
+
+from gateway.detokenize import ByteDecoder
+from gateway.ledger import PHASES
+from gateway.service import Gateway
+from protocol.ids import GatewayId, new_id
+from protocol.metrics import request_metrics
+from tests.simulation.model import VOCABULARY
+from tests.simulation.processes.member import CONDUCTOR
+from tests.simulation.processes.process import Process, until
+
+CHARACTERS = tuple(bytes([0x40 + token]) for token in range(VOCABULARY))
+# One for all worlds: they are only added to.
+REQUEST_METRICS = request_metrics(CollectorRegistry(), "model", "gateway", PHASES)
+
+
+class SpelledOut:
+    """A tokenizer whose tokens are characters."""
+
+    def decoder(self, *, skip_special_tokens: bool = True) -> ByteDecoder:
+        return ByteDecoder(CHARACTERS)
+
+
+class Front(Process):
+    """A gateway without its HTTP."""
+
+    async def start(self) -> None:
+        self.gateway = Gateway(
+            channels=self.channels,
+            conductor_addresses=CONDUCTOR,
+            instance_id=self.life.name,
+            rpc_address="",
+            gateway_id=GatewayId(new_id(self.life.name)),
+            tokenizer=SpelledOut(),  # type: ignore[arg-type]
+            metrics=REQUEST_METRICS,
+            timeout_s=self.world.terms.time_limit_s,
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """As its /ready says, whoever asks."""
+        asyncio._set_running_loop(self.world.network.loop)
+        try:
+            return self.gateway.is_ready
+        finally:
+            asyncio._set_running_loop(None)
+
+    async def serve(self) -> None:
+        await self.gateway.run()
+
+    async def drain(self) -> None:
+        self.gateway.drain(refuses=True)
+        await until(self._has_answered_all())
+        await self.gateway.close()
+
+    async def _has_answered_all(self) -> None:
+        while self.gateway.num_live:  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(0.1)
+
+    def unrest(self) -> str:
+        return f"{self.gateway.num_live} generations" if self.gateway.num_live else ""

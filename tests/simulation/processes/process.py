@@ -1,0 +1,114 @@
+"""One life of one process: it is started, serves, drains and dies, and its books are proven after every event."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from protocol.errors import MoonserveError
+from protocol.ids import Role
+from protocol.request import Endpoint
+from tests.simulation.channels import SimulatedChannels
+from tests.simulation.loop import Life
+from tests.simulation.network import Network, Server
+from tests.simulation.terms import Terms
+from tests.simulation.transfer import SimulatedTransfer
+
+SELDOM = 16
+DRAIN_S = 6.0
+
+
+class Surroundings(Protocol):
+    """What processes need of the world."""
+
+    network: Network
+    engines: dict[str, SimulatedTransfer]
+    terms: Terms
+
+    def problem(self, what: str) -> None: ...
+
+
+class Process:
+    """One life of one process. Subclasses build themselves in `start`, in the event loop and in their life."""
+
+    role: Role | None = None
+
+    def __init__(self, world: Surroundings, life: Life, address: str) -> None:
+        self.world = world
+        self.life = life
+        self.address = address
+        self.channels = SimulatedChannels(world.network, life)
+        self.server = Server(world.network, life)
+        self.is_up = False
+        self.is_draining = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is there for what is new."""
+        return self.is_up and self.life.is_alive and not self.is_draining
+
+    async def run(self) -> None:
+        """Until it dies. Raises what ends it."""
+        await self.start()
+        self.server.listen(self.address)
+        self.is_up = True
+        await self.serve()
+
+    async def start(self) -> None:
+        raise NotImplementedError
+
+    async def serve(self) -> None:
+        raise NotImplementedError
+
+    async def drain(self) -> None:
+        """As after SIGTERM: returns when what is under way has ended, or has had its time."""
+
+    def validate(self) -> None:
+        """Raises AssertionError."""
+
+    def unrest(self) -> str:
+        """What it still holds though nobody wants anything of it; empty when all is well."""
+        return ""
+
+    def endpoint(self, transfer_address: str) -> Endpoint:
+        return Endpoint(
+            instance_id=self.life.name,
+            epoch=self.life.epoch,
+            rpc_address=self.address,
+            transfer_address=transfer_address,
+            host=self.life.name,
+        )
+
+    def checked(self, state: Any, *, seldom: tuple[type, ...] = ()) -> Any:
+        """Its `handle` proves the state's books after every event, and tells of whatever it raises. `seldom`: events
+        after which it does so now and then."""
+        handle: Callable[[Any, float], Any] = state.handle
+        numbers = itertools.count()
+
+        def handle_and_validate(event: Any, now: float) -> Any:
+            try:
+                done = handle(event, now)
+                if not isinstance(event, seldom) or next(numbers) % SELDOM == 0:
+                    state.validate()
+            except MoonserveError:
+                raise
+            except Exception:
+                about = f"{self.life!r} at {type(event).__name__}"
+                self.world.problem(f"{about}: {traceback.format_exc(limit=-6)}")
+                raise
+            return done
+
+        state.handle = handle_and_validate
+        return state
+
+
+async def until(idle: Coroutine[Any, Any, Any]) -> None:
+    """Or until a drain has taken too long."""
+    try:
+        async with asyncio.timeout(DRAIN_S):
+            await idle
+    except TimeoutError:
+        return
