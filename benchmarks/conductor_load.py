@@ -24,8 +24,9 @@ from conductor.events import (
     Report,
 )
 from conductor.events import Load as InstanceLoad
+from conductor.limits import Limits
 from conductor.policies import make_policy
-from conductor.state import ConductorState, Limits
+from conductor.state import ConductorState
 from protocol.ids import InstanceId, RequestId, Role
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey, iter_keys
 from protocol.layout import KvLayout

@@ -9,7 +9,6 @@ service and a simulator drive the same object.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from conductor.admission import FOR_LOAD, TTFT_SLO, Admission
 from conductor.cost.accuracy import Term, TermAccuracy
@@ -49,6 +48,7 @@ from conductor.fading import Fading
 from conductor.fairness import Fairness
 from conductor.flights import Flight, Flights, outcome
 from conductor.learned import Learned
+from conductor.limits import Limits
 from conductor.members import Instance, Members
 from conductor.placement import Planner, Targets
 from conductor.policies import make_builtin
@@ -62,25 +62,6 @@ from kvstore.directory import Directory
 from protocol.errors import ConfigError, InvalidRequest, MoonserveError, StaleLease
 from protocol.ids import Role
 from protocol.request import Placement
-from protocol.step_budget import CHUNK_SHARE
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Times of the conductor, in seconds; see `conductor.config` for their meaning and source."""
-
-    ttft_slo_s: float = 30.0
-    tbt_slo_s: float = 1.0
-    admission: Admission = Admission.PREDICTED
-    lease_s: float = 5.0
-    heartbeat_interval_s: float = 1.0
-    placement_ttl_s: float = 900.0
-    num_decisions: int = 4096
-    decision_bytes: int = 64 * 2**20  # of memory, kept for explanation at most
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # 1 where not given
-    by_priority: bool = False  # as the workers' --scheduling-policy has it
-    conditional: bool = False  # whether decode workers read prompts themselves where that is sooner
-    chunk_share: float = CHUNK_SHARE  # of the TBT objective, what a step with a chunk takes there
 
 
 class ConductorState:

@@ -1,4 +1,4 @@
-"""`Schedule`: which sequences run in the next step, and whose blocks make room when the pool is full.
+"""`Schedule`: which sequences run, and whose blocks make room when the pool is full.
 
 Requirements, and how each is met:
 1. *A running sequence never stops for want of a batch slot.* It keeps its slot until it ends or is preempted.
@@ -22,24 +22,19 @@ from collections.abc import Sequence as Seq
 from decode_worker.actions import Action, Fail, SendTokens
 from decode_worker.alarms import AlarmKind, Alarms
 from decode_worker.allotment import Allotment, Claim
+from decode_worker.composition import Composition
 from decode_worker.counters import Counters
 from decode_worker.keeping import Keeping
 from decode_worker.limits import Limits
 from decode_worker.others_memory import OthersMemory
-from decode_worker.pace import Pace
-from decode_worker.sequence import Sequence, SequencePhase
+from decode_worker.sequence import Sequence, SequencePhase, rank_of
 from decode_worker.times import note_times
-from decode_worker.under_way import StepsUnderWay, StepUnderWay
+from decode_worker.under_way import StepsUnderWay
 from engine.batch import Sampled, Slice
 from engine.block_pool import BlockPool
-from engine.prompt_scores import MAX_SCORED_TOKENS
 from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError
 from protocol.ids import BlockId, GatewayId, RequestId
 from protocol.request import FinishReason, Request
-
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.rank
 
 
 class Schedule:
@@ -66,7 +61,7 @@ class Schedule:
         self._steps = StepsUnderWay()
         self._others_memory = OthersMemory()
         self._num_added = 0
-        self._pace = Pace()  # with a budget
+        self._composition = Composition(limits, counters)
 
     @property
     def num_running(self) -> int:
@@ -116,7 +111,7 @@ class Schedule:
             sequence.rewind(num_computed)
         self._sequences[request.request_id] = sequence
         self._alarms.set(deadline_at, AlarmKind.SEQUENCE, request.request_id)
-        insort(self._waiting, sequence, key=_rank)
+        insort(self._waiting, sequence, key=rank_of)
         return sequence
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -155,7 +150,7 @@ class Schedule:
             if self._waiting:
                 self._admit_waiting(now, out)
                 gave_way |= self._grow(now, out)
-            batch = self._compose()
+            batch = self._composition.compose(self._running)
             if batch or not gave_way:
                 return self._steps.begin([(each, each.slice) for each in batch], now)
 
@@ -173,7 +168,7 @@ class Schedule:
     def step_done(self, sampled: Seq[Sampled | None], now: float, out: list[Action]) -> None:
         """The oldest one has ended."""
         step = self._steps.end()
-        self._learn_pace(step, now)
+        self._composition.learn(step, now)
         sent: dict[GatewayId, SendTokens] = {}
         for sequence, result in zip(step.batch, sampled, strict=True):
             if sequence.phase is SequencePhase.ENDED:
@@ -200,15 +195,6 @@ class Schedule:
         for sending in sent.values():
             self._counters.generated_tokens += len(sending.tokens)
             out.append(sending)
-
-    def _learn_pace(self, step: StepUnderWay, now: float) -> None:
-        if (budget := self._limits.budget) is None:
-            return
-        slices = step.slices
-        decoding = [piece for piece in slices if piece.num_tokens == 1]
-        chunks = ((each.start, each.num_tokens) for each in slices if each.num_tokens > 1)
-        predicted_s = budget.step_s(len(decoding), sum(piece.end for piece in decoding), chunks)
-        self._pace.observe(predicted_s, now - step.began_at)
 
     def step_failed(self, error: MoonserveError, out: list[Action]) -> None:
         """What the oldest one computed is lost, and so are its sequences."""
@@ -259,11 +245,13 @@ class Schedule:
 
     def _grow(self, now: float, out: list[Action]) -> bool:
         """Gives running sequences the blocks of their next token, best rank first. True when one gave way."""
-        needy = [sequence for sequence in self._running if not self._has_room(sequence)]
+        needy = [
+            sequence for sequence in self._running if not sequence.has_room(self._limits.block_size)
+        ]
         if not needy:
             return False
         before = len(self._running)
-        for sequence in sorted(needy, key=_rank):
+        for sequence in sorted(needy, key=rank_of):
             if sequence.phase is SequencePhase.RUNNING:  # not preempted by one before it
                 self._extend(sequence, now, out)
         return len(self._running) < before
@@ -274,9 +262,6 @@ class Schedule:
         for sequence in list(self._sequences.values()) if blocks else ():
             if sequence.move_id is None and not blocks.isdisjoint(sequence.block_table):
                 self._preempt(sequence, now, out)
-
-    def _has_room(self, sequence: Sequence) -> bool:
-        return len(sequence.token_ids) <= len(sequence.block_table) * self._limits.block_size
 
     def _extend(self, sequence: Sequence, now: float, out: list[Action]) -> None:
         """One more block; or the sequence is preempted, failed, or left until a landing or a move ends."""
@@ -309,42 +294,7 @@ class Schedule:
         if sequence.phase is SequencePhase.RUNNING:
             self._running.remove(sequence)
             sequence.phase = SequencePhase.WAITING
-            insort(self._waiting, sequence, key=_rank)
-
-    def _compose(self) -> list[Sequence]:
-        """The sequences of the next step, their slices cut to the budgets; decoding ones come first."""
-        ready = [sequence for sequence in self._running if self._has_room(sequence)]
-        behind = [sequence for sequence in ready if sequence.num_missing > 1]
-        if not behind:
-            return ready
-        batch = [sequence for sequence in ready if sequence.num_missing == 1]
-        behind.sort(key=_rank)
-        scored = MAX_SCORED_TOKENS
-        for sequence, num_tokens in zip(behind, self._chunks(batch, behind), strict=False):
-            if sequence.is_scored:
-                num_tokens = min(num_tokens, scored)
-                scored -= num_tokens
-            if not num_tokens:
-                continue
-            sequence.limit_slice(num_tokens)
-            self._counters.count_chunk(num_tokens, is_new=sequence.is_new)
-            batch.append(sequence)
-        return batch
-
-    def _chunks(self, decoding: Seq[Sequence], behind: Seq[Sequence]) -> list[int]:
-        """Tokens that the next step computes of each of the leading ones of `behind`."""
-        left = self._limits.max_num_batched_tokens - len(decoding)
-        if (budget := self._limits.budget) is not None:
-            context = sum(len(sequence.token_ids) for sequence in decoding)
-            prompts = ((sequence.slice.start, sequence.num_missing) for sequence in behind)
-            slowed = budget.slowed(self._pace.factor)
-            return slowed.chunks(len(decoding), context, prompts, left)
-        chunks: list[int] = []
-        for sequence in behind:
-            if left > 0:
-                chunks.append(min(left, sequence.num_missing))
-                left -= chunks[-1]
-        return chunks
+            insort(self._waiting, sequence, key=rank_of)
 
     # -- ends
 
@@ -400,7 +350,7 @@ class Schedule:
         assert live == {*self._running, *self._waiting}, "a sequence is lost"
         assert len(live) == len(self._running) + len(self._waiting), "a sequence is in two places"
         assert len(self._running) <= self._limits.max_num_seqs, "too many run"
-        assert self._waiting == sorted(self._waiting, key=_rank), "the waiting are out of order"
+        assert self._waiting == sorted(self._waiting, key=rank_of), "the waiting are out of order"
         for sequence in self._running:
             assert sequence.block_table, f"{sequence.request.request_id} runs without blocks"
             assert sequence.slice.block_table is sequence.block_table, "a slice lost its blocks"

@@ -119,6 +119,10 @@ class Sequence:
         """All of it is computed here, whatever of its KV is known elsewhere."""
         return self.slice.scores is not None
 
+    def has_room(self, block_size: int) -> bool:
+        """Whether its blocks take the KV of all its tokens."""
+        return len(self.token_ids) <= len(self.block_table) * block_size
+
     def rewind(self, num_computed: int) -> None:
         """Only the first `num_computed` tokens have KV (again)."""
         self.slice.start = num_computed
@@ -164,3 +168,8 @@ class Sequence:
             logprobs=sampled.logprobs,
             finish_reason=reason,
         )
+
+
+def rank_of(sequence: Sequence) -> tuple[int, int]:
+    """To sort by."""
+    return sequence.rank

@@ -24,8 +24,11 @@ ALLOWED = {
     "traces": {
         "protocol",
         # The pure parts, which the simulator drives in virtual time.
-        *(f"conductor.{part}" for part in ("state", "events", "policies", "decision", "cost")),
-        *(f"conductor.{part}" for part in ("admission", "fairness", "replication", "roles")),
+        *(f"conductor.{part}" for part in ("state", "limits", "events", "decision", "policies")),
+        *(
+            f"conductor.{part}"
+            for part in ("admission", "cost", "fairness", "replication", "roles")
+        ),
         *(f"kvstore.{part}" for part in ("catalog", "disk.base", "eviction", "native", "stored")),
         "kvstore.directory",
     },

@@ -19,8 +19,9 @@ from conductor.events import (
     Rejected,
     Report,
 )
+from conductor.limits import Limits
 from conductor.policies import make_policy
-from conductor.state import ConductorState, Limits
+from conductor.state import ConductorState
 from protocol.ids import InstanceId, RequestId, Role
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.layout import KvLayout

@@ -14,9 +14,10 @@ from conductor.events import (
     Phase,
     Tick,
 )
+from conductor.limits import Limits
 from conductor.policies import make_policy
 from conductor.replication import ReplicationTerms
-from conductor.state import ConductorState, Limits
+from conductor.state import ConductorState
 from protocol.ids import InstanceId
 from protocol.keys import NO_PARENT, BlockKey
 from tests.conductor.cluster import LAYOUT, Cluster

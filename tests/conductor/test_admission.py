@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from conductor.events import Load, Phase, PlacementForgotten, Rejected, Tick, TtftObserved
-from conductor.state import Limits
+from conductor.limits import Limits
 from protocol.errors import InvalidRequest, NoWorker
 from protocol.ids import RequestId, Role
 from tests.conductor.cluster import Cluster, chain, endpoint, pair, worker

@@ -13,9 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from conductor.config import ConductorConfig
+from conductor.limits import Limits
 from conductor.policies import PUBLISHED_POLICY, make_policy
 from conductor.service import ConductorService, serve
-from conductor.state import ConductorState, Limits
+from conductor.state import ConductorState
 from protocol.conductors import Conductors
 from protocol.config import load
 from protocol.errors import (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from conductor.events import Heartbeat, Load, Phase, Placed, Steps, Tick
-from conductor.state import Limits
+from conductor.limits import Limits
 from protocol.ids import InstanceId
 from tests.conductor.cluster import Cluster
 

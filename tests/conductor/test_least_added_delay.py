@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from conductor.admission import Admission
 from conductor.events import Phase, SwitchPolicy
+from conductor.limits import Limits
 from conductor.policies.base import Offers, Prompt
 from conductor.policies.least_added_delay import LeastAddedDelay, Terms, yields_s
-from conductor.state import Limits
 from protocol.ids import RequestId
 from tests.conductor.cluster import Cluster, chain
 

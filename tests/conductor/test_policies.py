@@ -16,9 +16,10 @@ from conductor.events import (
     Refused,
     SwitchPolicy,
 )
+from conductor.limits import Limits
 from conductor.policies import POLICY_NAMES, make_policy
 from conductor.session import LEAST_FORK
-from conductor.state import ConductorState, Limits
+from conductor.state import ConductorState
 from protocol.errors import InvalidRequest
 from protocol.ids import InstanceId, RequestId
 from protocol.keys import BlockKey

@@ -8,8 +8,9 @@ import pytest
 from conductor.columns import PrefillTable, Seat
 from conductor.events import Load
 from conductor.ledger import PrefillQueue
+from conductor.limits import Limits
 from conductor.policies.base import Offers, Prompt, Weighed, predict_unfetched
-from conductor.state import ConductorState, Limits
+from conductor.state import ConductorState
 from protocol.ids import RequestId
 from protocol.request import Placement
 from protocol.wire import placement_from_wire, placement_to_wire

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from conductor.admission import STEP_SHARE, Admission
 from conductor.events import Load, Phase, Placed, Rejected
-from conductor.state import Limits
+from conductor.limits import Limits
 from protocol.ids import RequestId
 from tests.conductor.cluster import Cluster
 from tests.thoroughness import examples

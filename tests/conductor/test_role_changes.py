@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from conductor.events import Action, Load, Phase, RoleChangeDue, Tick
+from conductor.limits import Limits
 from conductor.policies import make_policy
 from conductor.role_loads import BUSY_MEMORY_S, RoleLoads
 from conductor.roles import RoleController, RoleTerms
-from conductor.state import ConductorState, Limits
+from conductor.state import ConductorState
 from protocol.errors import ConfigError
 from protocol.ids import Role
 from tests.conductor.cluster import DECODE, Cluster, worker

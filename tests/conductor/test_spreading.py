@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from conductor.events import BlockChanges, Event, Heartbeat, Load, Phase, Place, Placed, Report
+from conductor.limits import Limits
 from conductor.policies import make_policy
 from conductor.policies.base import Offers, PlacementPolicy, Prompt, Weighed, predict_unfetched
-from conductor.state import ConductorState, Limits
+from conductor.state import ConductorState
 from protocol.ids import InstanceId, RequestId, Role
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.layout import KvLayout

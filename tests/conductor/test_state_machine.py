@@ -32,8 +32,9 @@ from conductor.events import (
     SwitchPolicy,
     Tick,
 )
+from conductor.limits import Limits
 from conductor.policies import POLICY_NAMES, make_policy
-from conductor.state import ConductorState, Limits
+from conductor.state import ConductorState
 from protocol.errors import InvalidRequest, NoWorker, StaleLease
 from protocol.ids import InstanceId, RequestId, Role
 from protocol.keys import NO_PARENT

@@ -11,8 +11,8 @@ from conductor.admission import FOR_LOAD, TENANT_SHARE
 from conductor.decision import Decision
 from conductor.events import Phase, Place, Placed
 from conductor.fairness import Fairness
+from conductor.limits import Limits
 from conductor.policies import POLICY_NAMES
-from conductor.state import Limits
 from protocol.ids import RequestId
 from tests.conductor.cluster import Cluster, chain, pair
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from conductor.events import Phase, Place, Placed, Rejected, Report
+from conductor.limits import Limits
 from conductor.policies import make_policy
-from conductor.state import ConductorState, Limits
+from conductor.state import ConductorState
 from protocol.ids import RequestId, Role
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Placement

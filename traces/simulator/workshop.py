@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Iterable
 
 from conductor.admission import STEP_SHARE, Admission
+from conductor.limits import Limits
 from conductor.policies import make_policy
 from conductor.roles import RoleController
-from conductor.state import ConductorState, Limits
+from conductor.state import ConductorState
 from protocol.errors import ConfigError
 from protocol.request import Placement
 from protocol.step_budget import StepBudget

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from conductor.decision import Decision
 from conductor.events import Load, Phase
+from conductor.limits import Limits
 from conductor.native.flows import NativeFlows, PythonFlows, flow_kernel
 from conductor.native.sequences import PythonSequences
-from conductor.state import Limits
 from kvstore.native.holders import PythonHolders
 from protocol.ids import RequestId
 from tests.compilers import need_compiler

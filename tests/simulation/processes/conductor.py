@@ -5,10 +5,10 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from conductor.events import Heartbeat, Tick
+from conductor.limits import Limits as ConductorLimits
 from conductor.policies import make_policy
 from conductor.service import ConductorService
 from conductor.state import ConductorState
-from conductor.state import Limits as ConductorLimits
 from protocol.metrics import scheduler_metrics
 from protocol.pb import (
     conductor_pb2_grpc,
