@@ -10,9 +10,7 @@ from conductor.policies import make_policy
 from conductor.service import ConductorService
 from conductor.state import ConductorState
 from protocol.metrics import scheduler_metrics
-from protocol.pb import (
-    conductor_pb2_grpc,
-)
+from protocol.pb import conductor_pb2_grpc
 from tests.simulation.processes.process import Process
 
 SCHEDULER_METRICS = scheduler_metrics(CollectorRegistry())

@@ -8,9 +8,7 @@ from typing import Any
 
 from kvstore.home_finder import HomeFinder
 from protocol.membership import BlockLog, Membership
-from protocol.pb import (
-    conductor_pb2,
-)
+from protocol.pb import conductor_pb2
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Endpoint
 from protocol.wire import endpoint_to_wire, layout_to_wire
