@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.measure import table, write_json
 from benchmarks.simulations import simulated
-from conductor.replication import ReplicationTerms
+from conductor.replication.planner import ReplicationTerms
 from protocol.timeline import mean, percentile
 from traces.simulator.many import Run, TraceFile
 from traces.simulator.profiles import LLAMA3_70B_8XA800

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conductor.admission import Admission
-from conductor.fairness import parse_weights
-from conductor.leadership import Terms
+from conductor.fairness.shares import parse_weights
+from conductor.leadership.state import Terms
 from conductor.limits import Limits
 from conductor.policies import DEFAULT_POLICY, POLICY_CHOICES, make_policy
 from conductor.policies.base import PlacementPolicy
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
-from conductor.replication import ReplicationTerms
-from conductor.roles import RoleController, RoleTerms
+from conductor.replication.planner import ReplicationTerms
+from conductor.roles.controller import RoleController, RoleTerms
 from protocol.config import option
 from protocol.errors import ConfigError
 from protocol.process import ProcessConfig

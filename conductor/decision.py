@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from conductor.columns import Flags, Floats, Ints, Names
-from conductor.fairness import Turn
+from conductor.fairness.shares import Turn
 from protocol.ids import RequestId
 
 

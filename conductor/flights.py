@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from conductor.cost.accuracy import Times
 from conductor.decision import Outcome
 from conductor.events import Phase, Place, Report
-from conductor.fairness import Fairness
+from conductor.fairness.shares import Fairness
 from conductor.learned import Learned
 from conductor.members import Instance
 from conductor.plan import Plan

@@ -32,7 +32,8 @@ from conductor.decision import (
 )
 from conductor.eligible import Able, eligible
 from conductor.events import Place
-from conductor.fairness import Fairness
+from conductor.fairness.shares import Fairness
+from conductor.fairness.turns import Queueing, offers_in_turn, queueing
 from conductor.landing import Newcomer, best_decode, least, weigh_decodes
 from conductor.learned import Learned
 from conductor.members import Instance, Members
@@ -41,7 +42,6 @@ from conductor.plan import Plan
 from conductor.policies.base import PlacementPolicy, Prompt, Weighed
 from conductor.prefix import PrefixMap
 from conductor.session import first_distinguishing
-from conductor.turns import Queueing, offers_in_turn, queueing
 from conductor.undivided import (
     Reading,
     best_undivided,

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from conductor.cost.accuracy import Times
 from conductor.decision import Decision
+from conductor.fairness.turns import Queueing
 from conductor.members import Instance
-from conductor.turns import Queueing
 from protocol.request import PrefixSource
 
 

@@ -39,9 +39,9 @@ from conductor.events import (
     TtftObserved,
 )
 from conductor.gateways import SeenGateways
-from conductor.replica_commands import ReplicaCommands, ReplicaMetrics
-from conductor.role_commands import RoleCommands
-from conductor.standby import STOP_GRACE_S, SoleLeadership, serve_among_others
+from conductor.leadership.standby import STOP_GRACE_S, SoleLeadership, serve_among_others
+from conductor.replication.commands import ReplicaCommands, ReplicaMetrics
+from conductor.roles.commands import RoleCommands
 from conductor.state import ConductorState
 from protocol.garbage import seldom_collected
 from protocol.ids import Role

@@ -45,7 +45,7 @@ from conductor.events import (
     TtftObserved,
 )
 from conductor.fading import Fading
-from conductor.fairness import Fairness
+from conductor.fairness.shares import Fairness
 from conductor.flights import Flight, Flights, outcome
 from conductor.learned import Learned
 from conductor.limits import Limits
@@ -53,10 +53,10 @@ from conductor.members import Instance, Members
 from conductor.placement import Planner, Targets
 from conductor.policies import make_builtin
 from conductor.policies.base import PlacementPolicy
-from conductor.replication import Replication, ReplicationTerms
+from conductor.replication.planner import Replication, ReplicationTerms
 from conductor.returns import Returns
-from conductor.role_loads import RoleLoads
-from conductor.roles import RoleController
+from conductor.roles.controller import RoleController
+from conductor.roles.loads import RoleLoads
 from conductor.view import ClusterView, InstanceView
 from kvstore.directory import Directory
 from protocol.errors import ConfigError, InvalidRequest, MoonserveError, StaleLease

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from conductor.admission import Admission
 from conductor.config import DEFAULT_ROLE_TERMS, DEFAULT_TERMS, ConductorConfig
-from conductor.fairness import parse_weights
+from conductor.fairness.shares import parse_weights
 from conductor.policies import DEFAULT_POLICY as DEFAULT_PLACEMENT
 from conductor.policies import POLICY_CHOICES
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
-from conductor.roles import RoleTerms
+from conductor.roles.controller import RoleTerms
 from decode_worker.config import AllotmentConfig
 from deploy.worker.config import DEFAULT_ROLE_DRAIN_S
 from engine.device import DEVICES

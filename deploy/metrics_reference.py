@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from conductor.replica_commands import ReplicaMetrics
-from conductor.standby import LeaderMetrics
+from conductor.leadership.standby import LeaderMetrics
+from conductor.replication.commands import ReplicaMetrics
 from engine.elastic.elasticity import Elasticity, Limits
 from engine.elastic.serving import ElasticityCollector
 from gateway.cluster_metrics import phase_collector

@@ -53,7 +53,7 @@ TEXTS = (
     "gateway/detokenize.py",
     "conductor/columns.py",
     "kvstore/catalog.py",
-    "conductor/roles.py",
+    "conductor/roles/controller.py",
     "decode_worker/allotment.py",
     "engine/weights.py",
     "kvstore/state.py",

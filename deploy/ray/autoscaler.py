@@ -1,6 +1,6 @@
 """When a cluster should have one worker more or less of a role. Pure.
 
-Loads are the conductor's (`conductor.role_loads`): 1 = the latency target is just met, as predicted of what was placed.
+Loads are the conductor's (`conductor.roles`): 1 = the latency target is just met, as predicted of what was placed.
 The rule: a role whose mean need is above the upper threshold gets a worker, and one that would use less than the lower
 threshold *with one worker less* loses one, each if that has held for a while, within the bounds, and not while anybody
 starts or leaves. So what was right under a constant load leaves nothing that asks for the way back. Where workers can
@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from conductor.roles import RoleTerms, WorkerLoad
+from conductor.roles.controller import RoleTerms, WorkerLoad
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId, Role
 
@@ -26,7 +26,7 @@ _ROLE_TERMS = RoleTerms()
 class ScaleTerms:
     """Raises ConfigError for values that would oscillate."""
 
-    # As for role switching (`conductor.roles.RoleTerms`), and lower for leaving: a worker costs more to bring back.
+    # As for role switching (`RoleTerms`), and lower for leaving: a worker costs more to bring back.
     high: float = _ROLE_TERMS.high
     low: float = 0.4
     up_hold_s: float = 20.0  # longer than role switching takes to decide

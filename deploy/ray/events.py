@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from conductor.roles import WorkerLoad
+from conductor.roles.controller import WorkerLoad
 from deploy.ray.units import Kind, Unit
 
 READY = "ready"  # a process's stage once it serves, as the supervisor calls it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conductor.roles import WorkerLoad
+from conductor.roles.controller import WorkerLoad
 from deploy.ray.events import Member
 from protocol.conductors import Conductors
 from protocol.ids import InstanceId, Role

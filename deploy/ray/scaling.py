@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from conductor.roles import WorkerLoad
+from conductor.roles.controller import WorkerLoad
 from deploy.ray.autoscaler import Autoscaler, Bounds, Grow
 from deploy.ray.config import ClusterConfig
 from deploy.ray.process import Process

@@ -16,7 +16,7 @@ from conductor.events import (
 )
 from conductor.limits import Limits
 from conductor.policies import make_policy
-from conductor.replication import ReplicationTerms
+from conductor.replication.planner import ReplicationTerms
 from conductor.state import ConductorState
 from protocol.ids import InstanceId
 from protocol.keys import NO_PARENT, BlockKey

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.fairness import MOST_CLAIMS, OUTPUT_WEIGHT, Fairness, parse_weights
+from conductor.fairness.shares import MOST_CLAIMS, OUTPUT_WEIGHT, Fairness, parse_weights
 from protocol.errors import ConfigError
 from protocol.ids import RequestId
 

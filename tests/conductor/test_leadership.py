@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.leadership import (
+from conductor.leadership.state import (
     BeginLeading,
     Claim,
     Claimed,

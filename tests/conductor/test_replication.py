@@ -13,7 +13,7 @@ from conductor.events import (
     Heartbeat,
     Load,
 )
-from conductor.replication import LOOK_BURST_S, LOOK_EVERY_S
+from conductor.replication.planner import LOOK_BURST_S, LOOK_EVERY_S
 from kvstore.replication.ledger import UNDER_WAY_S
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId

@@ -9,8 +9,8 @@ import pytest
 from conductor.events import Action, Load, Phase, RoleChangeDue, Tick
 from conductor.limits import Limits
 from conductor.policies import make_policy
-from conductor.role_loads import BUSY_MEMORY_S, RoleLoads
-from conductor.roles import RoleController, RoleTerms
+from conductor.roles.controller import RoleController, RoleTerms
+from conductor.roles.loads import BUSY_MEMORY_S, RoleLoads
 from conductor.state import ConductorState
 from protocol.errors import ConfigError
 from protocol.ids import Role

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.roles import RoleChange, RoleController, RoleTerms, WorkerLoad
+from conductor.roles.controller import RoleChange, RoleController, RoleTerms, WorkerLoad
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId, Role
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from conductor.candidate import Candidate, boot_clock
 from conductor.config import ConductorConfig
-from conductor.leadership import Terms
+from conductor.leadership.candidate import Candidate, boot_clock
+from conductor.leadership.standby import LeaderMetrics, Led
+from conductor.leadership.state import Terms
 from conductor.policy_record import policy_among, record_of
 from conductor.service import serve
-from conductor.standby import LeaderMetrics, Led
 from protocol.conductors import Conductors
 from protocol.config import load
 from protocol.errors import ConfigError, NotLeader, NoWorker, PeerLost, Unauthenticated

@@ -10,7 +10,7 @@ import pytest
 from conductor.admission import FOR_LOAD, TENANT_SHARE
 from conductor.decision import Decision
 from conductor.events import Phase, Place, Placed
-from conductor.fairness import Fairness
+from conductor.fairness.shares import Fairness
 from conductor.limits import Limits
 from conductor.policies import POLICY_NAMES
 from protocol.ids import RequestId

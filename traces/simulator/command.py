@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conductor.admission import Admission
-from conductor.fairness import parse_weights
+from conductor.fairness.shares import parse_weights
 from conductor.policies import POLICY_CHOICES, PUBLISHED_POLICY, make_policy
-from conductor.replication import ReplicationTerms
-from conductor.roles import RoleTerms
+from conductor.replication.planner import ReplicationTerms
+from conductor.roles.controller import RoleTerms
 from kvstore.eviction import DEFAULT_POLICY as DEFAULT_EVICTION
 from kvstore.eviction import POLICY_NAMES as EVICTION_NAMES
 from protocol.config import option

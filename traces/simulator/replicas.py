@@ -1,6 +1,6 @@
 """Replicas that the conductor has made and dropped: copies between stores in virtual time. Pure.
 
-As live (`conductor.replica_commands`, `kvstore.copying`): one copy into a store at a time and so many at once in all,
+As live (`conductor.replication`, `kvstore.copying`): one copy into a store at a time and so many at once in all,
 step by step; what is read is held at its source; blocks are there, and announced, when all bytes of their step are. A
 step that is not done in full, since a machine died, blocks had left or no room was found, ends its copy as failed; what
 earlier steps brought stays. Knows nothing of why a copy is made. Not modelled: pins, removals of whole prefixes.
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from conductor.events import CopyDue, CopySettled, DropDue
-from conductor.replication import COPY_S
+from conductor.replication.planner import COPY_S
 from conductor.state import ConductorState
 from kvstore.stored import StoredObject, Tier
 from protocol.ids import InstanceId
@@ -23,7 +23,7 @@ from traces.simulator.network import FlowId, Network
 from traces.simulator.pool import Held
 from traces.simulator.wakes import Wakes
 
-COPIES_AT_ONCE = 4  # `conductor.replica_commands`
+COPIES_AT_ONCE = 4  # `conductor.replication.commands`
 
 
 @dataclass(slots=True, eq=False)

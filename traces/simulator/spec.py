@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from conductor.admission import Admission
-from conductor.replication import ReplicationTerms
-from conductor.roles import RoleTerms
+from conductor.replication.planner import ReplicationTerms
+from conductor.roles.controller import RoleTerms
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.step_budget import CHUNK_SHARE

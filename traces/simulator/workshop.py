@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from conductor.admission import STEP_SHARE, Admission
 from conductor.limits import Limits
 from conductor.policies import make_policy
-from conductor.roles import RoleController
+from conductor.roles.controller import RoleController
 from conductor.state import ConductorState
 from protocol.errors import ConfigError
 from protocol.request import Placement

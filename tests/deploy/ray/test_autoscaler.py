@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.roles import WorkerLoad
+from conductor.roles.controller import WorkerLoad
 from deploy.ray.autoscaler import Autoscaler, Bounds, Change, Grow, ScaleTerms, Shrink
 from protocol.ids import InstanceId, Role
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.roles import RoleTerms
+from conductor.roles.controller import RoleTerms
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.step_budget import CHUNK_SHARE, LEAST_CHUNK

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conductor.events import CopyDue, CopySettled, CopyStep, DropDue
-from conductor.replication import COPY_S, ReplicationTerms
-from conductor.roles import RoleTerms
+from conductor.replication.planner import COPY_S, ReplicationTerms
+from conductor.roles.controller import RoleTerms
 from protocol.errors import ConfigError
 from protocol.keys import BlockKey
 from protocol.request import Endpoint

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.roles import RoleTerms
+from conductor.roles.controller import RoleTerms
 from protocol.errors import ConfigError
 from tests.thoroughness import examples
 from tests.traces.simulator.small import request, run_checked, spec

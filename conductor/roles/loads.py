@@ -1,4 +1,4 @@
-"""The workers' loads as `conductor.roles` compares them, from the conductor's books and from heartbeats. Pure.
+"""The workers' loads as `controller` compares them, from the conductor's books and from heartbeats. Pure.
 
 Prefill: the predicted queue over the TTFT target; and since an empty queue says nothing of how much could come on top,
 the share of time with work counts as use. While prompts are refused for their TTFT it counts as need, too: a policy
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from conductor.members import Instance, Members
-from conductor.roles import WorkerLoad
+from conductor.roles.controller import WorkerLoad
 from protocol.ids import InstanceId, Role
 
 # Averages over about as long as the controller waits between two changes.

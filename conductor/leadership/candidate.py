@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from conductor.leadership import (
+from conductor.leadership.state import (
     Answer,
     BeginLeading,
     Claim,

@@ -16,7 +16,7 @@ from protocol.ids import RequestId
 
 _FIRST_ROWS = 64
 # Behind whom it follows: a prompt's place, so that a thousand fit between two that were placed a millisecond apart.
-# Places are monotonic seconds, of which no less can be told apart (`conductor.turns`).
+# Places are monotonic seconds, of which no less can be told apart (`turns`).
 _BEHIND_S = 1e-6
 _BEFORE_ALL_S = 1e-3
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.columns import Floats, Ints
-from conductor.fairness import Fairness, Turn
+from conductor.fairness.shares import Fairness, Turn
 from conductor.policies.base import Offers
 
 # Seconds that one step of priority counts in a book: all ranks and waits are shorter. With MOST_PRIORITY steps a

@@ -1,6 +1,6 @@
 """Which prefixes store nodes copy from each other, and which copies go again. Pure: `now` is an argument.
 
-Rule: a leading run of blocks gains a replica where its absence cost placements more seconds lately (`conductor.wanted`)
+Rule: a leading run of blocks gains a replica where its absence cost placements more seconds lately (`wanted`)
 than `margin` times what copying it takes, beside all that is on its way. Then it rests for a window, so that no demand
 is answered twice. Bounds: copies into a store take at most `busy_share` of its time, and replicas that were made here
 at most `store_share` of its memory. Only what was made here goes again for being cold, children first, never the last
@@ -23,10 +23,10 @@ import numpy as np
 
 from conductor.columns import Floats
 from conductor.decision import Decision
-from conductor.demand import Demand, demand_of
 from conductor.events import CopyDue, CopySettled, CopyStep, DropDue
 from conductor.members import Instance, Members
-from conductor.wanted import DemandWindow, Wanted, is_known
+from conductor.replication.demand import Demand, demand_of
+from conductor.replication.wanted import DemandWindow, Wanted, is_known
 from kvstore.directory import Directory
 from kvstore.directory.chains import Chains
 from kvstore.replication.ledger import UNDER_WAY_S, Ledger

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from conductor.columns import Floats, Ints
-from conductor.waiting import WaitingPrompts
+from conductor.fairness.waiting import WaitingPrompts
 from protocol.errors import ConfigError
 from protocol.ids import RequestId
 

@@ -19,8 +19,8 @@ import grpc.aio
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from conductor import policy_record
-from conductor.candidate import Candidate
 from conductor.config import ConductorConfig
+from conductor.leadership.candidate import Candidate
 from conductor.policy_record import WRITE_EVERY_S
 from protocol.errors import MoonserveError, NotLeader, NoWorker
 from protocol.pb import conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.columns import Floats, Ints, Names
-from conductor.demand import Demand
+from conductor.replication.demand import Demand
 from kvstore.directory.table import Slots, Table
 
 MOST_DEMANDS = 4_096

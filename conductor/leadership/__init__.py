@@ -1,0 +1,1 @@
+"""Which of several conductors leads, and what the others answer meanwhile (docs/conductor-availability.md)."""
