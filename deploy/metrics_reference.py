@@ -23,7 +23,7 @@ from conductor.leadership.standby import LeaderMetrics
 from conductor.replication.commands import ReplicaMetrics
 from engine.elastic.elasticity import Elasticity, Limits
 from engine.elastic.serving import ElasticityCollector
-from gateway.cluster_metrics import phase_collector
+from gateway.cluster.metrics import phase_collector
 from gateway.keys.holder import KeyHolder
 from gateway.ledger import PHASES
 from gateway.limits.limiter import Limiter

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from gateway.limits.visit import Visit
-from gateway.params import Prompt
 from gateway.service import Answer, Gateway
-from gateway.wish import Wish
+from gateway.wishes.params import Prompt
+from gateway.wishes.wish import Wish
 
 EXPECTED_TOKENS = 1_024
 

@@ -15,37 +15,37 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import resuming
 from gateway.admission import admitted
 from gateway.asking import wish_of
-from gateway.bad_words import spellings
 from gateway.choices import best, choices_for
-from gateway.chunks import ChatChunks, Chunks, CompletionChunks, Heading, Wants
 from gateway.config import GatewayConfig
-from gateway.feed import Piece
-from gateway.forms import FormChecker
-from gateway.params import (
-    Prompt,
-    chat_prompt,
-    completion_prompts,
-    truncated,
-)
-from gateway.replies import ClusterReply, StreamReply, WholeReply
-from gateway.resuming import EventId, EventIds
-from gateway.schema import (
-    BodyParser,
-    ChatBody,
-    CompletionBody,
-    SamplingBody,
-)
+from gateway.replies import resuming
+from gateway.replies.chunks import ChatChunks, Chunks, CompletionChunks, Heading, Wants
+from gateway.replies.feed import Piece
+from gateway.replies.resuming import EventId, EventIds
+from gateway.replies.usage import usage_of, with_timing
+from gateway.replies.waiting import ClusterReply, StreamReply, WholeReply
+from gateway.replies.whole import render_chat, render_completion
 from gateway.served import ServedModel
 from gateway.service import Answer, Gateway
 from gateway.tools.formats import format_of
 from gateway.tools.plan import ToolPlanner
 from gateway.tools.replies import chat_chunks, message_of
-from gateway.usage import usage_of, with_timing
-from gateway.whole import render_chat, render_completion
-from gateway.wish import Choice
+from gateway.wishes.bad_words import spellings
+from gateway.wishes.forms import FormChecker
+from gateway.wishes.params import (
+    Prompt,
+    chat_prompt,
+    completion_prompts,
+    truncated,
+)
+from gateway.wishes.schema import (
+    BodyParser,
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+)
+from gateway.wishes.wish import Choice
 from protocol.grammar import Grammars
 
 

@@ -13,7 +13,7 @@ from protocol.request import FinishReason, Token
 
 
 class Output(Protocol):
-    """Text of the tokens; gateway.detokenize.TextOutput."""
+    """Text of the tokens; gateway.text.detokenize.TextOutput."""
 
     @property
     def stopped(self) -> bool: ...

@@ -9,10 +9,10 @@ from starlette.requests import Request
 
 from gateway.admission import visit_of
 from gateway.errors import ApiError
-from gateway.isolation import salt_of
 from gateway.limits.visit import Identity
-from gateway.schema import SamplingBody
-from gateway.wish import Choice, Wish
+from gateway.wishes.isolation import salt_of
+from gateway.wishes.schema import SamplingBody
+from gateway.wishes.wish import Choice, Wish
 
 _MAX_TENANT = 256  # characters; the conductor keeps it with each decision, so longer names are known by a digest
 _TENANT_DIGEST_BYTES = 16

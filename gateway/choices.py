@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gateway.errors import ApiError
-from gateway.feed import Piece
-from gateway.params import Limits, Prompt, check_count, check_prompt
-from gateway.sampling import SEED_MASK, sampling_for
-from gateway.schema import SamplingBody
-from gateway.wish import Choice
+from gateway.replies.feed import Piece
+from gateway.wishes.params import Limits, Prompt, check_count, check_prompt
+from gateway.wishes.sampling import SEED_MASK, sampling_for
+from gateway.wishes.schema import SamplingBody
+from gateway.wishes.wish import Choice
 
 MAX_PROMPT_LOGPROBS = 131_072
 """Numbers in one reply; writing them takes a good part of a second, in which the gateway does nothing else."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gateway.avoidance import Incarnation
+from gateway.cluster.avoidance import Incarnation
 from protocol.errors import MoonserveError
 from protocol.ids import RequestId
 from protocol.request import DecodeReport, Endpoint, FinishReason, Placement, PrefillReport, Token

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gateway import request_log
-from gateway.cluster import Cluster
-from gateway.detokenize import TextOutput
+from gateway.cluster.figures import Figures
+from gateway.cluster.view import Cluster
 from gateway.events import (
     Aborted,
     Action,
@@ -32,14 +32,14 @@ from gateway.events import (
     Submit,
     SubmitFailed,
 )
-from gateway.feed import Piece
-from gateway.figures import Figures
 from gateway.journey import Journey
+from gateway.replies.feed import Piece
 from gateway.routes import Routes
 from gateway.state import RequestState
 from gateway.tasks import TaskGroup
+from gateway.text.detokenize import TextOutput
 from gateway.timings import Timings
-from gateway.wish import Choice, Wish
+from gateway.wishes.wish import Choice, Wish
 from protocol.errors import DeadlineExceeded, MoonserveError
 from protocol.ids import GatewayId, RequestId
 from protocol.keys import BlockKey, block_keys, pack_keys, pack_tokens, root_key

@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.errors import ApiError
-from gateway.params import Limits, chat_prompt, encode
-from gateway.schema import BodyParser, DetokenizeBody, TokenizeBody
 from gateway.served import ServedModel
+from gateway.wishes.params import Limits, chat_prompt, encode
+from gateway.wishes.schema import BodyParser, DetokenizeBody, TokenizeBody
 
 
 class ModelEndpoints:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from gateway.responses.schema import SHARED, ResponsesBody
-from gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.wishes.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
 

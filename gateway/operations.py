@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from gateway.admission import visit_of
-from gateway.cluster_metrics import ClusterMetrics
+from gateway.cluster.metrics import ClusterMetrics
 from gateway.errors import ApiError
 from gateway.explanations import Explanation
-from gateway.isolation import visible_to
 from gateway.service import Gateway
+from gateway.wishes.isolation import visible_to
 from protocol.errors import NoWorker
 from protocol.pb import conductor_pb2
 from protocol.scraping import package_version

@@ -9,12 +9,12 @@ from typing import Any
 from starlette.requests import Request
 
 from gateway.body import read_body
-from gateway.chat_template import ChatTemplate
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
-from gateway.params import Limits
 from gateway.service import Gateway
-from gateway.tokenizer import Tokenizer
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer
+from gateway.wishes.params import Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from gateway.api import Api
 from gateway.app import build_app
-from gateway.cluster_metrics import ClusterMetrics, phase_collector
+from gateway.cluster.metrics import ClusterMetrics, phase_collector
 from gateway.config import GatewayConfig
 from gateway.http_protocol import BoundedProtocol, Patience
 from gateway.identity import open_keys, open_limits
@@ -34,7 +34,7 @@ from gateway.responses.handlers import Responses
 from gateway.responses.store import ResponseStore
 from gateway.served import Served, ServedModel
 from gateway.service import Gateway
-from gateway.tokenizer import Tokenizer, load_tokenizer, load_vocab_size
+from gateway.text.tokenizer import Tokenizer, load_tokenizer, load_vocab_size
 from protocol.conductors import parse_addresses
 from protocol.errors import ConfigError
 from protocol.garbage import seldom_collected

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gateway.cluster import Cluster
-from gateway.decode_figures import DecodeFigures
-from gateway.detokenize import TextOutput
+from gateway.cluster.decode_figures import DecodeFigures
+from gateway.cluster.figures import Figures
+from gateway.cluster.view import Cluster
 from gateway.events import (
     DecodeReported,
     Event,
@@ -24,14 +24,14 @@ from gateway.events import (
     WorkerFailed,
 )
 from gateway.explanations import Explanation, choice_id, explain
-from gateway.feed import Feed, Handler, Piece
-from gateway.figures import Figures
 from gateway.generation import Generation, Surroundings
+from gateway.replies.feed import Feed, Handler, Piece
 from gateway.routes import Routes
 from gateway.state import LIVE, PATIENCE_S
 from gateway.tasks import TaskGroup
-from gateway.tokenizer import Tokenizer
-from gateway.wish import Choice, Wish
+from gateway.text.detokenize import TextOutput
+from gateway.text.tokenizer import Tokenizer
+from gateway.wishes.wish import Choice, Wish
 from protocol.errors import Cancelled, MoonserveError, NoWorker
 from protocol.ids import GatewayId
 from protocol.logs import of

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gateway.arrivals import Arrivals, Output
-from gateway.avoidance import Avoidance, suspects
+from gateway.cluster.avoidance import Avoidance, suspects
 from gateway.events import (
     Aborted,
     Action,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.figures import Ended, Figures
+from gateway.cluster.figures import Ended, Figures
 from protocol.errors import MoonserveError, Overloaded
 from protocol.metrics import RequestMetrics
 from protocol.request import FinishReason, PrefillReport

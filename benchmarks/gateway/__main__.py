@@ -23,7 +23,7 @@ import uvloop
 from benchmarks.gateway.processes import GatewayProcess, clients, running_gateway
 from benchmarks.gateway.stub import StubCluster
 from benchmarks.measure import medians, table, write_json
-from gateway.tokenizer import load_tokenizer
+from gateway.text.tokenizer import load_tokenizer
 from models import demo_model_path
 from protocol.timeline import percentile
 

@@ -12,9 +12,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from gateway.chunks import Chunks
 from gateway.errors import ErrorReply
-from gateway.feed import Piece
+from gateway.replies.chunks import Chunks
+from gateway.replies.feed import Piece
 from gateway.responses.output import (
     Item,
     ResponseForm,

@@ -12,15 +12,15 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.admission import visit_of
 from gateway.api import Api
-from gateway.chunks import Heading
 from gateway.errors import ApiError
+from gateway.replies.chunks import Heading
 from gateway.responses.events import ResponseEvents
 from gateway.responses.output import ResponseForm, whole
 from gateway.responses.schema import ResponsesBody
 from gateway.responses.store import ResponseStore, StoredResponse
 from gateway.responses.translate import RENAMED, chat_of, input_messages, output_messages
-from gateway.schema import BodyParser, ChatBody, validated
 from gateway.served import ServedModel
+from gateway.wishes.schema import BodyParser, ChatBody, validated
 from protocol.errors import InvalidRequest
 
 

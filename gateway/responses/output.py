@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.chunks import Heading
+from gateway.replies.chunks import Heading
 from gateway.responses.schema import ResponsesBody
 
 Item = dict[str, Any]

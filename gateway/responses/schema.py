@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gateway.errors import ApiError
-from gateway.schema import MAX_LOGPROBS, Body
+from gateway.wishes.schema import MAX_LOGPROBS, Body
 
 # Parameters of either API that mean the same in both and are checked there.
 SHARED = (

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.forms import json_rule, text_rule
 from gateway.tools.formats import Format
+from gateway.wishes.forms import json_rule, text_rule
 
 _TEXT = r"/(.|\n)*/"
 _TEXT_WITHOUT_CALL = r"/([^{](.|\n)*)?/"  # in a format where a message that begins with { calls

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.errors import ApiError
-from gateway.forms import Form, FormChecker, json_form
-from gateway.schema import ChatBody
 from gateway.tools.formats import Format
 from gateway.tools.grammar import CallGrammar
 from gateway.tools.parser import ToolParser
-from gateway.tools.schema import Function, NamedChoice
-from gateway.wish import Choice
+from gateway.wishes.forms import Form, FormChecker, json_form
+from gateway.wishes.schema import ChatBody
+from gateway.wishes.tool_schema import Function, NamedChoice
+from gateway.wishes.wish import Choice
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}

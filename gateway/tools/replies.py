@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from gateway.chunks import ChatChunks, Heading, Wants
-from gateway.feed import Piece
-from gateway.tokenizer import Tokenizer
+from gateway.replies.chunks import ChatChunks, Heading, Wants
+from gateway.replies.feed import Piece
+from gateway.text.tokenizer import Tokenizer
 from gateway.tools.events import Arguments, CallStarted, Content, Event
 from gateway.tools.plan import ToolPlan
 from protocol.request import FinishReason

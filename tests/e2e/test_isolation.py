@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gateway.isolation import salt_of
+from gateway.wishes.isolation import salt_of
 from protocol.keys import BlockKey, block_keys, root_key
 from tests.e2e.accounts import accounts_of
 from tests.e2e.cluster import UNHURRIED, Cluster, metric, running_cluster

@@ -17,7 +17,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 
-from gateway.resuming import parse
+from gateway.replies.resuming import parse
 from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
 from tests.e2e.sse import read_completion
 from tests.patience import PATIENCE_S

@@ -17,7 +17,7 @@ import pytest
 from engine.config import load_model_config
 from engine.engine import Engine
 from engine.generate import Generation, generate
-from gateway.forms import json_rule
+from gateway.wishes.forms import json_rule
 from protocol.request import SamplingParams
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.sse import read_completion

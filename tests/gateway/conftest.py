@@ -13,7 +13,7 @@ import pytest
 
 from gateway.config import GatewayConfig
 from gateway.server import serve
-from gateway.tokenizer import Tokenizer, load_tokenizer
+from gateway.text.tokenizer import Tokenizer, load_tokenizer
 from protocol.process import Lifecycle
 from tests.gateway.scripted_cluster import CLUSTER_TOKEN, ScriptedCluster
 from tests.patience import PATIENCE_S

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.choices import best
-from gateway.feed import Piece
-from gateway.tokenizer import Tokenizer
+from gateway.replies.feed import Piece
+from gateway.text.tokenizer import Tokenizer
 from protocol.ids import RequestId
 from protocol.request import FinishReason, Logprobs, Token
 from protocol.wire import sampling_from_wire

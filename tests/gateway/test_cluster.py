@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-import gateway.cluster
-from gateway.cluster import Cluster
+import gateway.cluster.view
+from gateway.cluster.view import Cluster
 from protocol.errors import NoWorker
 from protocol.ids import GatewayId
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2
@@ -107,7 +107,7 @@ async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_fact
             cluster.facts()
         await cluster.refresh()
         assert cluster.is_ready
-        monkeypatch.setattr(gateway.cluster, "_VIEW_LIFETIME_S", 0.0)
+        monkeypatch.setattr(gateway.cluster.view, "_VIEW_LIFETIME_S", 0.0)
         assert not cluster.is_ready
         assert cluster.facts().max_model_len == 99
         conductor.is_restarted = True

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.cluster_metrics import merged
+from gateway.cluster.metrics import merged
 
 NAMES = st.text(min_size=1, max_size=8)
 

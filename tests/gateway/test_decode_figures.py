@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from gateway.decode_figures import DecodeFigures
+from gateway.cluster.decode_figures import DecodeFigures
 from protocol.metrics import request_metrics
 from protocol.pb import common_pb2, conductor_pb2
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.detokenize import REPLACEMENT, ByteDecoder, StopMatcher, TextOutput, WindowDecoder
-from gateway.tokenizer import load_tokenizer
+from gateway.text.detokenize import REPLACEMENT, ByteDecoder, StopMatcher, TextOutput, WindowDecoder
+from gateway.text.tokenizer import load_tokenizer
 from tests.gateway.conftest import MODEL
 
 TOKENIZER = load_tokenizer(MODEL)

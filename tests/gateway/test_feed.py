@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.feed import Feed, Piece
+from gateway.replies.feed import Feed, Piece
 from protocol.ids import RequestId
 from protocol.request import FinishReason, Token
 

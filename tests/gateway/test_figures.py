@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.figures import _MAX_PREFIXES, _NUM_LATEST, WINDOW_S, Ended, Figures
+from gateway.cluster.figures import _MAX_PREFIXES, _NUM_LATEST, WINDOW_S, Ended, Figures
 from protocol.keys import BlockKey
 
 

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.chat_template import ChatTemplate
-from gateway.chunks import CompletionChunks, Heading, Wants
 from gateway.errors import ApiError
-from gateway.feed import Piece
+from gateway.replies.chunks import CompletionChunks, Heading, Wants
+from gateway.replies.feed import Piece
 from gateway.responses.schema import ResponsesBody
-from gateway.schema import (
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import load_tokenizer
+from gateway.wishes.schema import (
     BodyParser,
     ChatBody,
     CompletionBody,
@@ -24,7 +25,6 @@ from gateway.schema import (
     TokenizeBody,
     validated,
 )
-from gateway.tokenizer import load_tokenizer
 from protocol.errors import ConfigError, InvalidRequest
 
 TOKENIZER = load_tokenizer(Path(__file__).parents[2] / "models" / "demo")

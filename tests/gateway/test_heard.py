@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from gateway.heard import Heard
+from gateway.cluster.heard import Heard
 from protocol.pb import worker_pb2
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.logprobs import echoed_logprobs
-from gateway.tokenizer import Tokenizer
+from gateway.replies.logprobs import echoed_logprobs
+from gateway.text.tokenizer import Tokenizer
 from protocol.errors import PeerLost
 from protocol.prompt_logprobs import PromptLogprobs
 from tests.gateway.scripted_cluster import BLOCK_SIZE, Run, ScriptedCluster

@@ -5,9 +5,9 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from gateway.params import cut_behind
-from gateway.schema import ChatMessage
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
+from gateway.wishes.params import cut_behind
+from gateway.wishes.schema import ChatMessage
 from protocol.keys import unpack_tokens
 from tests.gateway.scripted_cluster import MAX_MODEL_LEN, ScriptedCluster
 

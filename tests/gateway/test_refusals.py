@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from protocol.errors import DeadlineExceeded, IntegrityError, MoonserveError
 from protocol.pb import common_pb2, conductor_pb2
 from tests.gateway.conftest import running_gateway
@@ -215,7 +215,7 @@ async def test_an_unknown_model_is_404(http: aiohttp.ClientSession) -> None:
 async def test_unknown_parameters_are_ignored_with_one_warning(
     http: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="gateway.schema"):
+    with caplog.at_level(logging.WARNING, logger="gateway.wishes.schema"):
         for _ in range(3):
             async with http.post(TEXT_PATH, json=TEXT | {"frobnicate": 1}) as reply:
                 assert reply.status == 200

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import ApiError
-from gateway.resuming import EventId, digest_of, parse, without_known
-from gateway.tokenizer import Tokenizer
-from gateway.wish import Choice
+from gateway.replies.resuming import EventId, digest_of, parse, without_known
+from gateway.text.tokenizer import Tokenizer
+from gateway.wishes.wish import Choice
 from protocol.request import SamplingParams
 from tests.gateway.conftest import running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.silence import LATE_AFTER_S, SILENT_AFTER_S, Sign, is_late, silent
+from gateway.cluster.silence import LATE_AFTER_S, SILENT_AFTER_S, Sign, is_late, silent
 from protocol.ids import Role
 
 SIGNS = st.lists(

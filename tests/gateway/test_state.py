@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.avoidance import DOUBT_S
+from gateway.cluster.avoidance import DOUBT_S
 from gateway.events import (
     Aborted,
     CancelAt,

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-import gateway.silence
-from gateway.tokenizer import Tokenizer
+import gateway.cluster.silence
+from gateway.text.tokenizer import Tokenizer
 from protocol.errors import MoonserveError, PeerLost
 from protocol.pb import conductor_pb2
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
@@ -249,7 +249,7 @@ async def test_a_stream_leaves_a_decode_worker_that_has_fallen_silent(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It closes nothing. When it wakes up it goes on with what is not its any more, and nobody listens."""
-    monkeypatch.setattr(gateway.silence, "SILENT_AFTER_S", 0.01)
+    monkeypatch.setattr(gateway.cluster.silence, "SILENT_AFTER_S", 0.01)
 
     async def falls_silent(run: Run) -> None:
         run.prefill_done(cluster.tokens[0])

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from gateway.chat_template import ChatTemplate
-from gateway.tokenizer import Tokenizer, _slow_codec, load_tokenizer
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer, _slow_codec, load_tokenizer
 from protocol.errors import ConfigError, InvalidRequest
 from tests.gateway.conftest import MODEL
 

@@ -7,8 +7,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.isolation import salt_of
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
+from gateway.wishes.isolation import salt_of
 from protocol.keys import block_keys, pack_keys, root_key, unpack_tokens
 from tests.gateway.scripted_cluster import BLOCK_SIZE, MAX_MODEL_LEN, ScriptedCluster
 

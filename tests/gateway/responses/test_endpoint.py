@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from protocol.keys import unpack_tokens
 from tests.gateway.conftest import running_gateway
 from tests.gateway.scripted_cluster import ScriptedCluster

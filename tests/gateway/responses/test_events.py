@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.chunks import Heading
-from gateway.feed import Piece
+from gateway.replies.chunks import Heading
+from gateway.replies.feed import Piece
 from gateway.responses.events import ResponseEvents
 from gateway.responses.output import ResponseForm, whole
 from gateway.responses.schema import ResponsesBody

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from protocol.keys import unpack_tokens
 from tests.gateway.conftest import MODEL, running_gateway
 from tests.gateway.scripted_cluster import ScriptedCluster

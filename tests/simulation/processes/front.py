@@ -6,9 +6,9 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
-from gateway.detokenize import ByteDecoder
 from gateway.ledger import PHASES
 from gateway.service import Gateway
+from gateway.text.detokenize import ByteDecoder
 from protocol.ids import GatewayId, new_id
 from protocol.metrics import request_metrics
 from tests.simulation.model import VOCABULARY

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.params import Prompt
-from gateway.schema import SamplingBody
 from gateway.service import Answer
+from gateway.wishes.params import Prompt
+from gateway.wishes.schema import SamplingBody
 
 
 def with_timing(body: SamplingBody, reply: bytes, answer: Answer) -> bytes:

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from gateway.chat_template import ChatTemplate, RequestTemplates
-from gateway.detokenize import ByteDecoder, TextDecoder, WindowDecoder
+from gateway.text.chat_template import ChatTemplate, RequestTemplates
+from gateway.text.detokenize import ByteDecoder, TextDecoder, WindowDecoder
 from protocol.errors import ConfigError, InvalidRequest
 
 _NAMED_SPECIAL_TOKENS = (

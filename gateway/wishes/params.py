@@ -10,11 +10,11 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gateway.chat_template import ChatTemplate
 from gateway.errors import ApiError
-from gateway.schema import MAX_CHOICES, ChatBody, ChatMessage, CompletionBody, SamplingBody
-from gateway.tokenizer import Tokenizer
-from gateway.tools.schema import Tool
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer
+from gateway.wishes.schema import MAX_CHOICES, ChatBody, ChatMessage, CompletionBody, SamplingBody
+from gateway.wishes.tool_schema import Tool
 
 # Shorter texts encode in less time than a thread takes to start.
 _INLINE_CHARS = 4_096

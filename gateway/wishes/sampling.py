@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from gateway.errors import ApiError
-from gateway.params import Limits
-from gateway.schema import ChatBody, CompletionBody, SamplingBody
+from gateway.wishes.params import Limits
+from gateway.wishes.schema import ChatBody, CompletionBody, SamplingBody
 from protocol.request import SamplingParams
 
 N = TypeVar("N", int, float)

@@ -6,16 +6,16 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gateway.chunks import Heading, Wants
-from gateway.feed import Piece
-from gateway.logprobs import (
+from gateway.replies.chunks import Heading, Wants
+from gateway.replies.feed import Piece
+from gateway.replies.logprobs import (
     chat_logprobs,
     completion_logprobs,
     echoed_logprobs,
     joined,
     prompt_logprobs,
 )
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from protocol.request import Token
 
 MessageOf = Callable[[Sequence[Piece]], tuple[dict[str, Any], str | None]]

@@ -2,7 +2,7 @@
 
 Frozen pydantic models in strict mode: no number is made from a string, no NaN passes, every number has bounds. A
 failure names the parameter as OpenAI does. Unknown parameters are ignored with one warning each. Knows neither the
-model's limits nor the tokenizer; `gateway.params` checks against those.
+model's limits nor the tokenizer; `gateway.wishes.params` checks against those.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, ValidationError
 
 from gateway.errors import ApiError
-from gateway.form_schema import Choices, ResponseFormat, SchemaOrText, StructuredOutputs
-from gateway.part import Part
-from gateway.tools.schema import CallMade, ToolChoice, Tools
+from gateway.wishes.form_schema import Choices, ResponseFormat, SchemaOrText, StructuredOutputs
+from gateway.wishes.part import Part
+from gateway.wishes.tool_schema import CallMade, ToolChoice, Tools
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
-    prompt: Any  # a union of four list shapes, which gateway.params tells apart in one pass
+    prompt: Any  # a union of four list shapes, which gateway.wishes.params tells apart in one pass
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None

@@ -16,11 +16,11 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from gateway.chunks import Heading
 from gateway.errors import ApiError
-from gateway.feed import Piece
-from gateway.schema import SamplingBody
-from gateway.wish import Choice
+from gateway.replies.chunks import Heading
+from gateway.replies.feed import Piece
+from gateway.wishes.schema import SamplingBody
+from gateway.wishes.wish import Choice
 
 HEADER = "Last-Event-ID"
 

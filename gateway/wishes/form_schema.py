@@ -1,6 +1,6 @@
 """What clients say of an answer's form: `response_format` as OpenAI has it, `structured_outputs` as vLLM has it.
 
-Shapes only; `gateway.forms` says which of them go together and makes grammars of them.
+Shapes only; `gateway.wishes.forms` says which of them go together and makes grammars of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gateway.part import Part
+from gateway.wishes.part import Part
 
 Choices = Annotated[
     list[Annotated[str, Field(max_length=10_000)]], Field(min_length=1, max_length=1_000)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from protocol.prompt_logprobs import PromptLogprobs
 from protocol.request import Token
 

@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.avoidance import Incarnation
-from gateway.heard import Heard
-from gateway.silence import Sign, is_late, silent
+from gateway.cluster.avoidance import Incarnation
+from gateway.cluster.heard import Heard
+from gateway.cluster.silence import Sign, is_late, silent
 from gateway.tasks import TaskGroup
 from protocol.conductors import Conductors
 from protocol.errors import IntegrityError, MoonserveError, NoWorker, Overloaded, PeerLost

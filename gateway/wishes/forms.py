@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.errors import ApiError
-from gateway.form_schema import SchemaOrText, StructuredOutputs
-from gateway.schema import SamplingBody
+from gateway.wishes.form_schema import SchemaOrText, StructuredOutputs
+from gateway.wishes.schema import SamplingBody
 from protocol.errors import InvalidRequest
 from protocol.grammar import Grammars
 

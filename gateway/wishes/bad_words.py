@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.errors import ApiError
-from gateway.params import Limits
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
+from gateway.wishes.params import Limits
 
 
 def spellings(

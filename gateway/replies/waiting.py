@@ -16,11 +16,11 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.chunks import Chunks
 from gateway.connection import Connection
 from gateway.errors import ErrorReply, reply_for
-from gateway.feed import Piece
-from gateway.resuming import EventIds
+from gateway.replies.chunks import Chunks
+from gateway.replies.feed import Piece
+from gateway.replies.resuming import EventIds
 from gateway.service import Answer
 from protocol.errors import Cancelled, MoonserveError
 from protocol.logs import of

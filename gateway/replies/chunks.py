@@ -14,9 +14,9 @@ from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
 
 from gateway.errors import ErrorReply
-from gateway.feed import Piece
-from gateway.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs
-from gateway.tokenizer import Tokenizer
+from gateway.replies.feed import Piece
+from gateway.replies.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs
+from gateway.text.tokenizer import Tokenizer
 from protocol.request import Token
 
 DONE = b"data: [DONE]\n\n"

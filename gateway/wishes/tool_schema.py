@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from gateway.part import Part
+from gateway.wishes.part import Part
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
 

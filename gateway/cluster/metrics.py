@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from gateway.cluster import Cluster
+from gateway.cluster.view import Cluster
 from protocol.errors import MoonserveError
 from protocol.pb import metrics_pb2, metrics_pb2_grpc
 from protocol.process import host_identity

@@ -1,0 +1,1 @@
+"""What clients are answered: whole bodies, streams of events, and what both end with."""
