@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.authority import authority as authority
 from tests.thoroughness import examples
 
 _BACK = 10  # steps of niceness: a tenth of the weight

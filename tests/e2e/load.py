@@ -4,71 +4,45 @@ from __future__ import annotations
 
 import random
 import threading
-from types import TracebackType
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import httpx2 as httpx
 
+from tests.background import Background
 from tests.e2e.cluster import Cluster
 from tests.patience import PATIENCE_S
 
 
-class BackgroundLoad:
+class BackgroundLoad(Background):
     """A number of sampled streams kept going: each thread starts a request as soon as its last one has ended. At the
     end of the `with` block the streams are dropped wherever they are, which the cluster sees as cancellations."""
 
     def __init__(
         self, cluster: Cluster, vocab_size: int, *, streams: int = 8, seed: int = 0
     ) -> None:
+        self._flowing = [threading.Event() for _ in range(streams)]
+        super().__init__(
+            partial(self._go_on, f"{seed}-{index}", flowing)
+            for index, flowing in enumerate(self._flowing)
+        )
         self._cluster = cluster
         self._vocab_size = vocab_size
-        self._stopping = threading.Event()
-        self._flowing = [threading.Event() for _ in range(streams)]
-        self._failures: list[str] = []
-        self._threads = [
-            threading.Thread(target=self._run, args=(f"{seed}-{index}", flowing))
-            for index, flowing in enumerate(self._flowing)
-        ]
         self.num_finished = 0
-        self._lock = threading.Lock()
 
-    def __enter__(self) -> BackgroundLoad:
+    def __enter__(self) -> Self:
         """Returns when every stream has had its first token."""
-        for thread in self._threads:
-            thread.start()
+        super().__enter__()
         if not all(flowing.wait(PATIENCE_S) for flowing in self._flowing):
-            self._stop()
-            raise AssertionError(
-                f"the load does not flow: {self._failures}\n{self._cluster.logs()}"
-            )
+            self.stop()
+            raise AssertionError(f"the load does not flow: {self.failures}\n{self._cluster.logs()}")
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stop()
-        if error is None:
-            assert not self._failures, self._failures
-
-    def _stop(self) -> None:
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self, name: str, flowing: threading.Event) -> None:
+    def _go_on(self, name: str, flowing: threading.Event) -> None:
         dice = random.Random(name)
-        try:
-            with self._cluster.client() as client:
-                while not self._stopping.is_set():
-                    self._stream(client, self._request(dice), flowing)
-        except (
-            AssertionError,
-            httpx.HTTPError,
-        ) as error:  # the test's thread fails for all of them
-            self._failures.append(f"stream {name}: {error!r}")
+        with self._cluster.client() as client:
+            while not self.stopping.is_set():
+                self._stream(client, self._request(dice), flowing)
 
     def _request(self, dice: random.Random) -> dict[str, Any]:
         return {
@@ -86,11 +60,11 @@ class BackgroundLoad:
         with client.stream("POST", "/v1/completions", json=request) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
-                if self._stopping.is_set():
+                if self.stopping.is_set():
                     return
                 if line == "data: [DONE]":
                     break
                 assert not line.startswith('data: {"error"'), line
                 flowing.set()
-        with self._lock:
+        with self.lock:
             self.num_finished += 1

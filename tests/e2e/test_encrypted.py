@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,28 +12,18 @@ from protocol.errors import PeerLost, Unauthenticated
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.rpc import TOKEN_HEADER, Channels
 from protocol.tls import Certificates, load
+from tests.authority import Authority
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.reference import continuations, load_reference, num_ties
 from tests.patience import PATIENCE_S
 from tests.random_models import make_model
-from tests.transfer.tls.authority import Authority
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(
-        shutil.which("openssl") is None, reason="needs openssl (.ci/system-packages)"
-    ),
-]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("encrypted")
-
-
-@pytest.fixture(scope="module")
-def authority(folder: Path) -> Authority:
-    return Authority(folder)
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,8 @@ from protocol.registry.embedded import EmbeddedRegistry
 from protocol.registry.service import RegistryService
 from protocol.rpc import TOKEN_HEADER, Channels, RpcServer
 from protocol.tls import CLUSTER_NAME, Certificates, TlsConfig, files_in, load
+from tests.authority import Authority, Files
 from tests.patience import PATIENCE_S
-from tests.transfer.tls.authority import Authority, Files
 
 TOKEN = "secret"
 ASK = registry_pb2.RegistryMembersRequest()

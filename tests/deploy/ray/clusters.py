@@ -6,12 +6,11 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx2 as httpx
@@ -21,6 +20,7 @@ import yaml
 from deploy.ray.config import ClusterConfig, parse_cluster
 from deploy.ray.driver import Deployment, NotThere, deploy, leftovers
 from deploy.ray.events import TakeDown
+from tests.background import Background
 from tests.patience import PATIENCE_S, until
 from tests.ports import free_port
 
@@ -178,50 +178,30 @@ def completion(client: httpx.Client, url: str, prompt: list[int], **parameters: 
     return tokens
 
 
-class Checking:
+class Checking(Background):
     """Clients that know the right tokens in advance and ask again and again; at the end nothing may have failed."""
 
     def __init__(
         self, deployed: Deployed, prompts: list[list[int]], expected: list[list[int]]
     ) -> None:
+        super().__init__(
+            partial(self._ask, prompt, tokens)
+            for prompt, tokens in zip(prompts, expected, strict=True)
+        )
         self._deployed = deployed
-        self._stopping = threading.Event()
-        self.failures: list[str] = []
         self.num_answered = 0
-        self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._run, args=pair)
-            for pair in zip(prompts, expected, strict=True)
-        ]
 
-    def __enter__(self) -> Checking:
-        for thread in self._threads:
-            thread.start()
-        return self
+    def stop(self) -> None:
+        super().stop()
+        if not self.failures and not self.num_answered:
+            self.failures.append("nothing was answered")
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join()
-        if error is None:
-            assert not self.failures, self.failures
-            assert self.num_answered > 0
-
-    def _run(self, prompt: list[int], expected: list[int]) -> None:
-        while not self._stopping.is_set():
-            try:
-                # A connection each: one that is kept may be to a gateway that stops.
-                found = self._deployed.complete(prompt, max_tokens=len(expected))
-                assert found == expected, f"{found} instead of {expected}"
-            except (AssertionError, httpx.HTTPError) as error:
-                self.failures.append(repr(error))
-                return
-            with self._lock:
+    def _ask(self, prompt: list[int], expected: list[int]) -> None:
+        while not self.stopping.is_set():
+            # A connection each: one that is kept may be to a gateway that stops.
+            found = self._deployed.complete(prompt, max_tokens=len(expected))
+            assert found == expected, f"{found} instead of {expected}"
+            with self.lock:
                 self.num_answered += 1
 
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from tests.authority import Authority, Files
 from tests.transfer.conftest import TOKEN, PeerInProcess
-from tests.transfer.tls.authority import Authority, Files
 from transfer import TransferEngine, TransferOptions
-
-
-@pytest.fixture(scope="session")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl (.ci/system-packages)")
-    return Authority(tmp_path_factory.mktemp("authority"))
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import ConfigError
+from tests.authority import Authority, Files, openssl
 from tests.transfer.conftest import TOKEN
-from tests.transfer.tls.authority import Authority, Files, openssl
 from transfer import TransferEngine, TransferOptions
 
 

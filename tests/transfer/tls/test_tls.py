@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from protocol.errors import Incompatible, PeerError, PeerLost, Unauthenticated
+from tests.authority import Authority, Files
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import Pair
-from tests.transfer.tls.authority import Authority, Files
 from tests.transfer.tls.relay import Relay
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine
 from transfer.address import parse

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from protocol.tls import TlsFiles
 from transfer import TransferOptions
@@ -74,3 +77,11 @@ class Authority:
 
 def openssl(command: str) -> None:
     subprocess.run(["openssl", *command.split()], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """One for all tests that need no other."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl (.ci/system-packages)")
+    return Authority(tmp_path_factory.mktemp("authority"))

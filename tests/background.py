@@ -1,0 +1,46 @@
+"""What goes on in threads while a test does something else, until the end of a `with` block."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self
+
+import httpx2 as httpx
+
+
+class Background:
+    """A thread for each of `loops`, which go on until `stopping` is set; what fails in one of them fails the block."""
+
+    def __init__(self, loops: Iterable[Callable[[], None]]) -> None:
+        self.stopping = threading.Event()
+        self.failures: list[str] = []
+        self.lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._run, args=(loop,)) for loop in loops]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+        if error is None:
+            assert not self.failures, self.failures
+
+    def stop(self) -> None:
+        self.stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except (AssertionError, httpx.HTTPError) as error:  # the test's thread fails for all
+            self.failures.append(repr(error))
