@@ -116,6 +116,7 @@ def _config(folder: Path, arguments: argparse.Namespace, size: int) -> PrefillCo
 @contextlib.asynccontextmanager
 async def _alone(folder: Path, arguments: argparse.Namespace) -> AsyncIterator[Contestant]:
     config = _config(folder, arguments, 1)
+    os.sched_setaffinity(0, {0})  # for the engine's thread, which inherits it
     with TransferEngine(cluster_token=TOKEN) as transfer:
         replica, segment = await load_replica(config, transfer.allocate, Lifecycle(None))
         submit = Sender(transfer, Patience()).submit
