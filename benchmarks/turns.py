@@ -11,9 +11,12 @@ S = TypeVar("S")
 L = TypeVar("L")
 
 
-def in_turns(seats: Sequence[S], loads: Sequence[L], rounds: int) -> Iterator[tuple[S, L]]:
-    """Each seat at each load, once in every round; nobody always comes after the same one."""
-    for number in range(rounds):
+def in_turns(
+    seats: Sequence[S], loads: Sequence[L], rounds: int, *, first: int = 0
+) -> Iterator[tuple[S, L]]:
+    """Each seat at each load, once in every round; nobody always comes after the same one. `first`: rounds that were
+    measured before."""
+    for number in range(first, rounds):
         begin = time.monotonic()
         shift = number % len(seats)
         for load in loads:

@@ -11,7 +11,8 @@ memory, each with fresh clusters, in turns:
 TTFT is measured by clients, over all requests of a run. Memory is what the kernel counts for the files of the workers'
 pools, all six at one moment, every 20 ms, its peak over the run. Bursts are as far apart as two cores need for one:
 memory is what it waits for then, and not processors. Before it each model answers some requests of
-the load, so that decode workers have seen how long answers are. Medians over rounds, a seed per round.
+the load, so that decode workers have seen how long answers are. Medians over rounds, a seed per round;
+`--resume` measures the rounds that the JSON file does not hold yet.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 import re
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -261,12 +263,27 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         prompt=tuple(arguments.prompt),
         output=tuple(arguments.output),
     )
-    rows: dict[str, list[Row]] = {way: [] for way in WAYS}
-    for way, _ in in_turns(WAYS, [load], arguments.rounds):
+    ways = WAYS[: arguments.ways]
+    of = {"budget_mib": arguments.budget_mib, **asdict(load)}
+    rows = _rows_before(arguments.json if arguments.resume else None, ways, of)
+    for way, _ in in_turns(ways, [load], arguments.rounds, first=len(rows[ways[0]])):
         row = asyncio.run(run(way, arguments.budget_mib * MIB, load, len(rows[way])))
         tell(f"{way}: { ({name: round(value, 1) for name, value in row.items()}) }")
         rows[way].append(row)
-    return {"rows": rows, "ratios": {way: _ratios(rows, way) for way in WAYS[1:]}}
+    return {"of": of, "rows": rows, "ratios": {way: _ratios(rows, way) for way in ways[1:]}}
+
+
+def _rows_before(
+    file: Path | None, ways: Sequence[str], of: dict[str, Any]
+) -> dict[str, list[Row]]:
+    """The rounds that `file` holds already. Raises SystemExit when they are of something else."""
+    if file is None or not file.exists():
+        return {way: [] for way in ways}
+    result = json.loads(file.read_text())
+    if result["of"] != json.loads(json.dumps(of)) or list(result["rows"]) != list(ways):
+        raise SystemExit(f"{file} was measured with other options: name another file")
+    rows: dict[str, list[Row]] = result["rows"]
+    return rows
 
 
 def _ratios(rows: dict[str, list[Row]], way: str) -> Row:
@@ -306,7 +323,9 @@ def main() -> int:
     parser.add_argument("--period", type=float, default=10.0, help="seconds between bursts")
     parser.add_argument("--prompt", type=int, nargs=2, default=(400, 600), help="tokens, from to")
     parser.add_argument("--output", type=int, nargs=2, default=(800, 1200), help="tokens, from to")
+    parser.add_argument("--ways", type=int, default=3, choices=(2, 3), help="of the three, so many")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--resume", action="store_true", help="rounds in the JSON file count")
     arguments = parser.parse_args()
     result = measure(arguments)
     print(as_text(result))
