@@ -140,7 +140,10 @@ def decode_points(
         if engine.layout.blocks_for(context) * batch <= engine.num_blocks
         and context <= _longest(engine)
     ]
-    steps = ([[_slice(engine, row, c - 1, c) for row in range(b)]] for b, c in shapes)
+    steps = (
+        [[_slice(engine, row, c - 1, c, num_prompt_tokens=c - 1) for row in range(b)]]
+        for b, c in shapes
+    )
     times = _time(engine, steps, grid.runs, clock, deadline)
     return [DecodePoint(b, b * c, t) for (b, c), t in zip(shapes, times, strict=False)]
 
@@ -159,7 +162,16 @@ def _chunks(
         yield [_slice(engine, 0, start, end, samples=end == num_tokens)]
 
 
-def _slice(engine: Engine, row: int, start: int, end: int, *, samples: bool = True) -> Slice:
+def _slice(
+    engine: Engine,
+    row: int,
+    start: int,
+    end: int,
+    *,
+    samples: bool = True,
+    num_prompt_tokens: int | None = None,
+) -> Slice:
+    """Of a prompt, unless that is said to end before."""
     per_row = engine.layout.blocks_for(end)
     return Slice(
         request_id=RequestId(f"profile-{row}"),
@@ -168,7 +180,7 @@ def _slice(engine: Engine, row: int, start: int, end: int, *, samples: bool = Tr
         end=end,
         block_table=range(row * per_row, (row + 1) * per_row),
         sampling=_SAMPLING,
-        num_prompt_tokens=end,
+        num_prompt_tokens=end if num_prompt_tokens is None else num_prompt_tokens,
         samples=samples,
     )
 

@@ -73,7 +73,7 @@ class StepBuilder:
         for piece in slices:
             num_blocks = self._layout.blocks_for(piece.end)
             blocks = np.asarray(piece.block_table[:num_blocks], dtype=np.int64)
-            spans.append(Span(piece.start, piece.end, blocks))
+            spans.append(Span(piece.start, piece.end, blocks, piece.num_prompt_tokens))
             if piece.num_tokens == 1:  # one array would cost more than all of this
                 block = piece.block_table[piece.start // block_size]
                 token_ids.append(

@@ -102,7 +102,7 @@ class Bench:
         order = np.random.default_rng(0).permutation(sum(blocks))
         ends = np.cumsum(blocks)
         self._spans = [
-            Span(start, stop, order[end - count : end])
+            Span(start, stop, order[end - count : end], start if stop - start == 1 else stop)
             for (start, stop), count, end in zip(work.lengths, blocks, ends, strict=True)
         ]
         heads = geometry.num_heads + 2 * geometry.num_kv_heads

@@ -115,7 +115,7 @@ class Reader:
             longest=start + length,
             slots=slots.flatten(),
             spans=[
-                Span(start, start + length, np.arange(row, row + self._per_text))
+                Span(start, start + length, np.arange(row, row + self._per_text), PROMPT)
                 for row in first.flatten().tolist()
             ],
             rows=None,

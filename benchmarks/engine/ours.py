@@ -92,7 +92,7 @@ class Ours:
             end=end or len(tokens),
             block_table=range(row * blocks, (row + 1) * blocks),
             sampling=_GREEDY,
-            num_prompt_tokens=len(tokens),
+            num_prompt_tokens=len(tokens) if end else start,
             samples=end in (None, len(tokens)),
         )
 

@@ -48,7 +48,15 @@ SUMS = ((1, 768), (8, 768), (512, 768))
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-def _slice(name: str, tokens: Sequence[int], start: int, end: int, first_block: int) -> Slice:
+def _slice(
+    name: str,
+    tokens: Sequence[int],
+    start: int,
+    end: int,
+    first_block: int,
+    *,
+    num_prompt_tokens: int,
+) -> Slice:
     blocks = range(first_block, first_block - (-len(tokens) // BLOCK_SIZE))
     return Slice(
         request_id=RequestId(name),
@@ -57,7 +65,7 @@ def _slice(name: str, tokens: Sequence[int], start: int, end: int, first_block: 
         end=end,
         block_table=tuple(blocks),
         sampling=_GREEDY,
-        num_prompt_tokens=len(tokens),
+        num_prompt_tokens=num_prompt_tokens,
         samples=end == len(tokens),
     )
 
@@ -67,7 +75,8 @@ def decode_ms(engine: Engine, batch: int, context: int) -> float:
     num_blocks = -(-(context + 1) // BLOCK_SIZE)
     tokens = [prompt_tokens(n, context + 1, 1000) for n in range(batch)]
     rows = [
-        _slice(f"{n}", own, context, context + 1, n * num_blocks) for n, own in enumerate(tokens)
+        _slice(f"{n}", own, context, context + 1, n * num_blocks, num_prompt_tokens=context)
+        for n, own in enumerate(tokens)
     ]
     engine.execute(rows)
     began = time.perf_counter()
@@ -81,7 +90,8 @@ def prefill_rate(engine: Engine, length: int) -> float:
     prompt = prompt_tokens(0, length, 1000)
     began = time.perf_counter()
     for start in range(0, length, CHUNK):
-        engine.execute([_slice("prompt", prompt, start, min(start + CHUNK, length), 0)])
+        end = min(start + CHUNK, length)
+        engine.execute([_slice("prompt", prompt, start, end, 0, num_prompt_tokens=length)])
     return length / (time.perf_counter() - began)
 
 

@@ -74,7 +74,8 @@ class AttentionCase:
             # Only blocks that are cached and full can be shared.
             num_shared = min(self.shared_blocks, start // self.block_size)
             own, free = free[: count - num_shared], free[count - num_shared :]
-            spans.append(Span(start, end, np.concatenate((shared[:num_shared], own))))
+            blocks = np.concatenate((shared[:num_shared], own))
+            spans.append(Span(start, end, blocks, start if end - start == 1 else end))
         return spans
 
     def slots(self, span: Span) -> np.ndarray:

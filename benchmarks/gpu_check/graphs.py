@@ -56,7 +56,7 @@ def _step(batch: int, length: int, blocks: int) -> Step:
     last = torch.tensor([end - 1 for end in ends])
     slots = tables[torch.arange(batch), last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
     spans = [
-        Span(end - 1, end, table[: -(-end // BLOCK_SIZE)].numpy())
+        Span(end - 1, end, table[: -(-end // BLOCK_SIZE)].numpy(), end - 1)
         for end, table in zip(ends, tables, strict=True)
     ]
     return Step(

@@ -34,6 +34,9 @@ class Span:
     start: int
     end: int
     blocks: npt.NDArray[np.int64]  # block table, at least up to `end`
+    prompt_end: int
+    """Tokens from here on are output. A backend may see to it that those have the same bits whether they are computed
+    one by one or, once lost, many together."""
 
 
 class Attention(Protocol):

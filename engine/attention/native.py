@@ -1,9 +1,12 @@
 """Attention for CPUs in C++ (`paged.cpp`, and `quantised.cpp` over a quantised pool): K and V are read where they lie,
 nothing is gathered or padded.
 
-Makes a step's plan for the library and calls it; `protocol.native` compiles it. Single tokens are cut into pieces of
-what they see and prompts into tiles of tokens; threads share pieces, tiles and KV heads, and no result depends on how.
-The step's own K and V are read from the pool, too.
+Makes a step's plan for the library and calls it; `protocol.native` compiles it. Prompts are cut into tiles of tokens
+and what an output token sees into pieces; threads share pieces, tiles and KV heads, and no result depends on how. The
+step's own K and V are read from the pool, too.
+
+A token of the prompt is in a tile and one of the output by itself, however many of them a step has: so output that is
+computed again, where its worker was lost or its blocks were needed, has the bits that it had when it was decoded.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ _TILE_ROWS = 192
 # threads and batch must not change a sum's order.
 _PIECE_TOKENS = 256
 _MAX_PIECES = 16
+_SINGLES_AT_ONCE = 256
+"""Output tokens whose pieces lie in memory together: as many as large batches have."""
 _NO_WINDOW = 1 << 40
 
 
@@ -65,9 +70,9 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """`address` is that of a `Plan` of paged.h, which lives as long as this."""
+    """`addresses` are those of `Plan`s of paged.h, which live as long as this."""
 
-    address: int
+    addresses: tuple[int, ...]
     num_rows: int
     kept: tuple[object, ...]  # what the call points to
 
@@ -104,51 +109,67 @@ class NativePagedAttention:
 
     def plan(self, spans: Sequence[Span], window: int | None) -> NativePlan:
         tables = np.concatenate([span.blocks for span in spans])
-        pieces: list[tuple[int, int, int, int]] = []  # `Piece` of paged.h
-        singles: list[tuple[int, int, int]] = []  # `Single`
-        tiles: list[npt.NDArray[np.int64]] = []  # `Tile`
+        output: list[tuple[int, int, int]] = []  # row, table, end of what it sees
+        tiles: list[npt.NDArray[np.int64]] = []  # `Tile` of paged.h
         row = table = 0
         for span in spans:
-            if span.end - span.start == 1:
-                own = pieces_of(span.end, window)
-                singles.append((row, len(pieces), len(own)))
-                pieces += [(row, table, first, end) for first, end in own]
-            else:
-                tiles.append(self._tiles(span, row, table))
+            prompt_end = max(span.start, min(span.end, span.prompt_end))
+            if span.start < prompt_end:
+                tiles.append(self._tiles(span.start, prompt_end, row, table))
+            offset = row - span.start
+            output += [(offset + at, table, at + 1) for at in range(prompt_end, span.end)]
             row += span.end - span.start
             table += len(span.blocks)
-        return self._call(row, window, tables, pieces, singles, tiles)
+        all_tiles = np.concatenate(tiles) if tiles else np.empty((0, 4), dtype=np.int64)
+        return self._plan(row, window, tables, all_tiles, output)
 
-    def _tiles(self, span: Span, row: int, table: int) -> npt.NDArray[np.int64]:
-        """The longest first, so that threads end together."""
-        num_tokens = span.end - span.start
-        firsts = np.arange(0, num_tokens, self._tile_tokens)[::-1]
+    def _plan(
+        self,
+        num_rows: int,
+        window: int | None,
+        tables: npt.NDArray[np.int64],
+        tiles: npt.NDArray[np.int64],
+        output: Sequence[tuple[int, int, int]],
+    ) -> NativePlan:
+        """A call for the tiles and the first of the output; more of that has calls of its own, one after the other in
+        the same memory."""
+        geometry = self._geometry
+        starts = range(0, max(1, len(output)), _SINGLES_AT_ONCE)
+        parts = [_cut(output[start : start + _SINGLES_AT_ONCE], window) for start in starts]
+        most = max(len(pieces) for pieces, _ in parts)
+        partials = np.empty((most, geometry.num_heads, geometry.head_dim + 2), dtype=np.float32)
+        tables = np.ascontiguousarray(tables, dtype=np.int64)
+        calls = [
+            self._call(
+                window, tables, singles, pieces, tiles if index == 0 else tiles[:0], partials
+            )
+            for index, (pieces, singles) in enumerate(parts)
+        ]
+        addresses = tuple(map(ctypes.addressof, calls))
+        return NativePlan(addresses, num_rows, (calls, tables, tiles, parts, partials))
+
+    def _tiles(self, start: int, end: int, row: int, table: int) -> npt.NDArray[np.int64]:
+        """Of the prompt's tokens [start, end); the longest first, so that threads end together."""
+        firsts = np.arange(0, end - start, self._tile_tokens)[::-1]
         tiles = np.empty((len(firsts), 4), dtype=np.int64)
         tiles[:, 0] = row + firsts
-        tiles[:, 1] = np.minimum(num_tokens - firsts, self._tile_tokens)
-        tiles[:, 2] = span.start + firsts
+        tiles[:, 1] = np.minimum(end - start - firsts, self._tile_tokens)
+        tiles[:, 2] = start + firsts
         tiles[:, 3] = table
         return tiles
 
     def _call(
         self,
-        num_rows: int,
         window: int | None,
         tables: npt.NDArray[np.int64],
-        pieces: list[tuple[int, int, int, int]],
-        singles: list[tuple[int, int, int]],
-        tiles: list[npt.NDArray[np.int64]],
-    ) -> NativePlan:
+        singles: npt.NDArray[np.int64],
+        pieces: npt.NDArray[np.int64],
+        tiles: npt.NDArray[np.int64],
+        partials: npt.NDArray[np.float32],
+    ) -> _Call:
+        """The arrays must live as long as it does."""
         geometry = self._geometry
-        arrays = (
-            np.ascontiguousarray(tables, dtype=np.int64),
-            np.array(pieces, dtype=np.int64),
-            np.array(singles, dtype=np.int64),
-            np.concatenate(tiles) if tiles else np.empty(0, dtype=np.int64),
-            np.empty((len(pieces), geometry.num_heads, geometry.head_dim + 2), dtype=np.float32),
-        )
-        at = [array.ctypes.data for array in arrays]
-        call = _Call(
+        return _Call(
             self._block_size,
             geometry.num_heads,
             geometry.num_kv_heads,
@@ -156,17 +177,16 @@ class NativePagedAttention:
             self._pool.slot_stride,
             _NO_WINDOW if window is None else window,
             self._crew.address,
-            at[0],
-            at[1],
+            tables.ctypes.data,
+            pieces.ctypes.data,
             len(pieces),
-            at[2],
+            singles.ctypes.data,
             len(singles),
-            at[3],
-            len(arrays[3]),
-            at[4],
+            tiles.ctypes.data,
+            len(tiles),
+            partials.ctypes.data,
             geometry.head_dim**-0.5 * math.log2(math.e),
         )
-        return NativePlan(ctypes.addressof(call), num_rows, (call, *arrays))
 
     def attend(
         self,
@@ -180,14 +200,15 @@ class NativePagedAttention:
         if queries.stride()[1:] != (geometry.head_dim, 1):
             queries = queries.contiguous()
         output = queries.new_empty(plan.num_rows, geometry.num_heads * geometry.head_dim)
-        self._kernel(
-            queries.data_ptr(),
-            queries.stride(0),
-            self._keys[layer],
-            self._values[layer],
-            output.data_ptr(),
-            plan.address,
-        )
+        for address in plan.addresses:
+            self._kernel(
+                queries.data_ptr(),
+                queries.stride(0),
+                self._keys[layer],
+                self._values[layer],
+                output.data_ptr(),
+                address,
+            )
         return output
 
 
@@ -197,6 +218,19 @@ def _kernel_of(pool: KvPool, cache_folder: Path | None) -> tuple[ctypes.CDLL, st
         return load_kernels(_SOURCE, cache_folder), f"attend_{pool.dtype}"
     types = f"-DQUERIES={_CPP_TYPES[pool.dtype]}", f"-DPOOL={_CPP_TYPES[pool.layout.dtype]}"
     return load_kernels(_QUANTISED, cache_folder, flags=(*FLAGS, *types)), "attend"
+
+
+def _cut(
+    output: Sequence[tuple[int, int, int]], window: int | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """`Piece`s and `Single`s of paged.h for these tokens (row, table, end of what each sees)."""
+    pieces: list[tuple[int, int, int, int]] = []
+    singles: list[tuple[int, int, int]] = []
+    for row, table, end in output:
+        own = pieces_of(end, window)
+        singles.append((row, len(pieces), len(own)))
+        pieces += [(row, table, first, last) for first, last in own]
+    return np.array(pieces, dtype=np.int64), np.array(singles, dtype=np.int64)
 
 
 def pieces_of(end: int, window: int | None) -> list[tuple[int, int]]:

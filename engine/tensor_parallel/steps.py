@@ -28,17 +28,18 @@ _WORD_BYTES = 8
 # nothing for so long sleeps.
 _SPIN_S = 0.0003
 _FIELDS = 8  # of the header, below
+_SPAN_FIELDS = 4  # start, end, number of blocks, prompt_end
 
 
 def encode(step: Step, dirty: torch.Tensor | None) -> bytes:
     """`step` without hidden states."""
     assert step.hidden is None, "ranks begin with tokens"
-    spans = [value for span in step.spans for value in (span.start, span.end, len(span.blocks))]
+    spans = [(span.start, span.end, len(span.blocks), span.prompt_end) for span in step.spans]
     parts = [
         step.token_ids.numpy(),
         step.positions.numpy(),
         step.slots.numpy(),
-        np.array(spans, dtype=np.int64),
+        np.array(spans, dtype=np.int64).flatten(),
         *(span.blocks for span in step.spans),
         _optional(step.rows),
         _optional(dirty),
@@ -64,7 +65,7 @@ def decode(message: bytes | bytearray) -> tuple[Step, torch.Tensor | None]:
     tokens, longest, num_spans, num_blocks, has_rows, rows, has_dirty, dirty = words[
         :_FIELDS
     ].tolist()
-    sizes = (tokens, tokens, tokens, 3 * num_spans, num_blocks, rows, dirty)
+    sizes = (tokens, tokens, tokens, _SPAN_FIELDS * num_spans, num_blocks, rows, dirty)
     ends = list(accumulate(sizes, initial=_FIELDS))
     parts = [words[first:end] for first, end in pairwise(ends)]
     step = Step(
@@ -72,7 +73,7 @@ def decode(message: bytes | bytearray) -> tuple[Step, torch.Tensor | None]:
         positions=torch.from_numpy(parts[1]),
         longest=longest,
         slots=torch.from_numpy(parts[2]),
-        spans=_spans(parts[3].reshape(-1, 3), parts[4]),
+        spans=_spans(parts[3].reshape(-1, _SPAN_FIELDS), parts[4]),
         rows=torch.from_numpy(parts[5]) if has_rows else None,
     )
     return step, torch.from_numpy(parts[6]) if has_dirty else None
@@ -85,8 +86,8 @@ def _optional(tensor: torch.Tensor | None) -> Words:
 def _spans(rows: Words, blocks: Words) -> list[Span]:
     spans = []
     place = 0
-    for start, end, count in rows.tolist():
-        spans.append(Span(start, end, blocks[place : place + count]))
+    for start, end, count, prompt_end in rows.tolist():
+        spans.append(Span(start, end, blocks[place : place + count], prompt_end))
         place += count
     return spans
 

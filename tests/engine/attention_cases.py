@@ -52,7 +52,7 @@ class Case:
             b"\xff" * self.pool.memory.nbytes
         )  # NaN, be it an element, a scale or a code of fp8
         self.spans = [
-            Span(start, end, table)
+            Span(start, end, table, start if end - start == 1 else end)
             for (start, end), table in zip(self.lengths, tables, strict=True)
         ]
         self._fill(torch.Generator().manual_seed(self.seed))

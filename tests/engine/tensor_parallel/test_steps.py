@@ -27,7 +27,7 @@ def some_steps(draw: st.DrawFn) -> Step:
         st.lists(
             st.builds(
                 lambda start, length, blocks: Span(
-                    start, start + length, np.array(blocks, dtype=np.int64)
+                    start, start + length, np.array(blocks, dtype=np.int64), start + length // 2
                 ),
                 st.integers(0, 1000),
                 st.integers(1, 1000),
@@ -68,8 +68,8 @@ def test_a_message_says_what_the_step_is(step: Step, dirty: torch.Tensor | None)
     assert same(found.rows, step.rows)
     assert same(found_dirty, dirty)
     assert found.longest == step.longest
-    assert [(s.start, s.end, s.blocks.tolist()) for s in found.spans] == [
-        (s.start, s.end, s.blocks.tolist()) for s in step.spans
+    assert [(s.start, s.end, s.blocks.tolist(), s.prompt_end) for s in found.spans] == [
+        (s.start, s.end, s.blocks.tolist(), s.prompt_end) for s in step.spans
     ]
 
 
