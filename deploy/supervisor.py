@@ -1,8 +1,8 @@
 """Starts processes, follows their progress, restarts what dies, stops everything.
 
 Rules: a process that dies before it was ready ends the whole start, with its last log lines; one that dies later is
-started again with the same options, less and less eagerly; one that is to be restarted gives way in order, and goes on
-where its successor does not come up; whatever happens, `stop` leaves no process behind.
+started again with the same options, at once, and then less and less eagerly; one that is to be restarted gives way in
+order, and goes on where its successor does not come up; whatever happens, `stop` leaves no process behind.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from protocol.process import EXIT_CONFIG
 log = logging.getLogger(__name__)
 
 LAST_LINES = 15
-FIRST_RESTART_DELAY_S = 0.5
+FIRST_RESTART_DELAY_S = (
+    0.5  # of one that dies soon after it was started again; the first time there is none
+)
 LAST_RESTART_DELAY_S = 30.0
-STEADY_AFTER_S = 60.0  # a process that lived this long starts with the first delay again
+STEADY_AFTER_S = 60.0  # one that lived this long is started again at once
 
 
 class ChildDied(MoonserveError):
@@ -219,15 +221,15 @@ class Supervisor:
     async def _keep_alive(self, child: Child) -> None:
         """Restarts a process for as long as it keeps dying, less and less eagerly while it keeps dying soon."""
         loop = asyncio.get_running_loop()
-        delay_s = FIRST_RESTART_DELAY_S
+        delay_s = 0.0  # streams wait for it
         while not self._stopping:
             assert child.process is not None
             began_at = loop.time()
             code = await child.process.wait()
             if loop.time() - began_at > STEADY_AFTER_S:
-                delay_s = FIRST_RESTART_DELAY_S
+                delay_s = 0.0
             facts = {"child": child.spec.instance_id, "pid": child.pid, "exit_code": code}
-            text = "%s %s; it is started again in %.1f s; its log: %s"
+            text = "%s %s; it is started again after %.1f s; its log: %s"
             why = cause_of_death(code, child.failure or last_lines(child.log_path))
             log.error(text, child.spec.instance_id, why, delay_s, child.log_path, extra=facts)
             child.stage, child.fraction = "restarting", None
@@ -235,7 +237,7 @@ class Supervisor:
             self._on_change()
             await asyncio.sleep(delay_s)
             await self._may_restart()
-            delay_s = min(delay_s * 2, LAST_RESTART_DELAY_S)
+            delay_s = min(max(delay_s * 2, FIRST_RESTART_DELAY_S), LAST_RESTART_DELAY_S)
             child.restarts += 1
             try:
                 await self._spawn(child)
