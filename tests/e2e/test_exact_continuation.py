@@ -1,0 +1,277 @@
+"""Whichever decode worker is killed, stopped or drained, every stream says what it would have said: with
+log-probabilities, up to its stop string, within a tool call and within a JSON schema, greedy and drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from deploy import drain
+from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
+from tests.e2e.sse import read_stream
+from tests.random_models import make_model
+from tests.stopping import stop
+
+pytestmark = pytest.mark.e2e
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LOGPROB_TOLERANCE = 1e-4  # what is computed again in chunks differs in the last bits
+SOME = 2  # streams that a worker decodes when it is hit
+TRIES = 5  # a busy machine's streams may have ended by then
+NUM_ITEMS = 10
+
+ITEM: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9999},
+    },
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+ITEMS: dict[str, Any] = {
+    "type": "array",
+    "items": ITEM,
+    "minItems": NUM_ITEMS,
+    "maxItems": NUM_ITEMS + 1,
+}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "store",
+        "parameters": {
+            "type": "object",
+            "properties": {"items": ITEMS},
+            "required": ["items"],
+            "additionalProperties": False,
+        },
+    },
+}
+PLAIN = {"max_tokens": 400, "ignore_eos": True}
+FORMED = {"messages": [{"role": "user", "content": "list them"}], "max_tokens": 1_500}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "logprobs": (TEXT, {**PLAIN, "logprobs": 2}),
+    # Penalties, since what repeats itself has no end that is not also before; and they depend on all tokens so far.
+    "a stop string": (TEXT, {**PLAIN, "frequency_penalty": 0.5}),
+    "a tool": (CHAT, {**FORMED, "tools": [TOOL], "tool_choice": "required"}),
+    "a schema": (
+        CHAT,
+        {
+            **FORMED,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "items", "schema": ITEMS},
+            },
+        },
+    ),
+}
+STREAMS = (
+    *(("logprobs", 0.0), ("logprobs", 1.0), ("a stop string", 1.0)),
+    *(("a tool", 0.0), ("a tool", 1.0), ("a schema", 1.0)),
+)  # each with its temperature
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("exact")
+    make_model("llama", folder / "model", max_position_embeddings=16_384)
+    both = ("--decode-workers", "2", "--kv-cache-memory", "32MiB", "--tool-call-parser", "hermes")
+    with running_cluster(folder / "model", folder / "logs", *UNHURRIED, *both) as started:
+        yield started
+        assert not started.tracebacks(), started.logs()
+
+
+@dataclass(slots=True)
+class Said:
+    """All that a client saw, in whatever pieces it came."""
+
+    text: str = ""
+    arguments: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: str | None = None
+    request_ids: set[str] = field(default_factory=set)
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        self.request_ids.add(chunk["id"])
+        (choice,) = chunk["choices"]
+        delta = choice.get("delta") or {"content": choice.get("text")}
+        self.text += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            self.arguments += call["function"]["arguments"]
+        self.token_ids += choice.get("token_ids") or ()
+        self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", ())
+        self.reason = choice["finish_reason"] or self.reason
+
+
+Bodies = Mapping[str, tuple[str, dict[str, Any]]]
+
+
+def read_all(cluster: Cluster, bodies: Bodies) -> dict[str, Said]:
+    """All at once, each by a client of its own."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        said = pool.map(lambda name: read_one(cluster, *bodies[name]), bodies)
+        return dict(zip(bodies, said, strict=True))
+
+
+def read_one(cluster: Cluster, path: str, body: dict[str, Any]) -> Said:
+    said = Said()
+    with cluster.client() as client:
+        read_stream(client, path, {**body, "return_token_ids": True}, said.add)
+    return said
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is asked for, and what nobody disturbed said."""
+
+    bodies: Bodies
+    said: Mapping[str, Said]
+
+
+@pytest.fixture(scope="module")
+def known(cluster: Cluster) -> Known:
+    """What is to be stopped stops near the end of what it says."""
+    prompt = random.Random("exact").choices(range(256), k=75)
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {}
+    for number, (kind, temperature) in enumerate(STREAMS):
+        path, body = KINDS[kind]
+        asked = {"prompt": prompt} if path == TEXT else {}
+        drawn = {"temperature": temperature, "seed": number}
+        bodies[f"{kind}, {temperature}"] = (path, {**body, **asked, **drawn})
+    said = read_all(cluster, bodies)
+    [stopped] = [name for name in bodies if name.startswith("a stop")]
+    bodies[stopped] = (TEXT, {**bodies[stopped][1], "stop": stop_in(said[stopped].text)})
+    said[stopped] = read_one(cluster, *bodies[stopped])
+    for name, one in said.items():
+        assert one.reason in ("length", "stop", "tool_calls")
+        assert (one.reason == "stop") == name.startswith(("a stop", "a schema")), name
+        if name.startswith("a tool"):
+            assert len(json.loads(one.arguments)["items"]) >= NUM_ITEMS
+        if name.startswith("a schema"):
+            assert len(json.loads(one.text)) >= NUM_ITEMS
+    return Known(bodies, said)
+
+
+def stop_in(text: str) -> str:
+    """The last piece of the text that nothing before is equal to."""
+    pieces = ((place, text[place : place + 8]) for place in range(len(text) - 40, 0, -1))
+    place, found = next((place, piece) for place, piece in pieces if text.find(piece) == place)
+    assert place > len(text) // 2
+    return found
+
+
+def check_same(disturbed: Mapping[str, Said], known: Known) -> None:
+    for name, expected in known.said.items():
+        found = disturbed[name]
+        assert found.token_ids == expected.token_ids, name
+        assert found.text == expected.text, name
+        assert found.arguments == expected.arguments, name
+        assert found.reason == expected.reason, name
+        assert len(found.request_ids) == 1, name
+        pairs = zip(found.logprobs, expected.logprobs, strict=True)
+        assert all(math.isclose(a, b, abs_tol=LOGPROB_TOLERANCE) for a, b in pairs), name
+
+
+def disturbed_by(
+    cluster: Cluster, known: Known, name: str, disturb: Callable[[], object]
+) -> dict[str, Said]:
+    """`disturb` is called once that worker decodes some of the streams, or all have ended."""
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_all, cluster, known.bodies)
+        cluster.wait_for(
+            "streams", lambda: cluster.status(name).load.num_running >= SOME or reading.done()
+        )
+        disturb()
+        return reading.result()
+
+
+def num_moved(cluster: Cluster, said: Mapping[str, Said]) -> int:
+    """Streams that were placed again."""
+    return sum(len(decisions_of(cluster, one)) > 1 for one in said.values())
+
+
+def decisions_of(cluster: Cluster, said: Said) -> list[dict[str, Any]]:
+    (request_id,) = said.request_ids
+    with cluster.client() as client:
+        found = client.get(f"/v1/requests/{request_id}/explain").json()
+    decisions: list[dict[str, Any]] = found["decisions"]
+    return decisions
+
+
+def test_all_kinds_of_streams_go_on_when_a_decode_worker_is_killed(
+    cluster: Cluster, known: Known
+) -> None:
+    assert any(goes_on_after_kill(cluster, known, f"decode-{n % 2}") for n in range(TRIES))
+
+
+def goes_on_after_kill(cluster: Cluster, known: Known, victim: str) -> bool:
+    """Whether a stream was there."""
+    epoch = cluster.epoch(victim)
+    disturbed = disturbed_by(cluster, known, victim, cluster.killer(victim))
+    check_same(disturbed, known)
+    cluster.wait_for("its successor", lambda: cluster.epoch(victim) > epoch)
+    return num_moved(cluster, disturbed) > 0
+
+
+def test_all_kinds_of_streams_go_on_when_a_decode_worker_is_stopped_and_nobody_hears_it_later(
+    cluster: Cluster, known: Known
+) -> None:
+    assert any(goes_on_without(cluster, known, f"decode-{n % 2}") for n in range(TRIES))
+
+
+def goes_on_without(cluster: Cluster, known: Known, victim: str) -> bool:
+    """Whether a stream was there. Awake again, it lets go of what is not its any more, and serves."""
+    pid = cluster.pids()[victim]
+    try:
+        disturbed = disturbed_by(cluster, known, victim, lambda: stop(pid))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    check_same(disturbed, known)
+    cluster.wait_for(
+        "it back and idle",
+        lambda: cluster.epoch(victim) > 0 and cluster.status(victim).load.num_running == 0,
+    )
+    assert cluster.pids()[victim] == pid, "it did not restart"
+    return num_moved(cluster, disturbed) > 0
+
+
+def test_what_is_drained_finishes_gets_nothing_new_and_can_be_put_back(
+    cluster: Cluster, known: Known
+) -> None:
+    name = "decode-0"
+    codes: list[int] = []
+    meanwhile = disturbed_by(cluster, known, name, lambda: codes.append(drained(cluster, name)))
+    assert codes == [0]
+    load = cluster.status(name).load
+    assert (load.num_running, load.num_waiting, load.held_blocks) == (0, 0, 0)
+    check_same(meanwhile, known)
+    cluster.wait_for("the news", lambda: draining(cluster, name))
+    later = read_all(cluster, known.bodies)
+    check_same(later, known)
+    placed = [decision for one in later.values() for decision in decisions_of(cluster, one)]
+    assert {decision["decode"] for decision in placed} == {"decode-1"}
+    assert drained(cluster, "decode-1") == 2, "it is the only one"
+    assert drained(cluster, "gateway-0") == 2
+    assert drained(cluster, "decode-7") == 1
+    assert drained(cluster, name, "--undo") == 0
+    cluster.wait_for("it at work again", lambda: not draining(cluster, name))
+
+
+def drained(cluster: Cluster, name: str, *options: str) -> int:
+    """What `moonserve drain` exits with."""
+    environ = {"MOONSERVE_CLUSTER_TOKEN": cluster.token}
+    return drain.main([name, "--url", cluster.url, *options], environ)
+
+
+def draining(cluster: Cluster, name: str) -> bool:
+    return any(i["instance_id"] == name and i["draining"] for i in cluster.instances())
