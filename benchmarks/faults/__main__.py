@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.scenes import ALONE, FLAGS, SCENES, STOPS, Played, Scene, play
+from benchmarks.faults.registry import Redis
+from benchmarks.faults.scenes import ALONE, FLAGS, SCENES, STANDBY, STOPS, Played, Scene, play
 from benchmarks.faults.victims import Victims
 from benchmarks.measure import median, table, write_json
 
@@ -30,37 +30,36 @@ def main(argv: Sequence[str]) -> int:
         if any(part in f"{scene.number.name} {scene.name}" for part in options.only.split(","))
     ]
     rows: list[dict[str, Any]] = []
-    for cluster, of_one in itertools.groupby(scenes, lambda scene: scene.cluster):
-        for row in _played(cluster, list(of_one), options.repeat):
-            rows.append(row)
-            sys.stderr.write(f"{row}\n")
+    for scene in scenes:
+        rows.append(_row(scene, _played(scene, options.repeat)))
+        sys.stderr.write(f"{rows[-1]}\n")
     sys.stdout.write(table(_HEADERS, [_cells(row) for row in rows]) + "\n")
     if options.json is not None:
         write_json(options.json, {"faults": rows})
     return 0 if all(row["num_exact"] == options.repeat for row in rows) else 1
 
 
-def _played(cluster: str, scenes: Sequence[Scene], repeat: int) -> Iterator[dict[str, Any]]:
-    if (
-        cluster == ALONE
-    ):  # what waits for a restart: the launcher restarts less and less eagerly who dies often
-        for scene in scenes:
-            yield _row(scene, [_played_alone(scene, seed) for seed in range(repeat)])
-        return
-    with _victims(cluster) as victims:
-        for scene in scenes:
-            yield _row(scene, [play(scene, victims, seed) for seed in range(repeat)])
+def _played(scene: Scene, repeat: int) -> list[Played]:
+    """Where all wait for a restart each time has a cluster of its own: the launcher restarts less and less eagerly who
+    dies often."""
+    if scene.cluster == ALONE:
+        return [_alone(scene, seed) for seed in range(repeat)]
+    with _victims(scene.cluster) as victims:
+        return [play(scene, victims, seed) for seed in range(repeat)]
 
 
-def _played_alone(scene: Scene, seed: int) -> Played:
+def _alone(scene: Scene, seed: int) -> Played:
     with _victims(scene.cluster) as victims:
         return play(scene, victims, seed)
 
 
 @contextlib.contextmanager
 def _victims(cluster: str) -> Iterator[Victims]:
-    with tempfile.TemporaryDirectory() as folder:
-        victims = Victims(*FLAGS[cluster], log_dir=Path(folder))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        redis = None
+        if cluster == STANDBY:
+            redis = stack.enter_context(contextlib.closing(Redis(Path(folder))))
+        victims = Victims(*FLAGS[cluster], log_dir=Path(folder), redis=redis)
         try:
             victims.wait_until_ready()
             yield victims

@@ -5,32 +5,45 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
 
+from benchmarks.faults.registry import Redis
 from benchmarks.faults.stream import Stream
 from deploy.local import LocalCluster
-from protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
+from protocol.pb import (
+    conductor_pb2,
+    leadership_pb2,
+    leadership_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from protocol.rpc import TOKEN_HEADER
 
 _PATIENCE_S = 120.0
 _POLL_S = 0.01
+_WHO_S = 2.0
 
 
 class Victims(LocalCluster):
     """`moonserve serve` of the demo model."""
 
-    def __init__(self, *flags: str, log_dir: Path) -> None:
+    def __init__(self, *flags: str, log_dir: Path, redis: Redis | None = None) -> None:
+        """`redis`: where conductors claim to lead; with one there are two of them."""
         self._token = secrets.token_hex(8)
+        self._redis = redis
+        if redis is not None:
+            flags = (*flags, "--conductors", "2", "--registry", redis.url)
         environ = {"MOONSERVE_CLUSTER_TOKEN": self._token}
         super().__init__(None, *flags, log_dir=log_dir, environ=environ)
 
@@ -48,7 +61,7 @@ class Victims(LocalCluster):
         return stream.token_ids
 
     def pids(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        found = {} if self._redis is None else {"redis": self._redis.pid}
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):
                 arguments = child.cmdline()
@@ -71,6 +84,20 @@ class Victims(LocalCluster):
             return ""
         return str(found["decisions"][-1].get("prefill") or "")
 
+    def leader(self) -> str:
+        """The conductor that leads; "" = none says so."""
+        names = sorted(name for name in self.pids() if name.startswith("conductor"))
+        return next(filter(self._leads, names), "")
+
+    def _leads(self, name: str) -> bool:
+        log = (self.log_dir / f"{name}.log").read_text()
+        address = re.findall(r"ready rpc=(\S+)", log)[-1]
+        with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
+            stub = leadership_pb2_grpc.LeadershipStub(channel)
+            request, token = leadership_pb2.WhoRequest(), ((TOKEN_HEADER, self._token),)
+            return bool(stub.Who(request, metadata=token, timeout=_WHO_S).leads)
+        return False
+
     def load(self, name: str) -> conductor_pb2.Load:
         """What a worker says of itself, now."""
         address = self.instances()[name]["rpc_address"]
@@ -92,12 +119,22 @@ class Victims(LocalCluster):
                 raise TimeoutError("it did not come to that")
             time.sleep(_POLL_S)
 
+    def kill(self, names: Sequence[str]) -> None:
+        """SIGKILL."""
+        pids = self.pids()
+        for name in names:
+            os.kill(pids[name], signal.SIGKILL)
+        if self._redis is not None and "redis" in names:
+            self._redis.come_back()
+
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """Afterwards everybody of before is there again, and ready."""
         before = self.instances().keys()
         names = self.pids().keys()
         yield
+        if self._redis is not None:
+            self._redis.settle()
         self.until(lambda: self.pids().keys() >= names and self.instances().keys() >= before)
         self.until(self.is_ready)
 
@@ -108,10 +145,6 @@ class Victims(LocalCluster):
         except urllib.error.HTTPError as error:
             error.close()
             raise OSError(f"{error.code}") from error
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
