@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 import httpx2 as httpx
 
+from tests.chaos.clock import Clock
 from tests.chaos.truth import Wish
 
 NUM_CLIENTS = 6
@@ -58,30 +58,31 @@ class Tally:
 class Clients:
     """Run for as long as they are told to; what is under way then is awaited."""
 
-    def __init__(self, url: str, wishes: Sequence[Wish], seed: int) -> None:
+    def __init__(self, url: str, wishes: Sequence[Wish], seed: int, clock: Clock) -> None:
         self.tally = Tally()
         self._url = url
         self._wishes = wishes
         self._dice = random.Random(seed)
+        self._clock = clock
         self._next = 0
 
     async def run(self, duration_s: float) -> None:
-        ends_at = time.monotonic() + duration_s
+        ends_at = self._clock.now() + duration_s
         async with asyncio.TaskGroup() as tasks:
             for _ in range(NUM_CLIENTS):
                 tasks.create_task(self._ask_on(ends_at))
 
     async def _ask_on(self, ends_at: float) -> None:
-        async with httpx.AsyncClient(base_url=self._url, timeout=SILENCE_S) as client:
-            while time.monotonic() < ends_at:
+        async with httpx.AsyncClient(base_url=self._url, timeout=None) as client:
+            while self._clock.now() < ends_at:
                 wish = self._wishes[self._next % len(self._wishes)]
                 self._next += 1
                 await self._until_met(client, wish)
                 await asyncio.sleep(self._dice.uniform(0.0, 0.2))
 
     async def _until_met(self, client: httpx.AsyncClient, wish: Wish) -> None:
-        tally, began_at, attempts = self.tally, time.monotonic(), 0
-        while time.monotonic() < began_at + GIVE_UP_S:
+        tally, began_at, attempts = self.tally, self._clock.now(), 0
+        while self._clock.now() < began_at + GIVE_UP_S:
             attempts += 1
             try:
                 await self._ask(client, wish)
@@ -101,21 +102,31 @@ class Clients:
         tally.complaints.append(f"not met within {GIVE_UP_S:.0f} s, {attempts} attempts")
 
     async def _ask(self, client: httpx.AsyncClient, wish: Wish) -> None:
-        tokens: list[int] = []
+        """Raises Refused or Wrong; the latter, too, after `SILENCE_S` in which nothing came."""
+        heard = _Heard(self._clock.now())
+        asking = asyncio.create_task(self._read(client, wish, heard))
+        try:
+            while not asking.done():
+                await asyncio.wait({asking}, timeout=1.0)
+                if self._clock.now() > heard.at + SILENCE_S and not asking.done():
+                    raise Wrong(f"silence for {SILENCE_S:.0f} s after {len(heard.tokens)} tokens")
+            await asking
+        finally:
+            asking.cancel()
+
+    async def _read(self, client: httpx.AsyncClient, wish: Wish, heard: _Heard) -> None:
         try:
             async with client.stream("POST", "/v1/completions", json=wish.body()) as response:
                 if response.status_code in REFUSALS:
                     raise Refused(str(response.status_code))
                 if response.status_code != 200:
                     raise Wrong(f"{response.status_code}: {await response.aread()!r}")
-                await self._read(response, wish, tokens)
-        except httpx.TimeoutException as error:
-            raise Wrong(f"silence for {SILENCE_S:.0f} s after {len(tokens)} tokens") from error
+                await self._compare(response, wish, heard)
         except httpx.TransportError as error:
             raise Refused(f"connection broken: {type(error).__name__}") from error
 
-    async def _read(self, response: httpx.Response, wish: Wish, tokens: list[int]) -> None:
-        last_at = time.monotonic()
+    async def _compare(self, response: httpx.Response, wish: Wish, heard: _Heard) -> None:
+        heard.at, tokens = self._clock.now(), heard.tokens
         async for line in response.aiter_lines():
             if line == "data: [DONE]":
                 if tokens != wish.tokens:
@@ -129,10 +140,18 @@ class Clients:
             tokens += _tokens_of(chunk)
             if tokens != wish.tokens[: len(tokens)]:
                 raise Wrong(f"another token at {len(tokens) - 1} of {len(wish.tokens)}")
-            now = time.monotonic()
-            self.tally.longest_gap_s = max(self.tally.longest_gap_s, now - last_at)
-            last_at = now
+            now = self._clock.now()
+            self.tally.longest_gap_s = max(self.tally.longest_gap_s, now - heard.at)
+            heard.at = now
         raise Wrong(f"the stream just ended after {len(tokens)} of {len(wish.tokens)} tokens")
+
+
+@dataclass(slots=True, eq=False)
+class _Heard:
+    """Of one stream."""
+
+    at: float  # when something came last
+    tokens: list[int] = field(default_factory=list)
 
 
 def _tokens_of(chunk: dict[str, Any]) -> list[int]:

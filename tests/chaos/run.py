@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.clients import Clients
+from tests.chaos.clock import Clock
 from tests.chaos.report import Report
 from tests.chaos.schedule import schedule
 from tests.chaos.striking import Striking
@@ -53,10 +54,9 @@ def run(terms: Terms, wishes: list[Wish], folder: Path) -> Report:
     with _ended(cluster, left, shm_before):
         cluster.wait_until_ready()
         faults = schedule(terms.seed, terms.minutes * 60, sorted(cluster.pids()))
-        clients, striking = (
-            Clients(cluster.url, wishes, terms.seed),
-            Striking(cluster, faults, disk),
-        )
+        clock = Clock()
+        clients = Clients(cluster.url, wishes, terms.seed, clock)
+        striking = Striking(cluster, faults, disk, clock)
         striking.start()
         try:
             asyncio.run(clients.run(terms.minutes * 60))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.chaos.clock import Clock
 from tests.chaos.schedule import Fault, Kind
 from tests.e2e.cluster import Cluster
 
@@ -25,10 +26,11 @@ class Striking(threading.Thread):
     """Strikes at each fault's time, from `start` on; `join` it, then `relieve`. `done` counts by kind and kind of
     process, `skipped` what could not be done: whoever was to be hit was dead already."""
 
-    def __init__(self, cluster: Cluster, faults: Sequence[Fault], disk: Path) -> None:
+    def __init__(self, cluster: Cluster, faults: Sequence[Fault], disk: Path, clock: Clock) -> None:
         super().__init__(name="faults")
         self._cluster = cluster
         self._faults = faults
+        self._clock = clock
         self._disk = disk
         self._stopped: dict[int, float] = {}  # process id → when it goes on
         self._began_at = 0.0
@@ -38,7 +40,7 @@ class Striking(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        self._began_at = time.monotonic()
+        self._began_at = self._clock.now()
         try:
             for fault in self._faults:
                 self._wait_until(self._began_at + fault.at_s)
@@ -54,7 +56,7 @@ class Striking(threading.Thread):
             raise self.error
 
     def _wait_until(self, at: float) -> None:
-        while (now := time.monotonic()) < at:
+        while (now := self._clock.now()) < at:
             due = [pid for pid, ends_at in self._stopped.items() if ends_at <= now]
             for pid in due:
                 self._go_on(pid)
@@ -66,7 +68,7 @@ class Striking(threading.Thread):
             self.skipped += 1
             return
         self.done[f"{fault.kind} {fault.victim.rpartition('-')[0] or fault.victim}"] += 1
-        self.log.append(f"{time.monotonic() - self._began_at:7.1f} s {fault.kind} {fault.victim}")
+        self.log.append(f"{self._clock.now() - self._began_at:7.1f} s {fault.kind} {fault.victim}")
 
     def _hits(self, fault: Fault, pid: int) -> bool:
         try:
@@ -76,7 +78,7 @@ class Striking(threading.Thread):
                     self._stopped.pop(pid, None)
                 case Kind.STOP:
                     os.kill(pid, signal.SIGSTOP)
-                    self._stopped[pid] = time.monotonic() + fault.lasts_s
+                    self._stopped[pid] = self._clock.now() + fault.lasts_s
                 case Kind.RESET:
                     return self._reset(pid)
                 case Kind.DISK:
