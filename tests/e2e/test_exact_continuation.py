@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deploy import drain
+from deploy.remote import drain
 from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
 from tests.e2e.sse import read_stream
 from tests.random_models import make_model
