@@ -15,8 +15,7 @@ from dataclasses import replace
 from deploy.doctor.findings import Finding, State
 from protocol.errors import Incompatible, MoonserveError, Unauthenticated
 from transfer import TransferEngine, TransferOptions
-from transfer.address import Address, host_identity, parse
-from transfer.base import Rail
+from transfer.address import Address, Rail, host_identity, parse
 from transfer.rails.interfaces import owner_of, read_addresses
 
 SECTION = "peer"

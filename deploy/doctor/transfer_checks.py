@@ -20,12 +20,13 @@ from deploy.doctor.findings import Finding, State
 from deploy.terminal.amounts import rate
 from protocol.errors import ConfigError, MoonserveError
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
-from transfer.base import LENGTH, Rail
+from transfer.address import Rail
 from transfer.native.process_memory import OtherProcess
 from transfer.rails.interfaces import local_tcp_rails, reachable_addresses, read_addresses
 from transfer.rails.sysfs import read_topology
 from transfer.rails.topology import Topology
 from transfer.rdma.device import Port, discover
+from transfer.rows import LENGTH
 
 TRANSPORTS = ("shm", "rdma", "tcp")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from deploy.terminal.workers import (
     named,
     require_successor,
 )
-from protocol.errors import InvalidRequest, MoonserveError, NoWorker, PeerLost
+from protocol.errors import InvalidRequest, MoonserveError, NoWorker, PeerLost, Unauthenticated
 from protocol.ids import Role
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.rpc import Channels
@@ -34,6 +35,8 @@ from protocol.wire import role_to_wire
 
 # Beyond the drain: its end, and the gateway's next look at the cluster.
 _SETTLE_S = 15.0
+_PATIENCE_S = 30.0
+"""How long the gateway may be unable to say how far the change is."""
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
@@ -98,14 +101,27 @@ async def _until_back(arguments: Namespace, key: str, role: Role) -> None:
     limit_s = None if arguments.drain_s is None else arguments.drain_s + _SETTLE_S
     try:
         async with asyncio.timeout(limit_s):
-            while True:
-                instances = await _instances(arguments.url, key)
-                roles = {each["instance_id"]: each["role"] for each in instances}
-                if roles.get(arguments.instance) == role:
-                    return
+            while await _role_of(arguments, key) != role:
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:
         raise NoWorker(f"{arguments.instance} has not come back as {role} worker yet") from error
+
+
+async def _role_of(arguments: Namespace, key: str) -> str:
+    """The worker's, empty while it is no member; asked for again where nobody can say, as while a conductor starts.
+    Raises MoonserveError."""
+    give_up_at = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            found = named(await _instances(arguments.url, key), arguments.instance)
+        except Unauthenticated:
+            raise
+        except MoonserveError:
+            if time.monotonic() > give_up_at:
+                raise
+            await asyncio.sleep(POLL_S)
+        else:
+            return "" if found is None else str(found["role"])
 
 
 async def _instances(url: str, api_key: str) -> list[dict[str, Any]]:
