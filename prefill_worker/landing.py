@@ -23,7 +23,7 @@ from protocol.errors import MoonserveError
 from protocol.ids import BlockId
 from protocol.layout import KvLayout
 from transfer import Batch, Op, RemoteSegment, ScatterTransfer, Segment, scatter
-from transfer.base import LENGTH, LOCAL, REMOTE, Rows
+from transfer.rows import LENGTH, LOCAL, REMOTE, Rows
 
 Submit = Callable[[ScatterTransfer], Batch]
 

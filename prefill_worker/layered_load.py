@@ -26,8 +26,8 @@ from prefill_worker.stores import READ_STALL_S
 from protocol.errors import InvalidRequest, MoonserveError
 from protocol.logs import of
 from transfer import Op, ScatterTransfer
-from transfer.base import LENGTH, LOCAL, REMOTE, Rows
 from transfer.patience import Patience
+from transfer.rows import LENGTH, LOCAL, REMOTE, Rows
 
 log = logging.getLogger(__name__)
 

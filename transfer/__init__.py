@@ -4,12 +4,12 @@ Owns segments, windows, batches, rails and the transports `shm`, `tcp` and `rdma
 blocks, keys, requests or models.
 """
 
-from transfer.base import Op, RemoteSegment, ScatterTransfer, SegmentInfo, Transfer
+from transfer.base import Op, RemoteSegment, ScatterTransfer, Transfer
 from transfer.batch import Batch
 from transfer.engine import TransferEngine
 from transfer.faults import FaultPlan
 from transfer.options import TransferOptions
-from transfer.segments import Segment
+from transfer.segments import Segment, SegmentInfo
 
 __all__ = [
     "Batch",

@@ -14,11 +14,27 @@ from functools import cache
 from pathlib import Path
 
 from protocol.errors import Incompatible, InvalidRequest
-from transfer.base import Rail
 
 _VERSION = "ms2"
 _RAIL = re.compile(r"(?P<name>[^,;@#]+)@(?P<endpoint>[^,;@#]+)(#(?P<numa>\d{1,4}))?")
 _MAX_CHARS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Rail:
+    """One way out of, or into, a host: a NIC's address, an RDMA port, the host's memory.
+
+    Local rails are discovered, remote ones come with the peer's address.
+    """
+
+    transport: str
+    name: str
+    """"eth0", "mlx5_0:1", "shm"; unique within its transport and host."""
+    endpoint: str
+    """What peers dial; opaque outside the transport. Without ',', ';', '@' and '#'."""
+    numa_node: int | None = None
+    bandwidth_bytes_s: float | None = None
+    """Nominal; None when the system does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

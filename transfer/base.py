@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 if TYPE_CHECKING:
     from protocol.errors import MoonserveError
-    from transfer.address import Address
+    from transfer.address import Address, Rail
     from transfer.options import TransferOptions
-    from transfer.segments import Segment, SegmentTable
+    from transfer.rows import Rows
+    from transfer.segments import Segment, SegmentInfo, SegmentTable
     from transfer.windows import WindowTable
     from transfer.wire.served import ServedConnections
 
@@ -30,17 +28,6 @@ class Op(StrEnum):
 
     READ = "read"
     WRITE = "write"
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentInfo:
-    """What an engine tells its peers about one of its segments."""
-
-    segment_id: int
-    nbytes: int
-    location: str
-    readable: bool
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +51,6 @@ class Transfer:
     remote_offset: int
     length: int
     window_id: int | None = None
-
-
-Rows = npt.NDArray[np.int64]
-"""Shape (n, 3), C-contiguous: remote offset, local offset, length of contiguous runs of bytes."""
-
-REMOTE, LOCAL, LENGTH = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,23 +112,6 @@ class Feed(Protocol):
 
     def look_up(self) -> None:
         """Call every 50 ms of silence; raises PeerLost when the session is to be given up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rail:
-    """One way out of, or into, a host: a NIC's address, an RDMA port, the host's memory.
-
-    Local rails are discovered, remote ones come with the peer's address.
-    """
-
-    transport: str
-    name: str
-    """"eth0", "mlx5_0:1", "shm"; unique within its transport and host."""
-    endpoint: str
-    """What peers dial; opaque outside the transport. Without ',', ';', '@' and '#'."""
-    numa_node: int | None = None
-    bandwidth_bytes_s: float | None = None
-    """Nominal; None when the system does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from protocol.errors import ConfigError, InvalidRequest, MoonserveError, PeerLost
 from transfer import address, plan, registry
-from transfer.address import Address, host_identity
+from transfer.address import Address, Rail, host_identity
 from transfer.base import (
     Credentials,
     Dial,
     Hosted,
     Listener,
     Op,
-    Rail,
     RemoteSegment,
     Session,
     Transfer,

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from protocol.errors import MoonserveError
 from transfer.batch import Batch
-from transfer.plan import Part, Planned
+from transfer.plan import Owner, Part, Planned
 
 _CONNECT_S = 3.0
 """A path on which connecting takes longer is left for another, if there is one: the kernel has then sent
@@ -59,7 +59,7 @@ class Group:
 
     __slots__ = ("connect_until", "fresh", "give_up_at", "job", "parts")
 
-    def __init__(self, job: Job, parts: Iterable[Part]) -> None:
+    def __init__(self, job: Owner, parts: Iterable[Part]) -> None:
         self.job = job
         self.parts = deque(parts)
         self.fresh = True

@@ -23,13 +23,13 @@ from protocol.errors import (
     PeerLost,
     Unauthenticated,
 )
-from transfer.address import Address
-from transfer.base import Op, Rail, Session, Transfer
+from transfer.address import Address, Rail
+from transfer.base import Op, Session, Transfer
 from transfer.endpoints import Endpoints
 from transfer.faults import FaultPlan
-from transfer.job import Group, Job
+from transfer.job import Group
 from transfer.lane import Lane
-from transfer.plan import Part, Planned
+from transfer.plan import Owner, Part, Planned
 from transfer.rails.health import HealthEvent, RailHealth
 from transfer.rails.paths import Path, PathChooser
 from transfer.rails.topology import Topology
@@ -93,10 +93,10 @@ class Peer:
     def idle(self) -> bool:
         return not self._lanes
 
-    def put(self, job: Job, planned: Planned) -> None:
+    def put(self, job: Owner, planned: Planned) -> None:
         self._dispatch(job, planned.parts)
 
-    def run_here(self, job: Job, planned: Planned) -> bool:
+    def run_here(self, job: Owner, planned: Planned) -> bool:
         """Carries a job of one part in the caller's thread, where that is possible at once."""
         (part,) = planned.parts
         now = time.monotonic()
@@ -280,7 +280,7 @@ class Peer:
 
     def _dispatch(
         self,
-        job: Job,
+        job: Owner,
         parts: Sequence[Part],
         *,
         failed_on: Lane | None = None,

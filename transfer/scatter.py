@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from protocol.errors import InvalidRequest
-from transfer.base import LENGTH, LOCAL, REMOTE, Rows
+from transfer.rows import LENGTH, LOCAL, REMOTE, Rows
 
 ROW_BYTES = 24
 LIMIT = 1 << 62

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from protocol.errors import InvalidRequest
 from transfer import buffers
-from transfer.base import SegmentInfo
 from transfer.buffers import Registrable
 from transfer.native import address_of
 from transfer.shm.memfd import OwnedMemory
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentInfo:
+    """What an engine tells its peers about one of its segments."""
+
+    segment_id: int
+    nbytes: int
+    location: str
+    readable: bool
+    name: str = ""
 
 
 class Segment:

@@ -14,8 +14,8 @@ from functools import partial
 
 from protocol.errors import ConfigError, Incompatible, PeerLost
 from protocol.tls import Certificates, load
-from transfer.address import Address, host_identity
-from transfer.base import Dial, Hosted, Rail
+from transfer.address import Address, Rail, host_identity
+from transfer.base import Dial, Hosted
 from transfer.rails.interfaces import local_tcp_rails
 from transfer.segments import Segment
 from transfer.wire.acceptor import Acceptor

@@ -15,7 +15,7 @@ import numpy as np
 
 from protocol.errors import InvalidRequest, StaleLease
 from transfer import scatter
-from transfer.base import LENGTH, REMOTE, Rows
+from transfer.rows import LENGTH, REMOTE, Rows
 from transfer.segments import Segment
 
 _PATIENCE_S = 0.1

@@ -23,7 +23,7 @@ from kvstore.express.arriving import checksums_on_arrival
 from kvstore.express.frames import ANSWER, CHECKSUM, Kind, Put, Status
 from kvstore.express.link import SPIN_NS, Link, millis
 from kvstore.native.base import NO_RECORD, Entry
-from kvstore.native.reader import Standing
+from kvstore.native.lookups import Standing
 from protocol.errors import Incompatible, MoonserveError, Overloaded, PeerLost
 from protocol.failures import failure_from_wire
 from protocol.keys import NO_PARENT, BlockKey

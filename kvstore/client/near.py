@@ -19,7 +19,8 @@ from kvstore.client.index_run import Found, look, unchanged
 from kvstore.client.spots import Spots
 from kvstore.native.base import Entry
 from kvstore.native.layout import HEADER, Geometry
-from kvstore.native.reader import MappedReader, NotCopied, Presence, Unknown, slots_of
+from kvstore.native.lookups import NotCopied, Presence
+from kvstore.native.reader import MappedReader, Unknown, slots_of
 from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey, iter_keys, pack_keys
 from transfer.native import address_of

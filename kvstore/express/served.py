@@ -18,8 +18,8 @@ from kvstore.express.link import Link, received
 from kvstore.express.storing import Storing
 from kvstore.native import answering
 from kvstore.native.answering import Desk, End
-from kvstore.native.base import PublishedIndex
 from kvstore.native.layout import Retired
+from kvstore.native.published import PublishedIndex
 from kvstore.native.reader import MappedReader
 from protocol.errors import DeadlineExceeded, PeerLost
 from protocol.keys import KEY_BYTES

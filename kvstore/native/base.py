@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.keys import BlockKey
-
-if TYPE_CHECKING:
-    from kvstore.native.layout import Geometry
 
 Record = int
 RecordArray = npt.NDArray[np.int64]
@@ -75,17 +72,6 @@ class KeyIndex(Protocol):
 
     def validate(self) -> None:
         """Raises AssertionError unless every entry can be found and the count is right."""
-
-
-class PublishedIndex(KeyIndex, Protocol):
-    """A `KeyIndex`, and where readers find it (`kvstore.native.reader`)."""
-
-    @property
-    def memory(self) -> memoryview:
-        """Another one after the index has grown; the one before was marked and retired then."""
-
-    @property
-    def geometry(self) -> Geometry: ...
 
 
 class KeyMap(Protocol):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 
-from kvstore.native.base import KeyMap, PublishedIndex, RankHeap
+from kvstore.native.base import KeyMap, RankHeap
 from kvstore.native.compiled import NativeKeyIndex, NativeKeyMap
 from kvstore.native.compiled_heap import NativeRankHeap
 from kvstore.native.memory import Allocate, Retire, anonymous, dropped
 from kvstore.native.prototypes import HeapLibrary, MetadataLibrary
+from kvstore.native.published import PublishedIndex
 from kvstore.native.twin import PythonKeyIndex, PythonKeyMap, PythonRankHeap
 from protocol.native import CompilerError, shared_cache
 

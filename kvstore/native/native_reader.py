@@ -13,7 +13,7 @@ from protocol.keys import BlockKey
 from transfer.native.base import address_of
 
 if TYPE_CHECKING:
-    from kvstore.native.reader import Addresses, Copied
+    from kvstore.native.lookups import Addresses, Copied
 
 _ALIGNMENT = 8
 _FOUND, _RETIRED = 1, 3

@@ -22,7 +22,7 @@ from protocol.keys import BlockKey, iter_keys
 from transfer.native.base import address_of
 
 if TYPE_CHECKING:
-    from kvstore.native.reader import Addresses, Copied
+    from kvstore.native.lookups import Addresses, Copied
 
 _ABSENT, _PRESENT, _UNKNOWN = range(3)
 _NOT_THERE, _ON_DISK, _TOO_SMALL, _CHANGED, _NOT_KNOWN = range(-1, -6, -1)

@@ -18,7 +18,7 @@ from protocol.keys import BlockKey
 from protocol.request import Endpoint
 from protocol.rpc import Channels
 from transfer import ScatterTransfer, TransferEngine
-from transfer.base import LOCAL
+from transfer.rows import LOCAL
 
 
 class Gate:

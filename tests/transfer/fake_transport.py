@@ -17,9 +17,10 @@ from enum import StrEnum, auto
 
 from protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost, StaleLease
 from transfer import scatter
-from transfer.address import Address
-from transfer.base import LOCAL, REMOTE, Dial, Feed, Hosted, Op, Rail, SegmentInfo, Slice, Transfer
-from transfer.segments import Segment
+from transfer.address import Address, Rail
+from transfer.base import Dial, Feed, Hosted, Op, Slice, Transfer
+from transfer.rows import LOCAL, REMOTE
+from transfer.segments import Segment, SegmentInfo
 
 _STEP_S = 0.002
 

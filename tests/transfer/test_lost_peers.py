@@ -22,8 +22,7 @@ from transfer import (
     TransferOptions,
     tcp,
 )
-from transfer.address import parse
-from transfer.base import Rail
+from transfer.address import Rail, parse
 
 Make = Callable[..., TransferEngine]
 

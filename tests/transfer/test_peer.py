@@ -26,8 +26,9 @@ from tests.patience import PATIENCE_S
 from tests.transfer.conftest import TOKEN
 from tests.transfer.fake_transport import FakeNetwork, Fate
 from transfer import Batch, Op, RemoteSegment, Transfer, TransferEngine, TransferOptions, registry
-from transfer.base import LOCAL, Slice
+from transfer.base import Slice
 from transfer.rails.health import RailHealth, RestRule
+from transfer.rows import LOCAL
 
 PLACE = 8192
 """Bytes that belong to one batch, on either side."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest
 from transfer import scatter
-from transfer.base import LENGTH, LOCAL, REMOTE, Rows
+from transfer.rows import LENGTH, LOCAL, REMOTE, Rows
 
 Runs = list[tuple[int, int, int]]
 runs = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(1, 50)), max_size=20)

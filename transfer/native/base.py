@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from transfer.base import Rows
+from transfer.rows import Rows
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from protocol.native import CompilerError, load_library, shared_cache
-from transfer.base import Rows
 from transfer.native.base import DataPlane, End, Flow, FlowState, IoVectors, address_of
 from transfer.native.twin import PythonDataPlane
+from transfer.rows import Rows
 
 _log = logging.getLogger(__name__)
 

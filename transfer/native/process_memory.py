@@ -13,8 +13,8 @@ import select
 
 import numpy as np
 
-from transfer.base import LENGTH, Rows
 from transfer.native.base import MAX_IOVECS, IoVectors
+from transfer.rows import LENGTH, Rows
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _read = _libc.process_vm_readv

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from transfer.base import LENGTH, Rows
 from transfer.native.base import NO_VECTORS, End, Flow, IoVectors, Queue
+from transfer.rows import LENGTH, Rows
 
 _BATCH = 64
 """Pieces per system call; making the views of 1024 costs more than it saves when few of them move."""

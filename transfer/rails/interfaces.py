@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Interface, IPv6Interface, ip_address, ip_interface
 
 from protocol.errors import ConfigError
-from transfer.base import Rail
+from transfer.address import Rail
 from transfer.rails.sysfs import read_machine
 from transfer.rails.topology import Machine
 

@@ -23,7 +23,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from transfer.base import Rail
+from transfer.address import Rail
 from transfer.rails.health import Condition, RailHealth
 from transfer.rails.speed import MEASURED_FROM, SETTLED_SLICES, Speed
 from transfer.rails.topology import Topology

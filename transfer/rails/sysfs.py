@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from protocol.errors import ConfigError
-from transfer.base import Rail
+from transfer.address import Rail
 from transfer.rails.topology import Device, Machine, Topology, decide, parse
 
 SYSFS = Path("/sys")

@@ -23,7 +23,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from protocol.errors import ConfigError
-from transfer.base import Rail
+from transfer.address import Rail
 
 _LOCATION = re.compile(r"(cpu|cuda):\d+")
 _LISTS = ("preferred", "secondary")

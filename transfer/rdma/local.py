@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from transfer import scatter
-from transfer.base import LENGTH, LOCAL, Rows, Slice
+from transfer.base import Slice
 from transfer.native import address_of
 from transfer.rdma.fabric import Device
+from transfer.rows import LENGTH, LOCAL, Rows
 
 
 class LocalMemory:

@@ -12,8 +12,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from transfer.base import LENGTH, LOCAL, REMOTE, Op, Rows
+from transfer.base import Op
 from transfer.rdma.fabric import CHAIN, QueuePair, Runs
+from transfer.rows import LENGTH, LOCAL, REMOTE, Rows
 
 _Owner = TypeVar("_Owner")
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost
 from transfer import scatter
-from transfer.base import LOCAL, REMOTE, Dial, Feed, Op, Slice
+from transfer.base import Dial, Feed, Op, Slice
 from transfer.rdma import control
 from transfer.rdma.control import MAX_GRANTS, RemoteKey
 from transfer.rdma.device_rail import DeviceRail, PairSet
@@ -22,6 +22,7 @@ from transfer.rdma.fabric import Completion
 from transfer.rdma.local import DamagedCopy, LocalMemory
 from transfer.rdma.send_queue import SendQueue, Work, runs_of
 from transfer.rdma.waiter import Waiter
+from transfer.rows import LOCAL, REMOTE
 from transfer.wire.connection import STEP_S, Connection
 from transfer.wire.frames import (
     HEADER_BYTES,

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from protocol.errors import IntegrityError, MoonserveError, PeerLost
 from transfer import scatter
-from transfer.base import REMOTE, Hosted, Rows
+from transfer.base import Hosted
 from transfer.rdma import control
 from transfer.rdma.control import MAX_GRANTS, MAX_PAIRS, RemoteKey
 from transfer.rdma.device_rail import DeviceRail, PairSet
 from transfer.rdma.fabric import Completion
 from transfer.rdma.waiter import Waiter
+from transfer.rows import REMOTE, Rows
 from transfer.segments import Segment
 from transfer.windows import Hold
 from transfer.wire.connection import Connection

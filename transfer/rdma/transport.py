@@ -12,8 +12,8 @@ from functools import partial
 
 from protocol.errors import ConfigError, PeerLost
 from transfer import tcp
-from transfer.address import Address
-from transfer.base import Dial, Hosted, Rail
+from transfer.address import Address, Rail
+from transfer.base import Dial, Hosted
 from transfer.rdma import device
 from transfer.rdma.bindings import INSTALL
 from transfer.rdma.device_rail import DeviceRail

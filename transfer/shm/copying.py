@@ -16,8 +16,8 @@ from typing import Protocol
 
 from protocol.errors import IntegrityError, PeerLost
 from transfer import scatter
-from transfer.base import Rows
 from transfer.plan import MAX_ROWS
+from transfer.rows import Rows
 from transfer.segments import Segment
 
 STEP_BYTES = 4 << 20

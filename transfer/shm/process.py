@@ -14,9 +14,9 @@ import numpy as np
 
 from protocol.errors import InvalidRequest, PeerLost
 from transfer import scatter
-from transfer.base import LENGTH, LOCAL, REMOTE, Rows
 from transfer.native import address_of, data_plane
 from transfer.native.process_memory import OtherProcess
+from transfer.rows import LENGTH, LOCAL, REMOTE, Rows
 from transfer.shm.memfd import PeerMemory
 
 

@@ -11,7 +11,8 @@ from enum import Enum, auto
 
 from protocol.errors import IntegrityError, InvalidRequest, PeerLost
 from transfer import scatter
-from transfer.base import LOCAL, REMOTE, Dial, Feed, Op, Slice, Transfer
+from transfer.base import Dial, Feed, Op, Slice, Transfer
+from transfer.rows import LOCAL, REMOTE
 from transfer.segments import Segment
 from transfer.shm.copying import STEP_BYTES, Copier, Source, copy_step
 from transfer.shm.markers import Markers

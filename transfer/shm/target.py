@@ -10,7 +10,8 @@ import os
 
 from protocol.errors import InvalidRequest, MoonserveError, PeerLost
 from transfer import scatter
-from transfer.base import LOCAL, REMOTE, Hosted, Rows
+from transfer.base import Hosted
+from transfer.rows import LOCAL, REMOTE, Rows
 from transfer.shm.copying import Copier
 from transfer.shm.markers import Markers
 from transfer.shm.sources import Sources

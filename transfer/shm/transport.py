@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 
 from protocol.errors import ConfigError, PeerLost
-from transfer.address import Address, host_identity
-from transfer.base import Dial, Hosted, Rail
+from transfer.address import Address, Rail, host_identity
+from transfer.base import Dial, Hosted
 from transfer.segments import Segment
 from transfer.shm.copying import Copier
 from transfer.shm.markers import Markers

@@ -15,7 +15,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from protocol.errors import MoonserveError, PeerLost
-from transfer.base import Hosted, Rail
+from transfer.address import Rail
+from transfer.base import Hosted
 from transfer.wire import handshake
 from transfer.wire.connection import Connection
 

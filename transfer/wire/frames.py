@@ -22,8 +22,8 @@ from protocol.errors import (
     Unauthenticated,
 )
 from transfer import scatter
-from transfer.base import Rows
 from transfer.plan import MAX_ROWS
+from transfer.rows import Rows
 from transfer.wire.connection import Connection
 
 MAX_TEXT_BYTES = 1024

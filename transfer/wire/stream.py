@@ -12,10 +12,11 @@ from typing import Any
 
 from protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost, StaleLease
 from transfer import scatter
-from transfer.base import LOCAL, Dial, Feed, Op, Rows, SegmentInfo, Slice, Transfer
+from transfer.base import Dial, Feed, Op, Slice, Transfer
 from transfer.native import data_plane, vectors
 from transfer.native.base import address_of
-from transfer.segments import Segment
+from transfer.rows import LOCAL, Rows
+from transfer.segments import Segment, SegmentInfo
 from transfer.wire import handshake
 from transfer.wire.connection import STEP_S, Connection
 from transfer.wire.frames import (

@@ -13,8 +13,9 @@ from dataclasses import asdict
 
 from protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost
 from transfer import scatter
-from transfer.base import LENGTH, REMOTE, Hosted, Rows
+from transfer.base import Hosted
 from transfer.native import data_plane
+from transfer.rows import LENGTH, REMOTE, Rows
 from transfer.segments import Segment
 from transfer.windows import Window
 from transfer.wire.connection import Connection, never

@@ -21,7 +21,7 @@ from kvstore.express.served import Served
 from kvstore.express.storing import Storing
 from kvstore.native import answering
 from kvstore.native.answering import MOST_KEYS
-from kvstore.native.reader import Standing
+from kvstore.native.lookups import Standing
 from protocol.errors import DeadlineExceeded, PeerLost
 from tests.compilers import need_compiler
 from tests.kvstore.client.published import Published, key

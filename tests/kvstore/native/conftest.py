@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvstore.native import reader
-from kvstore.native.base import KeyMap, PublishedIndex, RankHeap
+from kvstore.native.base import KeyMap, RankHeap
 from kvstore.native.compiled import NativeKeyIndex, NativeKeyMap
 from kvstore.native.compiled_heap import NativeRankHeap
 from kvstore.native.memory import Allocate, Retire, anonymous, dropped
 from kvstore.native.prototypes import HeapLibrary, MetadataLibrary
+from kvstore.native.published import PublishedIndex
 from kvstore.native.twin import PythonKeyIndex, PythonKeyMap, PythonRankHeap
 from tests.compilers import need_compiler
 

@@ -15,21 +15,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvstore.native.base import Entry, PublishedIndex
+from kvstore.native.base import Entry
 from kvstore.native.layout import RETIRED_AT, VERSION_AT
-from kvstore.native.reader import (
-    Copied,
-    Geometry,
-    MappedReader,
-    Miss,
-    NotCopied,
-    Presence,
-    Retired,
-    Standing,
-    Unknown,
-    scan,
-    slots_of,
-)
+from kvstore.native.lookups import Copied, NotCopied, Presence, Standing
+from kvstore.native.published import PublishedIndex
+from kvstore.native.reader import Geometry, MappedReader, Miss, Retired, Unknown, scan, slots_of
 from protocol.errors import Incompatible
 from protocol.keys import BlockKey
 from tests.kvstore.native import mutator

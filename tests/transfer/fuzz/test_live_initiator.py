@@ -23,8 +23,8 @@ from tests.transfer.conftest import TOKEN
 from tests.transfer.fuzz import FIRST_SEED, TOTAL_S
 from tests.transfer.fuzz.mutations import INTERESTING, mutated
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
-from transfer.address import Address, host_identity
-from transfer.base import Credentials, Rail
+from transfer.address import Address, Rail, host_identity
+from transfer.base import Credentials
 from transfer.shm.memfd import OwnedMemory
 from transfer.wire import handshake
 from transfer.wire.connection import Connection

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from transfer.base import LOCAL, Rows
 from transfer.native import address_of
 from transfer.native.process_memory import OtherProcess
+from transfer.rows import LOCAL, Rows
 
 NBYTES = 1 << 20
 CHILD = f"""

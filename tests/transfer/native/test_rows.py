@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.patience import PATIENCE_S
-from transfer.base import LENGTH, LOCAL, REMOTE, Rows
 from transfer.native import DataPlane, address_of
+from transfer.rows import LENGTH, LOCAL, REMOTE, Rows
 
 SIZE = 4096
 both_planes = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

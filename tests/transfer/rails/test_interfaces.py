@@ -7,7 +7,7 @@ from ipaddress import ip_interface
 import pytest
 
 from protocol.errors import ConfigError
-from transfer.base import Rail
+from transfer.address import Rail
 from transfer.rails.interfaces import (
     InterfaceAddress,
     local_tcp_rails,

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.transfer.rails.simulation import SLICE_BYTES, Simulation
-from transfer.base import Rail
+from transfer.address import Rail
 from transfer.rails.health import HealthEvent, RailHealth
 from transfer.rails.paths import Path, PathChooser
 from transfer.rails.topology import Preference, Topology

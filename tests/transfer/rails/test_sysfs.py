@@ -8,7 +8,7 @@ import pytest
 
 from protocol.errors import ConfigError
 from tests.transfer.rails.machines import FakeMachine, two_sockets
-from transfer.base import Rail
+from transfer.address import Rail
 from transfer.rails.sysfs import read_machine, read_topology
 from transfer.rails.topology import Preference
 

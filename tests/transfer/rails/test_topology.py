@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError
-from transfer.base import Rail
+from transfer.address import Rail
 from transfer.rails.topology import Device, Machine, Preference, Topology, decide, parse
 
 TWO_NODES = {0: {0: 10, 1: 21}, 1: {0: 21, 1: 10}}

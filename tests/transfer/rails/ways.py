@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transfer.base import Rail
+from transfer.address import Rail
 from transfer.rails.health import RailHealth
 from transfer.rails.paths import Path, PathChooser
 from transfer.rails.topology import Topology

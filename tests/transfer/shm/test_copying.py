@@ -9,8 +9,8 @@ import pytest
 
 from protocol.errors import IntegrityError, InvalidRequest, PeerLost, StaleLease
 from transfer import scatter
-from transfer.base import LOCAL, REMOTE, Rows
 from transfer.native import address_of, data_plane
+from transfer.rows import LOCAL, REMOTE, Rows
 from transfer.segments import Segment, SegmentTable
 from transfer.shm.copying import STEP_BYTES, Copier
 from transfer.shm.memfd import PeerMemory

@@ -12,8 +12,8 @@ import pytest
 
 from protocol.errors import ConfigError, InvalidRequest, PeerLost
 from transfer import scatter
-from transfer.base import LOCAL
 from transfer.native import address_of
+from transfer.rows import LOCAL
 from transfer.shm import memfd
 from transfer.shm.memfd import OwnedMemory, PeerMemory
 

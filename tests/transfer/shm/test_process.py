@@ -10,9 +10,9 @@ import pytest
 
 from protocol.errors import InvalidRequest, PeerLost
 from transfer import scatter
-from transfer.base import LENGTH, LOCAL, REMOTE
 from transfer.native import address_of
 from transfer.native.process_memory import OtherProcess
+from transfer.rows import LENGTH, LOCAL, REMOTE
 from transfer.shm.memfd import OwnedMemory, PeerMemory
 from transfer.shm.process import ProcessMemory
 

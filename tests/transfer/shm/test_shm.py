@@ -11,9 +11,9 @@ from protocol.errors import IntegrityError, InvalidRequest
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import TOKEN, PeerInProcess
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
-from transfer.base import Rows
 from transfer.native import address_of, data_plane
 from transfer.native.process_memory import OtherProcess
+from transfer.rows import Rows
 from transfer.shm import session
 from transfer.shm.memfd import PeerMemory
 from transfer.wire.stream import StreamSession

@@ -14,8 +14,8 @@ from tests.patience import PATIENCE_S
 from tests.transfer.conftest import TOKEN
 from tests.transfer.test_strangers import authenticated, until_closed
 from transfer import Segment, TransferEngine, TransferOptions, scatter
-from transfer.base import Rows
 from transfer.native import address_of
+from transfer.rows import Rows
 from transfer.shm.memfd import OwnedMemory
 from transfer.wire.connection import Connection
 from transfer.wire.frames import (

@@ -14,8 +14,8 @@ from protocol.errors import MoonserveError, PeerLost
 from tests.patience import PATIENCE_S
 from tests.transfer.conftest import TOKEN
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
-from transfer.address import Address, host_identity
-from transfer.base import Credentials, Rail
+from transfer.address import Address, Rail, host_identity
+from transfer.base import Credentials
 from transfer.wire import handshake
 from transfer.wire.connection import Connection
 from transfer.wire.frames import HEADER_BYTES, Code, Header, Kind, decode, encode
