@@ -101,7 +101,7 @@ async def _until_back(arguments: Namespace, key: str, role: Role) -> None:
     limit_s = None if arguments.drain_s is None else arguments.drain_s + _SETTLE_S
     try:
         async with asyncio.timeout(limit_s):
-            while await _role_of(arguments, key) != role:
+            while await _role_of(arguments, key) != role:  # noqa: ASYNC110 - of another process
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:
         raise NoWorker(f"{arguments.instance} has not come back as {role} worker yet") from error
