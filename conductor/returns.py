@@ -16,25 +16,46 @@ asks again before its time keeps its place and gains nothing.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from conductor.admission import FOR_LOAD, RETURNS_FIRST, STEP_SHARE
 from conductor.decision import Decision, Rejection
 
-NEWCOMER_TTFT_SHARE = 0.5
-"""Of the TTFT objective, what a newcomer may need while others are to return: half of the queue is theirs."""
+NEWCOMER_TTFT_SHARE = 0.25
+"""Of what the TTFT objective leaves for a queue, how much may be there for a newcomer to be let in while others are to
+return. The rest is theirs; half would not leave any, since the policy `moonserve` has no place for prompts of a tenth
+of the objective in queues longer than that (its price)."""
 NEWCOMER_TBT_SHARE = 0.9
 """Of the TBT objective. A decode step has a floor, so that half of it may be out of reach."""
-PACE = 0.85
-"""Of the rate at which requests are let in, what is promised: arrivals are not as even as promises."""
+PACE = 0.75
+"""Of the rate at which requests are let in, what is promised. Promises cannot be taken back when the cluster is slower
+than it was, and arrivals are not as even as they are; what is left over is newcomers'."""
+SPREAD = 0.2
+"""Of its wait, by which a promise is at most later than its place. `Retry-After` is told in whole seconds, so that who
+asks within a moment would come back within as short a one, and nobody for the rest of the second."""
 EARLY_S = 0.1
 """Clocks and networks; `Retry-After` is rounded up to seconds, so nobody comes much earlier than told."""
 GRACE_S = 10.0
 """The rounding, a slow client's start, and a second try after a lost reply."""
 MAX_PROMISES = 100_000
-_MEMORY = 1 / 64  # weight of the newest observation: gaps differ by as much as their mean
+_MEMORY = (
+    256  # observations: gaps differ by as much as their mean, and who comes is one of four or not
+)
+_GUESS = 16  # observations that what is believed at first, or from another time, counts as
 _LEAST_SHARE = 0.05
+
+
+@dataclass(slots=True)
+class Mean:
+    """Of all that was seen; in the long run, of about the last `_MEMORY`."""
+
+    value: float
+    weight: int = _GUESS
+
+    def see(self, newest: float) -> None:
+        self.weight = min(self.weight + 1, _MEMORY)
+        self.value += (newest - self.value) / self.weight
 
 
 class Returns:
@@ -44,9 +65,9 @@ class Returns:
         self._due_at: dict[bytes, float] = {}
         self._in_order: list[tuple[float, bytes]] = []  # heap of these, and of some that are over
         self._last_place_at = float("-inf")  # in the queue; a promise may be later than its place
-        self._gap_s = 0.0  # between requests that are let in, while others are to return
+        self._gap_s = Mean(0.0)  # between requests that are let in, while others are to return
         self._let_in_at: float | None = None
-        self._share = 1.0  # of those who were promised a return, who came
+        self._share = Mean(1.0)  # of those who were promised a return, who came
 
     def __len__(self) -> int:
         return len(self._due_at)
@@ -81,9 +102,12 @@ class Returns:
         to return are waited for."""
         self._forget_late(now)
         is_due = now >= self._due_at.get(ticket, float("inf")) - EARLY_S
+        if is_due:  # whatever becomes of it now: if who is refused had not come, the queue would move on faster
+            del self._due_at[ticket]
+            self._share.see(1.0)
         is_expecting = bool(self._in_order) and self._in_order[0][0] <= now + horizon_s
         if rejection is None and (is_due or not is_crowded or not is_expecting):
-            self._let_in(ticket, now, is_due=is_due)
+            self._let_in(ticket, now)
             return None
         if rejection is not None and rejection.reason not in FOR_LOAD:
             return rejection
@@ -91,7 +115,7 @@ class Returns:
         earliest_s = service_s if rejection is None else rejection.retry_after_s
         return Rejection(
             reason=reason,
-            retry_after_s=self._promise(ticket, now + earliest_s, service_s, is_due, now) - now,
+            retry_after_s=self._promise(ticket, now + earliest_s, service_s, now) - now,
         )
 
     def validate(self) -> None:
@@ -99,33 +123,30 @@ class Returns:
         promises = {(due_at, ticket) for ticket, due_at in self._due_at.items()}
         assert promises <= set(self._in_order)
         assert len(promises) <= MAX_PROMISES
-        assert 0.0 < self._share <= 1.0
+        assert 0.0 <= self._share.value <= 1.0
 
-    def _promise(
-        self, ticket: bytes, earliest_at: float, service_s: float, is_due: bool, now: float
-    ) -> float:
+    def _promise(self, ticket: bytes, earliest_at: float, service_s: float, now: float) -> float:
         """When the request may come back; where it has a promise that is not due yet, that one."""
-        if is_due:
-            del self._due_at[ticket]
-        elif ticket in self._due_at:
+        if ticket in self._due_at:
             return self._due_at[ticket]
         if (
             not self._due_at
         ):  # what was let in before filled the queue, and says nothing of its pace
-            self._gap_s = max(self._gap_s, service_s)
-        self._last_place_at = max(self._last_place_at, now) + self._gap_s * self._share / PACE
+            self._gap_s = Mean(max(self._gap_s.value, service_s))
+        place_s = self._gap_s.value * max(_LEAST_SHARE, self._share.value) / PACE
+        self._last_place_at = max(self._last_place_at, now) + place_s
         due_at = max(earliest_at, self._last_place_at)
+        due_at += SPREAD * ticket[-1] / 256 * (due_at - now)
         if len(self._in_order) < MAX_PROMISES:
             self._due_at[ticket] = due_at
             heappush(self._in_order, (due_at, ticket))
         return due_at
 
-    def _let_in(self, ticket: bytes, now: float, *, is_due: bool) -> None:
+    def _let_in(self, ticket: bytes, now: float) -> None:
         if self._let_in_at is not None and self._due_at:
-            self._gap_s = _mean(self._gap_s, now - self._let_in_at)
+            self._gap_s.see(now - self._let_in_at)
         self._let_in_at = now if self._due_at else None
-        if self._due_at.pop(ticket, None) is not None and is_due:
-            self._share = _mean(self._share, 1.0)
+        self._due_at.pop(ticket, None)
 
     def _forget_late(self, now: float) -> None:
         """Those who did not come, and what is left in the order of those who did."""
@@ -137,16 +158,14 @@ class Returns:
             heappop(self._in_order)
             if is_kept:
                 del self._due_at[ticket]
-                self._share = max(_LEAST_SHARE, _mean(self._share, 0.0))
-
-
-def _mean(before: float, newest: float) -> float:
-    return before + (newest - before) * _MEMORY
+                self._share.see(0.0)
 
 
 def _is_crowded(decision: Decision) -> bool:
+    queue_s = float(decision.prefill_columns.queue_s.min())
+    beside_s = decision.predicted_ttft_s - queue_s
     return (
-        decision.predicted_ttft_s > NEWCOMER_TTFT_SHARE * decision.ttft_slo_s
+        queue_s > NEWCOMER_TTFT_SHARE * (decision.ttft_slo_s - beside_s)
         or decision.predicted_tbt_s > NEWCOMER_TBT_SHARE * STEP_SHARE * decision.tbt_slo_s
     )
 
