@@ -21,17 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import median, random_prompts, table, write_json
+from benchmarks.turns import in_turns
 from deploy.local import LocalCluster, running
 from protocol.tls import TlsFiles
 from traces.client import StreamClient
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 768, 16
-CONCURRENCY, REQUESTS = 4, 16
+CONCURRENCY, REQUESTS = 4, 32
 VOCAB = 4_000
 BLOCK_BYTES, POOL_BYTES, IN_FLIGHT = 1 << 20, 64 << 20, 32
 TRANSFER_S = 1.0
 PLAIN = "plain"
+_MEMORY = ("--dram", "512MiB", "--kv-cache-memory", "128MiB")  # five clusters fit a machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class Side:
 
     def flags(self, files: TlsFiles, traces: Path) -> list[str]:
         """Of `moonserve serve`, KV over tcp so that it can be encrypted."""
-        flags = ["--transports", "tcp", "--num-threads", "1", "--store-nodes", "1"]
+        flags = ["--transports", "tcp", "--num-threads", "1", "--store-nodes", "1", *_MEMORY]
         flags.append("--transfer-checksums" if self.checksums else "--no-transfer-checksums")
         if self.tls:
             flags += ["--tls-certificate", str(files.certificate), "--tls-key", str(files.key)]
@@ -102,9 +104,8 @@ def transfers(files: TlsFiles, rounds: int) -> dict[str, list[float]]:
     sides = {side.name: side for side in SIDES if not side.tracing}
     sides["both"] = Side(name="both", checksums=True, tls=True)
     rates: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, side in sides.items():
-            rates[name].append(_write_rate(_options(side, files)))
+    for name, _ in in_turns(list(sides), [None], rounds):
+        rates[name].append(_write_rate(_options(sides[name], files)))
     return rates
 
 
@@ -144,12 +145,10 @@ async def clusters(folder: Path, files: TlsFiles, rounds: int) -> dict[str, list
     """Tokens per second by side and round; a round of warming up is not counted."""
     rates: dict[str, list[float]] = {side.name: [] for side in SIDES}
     with _all_running(folder, files) as standing:
-        for number in range(-1, rounds):
-            for name, cluster in standing.items():
-                rate = await _served_rate(cluster.url, f"{name} {number}")
-                if number >= 0:
-                    rates[name].append(rate)
-    return rates
+        for name, _ in in_turns(list(standing), [None], rounds + 1):
+            seed = f"{name} {len(rates[name])}"
+            rates[name].append(await _served_rate(standing[name].url, seed))
+    return {name: own[1:] for name, own in rates.items()}
 
 
 @contextlib.contextmanager
