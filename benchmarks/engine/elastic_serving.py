@@ -266,11 +266,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     ways = WAYS[: arguments.ways]
     of = {"budget_mib": arguments.budget_mib, **asdict(load)}
     rows = _rows_before(arguments.json if arguments.resume else None, ways, of)
+    result: dict[str, Any] = {"of": of, "rows": rows}
     for way, _ in in_turns(ways, [load], arguments.rounds, first=len(rows[ways[0]])):
         row = asyncio.run(run(way, arguments.budget_mib * MIB, load, len(rows[way])))
         tell(f"{way}: { ({name: round(value, 1) for name, value in row.items()}) }")
         rows[way].append(row)
-    return {"of": of, "rows": rows, "ratios": {way: _ratios(rows, way) for way in ways[1:]}}
+        if arguments.json is not None and len({len(own) for own in rows.values()}) == 1:
+            write_json(arguments.json, result)  # whole rounds, if it is stopped
+    return {**result, "ratios": {way: _ratios(rows, way) for way in ways[1:]}}
 
 
 def _rows_before(
