@@ -133,6 +133,10 @@ class Connection:
         while self._num_kept_pieces - self._kept[0][0] >= flow.out.count - flow.out.index:
             self._num_kept_pieces -= self._kept.popleft()[0]
 
+    def push(self) -> None:
+        """Gives the kernel what it takes at once of what is queued. A failure shows in the next wait."""
+        self._pump(0)
+
     def flush(self) -> None:
         """All that is queued has been given to the kernel."""
         while not self._flow.out.empty:

@@ -133,6 +133,8 @@ class StreamSession:
             checksum=checksum,
         )
         self._connection.queue(self._request(header, part.rows), payload, keep)
+        if self._checksums:
+            self._connection.push()  # on its way, and in the cache still, while the next one is hashed
 
     def _request(self, header: Header, rows: Rows) -> bytes:
         return request(header, rows, sealed=self._checksums)

@@ -43,6 +43,24 @@ def test_what_was_sent_is_let_go_although_the_queue_never_runs_empty(
         assert len(connection._kept) <= 4
 
 
+def test_what_is_pushed_leaves_without_a_wait(ends: tuple[Connection, socket.socket]) -> None:
+    connection, theirs = ends
+    connection.queue(b"header")
+    connection.push()
+    assert theirs.recv(16, socket.MSG_DONTWAIT) == b"header"
+
+
+def test_a_push_to_a_peer_that_is_gone_is_told_by_the_next_wait(
+    ends: tuple[Connection, socket.socket],
+) -> None:
+    connection, theirs = ends
+    theirs.close()
+    connection.queue(b"header")
+    connection.push()
+    with pytest.raises(PeerLost):
+        connection.receive_bytes(1)
+
+
 def test_a_sender_that_trickles_meets_the_deadline(
     ends: tuple[Connection, socket.socket],
 ) -> None:
