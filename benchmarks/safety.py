@@ -189,7 +189,8 @@ def _report(title: str, rates: Mapping[str, Sequence[float]], unit: float) -> st
     rows: list[list[Any]] = []
     for name, values in rates.items():
         ratio = median([v / plain for v, plain in zip(values, rates[PLAIN], strict=True)])
-        rows.append([name, f"{median(values) / unit:.4g}", f"{ratio:.2f}"])
+        found = median(values) / unit
+        rows.append([name, f"{found:,.2f}" if found < 100 else f"{found:,.0f}", f"{ratio:.2f}"])
     return f"\n{title}\n\n" + table(["on", "median", "of plain"], rows)
 
 
