@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_PROMPTS = 20 if THOROUGH else 14  # at least the lengths around borders
 NUM_TOKENS = 20
+STREAMS = 8 if THOROUGH else 2  # of others, beside four of our own
 LONGEST = 3_000
 PREFILL_WORKERS = ("prefill-0", "prefill-1")
 
@@ -123,7 +124,7 @@ def family_model(family: str, folder: Path) -> Path:
 def assert_passes(paper: Exam, log_dir: Path, *flags: str) -> None:
     with (
         running_cluster(paper.model, log_dir, *paper.shape.flags, *flags) as cluster,
-        BackgroundLoad(cluster, paper.vocab_size, streams=4) as load,
+        BackgroundLoad(cluster, paper.vocab_size, streams=STREAMS) as load,
     ):
         assert paper.take(cluster) == [0] * NUM_PROMPTS
         assert paper.take(cluster) == paper.reusable
@@ -159,14 +160,14 @@ def test_a_prefix_from_the_store_is_as_good_as_a_computed_one(tmp_path: Path) ->
     workers = ("--prefill-workers", "2", "--decode-workers", "2")
     flags = (*paper.shape.flags, *workers, "--store-reads", "always")
     with running_cluster(paper.model, tmp_path / "logs", *flags) as cluster:
-        with BackgroundLoad(cluster, paper.vocab_size):
+        with BackgroundLoad(cluster, paper.vocab_size, streams=STREAMS):
             assert paper.take(cluster) == [0] * NUM_PROMPTS
         num_blocks = sum(len(prompt) // paper.shape.block_size for prompt in paper.prompts)
         cluster.wait_for("the write-behind", lambda: stored_blocks(cluster) >= num_blocks, 60)
-        with BackgroundLoad(cluster, paper.vocab_size, seed=1):
+        with BackgroundLoad(cluster, paper.vocab_size, streams=STREAMS, seed=1):
             assert paper.take(cluster) == paper.reusable
         kill_prefill_workers(cluster)
-        with BackgroundLoad(cluster, paper.vocab_size, seed=2):
+        with BackgroundLoad(cluster, paper.vocab_size, streams=STREAMS, seed=2):
             assert paper.take(cluster) == paper.reusable
         loaded = [cluster.counters(name)["store_hit_blocks"] for name in PREFILL_WORKERS]
         assert sum(loaded) * paper.shape.block_size >= sum(paper.reusable)
