@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,16 +66,22 @@ class Clients:
         self._dice = random.Random(seed)
         self._clock = clock
         self._next = 0
+        self._ends_at = 0.0
 
     async def run(self, duration_s: float) -> None:
-        ends_at = self._clock.now() + duration_s
+        """For so long, or until SIGINT."""
+        self._ends_at = self._clock.now() + duration_s
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._end)
         async with asyncio.TaskGroup() as tasks:
             for _ in range(NUM_CLIENTS):
-                tasks.create_task(self._ask_on(ends_at))
+                tasks.create_task(self._ask_on())
 
-    async def _ask_on(self, ends_at: float) -> None:
+    def _end(self) -> None:
+        self._ends_at = self._clock.now()
+
+    async def _ask_on(self) -> None:
         async with httpx.AsyncClient(base_url=self._url, timeout=None) as client:
-            while self._clock.now() < ends_at:
+            while self._clock.now() < self._ends_at:
                 wish = self._wishes[self._next % len(self._wishes)]
                 self._next += 1
                 await self._until_met(client, wish)

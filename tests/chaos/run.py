@@ -58,15 +58,18 @@ def run(terms: Terms, wishes: list[Wish], folder: Path) -> Report:
         clients = Clients(cluster.url, wishes, terms.seed, clock)
         striking = Striking(cluster, faults, disk, clock)
         striking.start()
+        began_at = clock.now()
         try:
             asyncio.run(clients.run(terms.minutes * 60))
         finally:
+            striking.end()
             striking.join()
             striking.relieve()
+        minutes = round((clock.now() - began_at) / 60, 1)
         left += _what_is_left(cluster)
     return Report(
         seed=terms.seed,
-        minutes=terms.minutes,
+        minutes=minutes,
         trace=terms.trace.stem,
         cluster="2 prefill workers, 2 decode workers, a store node with a disk",
         faults=striking.done,

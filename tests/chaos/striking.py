@@ -34,6 +34,7 @@ class Striking(threading.Thread):
         self._disk = disk
         self._stopped: dict[int, float] = {}  # process id → when it goes on
         self._began_at = 0.0
+        self._ending = False
         self.done: Counter[str] = Counter()
         self.skipped = 0
         self.log: list[str] = []
@@ -44,9 +45,15 @@ class Striking(threading.Thread):
         try:
             for fault in self._faults:
                 self._wait_until(self._began_at + fault.at_s)
+                if self._ending:
+                    return
                 self._strike(fault)
         except BaseException as error:  # told by whoever joins
             self.error = error
+
+    def end(self) -> None:
+        """Nothing new happens."""
+        self._ending = True
 
     def relieve(self) -> None:
         """Everybody goes on. Raises what ended the thread."""
@@ -56,7 +63,7 @@ class Striking(threading.Thread):
             raise self.error
 
     def _wait_until(self, at: float) -> None:
-        while (now := self._clock.now()) < at:
+        while (now := self._clock.now()) < at and not self._ending:
             due = [pid for pid, ends_at in self._stopped.items() if ends_at <= now]
             for pid in due:
                 self._go_on(pid)
