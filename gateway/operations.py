@@ -79,7 +79,7 @@ class Operations:
                 "layout": _plain(view.layout) if view.HasField("layout") else None,
                 "requests": self._gateway.num_live + self._gateway.num_live_elsewhere,
                 "gateways": [gateway.instance_id for gateway in view.gateways],
-                "instances": [_instance(instance) for instance in view.instances],
+                "instances": [_instance(i) for i in sorted(view.instances, key=_place)],
             }
         )
 
@@ -120,6 +120,12 @@ def _not_remembered(known_id: str, explanation: Explanation) -> str:
         f" {explanation.max_decisions} requests and has {explanation.num_decisions} now: give the id of the reply's"
         " body or its header x-request-id, ask sooner, or start the conductor with a larger --num-decisions"
     )
+
+
+def _place(instance: conductor_pb2.InstanceView) -> tuple[int, int, str]:
+    """By which people find it again: the order in which instances joined changes with every restart."""
+    instance_id = instance.endpoint.instance_id
+    return instance.role, len(instance_id), instance_id
 
 
 def _instance(instance: conductor_pb2.InstanceView) -> dict[str, Any]:

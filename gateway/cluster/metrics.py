@@ -112,14 +112,14 @@ class ClusterMetrics:
         return merged(pages) + _UP_HEADER + "\n".join(up) + "\n"
 
     async def rails(self) -> list[dict[str, Any]]:
-        """What each instance moved over each of its rails since its start; who does not answer is missing."""
+        """What each instance moved over each of its rails since its start, by its id; who does not answer is
+        missing."""
         view = self._cluster.view
         addresses = [each.endpoint.rpc_address for each in view.instances] if view else []
         replies = await asyncio.gather(*map(self._ask_rails, addresses))
         return [
             {"process": reply.instance_id, **{f.name: getattr(rail, f.name) for f in _RAIL_FIELDS}}
-            for reply in replies
-            if reply is not None
+            for reply in sorted(filter(None, replies), key=lambda reply: reply.instance_id)
             for rail in reply.rails
         ]
 

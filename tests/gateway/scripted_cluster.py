@@ -270,7 +270,7 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
                     num_blocks=64,
                     last_heard_s=self.last_heard_s.get(w.instance_id, 0.0),
                 )
-                for w in alive
+                for w in reversed(alive)  # in whatever order they joined
             ],
             layout=common_pb2.KvLayout(
                 num_layers=1, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=64, dtype="float32"
