@@ -68,6 +68,11 @@ class ClientConfig:
         help="memory of a gateway for responses of /v1/responses that later ones continue; 0 = none is kept",
         unit="bytes",
     )
+    max_connections: int | None = option(
+        None,
+        help="connections of a gateway at once, beyond which clients are answered 503; what the operating system's "
+        "limit of open files leaves when not given",
+    )
     max_header_bytes: int = option(
         32 * 2**10, help="longest head of a request that is accepted", unit="bytes"
     )
@@ -94,6 +99,7 @@ class ClientConfig:
             "tokens_per_minute",
             "max_streams",
             "max_prompt_tokens",
+            "max_connections",
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")

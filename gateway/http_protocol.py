@@ -1,4 +1,5 @@
-"""uvicorn's HTTP protocol with bounds: a head has a size and a time, a body a time, and who does not read is let go.
+"""uvicorn's HTTP protocol with bounds: a head has a size and a time, a body a time, who does not read is let go, and
+there are no more connections than files can be open.
 
 Rule: a connection whose reply is under way is ended for one reason only, that its client does not read. What uvicorn
 itself leaves open: heads may be endless, a connection may say nothing for ever, and the body of a request that was
@@ -21,6 +22,9 @@ from gateway.connection import drop
 from gateway.errors import ApiError, reply_for
 
 log = logging.getLogger(__name__)
+
+MOST_REFUSED = 64
+"""Connections above the most that are told why they are refused; more are closed at once."""
 
 _LOOK_AGAIN_S = 1.0
 # What a reader must take of its buffer within `slow_client_s` to count as one. The kernel's own buffers, which it
@@ -49,9 +53,12 @@ class _Phase(Enum):
 class BoundedProtocol(HttpToolsProtocol):
     """One connection."""
 
-    def __init__(self, *args: Any, patience: Patience, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, patience: Patience, max_connections: float, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._patience = patience
+        self._max_connections = max_connections
         self._phase = _Phase.HEAD
         self._message = 0  # number of the message of `_phase`
         self._waits_for: tuple[int, _Phase] | None = None  # what the timer is about
@@ -60,11 +67,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0  # of this message, as far as parsed
         self._fed_bytes = 0  # since its head began, parsed or not
         self._refusal: ApiError | None = None
+        self._refusal_of_any: ApiError | None = None  # whatever it asks for
 
     # From the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        num_surplus = len(self.connections) - self._max_connections
+        if num_surplus > MOST_REFUSED:
+            transport.abort()
+            return
+        if num_surplus > 0:
+            self._refusal_of_any = _too_many(self._max_connections)
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -75,6 +89,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
+            return
+        if self._refusal_of_any is not None:
+            self._refusal = self._refusal_of_any
+            self.send_400_response("")
             return
         message = self._message
         super().data_received(data)
@@ -130,11 +148,14 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         reply = reply_for(error)
         body = reply.body()
-        head = (
-            b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-            % len(body)
-        )
-        self.transport.write(STATUS_LINE[reply.status] + head + body)
+        headers = {
+            "content-type": "application/json",
+            "connection": "close",
+            "content-length": f"{len(body)}",
+            **reply.headers,
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[reply.status] + f"{lines}\r\n".encode() + body)
         self.transport.close()
 
     # Waiting
@@ -201,3 +222,13 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         log.info("a client did not read for %.0f s", self._patience.slow_client_s)
         drop(self.transport)
+
+
+def _too_many(most: float) -> ApiError:
+    return ApiError(
+        503,
+        f"this gateway has {most:,.0f} connections already; try again, or another gateway",
+        kind="service_unavailable_error",
+        code="too_many_connections",
+        headers={"retry-after": "1"},
+    )

@@ -11,6 +11,8 @@ import contextlib
 import errno
 import functools
 import logging
+import math
+import resource
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -25,7 +27,7 @@ from gateway.api import Api
 from gateway.app import build_app
 from gateway.cluster.metrics import ClusterMetrics, phase_collector
 from gateway.config import GatewayConfig
-from gateway.http_protocol import BoundedProtocol, Patience
+from gateway.http_protocol import MOST_REFUSED, BoundedProtocol, Patience
 from gateway.identity import open_keys, open_limits
 from gateway.ledger import PHASES
 from gateway.model_endpoints import ModelEndpoints
@@ -49,6 +51,7 @@ log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 60
 _BACKLOG = 2_048
+_SPARE_FILES = 2 * MOST_REFUSED  # descriptors that are not for clients who are served
 # Gateways that share a port wait for the cluster so long: workers load their weights first.
 _JOIN_S = 600.0
 
@@ -57,6 +60,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
     """Runs the gateway until the lifecycle stops."""
     if config.conductor is None:
         raise ConfigError("--conductor HOST:PORT[,…] must be given")
+    _allow_all_files()
     registry = process_registry()
     async with contextlib.AsyncExitStack() as closing:
         keys = open_keys(config, registry)
@@ -143,7 +147,9 @@ def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
         slow_client_s=config.slow_client_s,
     )
     # uvicorn's type says a class; it only calls it.
-    protocol: Any = functools.partial(BoundedProtocol, patience=patience)
+    protocol: Any = functools.partial(
+        BoundedProtocol, patience=patience, max_connections=_max_connections(config)
+    )
     return _Server(
         uvicorn.Config(
             app,
@@ -156,6 +162,21 @@ def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
     )
+
+
+def _max_connections(config: GatewayConfig) -> float:
+    """What is refused needs an open file, too; so do connections to the cluster, and files that are read."""
+    if config.max_connections is not None:
+        return config.max_connections
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if limit == resource.RLIM_INFINITY else max(1, limit - _SPARE_FILES)
+
+
+def _allow_all_files() -> None:
+    """As many as the operator's hard limit lets this process open; the soft one is often 1,024, for programs that use
+    select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _run(

@@ -18,7 +18,7 @@ from typing import Any
 
 from gateway.cluster.avoidance import Incarnation
 from gateway.cluster.heard import Heard
-from gateway.cluster.silence import Sign, is_late, silent
+from gateway.cluster.silence import Sign, Suspicion, is_late
 from gateway.tasks import TaskGroup
 from protocol.conductors import Conductors
 from protocol.errors import IntegrityError, MoonserveError, NoWorker, Overloaded, PeerLost
@@ -82,6 +82,7 @@ class Cluster:
         self._viewed_at = 0.0
         self._ready_at = -math.inf  # when the last view was, in which a request could be placed
         self._streams: dict[str, _Stream] = {}
+        self._suspicion = Suspicion()
         self._silent: set[str] = set()  # who was told to be
         self._is_late = False  # somebody
         self._tasks = TaskGroup()
@@ -263,7 +264,7 @@ class Cluster:
     def _listen_for_silence(self, view: conductor_pb2.ClusterView) -> None:
         signs = [self._sign(i) for i in view.instances if role_from_wire(i.role) in _WORKER_ROLES]
         self._is_late = is_late(signs)
-        now_silent = silent(signs)
+        now_silent = self._suspicion.silent(signs, self._viewed_at)
         for instance_id in now_silent - self._silent:
             log.warning("%s is silent", instance_id)
             error = PeerLost(f"{instance_id} has fallen silent", instance_id=instance_id)

@@ -40,7 +40,7 @@ def explained(cluster: Cluster, request_id: str) -> dict[str, Any]:
         outcome = found[-1]["decisions"][0]["outcome"]
         return outcome is not None and outcome["phase"] == "finished"
 
-    cluster.wait_for("the report of the request's end", is_concluded, 20)
+    cluster.wait_for("the report of the request's end", is_concluded)
     return found[-1]
 
 

@@ -22,6 +22,7 @@ from models import demo_model_path
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.load import BackgroundLoad
 from tests.e2e.reference import Continuation, continuations, load_reference, num_ties
+from tests.patience import PATIENCE_S
 from tests.random_models import make_model
 from tests.thoroughness import THOROUGH
 
@@ -163,7 +164,7 @@ def test_a_prefix_from_the_store_is_as_good_as_a_computed_one(tmp_path: Path) ->
         with BackgroundLoad(cluster, paper.vocab_size, streams=STREAMS):
             assert paper.take(cluster) == [0] * NUM_PROMPTS
         num_blocks = sum(len(prompt) // paper.shape.block_size for prompt in paper.prompts)
-        cluster.wait_for("the write-behind", lambda: stored_blocks(cluster) >= num_blocks, 60)
+        cluster.wait_for("the write-behind", lambda: stored_blocks(cluster) >= num_blocks)
         with BackgroundLoad(cluster, paper.vocab_size, streams=STREAMS, seed=1):
             assert paper.take(cluster) == paper.reusable
         kill_prefill_workers(cluster)
@@ -186,5 +187,7 @@ def kill_prefill_workers(cluster: Cluster) -> None:
     for name in PREFILL_WORKERS:
         os.kill(pids[name], signal.SIGKILL)
     cluster.wait_for(
-        "their successors", lambda: all(cluster.epoch(n) > e for n, e in epochs.items()), 60
+        "their successors",
+        lambda: all(cluster.epoch(n) > e for n, e in epochs.items()),
+        2 * PATIENCE_S,
     )

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
+from gateway.http_protocol import MOST_REFUSED
 from tests.gateway.conftest import running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
 from tests.patience import NEVER_S, PATIENCE_S, answered
@@ -178,3 +179,46 @@ def is_open(writer: asyncio.StreamWriter) -> bool:
     """Whether the other end has not reset the connection, by the kernel's word (TCP_INFO: 1 = established)."""
     connection = writer.get_extra_info("socket")
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == 1
+
+
+async def test_more_connections_than_the_most_are_503_until_others_have_ended(
+    cluster: ScriptedCluster,
+) -> None:
+    async with (
+        running_gateway(cluster, max_connections=2, **NEVER) as url,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        address = urlsplit(url)
+
+        async def connect() -> Streams:
+            return await asyncio.open_connection(address.hostname, address.port)
+
+        async def asked() -> int:
+            reader, writer = await connect()
+            writer.write(head("Connection: close") + BODY)
+            try:
+                first = await reader.readline()
+                text = await reader.read()
+            except ConnectionResetError:
+                first = text = b""
+            writer.close()
+            if not first:
+                return 0  # closed at once
+            status = int(first.split()[1])
+            assert (status == 503) == (b"too_many_connections" in text) == (b"retry-after" in text)
+            return status
+
+        idle = [await connect() for _ in range(2)]
+        for _, writer in idle:
+            writer.write(b"GET")  # and it is known of
+        while await asked() != 503:
+            pass
+        crowd = [await connect() for _ in range(MOST_REFUSED + 5)]
+        closed = 0
+        while closed < 5:  # by those who are not even told
+            closed = sum(reader.at_eof() for reader, _ in crowd)
+            await asyncio.sleep(0.01)
+        for _, writer in (*idle, *crowd):
+            writer.close()
+        while await asked() != 200:
+            pass
