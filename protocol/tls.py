@@ -28,6 +28,10 @@ CLUSTER_NAME = "moonserve"
 IN_HANDSHAKE = "broke in its handshake, as when the peer believes another --tls-authority"
 """Who refuses a certificate does not always get to say so."""
 
+GOODBYE_S = 0.5
+"""Whoever ends a connection waits so long for the other end's closing words. Callers in threads read only when they
+call, and asyncio's 30 s would be what each of them costs a server that stops."""
+
 _REFUSED_BY_GRPC = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
 _ALERTS_ABOUT_US = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
 

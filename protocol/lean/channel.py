@@ -16,7 +16,7 @@ from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
 from protocol.lean import sockets
 from protocol.lean.connection import Connection
 from protocol.lean.unary import UnaryOnly
-from protocol.tls import Certificates, translated
+from protocol.tls import GOODBYE_S, Certificates, translated
 
 # Between attempts to reach a peer that is not there yet, as for gRPC (`protocol.rpc`).
 _RETRY_S = 0.1
@@ -118,8 +118,14 @@ class LeanChannel(UnaryOnly):
             await loop.create_unix_connection(lambda: connection, target)
         else:
             host, port = target
-            context = None if self._tls is None else self._tls.initiator
-            await loop.create_connection(lambda: connection, host, port, family=family, ssl=context)
+            await loop.create_connection(
+                lambda: connection,
+                host,
+                port,
+                family=family,
+                ssl=None if self._tls is None else self._tls.initiator,
+                ssl_shutdown_timeout=None if self._tls is None else GOODBYE_S,
+            )
 
 
 async def _discard(connection: Connection) -> None:

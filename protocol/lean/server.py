@@ -15,7 +15,7 @@ from protocol.lean.eager import EagerStart
 from protocol.lean.methods import HandOver, Method
 from protocol.lean.served import HANDSHAKE_S, ServedConnection
 from protocol.timer import set_within
-from protocol.tls import Certificates
+from protocol.tls import GOODBYE_S, Certificates
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ class LeanServer:
                 sock=listener,
                 ssl=None if self._tls is None else self._tls.target,
                 ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_S,
+                ssl_shutdown_timeout=None if self._tls is None else GOODBYE_S,
             )
         self._listeners.append(server)
 
