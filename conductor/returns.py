@@ -1,11 +1,11 @@
 """Who was rejected for load and told when to come back: so that who obeys is let in. Pure; `now` in monotonic seconds.
 
 Under lasting overload a rejected request that returns meets as many newcomers as before, and would be rejected again
-however long it waited. So each rejection takes the next place in a queue that exists on paper only: its `Retry-After`
-is the moment at which all who were promised a return before it have been served, at the pace at which requests are let
-in. Until these have come, newcomers are let in only while there is room to spare (`NEWCOMER_TTFT_SHARE`), which is what
-is left when some do not return; that they do not is learned, and the queue moves on faster then. In teletraffic this is
-trunk reservation for overflow.
+however long it waited. So each rejection takes the next free place in a queue that exists on paper only
+(`conductor.places`): its `Retry-After` is the moment at which all who are to come before it have been served, at the
+pace at which requests are let in. Until these have come, newcomers are let in only while there is room to spare
+(`NEWCOMER_TTFT_SHARE`), which is what is left when some do not return; that they do not is learned, and who asks then
+gets a place between theirs. In teletraffic this is trunk reservation for overflow.
 
 A request is known again by its ticket, a digest of what was asked and by whom, which needs nothing of the client. Who
 asks again before its time keeps its place and gains nothing.
@@ -21,6 +21,7 @@ from heapq import heappop, heappush
 
 from conductor.admission import FOR_LOAD, RETURNS_FIRST, STEP_SHARE
 from conductor.decision import Decision, Rejection
+from conductor.places import Places
 
 NEWCOMER_TTFT_SHARE = 0.25
 """Of what the TTFT objective leaves for a queue, how much may be there for a newcomer to be let in while others are to
@@ -64,7 +65,7 @@ class Returns:
     def __init__(self) -> None:
         self._due_at: dict[bytes, float] = {}
         self._in_order: list[tuple[float, bytes]] = []  # heap of these, and of some that are over
-        self._last_place_at = float("-inf")  # in the queue; a promise may be later than its place
+        self._places = Places()  # a promise may be later than its place
         self._gap_s = Mean(0.0)  # between requests that are let in, while others are to return
         self._let_in_at: float | None = None
         self._share = Mean(1.0)  # of those who were promised a return, who came
@@ -102,7 +103,7 @@ class Returns:
         to return are waited for."""
         self._forget_late(now)
         is_due = now >= self._due_at.get(ticket, float("inf")) - EARLY_S
-        if is_due:  # whatever becomes of it now: if who is refused had not come, the queue would move on faster
+        if is_due:  # whatever becomes of it now: else places would be given away the more freely the more are refused
             del self._due_at[ticket]
             self._share.see(1.0)
         is_expecting = bool(self._in_order) and self._in_order[0][0] <= now + horizon_s
@@ -129,13 +130,12 @@ class Returns:
         """When the request may come back; where it has a promise that is not due yet, that one."""
         if ticket in self._due_at:
             return self._due_at[ticket]
-        if (
-            not self._due_at
-        ):  # what was let in before filled the queue, and says nothing of its pace
+        if not self._due_at:
+            self._places.clear()
+            # What was let in before filled the queue, and says nothing of its pace.
             self._gap_s = Mean(max(self._gap_s.value, service_s))
         place_s = self._gap_s.value * max(_LEAST_SHARE, self._share.value) / PACE
-        self._last_place_at = max(self._last_place_at, now) + place_s
-        due_at = max(earliest_at, self._last_place_at)
+        due_at = self._places.take(earliest_at, place_s, now)
         due_at += SPREAD * ticket[-1] / 256 * (due_at - now)
         if len(self._in_order) < MAX_PROMISES:
             self._due_at[ticket] = due_at

@@ -63,6 +63,7 @@ class Crowd:
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     num_returned: int = 0
     num_let_in: int = 0  # of these
+    told_s: list[float] = field(default_factory=list)
 
     def run(self) -> None:
         events: list[tuple[float, int, bool]] = []
@@ -76,10 +77,11 @@ class Crowd:
             if is_return and now < self.until_s:  # afterwards everybody is
                 self.num_returned += 1
                 self.num_let_in += verdict is None
-            if not is_return and verdict is not None and self.rng.random() < self.obeying:
-                # Whole seconds, as HTTP tells them, and the way there.
-                told_s = -(-verdict.retry_after_s // 1) + self.rng.random() * 0.05
-                heapq.heappush(events, (now + told_s, who, True))
+            if not is_return and verdict is not None:
+                told_s = -(-verdict.retry_after_s // 1)  # whole seconds, as HTTP tells them
+                self.told_s.append(told_s)
+                if self.rng.random() < self.obeying:
+                    heapq.heappush(events, (now + told_s + self.rng.random() * 0.05, who, True))
 
 
 def _digest(who: int) -> bytes:
@@ -107,6 +109,16 @@ def test_what_was_promised_is_kept_by_a_policy_that_refuses_early_and_errs(obeyi
     assert crowd.num_returned > 500
     assert crowd.num_let_in >= 0.95 * crowd.num_returned
     assert server.num_served >= 0.95 * 120.0 / server.service_s
+
+
+def test_places_of_those_who_do_not_come_are_given_to_others() -> None:
+    """Of 60 refused in a second one in ten comes, fewer than are served. At first nobody knows, and all get a place."""
+    server = Server(service_s=0.05)
+    crowd = Crowd(server, rate=4.0 / server.service_s, obeying=0.1, until_s=120.0)
+    crowd.run()
+    assert max(crowd.told_s) > 30
+    assert max(crowd.told_s[len(crowd.told_s) // 2 :]) <= 5
+    assert crowd.num_let_in >= 0.95 * crowd.num_returned
 
 
 def test_who_comes_and_is_refused_has_come() -> None:
