@@ -44,6 +44,7 @@ class Options:
 def run(options: Options) -> dict[str, Any]:
     """Figures as seconds: per number of cores, model, dtype and contestant, by the shape's label."""
     runs = []
+    options.scratch.mkdir(parents=True, exist_ok=True)
     installed = [name for name in options.contestants if is_installed(name)]
     for count in options.cores:
         cores = sorted(os.sched_getaffinity(0))[:count]
