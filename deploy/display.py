@@ -1,13 +1,15 @@
 """What a person at the terminal sees of a cluster that starts, runs and stops.
 
-On a terminal a table is redrawn in place; elsewhere each change of a process's stage is one line.
+On a terminal a table is redrawn in place; elsewhere each change of a process's stage is one line. What cannot be
+written, as to a disk that is full, is not seen, and nothing else comes of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -40,44 +42,49 @@ class Display:
     def refresh(self) -> None:
         """A process said something."""
         if self._live.is_started:
-            self._live.refresh()
+            with contextlib.suppress(OSError):
+                self._live.refresh()
             return
         for child in self._children:
             name = child.spec.instance_id
             if self._shown.get(name) != child.stage:
                 self._shown[name] = child.stage
-                self._console.print(f"{name:12} {child.stage}", markup=False)
+                self._print(f"{name:12} {child.stage}", markup=False)
 
     def close(self) -> None:
         if self._live.is_started:
             self._live.stop()
 
     def show_start(self, model_path: Path, log_dir: Path) -> None:
-        self._console.print(f"model {model_path}", markup=False)
-        self._console.print(f"logs  {log_dir}", markup=False)
+        self._print(f"model {model_path}", markup=False)
+        self._print(f"logs  {log_dir}", markup=False)
 
     def show_ready(self) -> None:
         """The table of what runs where, the ready line and a command to try."""
         self.close()
         url = next(c.facts["http"] for c in self._children if "http" in c.facts)
-        self._console.print(self._table())
-        self._console.print(f"{READY} {url}   dashboard {url}/dashboard")
-        self._console.print("Try it:")
-        self._console.print(
+        self._print(self._table())
+        self._print(f"{READY} {url}   dashboard {url}/dashboard")
+        self._print("Try it:")
+        self._print(
             f"  curl {url}/v1/completions -H 'Content-Type: application/json' "
             '-d \'{"prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0.7}\'',
             markup=False,
         )
-        self._console.print(
+        self._print(
             f"Ctrl-C stops everything; kill -USR1 {os.getpid()} restarts it while it serves."
         )
 
     def show_restarted(self, outcome: str) -> None:
         """A rolling restart ended."""
-        self._console.print(outcome, markup=False)
+        self._print(outcome, markup=False)
 
     def show_stopping(self) -> None:
-        self._console.print("stopping …")
+        self._print("stopping …")
+
+    def _print(self, what: Any, **how: Any) -> None:
+        with contextlib.suppress(OSError):
+            self._console.print(what, **how)
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, header_style="dim")

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ FIRST_RESTART_DELAY_S = (
     0.5  # of one that dies soon after it was started again; the first time there is none
 )
 LAST_RESTART_DELAY_S = 30.0
+_STDERR = 2
 STEADY_AFTER_S = 60.0  # one that lived this long is started again at once
 
 
@@ -156,7 +157,7 @@ class Supervisor:
         read_fd, write_fd = os.pipe()
         child.failure = None
         try:
-            with child.log_path.open("ab") as log_file:
+            with _log_of(child) as log_file:
                 child.process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
@@ -241,10 +242,26 @@ class Supervisor:
             child.restarts += 1
             try:
                 await self._spawn(child)
-            except (
-                OSError
-            ):  # no memory, no descriptor, no log folder: the old process's end is found again
+            except OSError:  # no memory, no descriptor: the old process's end is found again
                 log.exception("%s could not be started", child.spec.instance_id)
+
+
+@contextlib.contextmanager
+def _log_of(child: Child) -> Iterator[int]:
+    """Descriptor of where it writes: its log; where that cannot be opened, as on a disk that is full or has turned
+    read-only, what the launcher writes to. Its first start has no such way out."""
+    try:
+        log_fd = os.open(child.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+    except OSError as error:
+        if child.process is None:
+            raise
+        log.error("%s has no log, and writes here: %s", child.spec.instance_id, error)
+        yield _STDERR
+        return
+    try:
+        yield log_fd
+    finally:
+        os.close(log_fd)
 
 
 def _tell_failure(watcher: asyncio.Task[None]) -> None:

@@ -15,7 +15,7 @@ from kvstore.node import serve as serve_store
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint
 from protocol.rpc import Channels
-from tests.decode_worker.prefill_client import TOKEN, Prompt, coupled, layout_of
+from tests.decode_worker.prefill_client import BLOCK_SIZE, TOKEN, Prompt, coupled, layout_of
 from tests.decode_worker.test_service import World, prompt_of, world
 from tests.ports import free_port
 from tests.random_models import make_model
@@ -91,6 +91,8 @@ async def test_what_gave_way_is_read_from_the_store_and_says_the_same(
         counters = w.service.state.counters
         assert counters.kept_blocks >= counters.fetched_blocks
         assert counters.keep_failures == 0
+        # The last block of each was not full, and nothing else is computed again.
+        assert counters.recomputed_tokens <= BLOCK_SIZE * counters.num_preemptions
 
 
 async def test_a_store_that_cannot_be_reached_costs_a_computation(model_path: Path) -> None:

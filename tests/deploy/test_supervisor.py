@@ -86,6 +86,23 @@ async def test_a_process_gives_way_to_a_successor(
     assert child.process.returncode is None
 
 
+@pytest.mark.parametrize("serving", [False], indirect=True)
+async def test_one_whose_log_cannot_be_opened_any_more_starts_again_and_writes_where_the_launcher_does(
+    serving: tuple[Supervisor, Child], capfd: pytest.CaptureFixture[str]
+) -> None:
+    supervisor, child = serving
+    assert child.process is not None
+    child.log_path.unlink()
+    child.log_path.mkdir()
+    child.process.kill()
+    async with asyncio.timeout(PATIENCE_S):
+        while not child.restarts:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+        await child.ready.wait()
+    await supervisor.stop()
+    assert "ended by SIGTERM" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("serving", [True], indirect=True)
 async def test_one_whose_successor_does_not_come_up_serves_on(
     serving: tuple[Supervisor, Child], tmp_path: Path

@@ -14,6 +14,7 @@ import pytest
 from engine.elastic.ledger import SPARE_S, WISH_S, Ledger
 from engine.elastic.seat import Seat
 from protocol.errors import ConfigError
+from tests.kvstore.disk.mounts import mounted
 
 MIB = 1 << 20
 BUDGET = 16 * MIB
@@ -257,6 +258,14 @@ def test_a_file_that_is_something_else_is_refused(path: Path) -> None:
     path.write_bytes(b"x" * 100_000)
     with pytest.raises(ConfigError, match="another kind of file"):
         Ledger(path, budget=BUDGET)
+
+
+def test_a_file_that_a_full_disk_has_no_room_for_is_refused_at_once(tmp_path: Path) -> None:
+    """Not by SIGBUS, whenever somebody takes a share."""
+    with mounted(tmp_path / "disk", 4096) as disk:
+        (disk / "filler").write_bytes(bytes(4096))
+        with pytest.raises(ConfigError, match="No space left"):
+            Ledger(disk / "ledger", budget=BUDGET)
 
 
 def test_whoever_seems_to_have_room_can_get_a_page(seat: Callable[..., Seat]) -> None:

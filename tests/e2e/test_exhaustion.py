@@ -1,0 +1,132 @@
+"""Descriptors, the logs' disk and /dev/shm run out: requests wait, are refused, or do not notice, and nothing ends.
+
+What else can run out, and which test shows it, is in docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2 as httpx
+import psutil
+import pytest
+
+from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
+from tests.kvstore.disk.mounts import mounted
+from tests.random_models import make_model
+
+pytestmark = pytest.mark.e2e
+
+FLAGS = (*UNHURRIED, "--kv-cache-memory", "8MiB", "--transfer-timeout-s", "2")
+NUM_CLIENTS = 12
+LOG_BYTES = 2**20
+KNOWN = -1  # number of the request whose answer is looked at
+
+# /dev/shm of a process and its children: full from the beginning.
+WITHOUT_SHM = """#!/bin/sh
+exec unshare --mount sh -c '
+mount -t tmpfs -o size=4k tmpfs /dev/shm &&
+{{ cat /dev/zero > /dev/shm/filler 2>/dev/null; exec {python} "$@"; }}' sh "$@"
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Its log folder is a small disk, and its /dev/shm is full from the beginning: memory that processes share has no
+    name there (memfd_create(2)), so that no limit of a container's applies."""
+    folder: Path = tmp_path_factory.mktemp("exhaustion")
+    make_model("llama", folder / "model")
+    wrapper = folder / "python"
+    wrapper.write_text(WITHOUT_SHM.format(python=sys.executable))
+    wrapper.chmod(0o755)
+    with mounted(folder / "logs", LOG_BYTES) as logs, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "executable", str(wrapper))
+        with running_cluster(folder / "model", logs, *FLAGS) as started:
+            patched.undo()
+            yield started
+
+
+@pytest.fixture(scope="module")
+def wanted(cluster: Cluster) -> list[int]:
+    """What is known to be right: said while nothing but /dev/shm was full."""
+    return token_ids(ask(cluster, KNOWN))
+
+
+def ask(cluster: Cluster, number: int) -> httpx.Response:
+    """On a connection of its own, of a prompt that no other number has."""
+    prompt = random.Random(number).choices(range(256), k=100)
+    with cluster.client() as client:
+        wish = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return client.post("/v1/completions", json={"prompt": prompt, **wish})
+
+
+def token_ids(response: httpx.Response) -> list[int]:
+    assert response.status_code == 200, response.text
+    found: list[int] = response.json()["choices"][0]["token_ids"]
+    return found
+
+
+def test_a_full_dev_shm_concerns_nobody(cluster: Cluster, wanted: list[int]) -> None:
+    shm = os.statvfs(f"/proc/{cluster.pids()['decode-0']}/root/dev/shm")
+    assert (shm.f_bavail, shm.f_blocks * shm.f_frsize) == (0, 4096)
+    assert len(wanted) == 8
+    assert not cluster.tracebacks(), cluster.logs()
+
+
+@contextmanager
+def few_descriptors(pid: int) -> Iterator[None]:
+    """The process can open no more within the block."""
+    process = psutil.Process(pid)
+    before = process.rlimit(resource.RLIMIT_NOFILE)
+    process.rlimit(resource.RLIMIT_NOFILE, (process.num_fds(), before[1]))
+    try:
+        yield
+    finally:
+        process.rlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0", "store-0", "conductor"])
+def test_without_descriptors_requests_wait_or_are_refused(
+    cluster: Cluster, wanted: list[int], name: str
+) -> None:
+    pid = cluster.pids()[name]
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool, few_descriptors(pid):
+        replies = list(pool.map(lambda number: ask(cluster, number), range(NUM_CLIENTS)))
+    assert {reply.status_code for reply in replies} <= {200, 429, 503}
+    cluster.wait_for(
+        "the same answer as before",
+        lambda: (reply := ask(cluster, KNOWN)).status_code == 200 and token_ids(reply) == wanted,
+    )
+    assert cluster.pids()[name] == pid, "it did not end"
+
+
+@contextmanager
+def full(disk: Path) -> Iterator[None]:
+    """To its last page, within the block."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    try:
+        with pytest.raises(OSError, match="No space"):
+            (disk / "more").write_bytes(bytes(4096))
+        yield
+    finally:
+        filler.unlink()
+
+
+def test_a_full_disk_under_the_logs_costs_logs(cluster: Cluster, wanted: list[int]) -> None:
+    """Also of a process that starts then."""
+    with full(cluster.log_dir):
+        epoch = cluster.kill("store-0")
+        assert token_ids(ask(cluster, KNOWN)) == wanted
+        cluster.wait_for("its successor", lambda: cluster.epoch("store-0") > epoch)
+        assert token_ids(ask(cluster, KNOWN)) == wanted
