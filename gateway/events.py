@@ -33,6 +33,7 @@ class Started:
 class Placed:
     attempt: int
     placement: Placement
+    replaced: frozenset[str] = frozenset()  # its instances that have a successor already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -266,9 +266,9 @@ class Generation:
             )
             self.deliver(failed)
             return
-        for endpoint in (placement.prefill, placement.decode):
-            cluster.listen(endpoint)
-        self.deliver(Placed(attempt=action.attempt, placement=placement))
+        endpoints = (placement.prefill, placement.decode)
+        replaced = frozenset(each.instance_id for each in endpoints if not cluster.listen(each))
+        self.deliver(Placed(attempt=action.attempt, placement=placement, replaced=replaced))
 
     def _chain(self, token_ids: tuple[int, ...]) -> tuple[BlockKey, ...]:
         """Block keys; tenants with different salts never share a block."""

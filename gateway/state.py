@@ -172,8 +172,13 @@ class RequestState:
     def _on_placed(self, event: Placed, now: float) -> list[Action]:
         if self.phase is not Phase.PLACING:
             return []
+        # Others may come, or these restarted; it costs no attempt.
+        if event.replaced:
+            error = NoWorker(
+                f"{', '.join(sorted(event.replaced))} was replaced while it was chosen"
+            )
+            return [self._hand_back(), *self._pause(error, now)]
         if dead := self.avoidance.dead_among(event.placement, now):
-            # Others may come, or these restarted; it costs no attempt.
             error = NoWorker(f"{', '.join(sorted(dead))} broke and is not back yet")
             return [self._hand_back(), *self._pause(error, now)]
         self.phase = Phase.PREFILLING

@@ -215,15 +215,16 @@ class Cluster:
             if (stream := self._streams.get(instance_id)) is None or stream.endpoint.epoch <= epoch
         }
 
-    def listen(self, endpoint: Endpoint) -> None:
-        """Makes sure that the worker's tokens reach us."""
+    def listen(self, endpoint: Endpoint) -> bool:
+        """Makes sure that the worker's tokens reach us. False: it has a successor, and nothing that it says counts."""
         known = self._streams.get(endpoint.instance_id)
         if known is not None and known.endpoint.epoch >= endpoint.epoch:
-            return
+            return known.endpoint.epoch == endpoint.epoch
         stream = self._streams[endpoint.instance_id] = _Stream(endpoint=endpoint)
         if known is not None:
             self._replace(known, endpoint)
         stream.task = self._tasks.start(self._listen(stream), name=f"events {endpoint.instance_id}")
+        return True
 
     async def close(self) -> None:
         await self._tasks.cancel()

@@ -54,12 +54,13 @@ async def test_a_replaced_incarnation_is_lost_at_once_and_its_own_channel_closed
         on_view=lambda view: None,
         about=conductor_pb2.GatewayView,
     )
-    cluster.listen(endpoint("d0", 1, 2))
-    cluster.listen(endpoint("d1", 1, 3))
-    cluster.listen(endpoint("d0", 1, 2))
+    assert cluster.listen(endpoint("d0", 1, 2))
+    assert cluster.listen(endpoint("d1", 1, 3))
+    assert cluster.listen(endpoint("d0", 1, 2))
     assert lost == []
-    cluster.listen(endpoint("d0", 2, 4))
+    assert cluster.listen(endpoint("d0", 2, 4))
     assert lost == ["d0"]
+    assert not cluster.listen(endpoint("d0", 1, 2))  # nothing that it still says counts
     async with asyncio.timeout(PATIENCE_S):
         assert await channels.forgotten.get() == "127.0.0.1:2"
     cluster.listen(endpoint("d1", 2, 3))  # at the same address, so that the channel stays

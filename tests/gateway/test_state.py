@@ -15,6 +15,7 @@ from gateway.events import (
     InstanceLost,
     Pause,
     Place,
+    Placed,
     PlaceFailed,
     PrefillReported,
     Report,
@@ -42,7 +43,7 @@ from protocol.request import (
     FinishReason,
     PrefillReport,
 )
-from tests.gateway.requests import EOS, arrived, new_state, of, placed
+from tests.gateway.requests import EOS, arrived, new_state, of, placed, placement
 
 
 @pytest.fixture
@@ -346,6 +347,18 @@ def test_a_lost_incarnation_is_waited_out_without_an_attempt(decoding: RequestSt
     (submit,) = placed(decoding, epoch=2, now=8.0)
     assert isinstance(submit, Submit)
     assert submit.token_ids == (7, 8, 9, 0, 1)
+
+
+def test_a_placement_with_who_has_a_successor_is_given_back(state: RequestState) -> None:
+    """The loss was told before the placement came, which the conductor had made before it knew."""
+    stale = Placed(attempt=1, placement=placement(), replaced=frozenset({"p0"}))
+    report, pause = state.handle(stale, 1.0)
+    assert (report.request_id, report.phase) == ("r", ReportPhase.CANCELLED)
+    assert isinstance(pause, Pause)
+    (place,) = state.handle(RetryDue(attempt=1), 1.25)
+    assert (place.attempt, place.excluded) == (1, frozenset())  # its successor may have it
+    (submit,) = placed(state, epoch=2)
+    assert isinstance(submit, Submit)
 
 
 def test_patience_with_a_lost_incarnation_ends(decoding: RequestState) -> None:
