@@ -74,12 +74,8 @@ def terminal(
     fcntl.ioctl(far, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     env = {**os.environ, "TERM": "xterm-256color", **(environ or {})}
     env = {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES")}
-
-    def own() -> None:
-        os.setsid()
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-    process = subprocess.Popen(command, stdin=far, stdout=far, stderr=far, env=env, preexec_fn=own)
+    owning = ["setsid", "--ctty", *command]
+    process = subprocess.Popen(owning, stdin=far, stdout=far, stderr=far, env=env)
     os.close(far)
     try:
         yield Terminal(process, near)

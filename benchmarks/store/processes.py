@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.transfer.pair import PR_SET_PDEATHSIG, ContestantError, libc
+from benchmarks.transfer.pair import ContestantError, settled
 from protocol.status import NotReady, ready_facts
 
 READY_S = 60.0
@@ -78,13 +77,12 @@ class Group:
         log = self.folder / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
-                command,
+                settled(command, cores),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 pass_fds=pass_fds,
                 env={**self._environment, **(environment or {})},
-                preexec_fn=lambda: _settle(cores),
             )
         self._children.append(Child(process, log))
         return self._children[-1]
@@ -151,8 +149,3 @@ def python(module: str, *arguments: str, interpreter: Path = Path(sys.executable
 
 def all_cores() -> set[int]:
     return set(os.sched_getaffinity(0))
-
-
-def _settle(cores: set[int]) -> None:
-    os.sched_setaffinity(0, cores)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

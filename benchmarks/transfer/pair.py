@@ -7,14 +7,13 @@ stopped (SIGSTOP) while it is not its turn, so that nobody's idle threads cost t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -28,9 +27,6 @@ START_S = 90.0
 ANSWER_S = 30.0
 CPUCLOCK_SCHED = 2
 """Linux's clock id of another process is made of its id and this (`clock_getcpuclockid`)."""
-PR_SET_PDEATHSIG = 1
-
-libc = ctypes.CDLL(None)
 
 
 class ContestantError(Exception):
@@ -71,6 +67,16 @@ class Placement(StrEnum):
         return set(cores[:half] if role == "initiator" else cores[half:])
 
 
+def settled(command: Sequence[str], cores: set[int]) -> list[str]:
+    """The command on its cores, and never outliving the thread that starts it.
+
+    By util-linux, not between fork and exec: the copy of a process that speaks gRPC starts gRPC's threads, and
+    `subprocess` closes their descriptors under them (one copy in thirty dies of it).
+    """
+    placed = ["taskset", "--cpu-list", ",".join(map(str, sorted(cores)))]
+    return ["setpriv", "--pdeathsig", "KILL", *placed, *command]
+
+
 class SideProcess:
     def __init__(
         self, contestant: Contestant, role: str, python: Path, log: Path, placement: Placement
@@ -82,13 +88,12 @@ class SideProcess:
         arguments += [json.dumps(contestant.options), str(theirs.fileno())]
         with log.open("ab") as output, theirs:
             self._process = subprocess.Popen(
-                [python, *arguments],
+                settled([str(python), *arguments], placement.cores(role)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
                 env=contestant.process_environment(),
-                preexec_fn=lambda: _settle(placement.cores(role)),
             )
         self._connection, self._control = ours, Control(ours)
         self._cpu_clock = (~self._process.pid << 3) | CPUCLOCK_SCHED
@@ -128,12 +133,6 @@ class SideProcess:
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()
         return lines[-1][:200] if lines else f"exit code {self._process.wait()}"
-
-
-def _settle(cores: set[int]) -> None:
-    """In the new process: on its cores, and never outliving the driver."""
-    os.sched_setaffinity(0, cores)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Pair:
