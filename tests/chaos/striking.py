@@ -48,6 +48,7 @@ class Striking(threading.Thread):
                 if self._ending:
                     return
                 self._strike(fault)
+            self._wait_until(max(self._stopped.values(), default=0.0))
         except BaseException as error:  # told by whoever joins
             self.error = error
 
@@ -63,11 +64,13 @@ class Striking(threading.Thread):
             raise self.error
 
     def _wait_until(self, at: float) -> None:
-        while (now := self._clock.now()) < at and not self._ending:
-            due = [pid for pid, ends_at in self._stopped.items() if ends_at <= now]
-            for pid in due:
+        while not self._ending:
+            now = self._clock.now()
+            for pid in [pid for pid, ends_at in self._stopped.items() if ends_at <= now]:
                 self._go_on(pid)
-            time.sleep(min([at - now, 0.1]))
+            if now >= at:
+                return
+            time.sleep(min(at - now, 0.1))
 
     def _strike(self, fault: Fault) -> None:
         pid = self._cluster.pids().get(fault.victim)
