@@ -1,5 +1,5 @@
-"""uvicorn's HTTP protocol with bounds: a head has a size and a time, a body a time, who does not read is let go, and
-there are no more connections than files can be open.
+"""uvicorn's HTTP protocol with bounds: a head has a size and a time, a body a time, who does not read is let go, there
+are no more connections than files can be open, and when the gateway stops no request is lost on its way.
 
 Rule: a connection whose reply is under way is ended for one reason only, that its client does not read. What uvicorn
 itself leaves open: heads may be endless, a connection may say nothing for ever, and the body of a request that was
@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 MOST_REFUSED = 64
 """Connections above the most that are told why they are refused; more are closed at once."""
 
+LINGER_S = 0.5
+"""What a connection that says nothing is still open for when the gateway stops, in seconds: a request that has left its
+client, or waits in the kernel, comes within that and has its reply."""
+
 _LOOK_AGAIN_S = 1.0
 # What a reader must take of its buffer within `slow_client_s` to count as one. The kernel's own buffers, which it
 # empties first, are hundreds of KiB.
@@ -50,13 +54,44 @@ class _Phase(Enum):
     NOTHING = auto()
 
 
+class Doors:
+    """All connections of a gateway, and whether they are to end."""
+
+    def __init__(self) -> None:
+        self.are_closing = False
+        self._inside: set[BoundedProtocol] = set()
+        self._nobody_inside = asyncio.Event()
+        self._nobody_inside.set()
+
+    def close(self) -> None:
+        """Each connection ends with its next reply, or in silence."""
+        self.are_closing = True
+        for connection in self._inside:
+            connection.leave()
+
+    async def until_empty(self) -> None:
+        await self._nobody_inside.wait()
+
+    def entered(self, connection: BoundedProtocol) -> None:
+        self._inside.add(connection)
+        self._nobody_inside.clear()
+        if self.are_closing:
+            connection.leave()
+
+    def left(self, connection: BoundedProtocol) -> None:
+        self._inside.discard(connection)
+        if not self._inside:
+            self._nobody_inside.set()
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection."""
 
     def __init__(
-        self, *args: Any, patience: Patience, max_connections: float, **kwargs: Any
+        self, *args: Any, patience: Patience, max_connections: float, doors: Doors, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._doors = doors
         self._patience = patience
         self._max_connections = max_connections
         self._phase = _Phase.HEAD
@@ -64,6 +99,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._waits_for: tuple[int, _Phase] | None = None  # what the timer is about
         self._timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0  # of this message, as far as parsed
         self._fed_bytes = 0  # since its head began, parsed or not
         self._refusal: ApiError | None = None
@@ -73,6 +109,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._doors.entered(self)
         num_surplus = len(self.connections) - self._max_connections
         if num_surplus > MOST_REFUSED:
             transport.abort()
@@ -82,10 +119,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._timer, self._read_timer):
+        for timer in (self._timer, self._read_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        self._doors.left(self)
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
@@ -134,6 +172,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._phase = _Phase.BODY
         super().on_headers_complete()
+        if self._doors.are_closing:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         self._phase = _Phase.NOTHING
@@ -157,6 +197,20 @@ class BoundedProtocol(HttpToolsProtocol):
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.transport.write(STATUS_LINE[reply.status] + f"{lines}\r\n".encode() + body)
         self.transport.close()
+
+    # Leaving
+
+    def leave(self) -> None:
+        """Ends with the reply under way, or the next one, or once the client has said nothing for `LINGER_S`."""
+        if self._is_replying():
+            self.cycle.keep_alive = False
+        self._linger_timer = self.loop.call_later(LINGER_S, self._end_if_silent)
+
+    def _end_if_silent(self) -> None:
+        if self._is_replying() or (self._phase is _Phase.HEAD and self._message):
+            self._linger_timer = self.loop.call_later(LINGER_S, self._end_if_silent)
+        else:
+            self.transport.close()
 
     # Waiting
 

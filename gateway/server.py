@@ -27,7 +27,7 @@ from gateway.api import Api
 from gateway.app import build_app
 from gateway.cluster.metrics import ClusterMetrics, phase_collector
 from gateway.config import GatewayConfig
-from gateway.http_protocol import MOST_REFUSED, BoundedProtocol, Patience
+from gateway.http_protocol import MOST_REFUSED, BoundedProtocol, Doors, Patience
 from gateway.identity import open_keys, open_limits
 from gateway.ledger import PHASES
 from gateway.model_endpoints import ModelEndpoints
@@ -146,11 +146,13 @@ def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
         body_timeout_s=config.body_timeout_s,
         slow_client_s=config.slow_client_s,
     )
+    doors = Doors()
     # uvicorn's type says a class; it only calls it.
     protocol: Any = functools.partial(
-        BoundedProtocol, patience=patience, max_connections=_max_connections(config)
+        BoundedProtocol, patience=patience, max_connections=_max_connections(config), doors=doors
     )
     return _Server(
+        doors,
         uvicorn.Config(
             app,
             http=protocol,
@@ -160,7 +162,7 @@ def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
             access_log=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-        )
+        ),
     )
 
 
@@ -200,7 +202,7 @@ async def _run(
         await lifecycle.stopping.wait()
         gateway.drain(refuses=not config.shares_port)
         if config.shares_port:
-            server.turn_away()
+            await server.turn_away(listener)
         await lifecycle.drained(server.idle(), config.drain_s)
         await gateway.close()
         server.should_exit = True
@@ -212,21 +214,47 @@ async def _run(
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers; the process has its own."""
 
+    def __init__(self, doors: Doors, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._doors = doors
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def idle(self) -> None:
-        """Until every request that has come has its reply."""
+        """Until every request that has come has its reply; behind closed doors, until every connection has ended."""
+        if self._doors.are_closing:
+            await self._doors.until_empty()
         while tasks := set(self.server_state.tasks):
             await asyncio.wait(tasks)
 
-    def turn_away(self) -> None:
-        """New connections go to others that listen on the port; idle ones end, so that their clients connect again."""
+    async def turn_away(self, listener: socket.socket) -> None:
+        """New connections go to others that listen on the port; of those that were made each ends with its next reply,
+        or in silence, so that their clients connect again."""
+        self._doors.close()
+        waiting = list(_waiting(listener))  # the kernel resets what waits when its listener closes
         for server in self.servers:
             server.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
+        loop = asyncio.get_running_loop()
+        for client in waiting:
+            await loop.connect_accepted_socket(self._protocol, client)
+
+    def _protocol(self) -> asyncio.Protocol:
+        protocol: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = protocol(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
+
+
+def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
+    """Connections that the kernel has made and nobody has taken."""
+    with contextlib.suppress(OSError):  # mostly EAGAIN: there are no more
+        while True:
+            client, _ = listener.accept()
+            client.setblocking(False)
+            yield client
 
 
 def _listener(config: GatewayConfig) -> socket.socket:

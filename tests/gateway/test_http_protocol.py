@@ -12,8 +12,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+import uvloop
 
+import gateway.http_protocol
 from gateway.http_protocol import MOST_REFUSED
+from gateway.text.tokenizer import Tokenizer
 from tests.gateway.conftest import running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
 from tests.patience import NEVER_S, PATIENCE_S, answered
@@ -222,3 +225,53 @@ async def test_more_connections_than_the_most_are_503_until_others_have_ended(
             writer.close()
         while await asked() != 200:
             pass
+
+
+def test_a_gateway_that_stops_answers_what_is_on_its_way(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the event loop of the process; asyncio's own forgets connections that it has taken when its server closes."""
+    monkeypatch.setattr(gateway.http_protocol, "LINGER_S", NEVER_S)
+    uvloop.run(_stopped_with_requests_on_their_way(tokenizer))
+
+
+async def _stopped_with_requests_on_their_way(tokenizer: Tokenizer) -> None:
+    """On connections that are kept, that have said nothing yet, and that the kernel has made and nobody taken."""
+    cluster = ScriptedCluster(tokens=tokenizer.encode(" to be", add_special_tokens=False))
+    await cluster.start()
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
+        stack.push_async_callback(cluster.stop)
+        shared = running_gateway(cluster, reuse_port=True, drain_s=NEVER_S)
+        address = urlsplit(await stack.enter_async_context(shared))
+        at = (address.hostname, address.port)
+        silent, kept, left = [await asyncio.open_connection(*at) for _ in range(3)]
+        kept[1].write(request)
+        assert b" 200 " in await kept[0].readline()
+        while (await kept[0].readline()).strip():
+            pass
+        waiting = [socket.create_connection(at) for _ in range(4)]
+        stopping = asyncio.create_task(stack.pop_all().aclose())
+        with contextlib.suppress(ConnectionRefusedError):  # once nobody listens
+            while True:
+                waiting.append(socket.create_connection(at))
+                await asyncio.sleep(0)
+        streams = [silent, kept, *[await asyncio.open_connection(sock=each) for each in waiting]]
+        for reader, writer in streams:
+            writer.write(request)
+            reply = await reader.read()  # to its end
+            assert b" 200 " in reply
+            assert b"connection: close" in reply
+        left[1].close()
+        await stopping
+        for _, writer in (*streams, left):
+            writer.close()
+
+
+async def test_a_gateway_that_stops_does_not_wait_for_the_silent(cluster: ScriptedCluster) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        async with running_gateway(cluster, reuse_port=True, drain_s=NEVER_S) as url:
+            address = urlsplit(url)
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        assert await reader.read() == b""
+        writer.close()
