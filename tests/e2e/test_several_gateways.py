@@ -59,7 +59,9 @@ def ask(
 ) -> httpx.Response:
     """On a connection of its own, so that the kernel chooses a gateway."""
     headers |= {"authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=cluster.url, timeout=PATIENCE_S, headers=headers) as client:
+    with httpx.Client(
+        base_url=cluster.url, timeout=PATIENCE_S, headers=headers, verify=False
+    ) as client:
         if path == "/v1/completions":
             return client.post(path, json={"prompt": [1, 2, 3], "max_tokens": 2})
         return client.get(path)

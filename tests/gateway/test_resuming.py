@@ -95,9 +95,10 @@ async def read(
     path: str,
     body: dict[str, Any],
     last: str = "",
-    on_event: Callable[[], None] = lambda: None,
+    on_event: Callable[[int], None] = lambda choice: None,
 ) -> list[Event]:
-    """The events of a stream that ends well, but for the last one. `on_event` is told of each that has an id."""
+    """The events of a stream that ends well, but for the last one. `on_event` is told the choice of each that has an
+    id."""
     headers = {"Last-Event-ID": last} if last else {}
     events: list[Event] = []
     fields: dict[str, str] = {}
@@ -109,7 +110,7 @@ async def read(
             if name == "data" and value != "[DONE]":
                 events.append(Event(fields.pop("id", ""), json.loads(value)))
                 if events[-1].event_id:
-                    on_event()
+                    on_event(events[-1].data["choices"][0]["index"])
     assert fields["data"] == "[DONE]"
     return events
 
@@ -145,27 +146,35 @@ def said(events: list[Event]) -> dict[int, Said]:
     return found
 
 
+def choice_of(run: Run) -> int:
+    """The first choice's id is that of the request; the others have their number behind it."""
+    _, _, number = run.message.request_id.partition(".")
+    return int(number or 0)
+
+
 async def check_every_break(
     cluster: ScriptedCluster, path: str, body: dict[str, Any], **options: object
 ) -> list[Event]:
     """Wherever it breaks off, another gateway says the rest. The first time each token is an event of its own."""
-    read_by_client = asyncio.Semaphore(0)
+    num_choices = body.get("n", 1)
+    # One each: a choice that a stop string has ended is still played here, and would take another one's turns.
+    read_by_client = [asyncio.Semaphore(0) for _ in range(num_choices)]
 
     async def in_turn(run: Run) -> None:
         token = run.prefill_done(cluster.tokens[0])
         while token.finish_reason is None:
-            await read_by_client.acquire()
+            await read_by_client[choice_of(run)].acquire()
             token = run.token(token.index + 1, cluster.tokens[token.index + 1])
             run.decoded(token)
 
-    cluster.scripts = [in_turn] * body.get("n", 1)
+    cluster.scripts = [in_turn] * num_choices
     async with (
         running_gateway(cluster, **options) as one,
         running_gateway(cluster, **options) as other,
         aiohttp.ClientSession(one) as http,
         aiohttp.ClientSession(other) as http_of_other,
     ):
-        whole = await read(http, path, body, on_event=read_by_client.release)
+        whole = await read(http, path, body, on_event=lambda n: read_by_client[n].release())
         seeds = {message.sampling.seed for message in cluster.submissions}
         marked = [place for place, event in enumerate(whole) if event.event_id]
         assert len(marked) > 4
