@@ -28,7 +28,7 @@ OBJECT_STORE_BYTES = 80 * 2**20  # nothing of ours goes through it
 TOKEN = "a-token-of-the-test"
 WORK = {"prefill": 3.0, "decode": 3.0}
 PAUSE_S = 0.1
-"""Of a client between two requests: some are under way at any time, and the processors are for what starts meanwhile."""
+"""Of a client between two requests: there are always some under way, and the processors are for what starts."""
 RAYLET_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_worker_prestart": "0",
