@@ -24,7 +24,7 @@ FIRST = (
     "tests/kvstore/faults/test_stop.py",
     "tests/kvstore/faults/test_registry.py",
     "tests/e2e/test_seeds.py",
-    # The whole public trace, simulated several times by one process: nothing of it may be left when all else has ended.
+    # The public trace, simulated several times by one process: nothing of it may be left when all else has ended.
     "tests/traces/simulator/test_trace.py",
     "tests/traces/reproduction/test_trace.py",
     "tests/kvstore/replication/test_cluster.py",

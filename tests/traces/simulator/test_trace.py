@@ -1,10 +1,15 @@
-"""The public conversation trace on the paper's testbed: the order of Figure 5 and the ratios of Figures 1 and 8."""
+"""The public conversation trace on the paper's testbed: the order of Figure 5 and the ratios of Figures 1 and 8.
+
+An ordinary run simulates its first sixth, on which pools are still filling: ratios are a little smaller than those of
+the whole, which `make reproduce` shows and `make test-thorough` holds to the published numbers.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.public_trace import TRACE, needs_trace
+from tests.thoroughness import THOROUGH
 from traces.format import TraceRecord, read_trace
 from traces.simulator.profiles import LLAMA3_70B_8XA800
 from traces.simulator.results import SimulationResult
@@ -18,10 +23,12 @@ pytestmark = [
     needs_trace,
 ]
 
+NUM_RECORDS = None if THOROUGH else 2_000  # of 12,031; None = all
+
 
 @pytest.fixture(scope="module")
 def records() -> list[TraceRecord]:
-    return read_trace(TRACE)
+    return read_trace(TRACE)[:NUM_RECORDS]
 
 
 @pytest.fixture(scope="module")
@@ -80,22 +87,25 @@ def test_figure_5_the_order_of_the_policies(by_policy: dict[str, SimulationResul
 def test_the_pool_reaches_almost_the_ideal_hit_ratio(
     by_policy: dict[str, SimulationResult],
 ) -> None:
-    """Ideal: 0.373 of all tokens, with unlimited memory and only full blocks."""
-    assert 0.34 <= hit_ratio(by_policy["global-cache-aware"]) <= 0.373
+    """Ideal, with unlimited memory and only full blocks: 0.373 of all tokens, 0.294 of the first sixth's."""
+    least, ideal = (0.34, 0.373) if THOROUGH else (0.285, 0.294)
+    assert least <= hit_ratio(by_policy["global-cache-aware"]) <= ideal
     assert hit_ratio(by_policy["local-cache-aware"]) < hit_ratio(by_policy["global-cache-aware"])
     assert by_policy["local-cache-aware"].counters["blocks_fetched"] == 0
-    assert by_policy["global-cache-aware"].counters["blocks_fetched"] > 10_000
+    assert by_policy["global-cache-aware"].counters["blocks_fetched"] > 5_000
 
 
 def test_figure_8_device_time_per_request(
     by_policy: dict[str, SimulationResult], coupled: dict[str, SimulationResult]
 ) -> None:
-    """Published: plain 1.56, local prefix caching 1.43, chunked prefill 1.90 times the time of the pool."""
+    """Published: plain 1.56, local prefix caching 1.43, chunked prefill 1.90 times the time of the pool. The first
+    sixth has fewer hits to gain from."""
+    plain, caching, least_chunked = (1.56, 1.43, 1.6) if THOROUGH else (1.41, 1.32, 1.5)
     pooled = by_policy["global-cache-aware"].counters["device_s"]
     ratios = {name: result.counters["device_s"] / pooled for name, result in coupled.items()}
-    assert ratios["plain"] == pytest.approx(1.56, abs=0.06)
-    assert ratios["caching"] == pytest.approx(1.43, abs=0.06)
-    assert 1.6 <= ratios["chunked"] <= 1.95
+    assert ratios["plain"] == pytest.approx(plain, abs=0.06)
+    assert ratios["caching"] == pytest.approx(caching, abs=0.06)
+    assert least_chunked <= ratios["chunked"] <= 1.95
 
 
 def test_figure_1_effective_requests(
