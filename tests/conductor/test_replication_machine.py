@@ -140,7 +140,7 @@ class ReplicationMachine(RuleBasedStateMachine):
 
 TestReplicationMachine = ReplicationMachine.TestCase
 TestReplicationMachine.settings = settings(
-    max_examples=examples(25), stateful_step_count=40, deadline=None
+    max_examples=examples(12), stateful_step_count=40, deadline=None
 )
 
 

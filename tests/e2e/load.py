@@ -16,10 +16,17 @@ from tests.patience import PATIENCE_S
 
 class BackgroundLoad(Background):
     """A number of sampled streams kept going: each thread starts a request as soon as its last one has ended. At the
-    end of the `with` block the streams are dropped wherever they are, which the cluster sees as cancellations."""
+    end of the `with` block the streams are dropped wherever they are, which the cluster sees as cancellations. With a
+    pause of `pause_s` between requests, where life is wanted and no company in every batch."""
 
     def __init__(
-        self, cluster: Cluster, vocab_size: int, *, streams: int = 8, seed: int = 0
+        self,
+        cluster: Cluster,
+        vocab_size: int,
+        *,
+        streams: int = 8,
+        seed: int = 0,
+        pause_s: float = 0.0,
     ) -> None:
         self._flowing = [threading.Event() for _ in range(streams)]
         super().__init__(
@@ -28,6 +35,7 @@ class BackgroundLoad(Background):
         )
         self._cluster = cluster
         self._vocab_size = vocab_size
+        self._pause_s = pause_s
         self.num_finished = 0
 
     def __enter__(self) -> Self:
@@ -41,7 +49,7 @@ class BackgroundLoad(Background):
     def _go_on(self, name: str, flowing: threading.Event) -> None:
         dice = random.Random(name)
         with self._cluster.client() as client:
-            while not self.stopping.is_set():
+            while not self.stopping.wait(self._pause_s):
                 self._stream(client, self._request(dice), flowing)
 
     def _request(self, dice: random.Random) -> dict[str, Any]:

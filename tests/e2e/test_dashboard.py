@@ -42,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder: Path = tmp_path_factory.mktemp("dashboard")
     with (
         running_cluster(demo_model_path(), folder / "logs") as started,
-        BackgroundLoad(started, 4096, streams=1),
+        BackgroundLoad(started, 4096, streams=1, pause_s=0.2),
     ):
         for _ in range(2):
             started.complete("the same beginning, again and again " * 12, max_tokens=4)

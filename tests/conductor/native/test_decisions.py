@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conductor.decision import Decision
@@ -19,6 +19,7 @@ from kvstore.native.holders import PythonHolders
 from protocol.ids import RequestId
 from tests.compilers import need_compiler
 from tests.conductor.cluster import Cluster, chain
+from tests.thoroughness import examples
 
 LIMITS = Limits(ttft_slo_s=60.0, tbt_slo_s=2.0, lease_s=1e6)
 
@@ -83,6 +84,7 @@ def predicted(decision: Decision) -> list[float]:
     return numbers
 
 
+@settings(max_examples=examples(15))  # a history of many decisions each
 @given(
     seed=st.integers(0, 10**6),
     policy=st.sampled_from(["global-cache-aware", "moonserve", "local-cache-aware"]),

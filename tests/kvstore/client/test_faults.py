@@ -248,11 +248,11 @@ def test_a_stopped_node_costs_a_part_of_the_time_and_then_none(
     with pool.store(transports) as store:
         store.put(fresh(), b"attaches")
         with stopped(pool.nodes[first]):
-            assert store.get(name, timeout_s=8.0) == VALUE
-            store.put(other, VALUE, timeout_s=8.0)
+            assert store.get(name, timeout_s=16.0) == VALUE
+            store.put(other, VALUE, timeout_s=16.0)
             # Those that rest are asked last, which is never.
             assert {node.node_id for node in store.nodes() if node.resting} == {first}
-            assert store.get(other, timeout_s=8.0) == VALUE
+            assert store.get(other, timeout_s=16.0) == VALUE
         until(lambda: not any(node.resting for node in store.nodes()))
         assert store.get(name) == store.get(other) == VALUE
 

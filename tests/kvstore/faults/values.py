@@ -45,7 +45,7 @@ class Load:
     """Puts, reads, verifies and removes from a thread of its own while the block lasts; nothing wrong may come back.
 
     It keeps about `kept` objects of at most `nbytes` each, and reads only what it has stored and not removed. It rests
-    `pause_s` after each put and get, so that a long wait under load leaves the processor to others.
+    `pause_s` after each put and get, so that a wait under load leaves the processor to what is waited for.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Load:
         nbytes: int = 60_000,
         kept: int = 300,
         timeout_s: float = 30.0,
-        pause_s: float = 0.0,
+        pause_s: float = 0.002,
     ) -> None:
         self.stored: list[bytes] = []
         self.removed: set[bytes] = set()

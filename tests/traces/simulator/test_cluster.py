@@ -216,7 +216,7 @@ SPECS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=examples(40))
+@settings(deadline=None, max_examples=examples(20))
 @given(spec=SPECS, records=traces())
 def test_every_request_ends_once_and_nothing_leaks(
     spec: ClusterSpec, records: list[TraceRecord]
@@ -245,7 +245,7 @@ def test_every_request_ends_once_and_nothing_leaks(
         assert ends <= {End.COMPLETED, End.FAILED}
 
 
-@settings(deadline=None, max_examples=examples(15))
+@settings(deadline=None, max_examples=examples(8))
 @given(spec=SPECS, records=traces())
 def test_equal_specs_and_traces_give_equal_results(
     spec: ClusterSpec, records: list[TraceRecord]

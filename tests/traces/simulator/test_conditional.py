@@ -89,7 +89,7 @@ def test_roles_do_not_change_where_decode_machines_prefill() -> None:
         conditional(roles=RoleTerms()).check()
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     wishes=st.lists(
         st.tuples(st.floats(0.0, 3.0), st.integers(1, 900), st.integers(1, 30), st.integers(0, 5)),

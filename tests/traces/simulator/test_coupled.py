@@ -151,7 +151,7 @@ def traces(draw: st.DrawFn) -> list[TraceRecord]:
     return sorted(records, key=lambda record: record.arrived_s)
 
 
-@settings(deadline=None, max_examples=examples(40))
+@settings(deadline=None, max_examples=examples(20))
 @given(records=traces(), chunked=st.booleans(), caching=st.booleans(), budget=st.integers(4, 60))
 def test_tokens_come_when_a_loop_over_all_steps_says_so(
     records: list[TraceRecord], chunked: bool, caching: bool, budget: int
@@ -172,7 +172,7 @@ def small(num_blocks: int) -> ModelProfile:
     return replace(MODEL, device_tokens=num_blocks * BLOCK, max_num_seqs=4)
 
 
-@settings(deadline=None, max_examples=examples(30))
+@settings(deadline=None, max_examples=examples(15))
 @given(
     records=traces(),
     chunked=st.booleans(),

@@ -352,7 +352,7 @@ SHARED = SPECS.filter(lambda each: each.pool == "global").map(
 POLICIES = st.sampled_from(["global-cache-aware", "moonserve", "session-affinity"])
 
 
-@settings(deadline=None, max_examples=examples(25))
+@settings(deadline=None, max_examples=examples(10))
 @given(spec=SHARED, policy=POLICIES, every_s=st.floats(0.01, 0.4), records=traces())
 def test_nothing_leaks_whatever_is_copied_and_whoever_dies(
     spec: ClusterSpec, policy: str, every_s: float, records: list[TraceRecord]

@@ -63,7 +63,7 @@ def test_machines_keep_their_roles_where_nothing_is_to_be_gained() -> None:
     st.integers(1, 3),
     st.sampled_from([0.0, 1.0, 30.0]),
 )
-@settings(deadline=None, max_examples=examples(15))
+@settings(deadline=None, max_examples=examples(8))
 def test_whatever_is_asked_every_request_ends_once_and_equal_runs_are_equal(
     wishes: list[tuple[float, int, int]], num_prefill: int, num_decode: int, drain_s: float
 ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.profile import PrefillProfile
+from tests.thoroughness import examples
 from tests.traces.simulator.small import BLOCK, MODEL, request, run_checked, spec
 from traces.simulator.arrivals import by_turns
 from traces.simulator.host import Host
@@ -155,7 +156,7 @@ def begun(outcomes: list[object]) -> list[ChunkBegun]:
     return [outcome for outcome in outcomes if isinstance(outcome, ChunkBegun)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=8),
     chunk=st.integers(1, 200),
@@ -272,7 +273,7 @@ def test_a_handoff_takes_longer_beside_prefill_machines_its_own_too() -> None:
     assert host.handoff_s("prefill-0", goes_on=False) == NEAR(0.01)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     requests=st.lists(
         st.tuples(st.floats(0, 20), st.integers(1, 300), st.integers(1, 40)),
