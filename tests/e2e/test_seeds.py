@@ -19,7 +19,7 @@ from tests.thoroughness import THOROUGH
 pytestmark = pytest.mark.e2e
 
 VOCAB_SIZE = 4_096  # of the demo model
-NUM_TOKENS = 64 if THOROUGH else 40
+NUM_TOKENS = 64
 REPETITIONS = 20 if THOROUGH else 4
 FLAGS = ("--dtype", "float32", "--num-threads", "1")
 # Of a sequence that has LONG tokens this pool holds one and a third, so two that meet in it cannot both end there.
