@@ -6,13 +6,17 @@ sends can be told apart. Pure data.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gateway.cluster.avoidance import Incarnation
 from protocol.errors import MoonserveError
 from protocol.ids import RequestId
 from protocol.request import DecodeReport, Endpoint, FinishReason, Placement, PrefillReport, Token
+
+OpenSince = Mapping[Incarnation, float]
+"""When the connections began on which workers speak now."""
 
 
 class ReportPhase(StrEnum):
@@ -34,6 +38,7 @@ class Placed:
     attempt: int
     placement: Placement
     replaced: frozenset[str] = frozenset()  # its instances that have a successor already
+    open_since: OpenSince = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +46,7 @@ class PlaceFailed:
     attempt: int
     error: MoonserveError
     may_return: bool = False  # there were workers until a moment ago
+    open_since: OpenSince = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

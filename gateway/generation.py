@@ -263,12 +263,19 @@ class Generation:
                 attempt=action.attempt,
                 error=_bare(error),
                 may_return=cluster.was_ready_within(self.state.patience_s),
+                open_since=cluster.open_since(),
             )
             self.deliver(failed)
             return
         endpoints = (placement.prefill, placement.decode)
         replaced = frozenset(each.instance_id for each in endpoints if not cluster.listen(each))
-        self.deliver(Placed(attempt=action.attempt, placement=placement, replaced=replaced))
+        placed = Placed(
+            attempt=action.attempt,
+            placement=placement,
+            replaced=replaced,
+            open_since=cluster.open_since(),
+        )
+        self.deliver(placed)
 
     def _chain(self, token_ids: tuple[int, ...]) -> tuple[BlockKey, ...]:
         """Block keys; tenants with different salts never share a block."""

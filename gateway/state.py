@@ -172,6 +172,7 @@ class RequestState:
     def _on_placed(self, event: Placed, now: float) -> list[Action]:
         if self.phase is not Phase.PLACING:
             return []
+        self.avoidance.connected(event.open_since)
         # Others may come, or these restarted; it costs no attempt.
         if event.replaced:
             error = NoWorker(
@@ -196,6 +197,7 @@ class RequestState:
     def _on_place_failed(self, event: PlaceFailed, now: float) -> list[Action]:
         if self.phase is not Phase.PLACING:
             return []
+        self.avoidance.connected(event.open_since)
         may_recover = isinstance(event.error, PeerLost | NotLeader) or (
             self.attempt > 1 and isinstance(event.error, NoWorker | Overloaded)
         )

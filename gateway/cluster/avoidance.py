@@ -2,10 +2,13 @@
 
 The rule: who failed a request is avoided as an incarnation, since a restarted instance has its name and is welcome. A
 placing that fails for want of anybody else gives those that only failed another chance; who broke stays avoided for as
-long as the conductor may still list the dead.
+long as the conductor may still list the dead, or until it speaks on a new connection: only the old one broke.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
 
 from protocol.errors import MoonserveError, PeerLost
 from protocol.request import Endpoint, Placement
@@ -34,6 +37,12 @@ class Avoidance:
         self._failed.add(incarnation)
         if broke:
             self._broke[incarnation] = now
+
+    def connected(self, since: Mapping[Incarnation, float]) -> None:
+        """Who speaks on a connection of later than its breaking lives."""
+        for incarnation, opened_at in since.items():
+            if opened_at > self._broke.get(incarnation, math.inf):
+                del self._broke[incarnation]
 
     def found_nobody_else(self, now: float) -> None:
         """Without those that are avoided there is no instance."""

@@ -226,6 +226,14 @@ class Cluster:
         stream.task = self._tasks.start(self._listen(stream), name=f"events {endpoint.instance_id}")
         return True
 
+    def open_since(self) -> dict[Incarnation, float]:
+        """When the streams began on which workers speak now."""
+        return {
+            (stream.endpoint.instance_id, stream.endpoint.epoch): stream.opened_at
+            for stream in self._streams.values()
+            if stream.is_open
+        }
+
     async def close(self) -> None:
         await self._tasks.cancel()
 
@@ -309,8 +317,7 @@ class Cluster:
                 self._worker(endpoint.rpc_address).Events,
                 worker_pb2.EventsRequest(gateway_id=self._gateway_id),
             ):
-                stream.is_open = True
-                stream.spoke_at = asyncio.get_running_loop().time()
+                stream.speaks(asyncio.get_running_loop().time())
                 if batch.HasField("standing"):
                     self._begin(stream, batch.standing)
                 else:
@@ -341,8 +348,14 @@ class _Stream:
     endpoint: Endpoint
     heard: Heard = field(default_factory=Heard)
     is_open: bool = False  # something has come on it since it was opened
+    opened_at: float = 0.0  # when the first of that came
     spoke_at: float = 0.0  # when something came last
     task: asyncio.Task[None] | None = None
+
+    def speaks(self, now: float) -> None:
+        if not self.is_open:
+            self.is_open, self.opened_at = True, now
+        self.spoke_at = now
 
 
 def _overloaded(message: conductor_pb2.Overloaded) -> Overloaded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,10 +12,16 @@ import gateway.cluster.view
 from gateway.cluster.view import Cluster
 from protocol.errors import NoWorker
 from protocol.ids import GatewayId
-from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2
+from protocol.pb import (
+    common_pb2,
+    conductor_pb2,
+    conductor_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, answered
 
 
 class RecordingChannels(Channels):
@@ -71,6 +78,48 @@ async def test_a_replaced_incarnation_is_lost_at_once_and_its_own_channel_closed
     assert channels.forgotten.empty()
     await cluster.close()
     await channels.close()
+
+
+class Hasty(worker_pb2_grpc.WorkerServicer):
+    """Ends its first stream after a word, and the second one not."""
+
+    num_streams = 0
+
+    async def Events(
+        self, request: worker_pb2.EventsRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.EventBatch]:
+        self.num_streams += 1
+        yield worker_pb2.EventBatch(standing=worker_pb2.Standing())
+        if self.num_streams > 1:
+            await asyncio.Event().wait()
+
+
+async def test_a_stream_is_open_since_its_last_beginning() -> None:
+    server, channels = RpcServer("token"), Channels("token")
+    worker_pb2_grpc.add_WorkerServicer_to_server(Hasty(), server.grpc)
+    _, _, port = (await server.start("127.0.0.1", 0)).rpartition(":")
+    lost_at: list[float] = []
+    cluster = Cluster(
+        channels,
+        "127.0.0.1:1",
+        GatewayId("g"),
+        on_batch=ignored,
+        on_lost=lambda instance_id, error: lost_at.append(asyncio.get_running_loop().time()),
+        on_view=lambda view: None,
+        about=conductor_pb2.GatewayView,
+    )
+    try:
+        assert cluster.open_since() == {}
+        cluster.listen(endpoint("d0", 1, int(port)))
+
+        async def reopened() -> bool:
+            return bool(lost_at) and cluster.open_since().get(("d0", 1), 0.0) > lost_at[-1]
+
+        await answered(reopened)
+    finally:
+        await cluster.close()
+        await channels.close()
+        await server.stop(0)
 
 
 class OneView(conductor_pb2_grpc.ConductorServicer):

@@ -295,6 +295,19 @@ def test_who_broke_is_let_in_again_once_the_conductor_must_have_noticed_its_deat
     assert place.excluded == frozenset()
 
 
+def test_who_broke_is_let_in_again_once_it_speaks_on_a_new_connection(
+    decoding: RequestState,
+) -> None:
+    decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
+    for opened_at, excluded in ((2.9, {("d0", 1)}), (3.1, set())):
+        nobody = PlaceFailed(
+            attempt=2, error=NoWorker("none"), open_since={("d0", 1): opened_at, ("d1", 1): 9.0}
+        )
+        decoding.handle(nobody, 3.2)
+        (place,) = decoding.handle(RetryDue(attempt=2), 3.2)
+        assert place.excluded == excluded
+
+
 def test_a_failed_submission_avoids_that_prefill_worker(state: RequestState) -> None:
     placed(state)
     (place,) = of(Place, state.handle(SubmitFailed(attempt=1, error=PeerLost("x")), 2.0))
