@@ -74,8 +74,8 @@ def document(log_dir: Path, **more: Any) -> dict[str, Any]:
         "conductors": {"count": 2, "port": two_ports()},
         "directory": {"port": free_port()},
         "gateways": {"count": 2, "resources": {"gateway": 1}},
-        "prefill": {"count": 2, "max": 3, "resources": {"prefill": 1}},
-        "decode": {"count": 2, "max": 3, "resources": {"decode": 1}},
+        "prefill": {"count": 2, "min": 2, "max": 3, "resources": {"prefill": 1}},
+        "decode": {"count": 2, "min": 2, "max": 3, "resources": {"decode": 1}},
         "drain_s": 10,
         "serve": {
             "port": free_port(),

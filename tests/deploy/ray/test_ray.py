@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from tests.deploy.ray.clusters import (
     ours,
     ray_cluster,
 )
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.public_trace import TRACE, needs_trace
+from tests.stopping import stop
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = [
@@ -39,7 +41,7 @@ pytestmark = [
 ]
 
 PROMPTS = [list(range(10 * number, 10 * number + 40)) for number in range(1, 4)]
-AUTOSCALE = {"high": 0.35, "low": 0.01, "up_hold_s": 1, "down_hold_s": 600, "cool_down_s": 1}
+AUTOSCALE = {"high": 0.35, "low": 0.01, "up_hold_s": 1, "down_hold_s": 3, "cool_down_s": 1}
 
 
 @pytest.fixture(scope="module")
@@ -103,21 +105,49 @@ def test_the_terminal_tells_what_runs_where(cluster: Deployed) -> None:
 def test_a_killed_raylet_costs_no_request_and_its_processes_start_elsewhere(
     hosts: Any, cluster: Deployed, expected: list[list[int]]
 ) -> None:
+    """A decode worker there, and its actor, stand still meanwhile. The actor dies with its raylet, the worker when it
+    wakes and sees that; its successor serves by then, and nobody is answered wrongly."""
     before = cluster.processes()
+    zombie = psutil.Process(before["decode-0"]["pid"])
+    actor = psutil.Process(zombie.ppid())
     lost_node = before["decode-0"]["node_id"]
     moving = {n for n, p in before.items() if p["node_id"] == lost_node} - {"store-1", "store-2"}
-    with Checking(cluster, PROMPTS, expected):
-        kill_raylet(hosts, lost_node)
-        cluster.mark("a raylet is killed")
-        cluster.wait(
-            "its processes are given up",
-            lambda s: all(p["node_id"] != lost_node for p in s["processes"]),
-        )
-        status = cluster.settled("all of them serve elsewhere")
+    with Checking(cluster, PROMPTS, expected), hung(actor):
+        with hung(zombie):
+            kill_raylet(hosts, lost_node)
+            cluster.mark("a raylet is killed")
+            cluster.wait(
+                "its processes are given up",
+                lambda s: all(p["node_id"] != lost_node for p in s["processes"]),
+            )
+            status = cluster.settled("all of them serve elsewhere")
+        cluster.mark("a decode worker of the lost machine wakes")
+        until(lambda: has_ended(zombie))
+        cluster.mark("it has ended")
+    until(lambda: has_ended(actor))
     now = {process["name"]: process for process in status["processes"]}
     assert moving <= set(now)
     for name in moving:
         assert now[name]["generation"] > before[name]["generation"]
+
+
+@contextmanager
+def hung(process: psutil.Process) -> Iterator[None]:
+    """It does nothing within the block."""
+    stop(process.pid)
+    try:
+        yield
+    finally:
+        if not has_ended(process):
+            process.resume()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Also where its parent has not looked."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_scaling_adds_a_worker_and_draining_takes_one_away(
@@ -201,16 +231,18 @@ def test_the_public_trace_replays_without_a_failure(cluster: Deployed, tmp_path:
     cluster.mark("20 requests of the conversation trace replayed")
 
 
-def test_load_that_lasts_gets_another_worker(cluster: Deployed) -> None:
-    """Long answers hold most of the decode workers' memory, which counts as load."""
+def test_load_that_lasts_gets_another_worker_which_leaves_after_it(cluster: Deployed) -> None:
+    """Long answers hold most of the decode workers' memory, which counts as load. Nothing is decided before the new
+    one is a member, so that it can only leave after it has come."""
     prompts = [list(range(number, number + 600)) for number in range(4)]
     with ThreadPoolExecutor() as clients:
         answers = [clients.submit(cluster.complete, each, max_tokens=600) for each in prompts]
         cluster.mark("four long answers begin")
         cluster.wait("a third decode worker, by load", lambda s: s["wanted"]["decode"] == 3)
         assert all(len(answer.result()) == 600 for answer in answers)
-    cluster.settled("it serves")
-    assert len(cluster.names("decode")) == 3
+    cluster.wait("two are enough again", lambda s: s["wanted"]["decode"] == 2)
+    cluster.settled("one has drained and left")
+    assert len(cluster.names("decode")) == 2
 
 
 def test_nothing_of_it_is_anybody_elses(cluster: Deployed) -> None:
