@@ -5,7 +5,7 @@ import pytest
 from tests.transfer.conftest import make_engine, pair, peer  # noqa: F401 - fixtures of these tests
 from tests.transfer.test_contract import *  # noqa: F403 - its tests, over the guest's devices
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from protocol.errors import PeerLost
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.transfer.conftest import TOKEN, PeerInProcess
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.rdma import device_rail
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(
         not os.environ.get("MOONSERVE_GUEST"), reason="needs the guest with Soft-RoCE"
     ),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 LARGE = 1 << 20
 LARGE_S = float(os.environ.get("MOONSERVE_RDMA_LARGE_S", "3"))
@@ -128,11 +128,11 @@ def large_reads(engine: TransferEngine, remote: Remote, rounds: int = 8) -> list
 def test_a_peer_killed_mid_batch_fails_it_and_its_successor_is_served(
     engine: TransferEngine, doomed: Remote, shared: Remote, under_way: threading.Event
 ) -> None:
-    batch = engine.submit(large_reads(engine, doomed), deadline_s=20)
-    assert under_way.wait(20)
+    batch = engine.submit(large_reads(engine, doomed), deadline_s=2 * PATIENCE_S)
+    assert under_way.wait(PATIENCE_S)
     doomed.process.end()
     with pytest.raises(PeerLost):
-        batch.wait(40)
+        batch.wait(3 * PATIENCE_S)
     there_and_back(engine, shared, [(0, LARGE)], 5)
 
 
@@ -150,11 +150,11 @@ def test_queue_pairs_forced_to_fail_mid_batch_are_replaced(
         made.append(self)
 
     monkeypatch.setattr(device_rail.PairSet, "connect", remember)
-    batch = engine.submit(large_reads(engine, doomed), deadline_s=60)
-    assert under_way.wait(20)
+    batch = engine.submit(large_reads(engine, doomed), deadline_s=2 * PATIENCE_S)
+    assert under_way.wait(PATIENCE_S)
     for pairs in tuple(made):
         pairs.fail()
-    batch.wait(80)
+    batch.wait(3 * PATIENCE_S)
     assert len(made) > 1
 
 
@@ -189,11 +189,11 @@ def link(interface: str, state: str) -> None:
 def test_a_rail_that_goes_down_mid_batch_is_done_without(
     engine: TransferEngine, doomed: Remote, under_way: threading.Event
 ) -> None:
-    batch = engine.submit(large_reads(engine, doomed), deadline_s=100)
-    assert under_way.wait(20)
+    batch = engine.submit(large_reads(engine, doomed), deadline_s=2 * PATIENCE_S)
+    assert under_way.wait(PATIENCE_S)
     link("eth1", "down")
     try:
-        batch.wait(120)
+        batch.wait(3 * PATIENCE_S)
         there_and_back(engine, doomed, [(0, LARGE)], 7)
     finally:
         link("eth1", "up")
