@@ -1,4 +1,7 @@
-"""Faults, done to a running cluster of real processes."""
+"""Faults, done to a running cluster of real processes.
+
+Whoever is starting is left alone: beaten down again and again before it serves, it would tell how slow the machine is.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ SS = shutil.which("ss")
 
 class Striking(threading.Thread):
     """Strikes at each fault's time, from `start` on; `join` it, then `relieve`. `done` counts by kind and kind of
-    process, `skipped` what could not be done: whoever was to be hit was dead already."""
+    process, `skipped` what was not done: whoever was to be hit was dead already, or starting."""
 
     def __init__(self, cluster: Cluster, faults: Sequence[Fault], disk: Path, clock: Clock) -> None:
         super().__init__(name="faults")
@@ -82,6 +85,9 @@ class Striking(threading.Thread):
 
     def _hits(self, fault: Fault, pid: int) -> bool:
         try:
+            ports = _listening(pid)
+            if not ports and fault.kind is not Kind.DISK:
+                return False
             match fault.kind:
                 case Kind.KILL:
                     os.kill(pid, signal.SIGKILL)
@@ -90,10 +96,10 @@ class Striking(threading.Thread):
                     os.kill(pid, signal.SIGSTOP)
                     self._stopped[pid] = self._clock.now() + fault.lasts_s
                 case Kind.RESET:
-                    return self._reset(pid)
+                    return _reset(ports)
                 case Kind.DISK:
                     return self._spoil(fault)
-        except ProcessLookupError:
+        except (ProcessLookupError, psutil.NoSuchProcess):
             return False
         return True
 
@@ -103,20 +109,6 @@ class Striking(threading.Thread):
             os.kill(pid, signal.SIGCONT)
         except ProcessLookupError:
             return
-
-    def _reset(self, pid: int) -> bool:
-        """False where the system cannot."""
-        if SS is None:
-            return False
-        listening = [
-            each.laddr.port
-            for each in psutil.Process(pid).net_connections("tcp")
-            if each.status == psutil.CONN_LISTEN
-        ]
-        for port in listening:
-            command = [SS, "-K", "state", "established", "sport", "=", f":{port}"]
-            subprocess.run(command, capture_output=True, check=False)
-        return bool(listening)
 
     def _spoil(self, fault: Fault) -> bool:
         """A few bytes of one of the disk's files become others, or its last part is gone."""
@@ -134,3 +126,19 @@ class Striking(threading.Thread):
                 file.seek(dice.randrange(size))
                 file.write(dice.randbytes(8))
         return True
+
+
+def _listening(pid: int) -> list[int]:
+    """Ports, from when it serves on. Raises psutil.NoSuchProcess."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
+
+
+def _reset(ports: Sequence[int]) -> bool:
+    """Of which connections were made from elsewhere. False where the system cannot."""
+    if SS is None:
+        return False
+    for port in ports:
+        command = [SS, "-K", "state", "established", "sport", "=", f":{port}"]
+        subprocess.run(command, capture_output=True, check=False)
+    return True
