@@ -268,6 +268,7 @@ class Generation:
             self.deliver(failed)
             return
         endpoints = (placement.prefill, placement.decode)
+        await cluster.until_heard(endpoints)
         replaced = frozenset(each.instance_id for each in endpoints if not cluster.listen(each))
         placed = Placed(
             attempt=action.attempt,

@@ -13,12 +13,12 @@ import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.cluster.avoidance import Incarnation
-from gateway.cluster.heard import Heard
 from gateway.cluster.silence import Sign, Suspicion, is_late
+from gateway.cluster.stream import WorkerStream
 from gateway.tasks import TaskGroup
 from protocol.conductors import Conductors
 from protocol.errors import IntegrityError, MoonserveError, NoWorker, Overloaded, PeerLost
@@ -38,7 +38,6 @@ _CALL_TIMEOUT_S = 5.0
 _LATE_POLL_INTERVAL_S = 0.25  # while a worker is late with its heartbeat
 # A view older than this says nothing about who is alive.
 _VIEW_LIFETIME_S = 5.0
-_REOPEN_DELAY_S = 0.2
 # Somebody who was stopped shall not go on with what was taken from it: told when it wakes up, within this time.
 _CANCEL_WITHIN_S = 60.0
 _CANCEL_AGAIN_S = 1.0
@@ -81,7 +80,7 @@ class Cluster:
         self._facts: ModelFacts | None = None  # of the last view that had any
         self._viewed_at = 0.0
         self._ready_at = -math.inf  # when the last view was, in which a request could be placed
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, WorkerStream] = {}
         self._suspicion = Suspicion()
         self._silent: set[str] = set()  # who was told to be
         self._is_late = False  # somebody
@@ -220,11 +219,19 @@ class Cluster:
         known = self._streams.get(endpoint.instance_id)
         if known is not None and known.endpoint.epoch >= endpoint.epoch:
             return known.endpoint.epoch == endpoint.epoch
-        stream = self._streams[endpoint.instance_id] = _Stream(endpoint=endpoint)
+        stream = self._streams[endpoint.instance_id] = WorkerStream(endpoint=endpoint)
         if known is not None:
             self._replace(known, endpoint)
         stream.task = self._tasks.start(self._listen(stream), name=f"events {endpoint.instance_id}")
         return True
+
+    async def until_heard(self, endpoints: Iterable[Endpoint]) -> None:
+        """Until broken streams from these are open again, or cannot be opened. Who begins before that is lost with what
+        was missed, though it missed nothing."""
+        for endpoint in endpoints:
+            stream = self._streams.get(endpoint.instance_id)
+            if stream is not None and stream.is_broken:
+                await stream.until_settled()
 
     def open_since(self) -> dict[Incarnation, float]:
         """When the streams began on which workers speak now."""
@@ -237,7 +244,7 @@ class Cluster:
     async def close(self) -> None:
         await self._tasks.cancel()
 
-    def _replace(self, old: _Stream, new: Endpoint) -> None:
+    def _replace(self, old: WorkerStream, new: Endpoint) -> None:
         """Whoever waits for an incarnation that has a successor waits in vain."""
         instance_id = new.instance_id
         self._on_lost(
@@ -249,10 +256,11 @@ class Cluster:
         )
         self._tasks.start(self._retire(old), name=f"retire {instance_id}")
 
-    async def _retire(self, old: _Stream) -> None:
+    async def _retire(self, old: WorkerStream) -> None:
         if old.task is not None:
             old.task.cancel()
             await asyncio.wait([old.task])
+            old.ended()
         address = old.endpoint.rpc_address
         if all(stream.endpoint.rpc_address != address for stream in self._streams.values()):
             await self._channels.forget(address)
@@ -299,17 +307,17 @@ class Cluster:
         stream.task.cancel()
         await self._channels.forget(stream.endpoint.rpc_address)
 
-    async def _listen(self, stream: _Stream) -> None:
+    async def _listen(self, stream: WorkerStream) -> None:
         """Opens the stream over and over until cancelled."""
         instance_id = stream.endpoint.instance_id
         while True:
             error = await self._listen_once(stream)
-            stream.is_open = False
+            stream.ended()
             if self._streams.get(instance_id) is stream:
                 self._on_lost(instance_id, error)
-            await asyncio.sleep(_REOPEN_DELAY_S)
+            await stream.pause()
 
-    async def _listen_once(self, stream: _Stream) -> MoonserveError:
+    async def _listen_once(self, stream: WorkerStream) -> MoonserveError:
         """Delivers what comes; returns why nothing comes any more."""
         endpoint = stream.endpoint
         try:
@@ -332,30 +340,13 @@ class Cluster:
             f"{endpoint.instance_id} ended its stream", instance_id=endpoint.instance_id
         )
 
-    def _begin(self, stream: _Stream, standing: worker_pb2.Standing) -> None:
+    def _begin(self, stream: WorkerStream, standing: worker_pb2.Standing) -> None:
         """Whoever waits for what was missed waits in vain."""
         instance_id = stream.endpoint.instance_id
         if not stream.heard.begins(standing) and self._streams.get(instance_id) is stream:
             # It lives: no reason to take it for dead.
             missed = IntegrityError(f"missed events of {instance_id}", instance_id=instance_id)
             self._on_lost(instance_id, missed)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Stream:
-    """The Events stream from one worker, over all its connections."""
-
-    endpoint: Endpoint
-    heard: Heard = field(default_factory=Heard)
-    is_open: bool = False  # something has come on it since it was opened
-    opened_at: float = 0.0  # when the first of that came
-    spoke_at: float = 0.0  # when something came last
-    task: asyncio.Task[None] | None = None
-
-    def speaks(self, now: float) -> None:
-        if not self.is_open:
-            self.is_open, self.opened_at = True, now
-        self.spoke_at = now
 
 
 def _overloaded(message: conductor_pb2.Overloaded) -> Overloaded:

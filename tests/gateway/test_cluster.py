@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+import gateway.cluster.stream
 import gateway.cluster.view
 from gateway.cluster.view import Cluster
-from protocol.errors import NoWorker
+from protocol.errors import IntegrityError, MoonserveError, NoWorker, PeerLost
 from protocol.ids import GatewayId
 from protocol.pb import (
     common_pb2,
@@ -21,7 +22,7 @@ from protocol.pb import (
 )
 from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
-from tests.patience import PATIENCE_S, answered
+from tests.patience import NEVER_S, PATIENCE_S
 
 
 class RecordingChannels(Channels):
@@ -81,7 +82,7 @@ async def test_a_replaced_incarnation_is_lost_at_once_and_its_own_channel_closed
 
 
 class Hasty(worker_pb2_grpc.WorkerServicer):
-    """Ends its first stream after a word, and the second one not."""
+    """Ends its first stream after a word, and the second one not. In between it gives the gateway up."""
 
     num_streams = 0
 
@@ -89,33 +90,48 @@ class Hasty(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.EventsRequest, context: Any
     ) -> AsyncIterator[worker_pb2.EventBatch]:
         self.num_streams += 1
-        yield worker_pb2.EventBatch(standing=worker_pb2.Standing())
+        standing = worker_pb2.Standing(times_given_up=self.num_streams - 1)
+        yield worker_pb2.EventBatch(standing=standing)
         if self.num_streams > 1:
             await asyncio.Event().wait()
 
 
-async def test_a_stream_is_open_since_its_last_beginning() -> None:
+async def test_what_begins_while_a_stream_is_broken_waits_until_it_is_open_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or it would be lost with what was missed before."""
+    monkeypatch.setattr(gateway.cluster.stream, "_REOPEN_DELAY_S", NEVER_S)  # unless somebody waits
+    monkeypatch.setattr(gateway.cluster.stream, "_SETTLED_WITHIN_S", NEVER_S)
     server, channels = RpcServer("token"), Channels("token")
     worker_pb2_grpc.add_WorkerServicer_to_server(Hasty(), server.grpc)
     _, _, port = (await server.start("127.0.0.1", 0)).rpartition(":")
-    lost_at: list[float] = []
+    worker = endpoint("d0", 1, int(port))
+    lost: asyncio.Queue[tuple[float, MoonserveError]] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
     cluster = Cluster(
         channels,
         "127.0.0.1:1",
         GatewayId("g"),
         on_batch=ignored,
-        on_lost=lambda instance_id, error: lost_at.append(asyncio.get_running_loop().time()),
+        on_lost=lambda instance_id, error: lost.put_nowait((loop.time(), error)),
         on_view=lambda view: None,
         about=conductor_pb2.GatewayView,
     )
     try:
-        assert cluster.open_since() == {}
-        cluster.listen(endpoint("d0", 1, int(port)))
-
-        async def reopened() -> bool:
-            return bool(lost_at) and cluster.open_since().get(("d0", 1), 0.0) > lost_at[-1]
-
-        await answered(reopened)
+        async with asyncio.timeout(PATIENCE_S):
+            await cluster.until_heard([worker])  # it is not known yet
+            cluster.listen(worker)
+            broke_at, broke = await lost.get()
+            assert isinstance(broke, PeerLost)
+            assert cluster.open_since() == {}
+            await cluster.until_heard([worker])
+            _, missed = lost.get_nowait()
+            assert isinstance(missed, IntegrityError)
+            assert cluster.open_since()["d0", 1] > broke_at
+            await server.stop(0)
+            await lost.get()
+            await cluster.until_heard([worker])  # that it cannot be opened is known, too
+            assert cluster.open_since() == {}
     finally:
         await cluster.close()
         await channels.close()
