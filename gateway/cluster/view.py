@@ -299,12 +299,18 @@ class Cluster:
         )
 
     async def _drop_broken(self, instance_id: str) -> None:
-        """Forgets a worker that is neither in the view nor connected."""
+        """Forgets a worker that is neither in the view nor connected.
+
+        Who began since its stream broke waits for it in vain.
+        """
         stream = self._streams[instance_id]
         if stream.is_open or stream.task is None:
             return
         del self._streams[instance_id]
         stream.task.cancel()
+        self._on_lost(
+            instance_id, PeerLost(f"{instance_id} left the cluster", instance_id=instance_id)
+        )
         await self._channels.forget(stream.endpoint.rpc_address)
 
     async def _listen(self, stream: WorkerStream) -> None:

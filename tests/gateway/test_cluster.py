@@ -152,6 +152,30 @@ class OneView(conductor_pb2_grpc.ConductorServicer):
         )
 
 
+async def test_who_leaves_while_its_stream_is_broken_is_lost_once_more() -> None:
+    """For requests that were placed with it after its stream had broken."""
+    server, channels = RpcServer(""), Channels("")
+    conductor_pb2_grpc.add_ConductorServicer_to_server(OneView(), server.grpc)
+    lost: list[str] = []
+    cluster = Cluster(
+        channels,
+        await server.start("127.0.0.1", 0),
+        GatewayId("g"),
+        on_batch=ignored,
+        on_lost=lambda instance_id, error: lost.append(error.message),
+        on_view=lambda view: None,
+        about=conductor_pb2.GatewayView,
+    )
+    try:
+        cluster.listen(endpoint("d0", 1, 1))
+        await cluster.refresh()
+        assert lost[-1] == "d0 left the cluster"
+    finally:
+        await cluster.close()
+        await channels.close()
+        await server.stop(0)
+
+
 async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_facts_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
