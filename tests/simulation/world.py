@@ -97,8 +97,10 @@ class World:
             return
         self._epochs[name] += 1
         life = Life(name, self._epochs[name], self.rng, self.loop)
-        # A restarted process often has the address of its earlier life, with messages for that still on their way.
-        port = 1 if self.rng.random() < 0.5 else life.epoch + 1
+        # A restarted process often has the address of its earlier life, with messages for that still on their way; not
+        # while one that is stopped holds its port, or will take it.
+        is_again = self.rng.random() < 0.5 and not self._zombies.get(name)
+        port = 1 if is_again else life.epoch + 1
         address = CONDUCTOR if name == "conductor" else f"{name}:{port}"
         process = self.processes[name] = self.kinds[name](self, life, address)
         self.note(f"start {life!r} at {address}")
