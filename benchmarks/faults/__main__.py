@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     scenes = [
         scene
         for scene in (*SCENES, *STOPS)
-        if any(part in f"{scene.number.name} {scene.name}" for part in options.only.split(","))
+        if any(part in f"{scene.number.name} {scene.name}" for part in options.only)
     ]
     rows: list[dict[str, Any]] = []
     for scene in scenes:
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=5, help="times that each fault is played")
     parser.add_argument(
-        "--only", default="", help="faults with one of these in “SIGNAL name”, with commas between"
+        "--only", nargs="+", default=[""], metavar="PART", help="faults with it in “SIGNAL name”"
     )
     parser.add_argument("--json", type=Path)
     return parser
