@@ -202,6 +202,9 @@ class ServeConfig(
         (), help="shares of tenants that compete for prefill, as alice=2,bob=0.5; 1 where not given"
     )
 
+    parent_pid: int | None = option(
+        None, help="process without which the cluster must not run: it stops when that one ends"
+    )
     log_dir: str | None = option(
         None, help="folder for the processes' logs; below the user's state folder when not given"
     )

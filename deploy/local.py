@@ -1,6 +1,7 @@
 """A cluster for as long as a `with` block lasts, for notebooks, benchmarks and tests.
 
-Starts `moonserve serve` in a process of its own, so that what is measured or tested is what users run.
+Starts `moonserve serve` in a process of its own, so that what is measured or tested is what users run. It ends with
+the process that started it, however that ends.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class LocalCluster:
         self._output: list[str] = []
         command = [sys.executable, "-m", "deploy", "serve", *([str(model)] if model else [])]
         command += ["--port", str(self.port), "--log-dir", str(log_dir), *flags]
+        command += ["--parent-pid", str(os.getpid())]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

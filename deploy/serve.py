@@ -66,6 +66,8 @@ async def _serve(config: ServeConfig, model_path: Path, log_dir: Path, listener:
     logs.configure("serve", log_format=config.log_format, level=config.log_level)
     logging.getLogger(__name__).debug("effective configuration: %s", effective(config))
     stopping, restarting = _stop_on_signals(), _restart_on_signal()
+    if config.parent_pid is not None:
+        _stop_without(config.parent_pid, stopping)
     environment = _environment(config)
     with _display(model_path, log_dir) as display:
         supervisor = Supervisor(log_dir, environment, display.refresh)
@@ -189,6 +191,22 @@ def _stop_on_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     return stopping
+
+
+def _stop_without(pid: int, stopping: asyncio.Event) -> None:
+    """`stopping` is set when that process ends, or now if it has."""
+    loop = asyncio.get_running_loop()
+    try:
+        process = os.pidfd_open(pid)  # readable from its end on
+    except ProcessLookupError:
+        stopping.set()
+        return
+
+    def ended() -> None:
+        loop.remove_reader(process)
+        stopping.set()
+
+    loop.add_reader(process, ended)
 
 
 def _restart_on_signal() -> asyncio.Event:
