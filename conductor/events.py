@@ -165,6 +165,13 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Away:
+    """The conductor itself stood still for so long and could hear nobody."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CopySettled:
     """What became of a `CopyDue`: all of its blocks are there, or not."""
 
@@ -174,7 +181,9 @@ class CopySettled:
     succeeded: bool
 
 
-Event = Register | Heartbeat | Deregister | Place | Report | SwitchPolicy | Tick | CopySettled
+Event = (
+    Register | Heartbeat | Deregister | Place | Report | SwitchPolicy | Tick | Away | CopySettled
+)
 
 # ---- actions: notices
 

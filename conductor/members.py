@@ -241,6 +241,12 @@ class Members:
         self._no_silence_before = min(alive, default=math.inf) + self._lease_s
         return gone
 
+    def excuse(self, seconds: float, now: float) -> None:
+        """Nobody could be heard for so long until now: it does not count as silence."""
+        for instance in self:
+            instance.heard_at = min(instance.heard_at + seconds, now)
+        self._no_silence_before = min((i.heard_at for i in self), default=math.inf) + self._lease_s
+
     def _check_worker(self, registration: Register, known: Instance | None) -> None:
         if registration.layout is None or not registration.fingerprint:
             raise InvalidRequest("a worker registers with its KV layout and fingerprint")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from conductor.admission import REASONS
 from conductor.config import ConductorConfig
 from conductor.events import (
     Action,
+    Away,
     CopyDue,
     Deregistered,
     DropDue,
@@ -71,8 +73,10 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         role_commands: RoleCommands | None = None,
         replica_commands: ReplicaCommands | None = None,
         tracer: Tracer | None = None,
+        away_after_s: float = math.inf,
     ) -> None:
-        """Commands: needed where the state changes roles, or has stores copy."""
+        """Commands: needed where the state changes roles, or has stores copy. `away_after_s`: housekeeping that is so
+        late tells that this process was stopped, or its machine stood still."""
         self._state = state
         self._metrics = metrics
         self._clock = clock
@@ -80,6 +84,8 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self._replica_commands = replica_commands
         self._tracer = tracer or NoTracer()
         self._gateways = SeenGateways()
+        self._away_after_s = away_after_s
+        self._kept_house_at = math.inf
 
     async def Register(
         self, request: conductor_pb2.RegisterRequest, context: Context
@@ -173,6 +179,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
     def keep_house(self) -> None:
         """Once."""
         self._handle(Tick())
+        self._kept_house_at = self._clock()
         self._gauge()
 
     def begin_with(self, policy: conductor_pb2.SetPolicyRequest) -> None:
@@ -194,10 +201,19 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
 
     def _handle(self, event: Event, request_id: str = "") -> list[Action]:
         """`request_id`: of the request that the event concerns."""
-        actions = self._state.handle(event, self._clock())
+        now = self._clock()
+        if now - self._kept_house_at > self._away_after_s:
+            self._back(now)
+        actions = self._state.handle(event, now)
         for action in actions:
             self._observe(action, request_id)
         return actions
+
+    def _back(self, now: float) -> None:
+        """What the others sent meanwhile is still to be read: they must not be taken for silent before."""
+        away_s, self._kept_house_at = now - self._kept_house_at, now
+        log.warning("stood still for %.1f s; nobody counts as silent for that time", away_s)
+        self._state.handle(Away(seconds=away_s), now)
 
     def _observe(self, action: Action, request_id: str) -> None:
         match action:
@@ -281,7 +297,12 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
             config.policy(), config.limits(), config.roles(), config.replication_terms()
         )
         return ConductorService(
-            state, metrics, role_commands=commands, replica_commands=copies, tracer=tracer
+            state,
+            metrics,
+            role_commands=commands,
+            replica_commands=copies,
+            tracer=tracer,
+            away_after_s=config.lease_s / 2,
         )
 
     with (

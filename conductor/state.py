@@ -16,6 +16,7 @@ from conductor.decision import Decision, Rejection
 from conductor.decision_log import DecisionLog
 from conductor.events import (
     Action,
+    Away,
     BlockChanges,
     CopyDue,
     CopySettled,
@@ -109,7 +110,7 @@ class ConductorState:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Applies one event at monotonic time `now`; the reply, where the event is a call, comes last."""
-        actions = self._expire(now)
+        actions = [] if isinstance(event, Away) else self._expire(now)
         try:
             actions += self._apply(event, now)
         except MoonserveError as error:
@@ -132,6 +133,9 @@ class ConductorState:
                 return [self._switch(event)]
             case CopySettled():
                 return self._settle_copy(event, now)
+            case Away():
+                self._members.excuse(event.seconds, now)
+                return []
             case Tick():
                 self._fading.look(now)
                 return [*self._change_roles(now), *self._replicate(now)]

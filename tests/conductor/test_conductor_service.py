@@ -194,6 +194,22 @@ async def test_errors_of_each_term_are_metrics_and_part_of_the_cluster_view(rig:
     assert registry.get_sample_value(gauge, labels) == errors["queue"]
 
 
+async def test_who_stood_still_takes_nobody_for_silent_before_it_has_listened(rig: Rig) -> None:
+    """Its heartbeats are still to be read when the first call after a stop of this process is answered."""
+    metrics = scheduler_metrics(CollectorRegistry())
+    service = ConductorService(rig.state, metrics, clock=lambda: rig.now, away_after_s=2.5)
+    await rig.join_pair()
+    service.keep_house()
+    rig.now += 20.0
+    service.keep_house()
+    assert {i.endpoint.instance_id for i in rig.state.cluster(rig.now).instances} == {"p0", "d0"}
+    for _ in range(3):  # now it listens, and hears one of them
+        rig.now += 2.0
+        await rig.call("Heartbeat", conductor_pb2.HeartbeatRequest(instance_id="p0", epoch=1))
+        service.keep_house()
+    assert {i.endpoint.instance_id for i in rig.state.cluster(rig.now).instances} == {"p0"}
+
+
 async def test_an_unknown_request_is_not_explained(rig: Rig) -> None:
     reply = await rig.call("Explain", conductor_pb2.ExplainRequest(request_id="r0"))
     assert not reply.found

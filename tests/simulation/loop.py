@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import contextvars
 import heapq
+import inspect
 import itertools
 import random
 import warnings
@@ -202,5 +203,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 def _end(task: asyncio.Task[Any]) -> None:
     if not task.done():
         task._log_destroy_pending = False  # type: ignore[attr-defined]
+        coroutine: Any = task.get_coro()
+        if (
+            inspect.iscoroutine(coroutine)
+            and inspect.getcoroutinestate(coroutine) == "CORO_CREATED"
+        ):
+            # What it was to await, too: since Python 3.13 that lives on in it, and complains when it is collected.
+            for held in filter(inspect.iscoroutine, coroutine.cr_frame.f_locals.values()):
+                held.close()
         with contextlib.suppress(BaseException):
-            task.get_coro().close()  # type: ignore[union-attr]
+            coroutine.close()
