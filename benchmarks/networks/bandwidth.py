@@ -67,7 +67,9 @@ def rows(cases: Sequence[Case], seconds: float, rounds: int) -> Iterator[list[An
             for host in (0, 1):
                 net.shape(host, case.link)
             shares = [value / case.link.bytes_per_s for value in _measured(net, seconds, rounds)]
-        yield [case.title, *(f"{share:.2f}" for share in shares)]
+        row = [case.title, *(f"{share:.2f}" for share in shares)]
+        print(*row, file=sys.stderr, flush=True)
+        yield row
 
 
 def _measured(net: Network, seconds: float, rounds: int) -> Iterator[float]:
