@@ -75,17 +75,22 @@ def raw(host: str, address: str, seconds: str) -> None:
 
 
 def _steady(begin: Callable[[int], Callable[[], None]], num_bytes: int, seconds: float) -> float:
-    """Bytes per second once a quarter of the time is over: until then the sender looks for the link's rate."""
+    """Bytes per second once a quarter of the time is over, until then the sender looks for the link's rate; from one
+    end of a batch to another, since a slow link has few."""
     started_at = time.monotonic()
     waiting = deque(begin(number) for number in range(IN_FLIGHT))
-    number, done, counted_at = IN_FLIGHT, 0, None
-    while (now := time.monotonic()) < started_at + seconds or counted_at is None:
-        if counted_at is None and now > started_at + seconds / 4:
-            counted_at, done = now, 0
+    number, done = IN_FLIGHT, 0
+    counted_at, ended_at = 0.0, started_at
+    while ended_at < started_at + seconds or done == 0:
         waiting.popleft()()
+        ended_at = time.monotonic()
+        if counted_at:
+            done += num_bytes
+        elif ended_at > started_at + seconds / 4:
+            counted_at = ended_at
         waiting.append(begin(number))
-        number, done = number + 1, done + num_bytes
-    rate = done / (time.monotonic() - counted_at)
+        number += 1
+    rate = done / (ended_at - counted_at)
     for wait in waiting:
         wait()
     return rate

@@ -103,16 +103,17 @@ class Cluster(LocalCluster):
         return dict(self.status(instance_id).counters)
 
     def pids(self) -> dict[str, int]:
-        """Process id of every instance, by instance id."""
-        found: dict[str, int] = {}
+        """Process id of every instance, by instance id; of two, as there are while one is replaced, the later one's."""
+        found: dict[str, tuple[float, int]] = {}
         for child in psutil.Process(self.process.pid).children():
             try:
-                arguments = child.cmdline()
+                arguments, begun = child.cmdline(), (child.create_time(), child.pid)
             except psutil.NoSuchProcess:  # it has just ended
                 continue
             if "--instance-id" in arguments:
-                found[arguments[arguments.index("--instance-id") + 1]] = child.pid
-        return found
+                name = arguments[arguments.index("--instance-id") + 1]
+                found[name] = max(found.get(name, begun), begun)
+        return {name: pid for name, (_, pid) in found.items()}
 
     def kill(self, instance_id: str) -> int:
         """SIGKILL. Its epoch before."""
