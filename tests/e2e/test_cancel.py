@@ -142,7 +142,7 @@ def left_while_sending(cluster: Cluster, accounts: Accounts, attempt: int) -> bo
         )
 
     with RawClient(cluster) as client:
-        # So short that the conductor does not notice that the decode worker is silent meanwhile, however busy the machine.
+        # So short that the conductor does not notice that the decode worker is silent, however busy the machine.
         client.ask(long_prompt(f"sending {attempt}")[: 8_000 >> attempt // 2], max_tokens=100)
         cluster.wait_for(
             "its landing",
