@@ -13,7 +13,9 @@ from protocol.tls import TlsFiles
 from transfer import TransferOptions
 
 _NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
-_MAY_SIGN = "-addext keyUsage=critical,keyCertSign,cRLSign"  # without it Python 3.13 believes nobody
+_MAY_SIGN = (
+    "-addext keyUsage=critical,keyCertSign,cRLSign"  # without it Python 3.13 believes nobody
+)
 
 
 @dataclass(frozen=True)
