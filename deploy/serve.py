@@ -29,7 +29,7 @@ from engine.device import visible_gpus
 from protocol import logs
 from protocol.config import ENV_PREFIX, HelpRequested, effective, load
 from protocol.errors import ConfigError, MoonserveError
-from protocol.process import EXIT_CONFIG, running
+from protocol.process import EXIT_CONFIG, die_with_parent, running
 from protocol.rpc import Channels
 
 EXIT_INTERRUPTED = 130  # as shells report SIGINT
@@ -200,6 +200,9 @@ def _stop_without(pid: int, stopping: asyncio.Event) -> None:
         process = os.pidfd_open(pid)  # readable from its end on
     except ProcessLookupError:
         stopping.set()
+        return
+    except OSError:  # an old kernel, or a container that forbids it
+        die_with_parent(pid)
         return
 
     def ended() -> None:
