@@ -1,20 +1,23 @@
-"""A gateway over loopback in front of a scripted cluster."""
+"""A gateway over loopback in front of a scripted cluster, and one request's state without any."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from gateway.config import GatewayConfig
+from gateway.events import Started
 from gateway.server import serve
+from gateway.state import RequestState
 from gateway.text.tokenizer import Tokenizer, load_tokenizer
 from protocol.process import Lifecycle
+from tests.gateway.requests import arrived, new_state, placed
 from tests.gateway.scripted_cluster import CLUSTER_TOKEN, ScriptedCluster
 from tests.patience import PATIENCE_S
 
@@ -82,3 +85,19 @@ async def url(cluster: ScriptedCluster) -> AsyncIterator[str]:
 async def http(url: str) -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(url) as session:
         yield session
+
+
+@pytest.fixture
+def state() -> Iterator[RequestState]:
+    made = new_state()
+    made.handle(Started(), 0.0)
+    yield made
+    made.validate()
+
+
+@pytest.fixture
+def decoding(state: RequestState) -> RequestState:
+    placed(state)
+    arrived(state, 0)
+    arrived(state, 1)
+    return state
