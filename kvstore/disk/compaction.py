@@ -3,19 +3,19 @@
 Runs in the background as long as few segments are free. A crash at any time leaves an object at its old place, at its
 new one, or at both; recovery gives it once. A copy has the pin that its object has by then. Tombstones are copied as
 long as a segment is left that may hold what they forbid, and one is added for whatever nobody wanted any more once it
-had been copied.
+had been copied: it may lie behind the tombstone that its owner wrote meanwhile, so no source goes before it is durable.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
-from kvstore.disk.base import PAGE, DiskRead, DiskWrite, Moved, Place
+from kvstore.disk.base import PAGE, DiskRead, DiskWrite, Moved, Pin, Place
 from kvstore.disk.flushing import Flusher
-from kvstore.disk.format import Record, pages, place_of, unpack_tombstones
+from kvstore.disk.format import Record, Tombstone, pages, place_of, unpack_tombstones
 from kvstore.disk.health import Doing
 from kvstore.disk.log import KEPT_FOR_COMPACTION, Segment
 from kvstore.disk.memory import Scratch
@@ -24,6 +24,7 @@ from kvstore.disk.reader import Reader
 from kvstore.disk.segments import Segments
 from kvstore.disk.survey import Surveyor
 from kvstore.disk.writer import Writer
+from protocol.keys import BlockKey
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class Compactor:
         self._scratch = scratch
         self._moved = moved
         self._pins = pins
+        self._unwanted: list[Tombstone] = []
+        """Of copies that nobody wanted any more; not durable yet."""
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -105,8 +108,10 @@ class Compactor:
     async def _compact(self, segment: Segment) -> None:
         self._log.compacting(segment)
         emptied = self._log.is_dead(segment) or await self._emptied(segment)
+        settled = await self._unwanted_forgotten()
         # What was copied, now or by an earlier attempt, is durable before its source is written over.
-        if emptied and await self._flusher.flush() and await self._segments.retire(segment):
+        durable = emptied and settled and await self._flusher.flush()
+        if durable and await self._segments.retire(segment):
             self._counters["segments_compacted"] += 1
         else:
             self._log.give_up(segment)
@@ -121,16 +126,22 @@ class Compactor:
         if survey.error is not None:
             self._segments.failed(Doing.READ, survey.error)
             return False
-        tombstones = list(unpack_tombstones(survey.tombstones))
         if self._log.still_forbids(segment.tombstones_until, without=segment.number):
-            needed = {(each.key, each.generation, each.pin): each for each in tombstones}
-            if not await self._writer.forget(list(needed.values()), urgent=True):
+            needed = once_each(unpack_tombstones(survey.tombstones))
+            if not await self._writer.forget(needed, urgent=True):
                 return False
         for batch in self._batches(segment, records):
             if self._closed or not await self._copy(segment, batch):
                 return False
         self._drop_rest(segment)
-        return await self._writer.settle_debts(urgent=True)
+        return True
+
+    async def _unwanted_forgotten(self) -> bool:
+        """Whether that is durable."""
+        if not await self._writer.forget(self._unwanted, urgent=True):
+            return False
+        self._unwanted.clear()
+        return True
 
     def _batches(self, segment: Segment, records: Sequence[Record]) -> Iterator[list[Record]]:
         """What is alive when it is asked for."""
@@ -179,15 +190,22 @@ class Compactor:
         return reads
 
     def _settle(self, read: DiskRead, place: Place | None) -> bool:
-        if place is None:
+        if (
+            place is None
+        ):  # perhaps it is on disk nevertheless: that does no harm while its source counts
+            if not self._log.is_live(read.place):
+                self._forget(read)
             return False
         if self._moved(read.object, read.place, place):
             self._counters["objects_moved"] += 1
         else:
             self._log.release(place)
-            self._writer.owe([read.object])
+            self._forget(read)
         self._log.release(read.place)
         return True
+
+    def _forget(self, read: DiskRead) -> None:
+        self._unwanted.append(Tombstone(read.object.key, read.object.generation))
 
     def _drop(self, place: Place) -> None:
         if self._log.release(place):
@@ -198,3 +216,11 @@ class Compactor:
         """What the footer does not know cannot be read either."""
         for page in segment.live():
             self._drop(place_of(segment.number, page))
+
+
+def once_each(tombstones: Iterable[Tombstone]) -> list[Tombstone]:
+    """Of several that say the same, the one that says it of the most segments."""
+    latest: dict[tuple[BlockKey, int, Pin | None], Tombstone] = {}
+    for each in sorted(tombstones, key=lambda each: each.segment):
+        latest[each.key, each.generation, each.pin] = each
+    return list(latest.values())

@@ -77,14 +77,10 @@ class Writer:
         self._pump()
         return None not in await items[0].call.answer.wait()
 
-    def owe(self, objects: Sequence[DiskObject]) -> None:
-        """They must not be found after a restart; the next writes say so."""
-        self._owed += [Tombstone(each.key, each.generation) for each in objects]
-
-    async def settle_debts(self, *, urgent: bool = False) -> bool:
-        """Writes what is owed, if the disk lets it; whether nothing is any more."""
+    async def settle_debts(self) -> None:
+        """Writes what is owed, if the disk lets it."""
         owed, self._owed = self._owed, []
-        return await self.forget(owed, urgent=urgent)
+        await self.forget(owed)
 
     def room_changed(self) -> None:
         """A segment became free, or will not."""
@@ -107,7 +103,7 @@ class Writer:
         for write, place in zip(writes, places, strict=True):
             if place is not None:
                 self._log.release(place)
-                self.owe([write.object])
+                self._owe(write.object)
 
     def _pump(self) -> None:
         """Begins what may be begun. What has to wait is looked at again when a group has landed or there is room."""
@@ -127,6 +123,10 @@ class Writer:
         except Exception:  # whoever waits for a write must be told
             logger.exception("writes to the SSD tier are refused: this is a bug")
             self._refuse_all(group)
+
+    def _owe(self, about: DiskObject) -> None:
+        """It must not be found after a restart; the next writes say so."""
+        self._owed.append(Tombstone(about.key, about.generation))
 
     def _pay(self) -> None:
         """What is owed goes with the next group; nobody waits for it."""
@@ -296,7 +296,8 @@ class Writer:
         for item in items:
             if item.write is not None:
                 self._log.release(place_of(group.segment.number, item.page))
-                self.owe([item.write.object])
+                if not item.source:  # else its source still counts
+                    self._owe(item.write.object)
         for item in items:
             self._refuse(item)
 

@@ -71,9 +71,10 @@ class RecordingCalls(FileCalls):
 
     def rename(self, source: Path, target: Path) -> None:
         names = source.name, target.name
-        file = source.stat().st_ino
-        super().rename(source, target)
-        self._remember(Event(Kind.RENAMED, file, names=names))
+        with self._lock:  # renames are remembered in the order in which they took place
+            file = source.stat().st_ino
+            super().rename(source, target)
+            self.events.append(Event(Kind.RENAMED, file, names=names))
 
     def sync_folder(self, path: Path) -> None:
         number = self._next()

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.disk import compaction
 from kvstore.disk.base import DiskObject, DiskWrite, Pin
 from protocol.keys import BlockKey
 from tests.kvstore.disk.power import Disk, Kind, RecordingCalls
-from tests.kvstore.disk.tiers import SMALL, Stand, opened, written
+from tests.kvstore.disk.tiers import SEGMENT, SMALL, Stand, opened, written
 from tests.thoroughness import examples
 
 LENGTHS = (100, 4_096, 5_000, 12_000, 30_000)
@@ -142,10 +143,12 @@ async def lived(folder: Path, rng: random.Random, *, strict: bool) -> RecordingC
     options = dataclasses.replace(
         SMALL, calls=calls, ring=False, sync_interval_s=0.0 if strict else 1.0, sleep=for_ever
     )
-    async with opened(folder, options) as stand:
-        owner = Owner(stand, calls, rng)
-        for _ in range(rng.randrange(1, 25)):
-            await owner.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compaction, "_BATCH_BYTES", rng.choice([1, SEGMENT]))
+        async with opened(folder, options) as stand:
+            owner = Owner(stand, calls, rng)
+            for _ in range(rng.randrange(1, 25)):
+                await owner.step()
     return calls
 
 
