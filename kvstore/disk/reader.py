@@ -138,9 +138,13 @@ class Reader:
     async def _read_runs(
         self, reads: Sequence[DiskRead], runs: Sequence[list[int]], results: list[bool]
     ) -> list[list[int]]:
-        """Notes down in `results` what arrived. Returns the runs that ended with an error."""
+        """Notes down in `results` what arrived. Returns the runs that ended with an error.
+
+        Since they were asked for first their segments may have gone: nothing of those has arrived.
+        """
         if not self._segments.health.may_read():
             return []
+        runs = [run for run in runs if self._possible(reads[run[0]])]
         with contextlib.ExitStack() as in_use:
             jobs = []
             for run in runs:

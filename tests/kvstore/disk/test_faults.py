@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.disk import health
-from kvstore.disk.base import Health
+from kvstore.disk.base import DiskRead, Health
 from kvstore.disk.files import FileCalls
 from kvstore.disk.tier import DiskOptions
+from tests.kvstore.disk.hanging import HangingCalls, stuck, until_it_hangs
 from tests.kvstore.disk.mounts import mounted, remount
 from tests.kvstore.disk.tiers import CAPACITY, SEGMENT, SMALL, opened, written
 
@@ -136,6 +137,46 @@ async def test_forgetting_while_the_disk_fails_is_made_up_for(tmp_path: Path) ->
         await stand.tier.check()
     async with opened(tmp_path) as stand:
         assert set(stand.owner.places) == {written(2).object}
+
+
+class FailingReads(HangingCalls):
+    """A read that had to wait fails."""
+
+    def __init__(self) -> None:
+        super().__init__("read")
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        waits = not self.answers.is_set()
+        nbytes = super().preadv(fd, buffers, offset)
+        if waits:
+            raise OSError(errno.EIO, "made to fail")
+        return nbytes
+
+
+async def test_a_segment_that_goes_before_a_failed_read_is_tried_again_is_a_miss(
+    tmp_path: Path,
+) -> None:
+    calls = FailingReads()
+    async with opened(tmp_path, dataclasses.replace(SMALL, calls=calls, ring=False)) as stand:
+        writes = [written(1), written(2)]
+        assert await stand.put(writes) == [True, True]
+        stand.tier._segments.seal(stand.tier._writer._landed_in)
+        await stand.settled()
+        memory = [bytearray(write.object.length) for write in writes]
+        reads = [
+            DiskRead(
+                object=write.object, place=stand.owner.places[write.object], memory=memoryview(into)
+            )
+            for write, into in zip(writes, memory, strict=True)
+        ]
+        with stuck(calls):
+            reading = asyncio.create_task(stand.tier.read(reads))
+            await until_it_hangs(calls)
+            for write in writes:
+                stand.release(write.object)  # so that compaction takes the segment away
+            while stand.tier._segments.files:  # noqa: ASYNC110 - no event says so
+                await asyncio.sleep(0)
+        assert await reading == [False, False]
 
 
 async def test_one_bad_sector_costs_its_object_only(tmp_path: Path) -> None:
