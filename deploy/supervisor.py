@@ -273,7 +273,10 @@ def _tell_failure(watcher: asyncio.Task[None]) -> None:
 def cause_of_death(exit_code: int, last_words: str) -> str:
     """In half a sentence. `exit_code`: as asyncio tells it, below 0 for a signal; `last_words`: the end of its log."""
     if exit_code < 0:
-        name = signal.Signals(-exit_code).name
+        try:
+            name = signal.Signals(-exit_code).name
+        except ValueError:  # most real-time signals have none
+            name = f"signal {-exit_code}"
         hint = ", maybe for lack of memory (dmesg)" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
     said = last_words.rpartition("\n")[2].strip()

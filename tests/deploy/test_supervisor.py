@@ -166,5 +166,6 @@ async def test_a_process_that_died_starts_again_when_it_may(tmp_path: Path) -> N
 def test_a_death_is_told_in_half_a_sentence() -> None:
     assert cause_of_death(-15, "Traceback\nlast") == "was killed by SIGTERM"
     assert "memory" in cause_of_death(-9, "")
+    assert cause_of_death(-40, "") == "was killed by signal 40"
     assert cause_of_death(1, "") == "ended with exit code 1"
     assert cause_of_death(1, "Traceback …\nValueError: 7").endswith("saying: ValueError: 7")
