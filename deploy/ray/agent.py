@@ -154,6 +154,7 @@ class Lives:
         self._id = secrets.token_hex(4)
         self._life: Life | None = None
         self._number = 0  # deliberate restarts
+        self._turn = asyncio.Lock()  # who ends a life waits for whoever is ending one
 
     async def begin(self) -> None:
         self._life = Life(self._assignment, self._until_allowed)
@@ -165,12 +166,17 @@ class Lives:
         return self._life.report(self._number, self._id)
 
     async def restart(self, number: int) -> None:
-        if number > self._number:
-            self._number = number
-            await self.end()
-            await self.begin()
+        async with self._turn:
+            if number > self._number:
+                self._number = number
+                await self._end()
+                await self.begin()
 
     async def end(self) -> None:
+        async with self._turn:
+            await self._end()
+
+    async def _end(self) -> None:
         life, self._life = self._life, None
         if life is not None:
             await life.end()
