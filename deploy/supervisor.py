@@ -93,7 +93,7 @@ class Supervisor:
         children = [Child(spec, self._log_dir / f"{spec.instance_id}.log") for spec in specs]
         self.children += children
         for child in children:
-            await self._spawn(child)
+            await self._begin(child)
         waits = [asyncio.create_task(self._until_ready(child)) for child in children]
         try:
             await asyncio.gather(*waits)
@@ -149,9 +149,17 @@ class Supervisor:
         child.ready, child.failure = asyncio.Event(), None
         child.stage, child.fraction = "restarting", None
         self._on_change()
-        await self._spawn(child)
+        await self._begin(child)
         await self._until_ready(child)
         child.restarts += 1
+
+    async def _begin(self, child: Child) -> None:
+        """Raises ChildDied where there is not even a process."""
+        try:
+            await self._spawn(child)
+        except OSError as error:
+            text = f"{child.spec.instance_id} could not be started: {error}"
+            raise ChildDied(text, exit_code=1) from error
 
     async def _spawn(self, child: Child) -> None:
         read_fd, write_fd = os.pipe()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -116,6 +117,22 @@ async def test_one_whose_successor_does_not_come_up_serves_on(
     assert old is not None
     assert old.returncode is None
     (tmp_path / "fails").unlink()
+    await supervisor.restart(child)
+    assert child.process is not old
+
+
+@pytest.mark.parametrize("serving", [True], indirect=True)
+async def test_one_whose_successor_cannot_even_be_started_serves_on(
+    serving: tuple[Supervisor, Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there is no memory, no descriptor, or another Python by now."""
+    supervisor, child = serving
+    old = child.process
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(ChildDied, match=r"it could not be started: .*/nowhere/python"):
+        await supervisor.restart(child)
+    assert child.process is old
+    monkeypatch.undo()
     await supervisor.restart(child)
     assert child.process is not old
 
