@@ -62,7 +62,7 @@ class LeanChannel(UnaryOnly):
                     try:
                         return await self._shared_dial()
                     except PeerLost:
-                        if not wait_for_ready:
+                        if self._closed or not wait_for_ready:
                             raise
                     await asyncio.sleep(_RETRY_S)
         except TimeoutError as error:
@@ -87,7 +87,11 @@ class LeanChannel(UnaryOnly):
         if self._dialling is None:
             self._dialling = asyncio.create_task(self._dial())
             self._dialling.add_done_callback(self._dialled)
-        return await asyncio.shield(self._dialling)
+        dialling = self._dialling
+        await asyncio.wait({dialling})  # neither's cancellation is the other's
+        if dialling.cancelled():
+            raise PeerLost("the channel was closed")
+        return dialling.result()
 
     def _dialled(self, dialling: asyncio.Task[Connection]) -> None:
         self._dialling = None

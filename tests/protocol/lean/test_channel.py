@@ -13,7 +13,7 @@ from protocol.lean.served import MAX_WAITING_CALLS
 from protocol.lean.server import LeanServer
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
-from tests.patience import PATIENCE_S
+from tests.patience import NEVER_S, PATIENCE_S
 from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
 
 EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
@@ -80,6 +80,29 @@ async def test_closing_a_channel_ends_its_calls_and_cancels_their_handlers(
     assert await store.cancelled.get() == "l"
     with pytest.raises(PeerLost, match="was closed"):
         await stub.Exists(EXISTS, timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("wait_for_ready", [False, True])
+async def test_closing_a_channel_ends_the_calls_that_wait_for_its_connection(
+    channels: Channels, wait_for_ready: bool
+) -> None:
+    """With an error, as all others: a task must not take it for its own cancellation."""
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as silent:
+        port = silent.sockets[0].getsockname()[1]
+        stub = kvstore_pb2_grpc.KvStoreStub(channels.to(f"lean://127.0.0.1:{port}"))
+        call = asyncio.create_task(
+            channels.call(stub.Exists, EXISTS, timeout_s=NEVER_S, wait_for_ready=wait_for_ready)
+        )
+        await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE_S):
+            await channels.close()
+            with pytest.raises(PeerLost, match="was closed"):
+                await call
 
 
 async def test_more_waiting_calls_than_one_client_may_have_are_refused(
