@@ -91,7 +91,10 @@ class LeanChannel(UnaryOnly):
         await asyncio.wait({dialling})  # neither's cancellation is the other's
         if dialling.cancelled():
             raise PeerLost("the channel was closed")
-        return dialling.result()
+        connection = dialling.result()
+        if not connection.usable:  # a call on it would wait for its deadline
+            raise PeerLost(f"{self._address} closed the connection at once")
+        return connection
 
     def _dialled(self, dialling: asyncio.Task[Connection]) -> None:
         self._dialling = None

@@ -7,14 +7,14 @@ import os
 import secrets
 import signal
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, cast
 
 import pytest
 
 from protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost
 from protocol.lean import frames, served, server, sockets
-from protocol.lean.handshake import NONCE_BYTES, Initiator
+from protocol.lean.handshake import NONCE_BYTES, Initiator, Responder
 from protocol.lean.server import LeanServer
 from protocol.lean.sync_channel import SyncChannel
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
@@ -30,6 +30,7 @@ from tests.protocol.lean.scripted import (
 from tests.stopping import stop
 
 EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
+EXISTS_PATH = "/moonserve.KvStore/Exists"
 LEASE = kvstore_pb2.StoreLeaseRequest(lease_id="l")
 # In the server's numbering.
 METHODS = [
@@ -285,6 +286,39 @@ async def test_a_peer_that_closes_without_a_word_is_lost(store: ScriptedStore) -
             with pytest.raises(PeerLost):
                 await channels.call(stub.Exists, EXISTS, timeout_s=NEVER_S)
         await channels.close()
+
+
+class Liar:
+    """A server that proves itself, and what it does then."""
+
+    def __init__(self, then: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> None:
+        self._then = then
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        responder = Responder(TOKEN, [EXISTS_PATH], secrets.token_bytes(NONCE_BYTES))
+        while responder.needed:
+            writer.write(responder.receive(await reader.readexactly(responder.needed)))
+        await self._then(reader, writer)
+        writer.close()
+
+
+async def require_lost(serve: Liar) -> None:
+    """A call ends with its peer, not with its deadline."""
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as rude:
+        port = rude.sockets[0].getsockname()[1]
+        channels = Channels(TOKEN)
+        stub = kvstore_pb2_grpc.KvStoreStub(channels.to(f"lean://127.0.0.1:{port}"))
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(PeerLost):
+                await channels.call(stub.Exists, EXISTS, timeout_s=NEVER_S)
+        await channels.close()
+
+
+async def test_a_peer_that_closes_behind_its_handshake_is_lost() -> None:
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    await require_lost(Liar(hang_up))
 
 
 async def test_a_client_that_reads_nothing_is_not_read_from(
