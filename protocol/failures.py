@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from protocol.errors import MoonserveError, error_classes
+from google.protobuf.message import DecodeError
+
+from protocol.errors import MoonserveError, PeerLost, error_classes
 from protocol.pb import common_pb2
 
 
@@ -22,6 +24,16 @@ def failure_from_wire(failure: common_pb2.Failure) -> MoonserveError:
     """The error that `failure_to_wire` described; an unknown code becomes the base class."""
     cls = error_classes().get(failure.code, MoonserveError)
     error = cls.__new__(cls)
-    MoonserveError.__init__(error, failure.message, **failure.ids)
+    MoonserveError.__init__(error, failure.message)
+    error.ids = dict(failure.ids)  # whatever a peer calls them
     error.retry_after_s = failure.retry_after_s or None
     return error
+
+
+def failure_from_bytes(serialized: bytes) -> MoonserveError:
+    """The same; PeerLost for what is no failure, since whoever waits for the reply must hear of its end."""
+    try:
+        failure = common_pb2.Failure.FromString(serialized)
+    except DecodeError as error:
+        return PeerLost(f"the peer failed, and its reason cannot be read: {error}")
+    return failure_from_wire(failure)

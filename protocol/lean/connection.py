@@ -13,11 +13,10 @@ import ssl
 from typing import NamedTuple, cast
 
 from protocol.errors import DeadlineExceeded, Incompatible, MoonserveError, Overloaded, PeerLost
-from protocol.failures import failure_from_wire
+from protocol.failures import failure_from_bytes
 from protocol.lean import frames, handshake, sockets
 from protocol.lean.frames import MAX_CALL_ID, MAX_MESSAGE_BYTES, Reply, Status
 from protocol.lean.handshake import Initiator
-from protocol.pb import common_pb2
 from protocol.timer import Timer
 from protocol.tls import IN_HANDSHAKE, require_address, translated
 
@@ -161,8 +160,7 @@ class Connection(asyncio.Protocol):
         if reply.status == Status.OK:
             call.reply.set_result(reply.payload)
         else:
-            failure = common_pb2.Failure.FromString(reply.payload)
-            call.reply.set_exception(failure_from_wire(failure))
+            call.reply.set_exception(failure_from_bytes(reply.payload))
 
     def _ring_at(self, when: float) -> None:
         self._next_deadline = when

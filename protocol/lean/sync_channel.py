@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Self
 
-from protocol.failures import failure_from_wire
+from protocol.failures import failure_from_bytes
 from protocol.lean import sockets
 from protocol.lean.frames import Status
 from protocol.lean.sync_connection import SyncConnection
 from protocol.lean.sync_tls import TlsConnection
 from protocol.lean.unary import UnaryOnly
-from protocol.pb import common_pb2
 from protocol.tls import Certificates
 
 # A peer at work answers hot calls within this; being woken on another core costs a good part of it, and on a shared one
@@ -93,7 +92,7 @@ class SyncChannel(UnaryOnly):
         self._idle.append(connection)
         if status == Status.OK:
             return reply
-        raise failure_from_wire(common_pb2.Failure.FromString(reply))
+        raise failure_from_bytes(reply)
 
     def hand_over(self, path: str, *, timeout_s: float) -> socket.socket:
         """A connection of its own, handed over at the server to what `path` names; the caller's to close.
@@ -105,7 +104,7 @@ class SyncChannel(UnaryOnly):
         try:
             status, reply = connection.exchange(path, b"", timeout_s, give_up_at, self._spin_s)
             if status != Status.OK:
-                raise failure_from_wire(common_pb2.Failure.FromString(reply))
+                raise failure_from_bytes(reply)
             return connection.detached()
         except BaseException:  # what it would receive next may belong to this call
             connection.close()

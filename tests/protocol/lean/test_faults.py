@@ -17,7 +17,7 @@ from protocol.lean import frames, served, server, sockets
 from protocol.lean.handshake import NONCE_BYTES, Initiator, Responder
 from protocol.lean.server import LeanServer
 from protocol.lean.sync_channel import SyncChannel
-from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from protocol.pb import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.protocol.lean.scripted import (
@@ -319,6 +319,23 @@ async def test_a_peer_that_closes_behind_its_handshake_is_lost() -> None:
         writer.close()
 
     await require_lost(Liar(hang_up))
+
+
+NO_FAILURE = b"\xff\xff"
+STRANGE_FAILURE = common_pb2.Failure(code=PeerLost.code, ids={"message": "m", "self": "s"})
+
+
+@pytest.mark.parametrize(
+    "payload", [NO_FAILURE, STRANGE_FAILURE.SerializeToString()], ids=["garbage", "ids"]
+)
+async def test_a_failure_that_cannot_be_read_ends_its_call(payload: bytes) -> None:
+    async def fail(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        header = await reader.readexactly(frames.REQUEST.size)
+        _, call_id, _, _ = frames.REQUEST.unpack(header)
+        writer.write(frames.reply(call_id, frames.Status.FAILURE, payload))
+        await reader.read()
+
+    await require_lost(Liar(fail))
 
 
 async def test_a_client_that_reads_nothing_is_not_read_from(
