@@ -49,13 +49,15 @@ class RegisteredMemory:
     def readable(self, segment: Segment, told: Told) -> Region:
         """To tell the peer of `told`. The segment is known to be readable."""
         with self._lock:
+            region = self._registered(self._own, segment, remote_write=False)
             self._told.setdefault(segment, set()).add(told)
-            return self._registered(self._own, segment, remote_write=False)
+        return region
 
     def writable(self, segment: Segment, told: Told) -> Region:
         with self._lock:
+            region = self._registered(self._writable, segment, remote_write=True)
             self._told.setdefault(segment, set()).add(told)
-            return self._registered(self._writable, segment, remote_write=True)
+        return region
 
     def forget(self, told: Told) -> None:
         """It has ended."""
@@ -79,10 +81,10 @@ class RegisteredMemory:
     def _registered(
         self, regions: dict[Segment, Region], segment: Segment, *, remote_write: bool
     ) -> Region:
+        if segment.segment_id in self._removed:
+            raise InvalidRequest(f"segment {segment.segment_id} is not registered")
         region = regions.get(segment)
         if region is None:
-            if segment.segment_id in self._removed:
-                raise InvalidRequest(f"segment {segment.segment_id} is not registered")
             _require_reachable(segment)
             region = regions[segment] = self._device.register(
                 segment.base,
