@@ -306,8 +306,9 @@ class Peer:
             failed_on.stats.count(Incident.FAILOVER)
         for part, why in refused:
             if failed_on is not None:
-                failed_on.stats.count(Incident.FAILURE)
-            job.settle(part, why)
+                self._fail(failed_on, part, why)
+            else:  # it has been nowhere
+                job.settle(part, why)
 
     def _lane_for(self, part: Part, now: float) -> Lane:
         """Accounts for it as sent there. The lock is held. Raises PeerLost."""

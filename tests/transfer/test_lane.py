@@ -191,6 +191,24 @@ def test_a_peer_that_was_forgotten_and_met_again_is_fenced_as_well(
     assert bench.network.store_what_is_late() == 0
 
 
+def test_a_write_that_no_thread_could_try_again_is_fenced_by_a_later_one(
+    make_bench: Make, orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> Lane:
+        raise RuntimeError("can't start new thread")
+
+    bench = make_bench(num_rails=2)
+    bench.near.run([bench.read()], deadline_s=PATIENCE_S)  # there is one lane, and no second one
+    orders.slices = [Fate.LATE]
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr("transfer.peer.Lane", refuse)
+        with pytest.raises(PeerLost):
+            bench.near.run([bench.write()], deadline_s=PATIENCE_S)
+    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
+    assert bench.network.counts["fence", Fate.ARRIVES] == 1
+    assert bench.network.store_what_is_late() == 0
+
+
 def test_a_retried_write_fences_its_first_copy(make_bench: Make, orders: Orders) -> None:
     bench = make_bench()
     orders.slices = [Fate.LATE]
