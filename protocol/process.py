@@ -90,7 +90,7 @@ class Lifecycle:
 
     def stop_when_idle(self) -> None:
         """The process is to end with what is under way, unless `stop` is called meanwhile."""
-        self._has_time = not self.stopping.is_set()
+        self._has_time |= not self.stopping.is_set()  # also when asked again
         self.stopping.set()
 
     async def until_stopped(self, *watched: asyncio.Future[Any]) -> None:
