@@ -359,7 +359,10 @@ class Peer:
     def _connect(
         self, path: Path, deadline_at: float, while_waiting: Callable[[], None]
     ) -> Session:
-        return self._surroundings.connect(self.address, path, deadline_at, while_waiting)
+        try:
+            return self._surroundings.connect(self.address, path, deadline_at, while_waiting)
+        except OSError as error:
+            raise PeerLost(f"cannot connect: {error}", peer=self.label) from error
 
 
 def _no_longer_in_flight(lane: Lane, parts: Sequence[Part]) -> None:

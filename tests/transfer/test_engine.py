@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import mmap
+import os
 import random
+import socket
 import threading
 from collections.abc import Callable
 
@@ -35,6 +38,19 @@ def test_opening_a_peer_that_is_gone_says_so(pair: Pair) -> None:
     pair.far.close()
     with pytest.raises(PeerLost):
         pair.near.open(pair.far.address, deadline_s=PATIENCE_S)
+
+
+def test_opening_a_peer_without_a_descriptor_left_loses_it_for_now(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(socket, "socket", refuse)
+        with pytest.raises(PeerLost, match="open files"):
+            pair.near.open(pair.far.address, deadline_s=PATIENCE_S)
+    assert pair.near.open(pair.far.address, deadline_s=PATIENCE_S)
 
 
 def test_run_moves_bytes_both_ways_in_the_callers_thread(pair: Pair) -> None:
