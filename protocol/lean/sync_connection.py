@@ -33,7 +33,10 @@ class SyncConnection:
         self._last_id = 0
         self._buffer = bytearray(_BUFFER_BYTES)
         family, self._target = target
-        self._sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            raise PeerLost(f"{address} cannot be reached: {error}") from error
         try:
             self._limit(give_up_at)
             self._dial(token, give_up_at)

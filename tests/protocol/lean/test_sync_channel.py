@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +70,18 @@ def test_a_peer_that_accepts_and_says_nothing_is_the_deadlines() -> None:
 def test_no_time_left_is_the_deadlines() -> None:
     with SyncChannel("lean://127.0.0.1:1", TOKEN) as channel, pytest.raises(DeadlineExceeded):
         channel.call(PATH, REQUEST, timeout_s=0)
+
+
+def test_a_peer_that_there_is_no_descriptor_to_dial_with_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as exhausted, SyncChannel("lean://127.0.0.1:1", TOKEN) as channel:
+        exhausted.setattr(socket, "socket", refuse)
+        with pytest.raises(PeerLost, match="open files"):
+            channel.call(PATH, REQUEST, timeout_s=PATIENCE_S)
 
 
 def test_a_peer_that_hangs_up_in_the_handshake_is_lost() -> None:
