@@ -75,10 +75,14 @@ class Copier:
 
         steps = list(scatter.cut(rows, STEP_BYTES, MAX_ROWS))
         if self._threads > 1 and scatter.total(rows) >= _SHARED_BYTES:
-            shares = [steps[first :: self._threads] for first in range(self._threads)]
-            others = [self._submit(perform, share) for share in shares[1:]]
+            own, *offered = [steps[first :: self._threads] for first in range(self._threads)]
+            others: list[Future[None]] = []
             try:
-                perform(shares[0])
+                others += (self._offer(perform, share) for share in offered)
+                perform(own)
+                for share, other in zip(offered, others, strict=True):
+                    if other.cancel():  # no thread has come to it
+                        perform(share)
             finally:
                 _join(others)
         else:
@@ -93,13 +97,18 @@ class Copier:
         if pool is not None:
             pool.shutdown()
 
-    def _submit(self, perform: _Perform, share: Sequence[Rows]) -> Future[None]:
+    def _offer(self, perform: _Perform, share: Sequence[Rows]) -> Future[None]:
+        """Of a thread that may come to it. The pool's own future would be lost where no thread can be had, and the
+        share, which it keeps all the same, be copied at some later time."""
+        offer: Future[None] = Future()
         with self._lock:
             if self._closed:
                 raise PeerLost("the transfer engine is closed")
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads - 1, "transfer-copy")
-            return self._pool.submit(perform, share)
+            with contextlib.suppress(RuntimeError):  # the process may not have more threads
+                self._pool.submit(_take, offer, perform, share)
+        return offer
 
 
 class _Perform(Protocol):
@@ -114,8 +123,20 @@ def copy_step(source: Source, into: Segment, rows: Rows, to_column: int, verifie
         raise IntegrityError("bytes changed while they were copied within the host")
 
 
+def _take(offer: Future[None], perform: _Perform, share: Sequence[Rows]) -> None:
+    if not offer.set_running_or_notify_cancel():
+        return
+    try:
+        perform(share)
+    except BaseException as error:  # raised where it is joined
+        offer.set_exception(error)
+    else:
+        offer.set_result(None)
+
+
 def _join(others: Sequence[Future[None]]) -> None:
-    """Waits for all, so that nothing is stored later; raises what the first of them raised."""
-    errors = [error for other in others if (error := other.exception()) is not None]
+    """Waits for all that have begun, so that nothing is stored later; raises what the first of them raised."""
+    begun = [other for other in others if not other.cancel()]
+    errors = [error for other in begun if (error := other.exception()) is not None]
     if errors:
         raise errors[0]

@@ -134,3 +134,24 @@ def test_a_closed_copier_shares_no_more_work(segments: Segments) -> None:
     copier.close()
     with pytest.raises(PeerLost):
         copier.copy(segments.source, segments.into, rows, to_column=LOCAL, verified=False)
+
+
+def test_a_copy_that_is_given_no_thread_is_made_by_its_own_and_never_again(
+    segments: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    copier, all_of_it = Copier(3), scatter.rows((0, 0, NBYTES))
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        copier.copy(segments.source, segments.into, all_of_it, to_column=LOCAL, verified=True)
+    assert segments.into.buffer == segments.owned.buffer
+    segments.into.buffer[:] = bytes(NBYTES)
+    half = NBYTES // 2
+    copier.copy(
+        segments.source, segments.into, scatter.rows((0, 0, half)), to_column=LOCAL, verified=True
+    )
+    copier.close()
+    assert segments.into.buffer[:half] == segments.owned.buffer[:half]
+    assert segments.into.buffer[half:] == bytes(NBYTES - half)
