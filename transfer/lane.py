@@ -370,7 +370,9 @@ class Lane:
         return min((part.give_up_at for part in self._jobs), default=math.inf)
 
     def may_give_up(self) -> bool:
-        return all(part.has_alternative for part in self._jobs)
+        if not self._jobs and not self._groups:
+            return False  # a caller asks for something else, and has a deadline of its own
+        return all(part.has_alternative for part in self._jobs or self._groups.head.parts)
 
     def look_up(self) -> None:
         """Waiting groups keep their own deadlines, and `forget` is heeded."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 from protocol.errors import Incompatible, InvalidRequest, PeerLost, Unauthenticated
-from tests.patience import NEVER_S, PATIENCE_S
+from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.transfer.conftest import Pair, PeerInProcess
 from transfer import (
     FaultPlan,
@@ -23,6 +24,7 @@ from transfer import (
     tcp,
 )
 from transfer.address import Rail, parse
+from transfer.lane import Lane
 
 Make = Callable[..., TransferEngine]
 
@@ -74,6 +76,31 @@ def test_a_stopped_peer_fails_each_batch_at_its_own_deadline(
     peer.resume()
     patient.wait(PATIENCE_S)
     to.engine.submit([to.transfer], deadline_s=PATIENCE_S).wait(PATIENCE_S)
+
+
+def test_whoever_opens_a_silent_peer_has_all_the_time_they_gave(
+    make_engine: Make, peer: PeerInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch before it was carried on the same connection, which is given up when that falls silent and another way is
+    left; nothing of a batch is under way now, and no other way is left."""
+    looks: list[Lane] = []
+    look_up = Lane.look_up
+
+    def count(lane: Lane) -> None:
+        looks.append(lane)
+        look_up(lane)
+
+    monkeypatch.setattr(Lane, "look_up", count)
+    monkeypatch.setattr("transfer.wire.stream._SILENCE_S", 0.0)
+    to = WritesTo(make_engine(), peer)
+    to.engine.submit([to.transfer], deadline_s=PATIENCE_S).wait(PATIENCE_S)
+    peer.stop()
+    looks.clear()
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(to.engine.open, to.address, deadline_s=NEVER_S)
+        until(lambda: len(looks) > 3 or opening.done())
+        peer.resume()
+        assert opening.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize("transport", ["shm"])
