@@ -273,14 +273,16 @@ class Lane:
 
     def _fence(self, session: Session) -> None:
         """Ends at the target what the waiting parts were sent on before."""
-        parts = list(self._groups.head.parts) if self._groups else []
+        group = self._groups.head if self._groups else None
+        parts = list(group.parts) if group is not None else []
         earlier = {connection_id: part for part in parts for connection_id in part.fences}
         for connection_id, part in earlier.items():
             session.fence(connection_id, min(part.deadline_at, time.monotonic() + _FENCE_S))
         if earlier:
             self._reports.fenced(earlier)
-        for part in parts:
-            part.fences.clear()
+        if self._groups and self._groups.head is group:  # else it has lost its patience meanwhile
+            for part in parts:
+                part.fences.clear()
 
     def _broken(self, error: MoonserveError, connected: bool, connect_until: float) -> None:
         connection_id = self._session.connection_id if self._session is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 
@@ -64,10 +65,11 @@ class Orders:
         self.fences: list[Fate] = []
         self.lists: list[Fate] = []
         self.on_slice: Callable[[], None] = lambda: None
+        self.on_fence: Callable[[], None] = lambda: None
+        self.on_connect: Callable[[], None] = lambda: None
 
     def __call__(self, occasion: str, part: Slice | None) -> Fate:
-        if occasion == "slice":
-            self.on_slice()
+        getattr(self, f"on_{occasion}", lambda: None)()
         fates: list[Fate] = getattr(self, f"{occasion}s" if occasion != "slice" else "slices")
         return fates.pop(0) if fates else Fate.ARRIVES
 
@@ -216,6 +218,37 @@ def test_a_retried_write_fences_its_first_copy(make_bench: Make, orders: Orders)
     bench.memory.buffer[:4096] = b"t" * 4096  # the owner has taken it and goes on
     assert bench.network.store_what_is_late() == 0
     assert bench.memory.buffer[:4096] == b"t" * 4096
+
+
+def test_a_fence_that_ends_late_takes_nothing_from_a_write_that_has_gone_on(
+    make_bench: Make, orders: Orders
+) -> None:
+    """It breaks on the first way; on the second it loses its patience with the fence, and breaks on the third one. When
+    that fence ends at last, the write is on its fourth way, with the third one to be fenced."""
+    bench = make_bench(num_rails=2)
+    num_fences, num_connects = itertools.count(1), itertools.count(1)
+    fencing: list[Lane] = []
+    on_its_fourth_way = threading.Event()
+
+    def lose_patience() -> None:
+        if next(num_fences) > 1:
+            return
+        (peer,) = bench.near._peers.met.values()
+        (lane,) = (lane for lane in list(peer._lanes.values()) if lane._groups)
+        fencing.append(lane)
+        lane._groups.head.give_up_at = 0.0
+        lane.look_up()  # as a connection does while it waits
+        assert on_its_fourth_way.wait(PATIENCE_S)
+
+    def let_the_fence_end() -> None:
+        if next(num_connects) == 4:
+            on_its_fourth_way.set()
+            until(lambda: not fencing[0]._turn.locked())
+
+    orders.on_fence, orders.on_connect = lose_patience, let_the_fence_end
+    orders.slices = [Fate.LATE, Fate.LATE]
+    bench.near.submit([bench.write()], deadline_s=NEVER_S).wait(PATIENCE_S)
+    assert bench.network.store_what_is_late() == 0
 
 
 def test_a_short_batch_that_waits_for_a_connection_does_not_fail_a_long_one(
