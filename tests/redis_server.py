@@ -33,7 +33,7 @@ class RedisServer:
         if binary is None:
             pytest.skip("needs redis-server (.ci/system-packages)")
         self._binary = binary
-        self._arguments = arguments
+        self._made_with = self._arguments = arguments
         self._sentinel = sentinel
         self._stack = contextlib.ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
@@ -88,8 +88,10 @@ class RedisServer:
             self._process.wait()
             self._process = None
 
-    def restart(self) -> None:
+    def restart(self, *arguments: str) -> None:
+        """With these instead of those that it was made with."""
         self.kill()
+        self._arguments = arguments or self._made_with
         self.start()
 
     def stop(self) -> None:

@@ -62,7 +62,8 @@ class Registry(Protocol):
         """Those whose lease has not ended, by id."""
 
     def watch(self) -> AsyncIterator[list[Member]]:
-        """The members now, then again after each change; for ever, waiting while the registry cannot be reached.
+        """The members now, then again after each change; for ever, waiting while the registry cannot be reached, or
+        refuses credentials that it took before.
 
         Changes that follow each other closely may come as one. A registry that has lost its memory shows nobody until
         its members have joined again; `protocol.registry.known` bridges that.

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from redis.asyncio.client import PubSub
 
-from protocol.errors import PeerError
+from protocol.errors import PeerError, Unauthenticated
 from protocol.registry import redis_address, redis_client, redis_scripts, table, wire
 from protocol.registry.base import TTL_S, Member
 from protocol.registry.claims import check_join, check_ttl
@@ -101,7 +101,9 @@ class RedisRegistry:
                             seen = members
                             yield members
                         await self._next(changes)
-            except PeerError as error:
+            except (PeerError, Unauthenticated) as error:
+                if seen is None and isinstance(error, Unauthenticated):
+                    raise  # but who has been told before outlives a password that was changed
                 if not away:
                     log.warning("watching the registry at %s again: %s", self._address, error)
                 away = True

@@ -97,6 +97,34 @@ async def test_a_watch_waits_for_a_server_that_is_not_there_yet(
     assert await watching == []
 
 
+async def test_a_watch_outlives_a_password_that_was_changed(
+    redis_server: RedisServer, open_redis: OpenRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a seat does; only who is refused from the first is told."""
+    registry = open_redis(redis_server.url)
+    joined = await registry.join(member())
+    refused, bounded = asyncio.Event(), registry._bounded
+
+    async def noting(call: Any) -> Any:
+        try:
+            return await bounded(call)
+        except Unauthenticated:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(registry, "_bounded", noting)
+    watching: Any = registry.watch()
+    async with asyncio.timeout(PATIENCE_S), aclosing(watching):
+        assert await anext(watching) == [joined]
+        upcoming = asyncio.create_task(anext(watching))
+        redis_server.restart("--requirepass", "hunter2")
+        await refused.wait()
+        with pytest.raises(Unauthenticated):
+            await anext(open_redis(redis_server.url).watch())
+        redis_server.restart()
+        assert await upcoming == []
+
+
 async def test_a_failover_that_loses_the_last_join_is_a_forgotten_lease(
     shared_redis: RedisServer, open_redis: OpenRedis
 ) -> None:
