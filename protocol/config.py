@@ -264,7 +264,7 @@ def _read_toml(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
         table = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     values: dict[str, Any] = {}
     for key, value in table.items():
@@ -283,7 +283,7 @@ def _nearest(word: str, known: list[str]) -> str:
 def _convert(option: Option, value: Any) -> Any:
     try:
         converted = _convert_type(option, value)
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError) as error:  # TOML has types of its own
         raise ConfigError(f"{option.flag}: {value!r} is not valid: {error}") from error
     if option.choices and converted not in option.choices:
         raise ConfigError(f"{option.flag} is one of {', '.join(option.choices)}, not {value!r}")

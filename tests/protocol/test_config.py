@@ -76,6 +76,24 @@ def test_an_unknown_toml_key_names_the_nearest(tmp_path: Path) -> None:
         parse("--config", str(file))
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"max-model-len = [1]\n", "--max-model-len"),
+        (b"max-model-len = inf\n", "--max-model-len"),
+        (b"names = 5\n", "--names"),
+        (b"name = '\xff'\n", "not valid TOML"),
+    ],
+)
+def test_toml_of_another_type_is_one_line_that_helps(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        parse("--config", str(file), "--name=x")
+
+
 def test_secrets_come_from_the_environment_and_are_masked() -> None:
     config = parse("--name", "x", environ={"MOONSERVE_PASSWORD": "hunter2"})
     assert config.password == "hunter2"
