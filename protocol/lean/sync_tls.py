@@ -66,7 +66,7 @@ class TlsConnection(SyncConnection):
         if self._tls is None:
             super()._limit_to(limit_s)
         else:
-            self._tls.settimeout(limit_s)
+            self._tls.settimeout(max(1e-6, limit_s))  # zero would be no waiting, and no timeout
 
     def _failure(self, error: OSError) -> MoonserveError:
         if isinstance(error, TimeoutError) and error.errno is None:  # not the kernel's ETIMEDOUT

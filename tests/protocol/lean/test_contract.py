@@ -96,6 +96,13 @@ async def test_a_call_is_answered(call: Call) -> None:
         assert list((await call("Exists", EXISTS)).present) == [True, False]
 
 
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0])
+async def test_a_call_without_any_time_left_is_the_deadlines(call: Call, timeout_s: float) -> None:
+    await call("Exists", EXISTS)  # the connection stands
+    with pytest.raises(DeadlineExceeded):
+        await call("Lease", lease(), timeout_s=timeout_s)
+
+
 async def test_a_call_that_waits_is_answered(call: Call, store: ScriptedStore) -> None:
     pending = asyncio.ensure_future(call("Lease", lease(num_keys=3)))
     assert await store.begun.get() == "l"
