@@ -47,7 +47,8 @@ def parse(address: str) -> SocketAddress:
     if address.startswith(UNIX) and len(address) > len(UNIX):
         return socket.AF_UNIX, "\0" + address.removeprefix(UNIX)
     host, _, port = address.removeprefix(TCP).removeprefix(TLS).rpartition(":")
-    if not address.startswith((TCP, TLS)) or not host or not port.isdecimal():
+    is_port = port.isdecimal() and len(port) <= 5 and int(port) < 1 << 16
+    if not address.startswith((TCP, TLS)) or not host or not is_port:
         raise InvalidRequest(f"{address!r} is no address of a lean server")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     return family, (host.strip("[]"), int(port))
