@@ -64,11 +64,11 @@ class Turn(Lifecycle):
         self._process.ready(role=self.role.value, **facts)
 
     async def drained(self, idle: Coroutine[Any, Any, Any], timeout_s: float) -> bool:
-        """A process that is told to stop grants `timeout_s` from then on, as ever."""
+        """A process that is told to stop grants what it would grant without turns."""
         async with running(idle) as finishing, running(self._process.stopping.wait()) as told:
             await asyncio.wait(
                 {finishing, told}, timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED
             )
             if told.done():
-                await asyncio.wait({finishing}, timeout=timeout_s)
+                await self._process.drained(asyncio.wait({finishing}), timeout_s)
             return finishing.done()

@@ -77,6 +77,18 @@ async def test_a_stop_during_the_drain_of_a_switch_leaves_the_time_of_a_stop() -
     assert not await decode.drained(asyncio.Event().wait(), timeout_s=0.0)
 
 
+async def test_a_process_that_is_to_stop_when_idle_grants_all_the_time() -> None:
+    decode, process = turn()
+    idle = asyncio.Event()
+    process.stop_when_idle()
+    draining = asyncio.create_task(decode.drained(idle.wait(), timeout_s=0.0))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not draining.done()
+    idle.set()
+    assert await draining
+
+
 def test_options_that_forbid_one_of_the_roles_are_told_at_the_start() -> None:
     with pytest.raises(ConfigError, match="max-num-seqs"):
         WorkerConfig(
