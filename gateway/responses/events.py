@@ -75,12 +75,13 @@ class ResponseEvents:
 
     def _choice(self, choice: Mapping[str, Any]) -> str:
         delta, events = choice["delta"], ""
+        calls = list(delta.get("tool_calls") or ())
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        if calls and self._goes_on(calls[0]):  # text in this delta came behind it
+            events += self._call(calls.pop(0))
         if delta.get("content"):
             events += self._text(delta["content"], (choice.get("logprobs") or {}).get("content"))
-        for call in delta.get("tool_calls") or ():
-            events += self._call(call)
-        return events
+        return events + "".join(map(self._call, calls))
 
     def _text(self, text: str, logprobs: list[Any] | None) -> str:
         events = ""
@@ -96,7 +97,7 @@ class ResponseEvents:
 
     def _call(self, call: Mapping[str, Any]) -> str:
         events, function = "", call.get("function") or {}
-        if not isinstance(self._open, _OpenCall) or self._open.number != call["index"]:
+        if not self._goes_on(call):
             opened = _OpenCall(self._form, len(self._items), call, function["name"])
             events += self._close()
             opened.index = len(self._items)
@@ -110,6 +111,10 @@ class ResponseEvents:
         return events + self._event(
             "response.function_call_arguments.delta", **opened_call.place, delta=arguments
         )
+
+    def _goes_on(self, call: Mapping[str, Any]) -> bool:
+        """Whether it is the open one."""
+        return isinstance(self._open, _OpenCall) and self._open.number == call["index"]
 
     def _begin(self, opened: _OpenMessage | _OpenCall) -> str:
         self._open = opened

@@ -124,3 +124,19 @@ def test_a_stream_says_what_the_whole_reply_says() -> None:
     }
     deltas = [{"content": "I "}, {"content": "look."}, call(1, "", "w"), call(1, arguments)]
     assert events_of(deltas, "tool_calls")[-1]["response"] == whole(FORM, completion)
+
+
+def test_text_behind_a_call_may_come_in_one_delta_with_the_calls_end() -> None:
+    """As tokens do that arrive together."""
+    deltas = [call(0, '{"a":', "f"), {**call(0, "1}"), "content": "Done"}, {"content": "."}]
+    called, said = events_of(deltas)[-1]["response"]["output"]
+    assert called["arguments"] == '{"a":1}'
+    assert said["content"][0]["text"] == "Done."
+
+
+def test_a_call_ends_another_begins_and_text_is_between_in_one_delta() -> None:
+    both = [*call(0, "}")["tool_calls"], *call(1, "{}", "g")["tool_calls"]]
+    deltas = [call(0, "{", "f"), {"tool_calls": both, "content": "and"}]
+    first, said, second = events_of(deltas)[-1]["response"]["output"]
+    assert (first["arguments"], second["arguments"]) == ("{}", "{}")
+    assert said["content"][0]["text"] == "and"
