@@ -15,7 +15,12 @@ from typing import Any, Protocol
 
 from gateway.errors import ErrorReply
 from gateway.replies.feed import Piece
-from gateway.replies.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs
+from gateway.replies.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+)
 from gateway.text.tokenizer import Tokenizer
 from protocol.request import Token
 
@@ -218,11 +223,16 @@ class CompletionChunks(_Chunks):
         if num_top is None or found is None:
             return super().piece(piece)
         index = piece.index
-        ids = self._prompt_token_ids[index]
-        columns = echoed_logprobs(ids, self._echoes[index], found, num_top, self._tokenizer)
-        text = f"{self.text_opening}{encode_basestring_ascii(self._echoes[index])}"
-        echo = self._around(index, text, (), None, self._ids(index), columns)
-        return echo + super().piece(piece)
+        echo, ids = self._echoes[index], self._prompt_token_ids[index]
+        # One event: its id, where it has one, says that the client has all of the piece.
+        columns = joined(
+            echoed_logprobs(ids, echo, found, num_top, self._tokenizer),
+            self._logprobs(index, piece.tokens),
+        )
+        text = f"{self.text_opening}{encode_basestring_ascii(echo + piece.text)}"
+        return self._around(
+            index, text, piece.tokens, piece.finish_reason, self._ids(index), columns
+        )
 
     def _ids(self, index: int) -> str:
         """Of the prompt, where they are wanted."""

@@ -195,7 +195,15 @@ async def test_a_chat_goes_on_from_any_event(
     await check_every_break(cluster, CHAT_PATH, CHAT | extra)
 
 
-@pytest.mark.parametrize("extra", [{"echo": True}, {"logprobs": 1}, {"stop": "or no", "n": 2}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"echo": True},
+        {"logprobs": 1},
+        {"echo": True, "logprobs": 1},
+        {"stop": "or no", "n": 2},
+    ],
+)
 async def test_a_completion_goes_on_from_any_event(
     cluster: ScriptedCluster, extra: dict[str, Any]
 ) -> None:
