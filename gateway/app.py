@@ -74,7 +74,7 @@ def _add_gets(
     routes: list[tuple[str, Handler, dict[str, Any]]] = [
         ("/v1/models", model.models, docs.MODELS),
         ("/v1/models/{name:path}", model.model, docs.MODEL),
-        ("/v1/responses/{response_id}", responses.retrieve, docs.RESPONSE),
+        ("/v1/responses/{response_id:path}", responses.retrieve, docs.RESPONSE),
         ("/v1/cluster", operations.cluster, docs.CLUSTER),
         ("/v1/figures", operations.figures, docs.FIGURES),
         ("/v1/requests/{request_id:path}/explain", operations.explain, docs.EXPLAIN),
@@ -88,7 +88,7 @@ def _add_gets(
     ]
     for path, handler, operation in routes:
         _add(app, "GET", path, handler, operation)
-    _add(app, "DELETE", "/v1/responses/{response_id}", responses.delete, docs.DELETE_RESPONSE)
+    _add(app, "DELETE", "/v1/responses/{response_id:path}", responses.delete, docs.DELETE_RESPONSE)
 
 
 def _add(app: FastAPI, method: str, path: str, handler: Handler, operation: dict[str, Any]) -> None:

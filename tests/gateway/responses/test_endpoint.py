@@ -60,6 +60,20 @@ async def test_a_stream_ends_in_the_response_that_can_be_looked_up(
         await client.responses.retrieve(last.response.id)
 
 
+async def test_a_response_is_found_by_an_id_that_its_client_made(
+    client: openai.AsyncOpenAI,
+) -> None:
+    """`x-request-id`, which becomes a part of it, may have slashes."""
+    made = await client.responses.create(
+        model="demo", input="hi", max_output_tokens=3, extra_headers={"x-request-id": "team/7"}
+    )
+    assert made.id.startswith("resp_team/7")
+    assert (await client.responses.retrieve(made.id)).id == made.id
+    await client.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(made.id)
+
+
 async def test_a_later_response_goes_on_behind_an_earlier_one(
     client: openai.AsyncOpenAI, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
