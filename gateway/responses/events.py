@@ -39,6 +39,7 @@ class ResponseEvents:
         self._sequence_number = 0
         self._items: list[Item] = []  # done
         self._open: _OpenMessage | _OpenCall | None = None
+        self._untold: list[Any] = []  # log-probabilities of tokens whose text is to come
         self._finish_reason = "stop"
 
     def first(self) -> str:
@@ -79,20 +80,24 @@ class ResponseEvents:
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
         if calls and self._goes_on(calls[0]):  # text in this delta came behind it
             events += self._call(calls.pop(0))
+        self._untold += (choice.get("logprobs") or {}).get("content") or []
         if delta.get("content"):
-            events += self._text(delta["content"], (choice.get("logprobs") or {}).get("content"))
-        return events + "".join(map(self._call, calls))
+            events += self._text(delta["content"], self._untold)
+        events += "".join(map(self._call, calls))
+        if delta.get("content") or isinstance(self._open, _OpenCall):  # of calls none are told
+            self._untold = []
+        return events
 
-    def _text(self, text: str, logprobs: list[Any] | None) -> str:
+    def _text(self, text: str, logprobs: list[Any]) -> str:
         events = ""
         if not isinstance(self._open, _OpenMessage):
             events += self._close() + self._begin(_OpenMessage(self._form, len(self._items)))
         message = self._open
         assert isinstance(message, _OpenMessage)
         message.text += text
-        message.logprobs += logprobs or []
+        message.logprobs += logprobs
         return events + self._event(
-            "response.output_text.delta", **message.place, delta=text, logprobs=logprobs or []
+            "response.output_text.delta", **message.place, delta=text, logprobs=logprobs
         )
 
     def _call(self, call: Mapping[str, Any]) -> str:

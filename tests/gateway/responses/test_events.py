@@ -9,11 +9,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.replies.chunks import Heading
+from gateway.replies.chunks import ChatChunks, Heading, Wants
 from gateway.replies.feed import Piece
 from gateway.responses.events import ResponseEvents
 from gateway.responses.output import ResponseForm, whole
 from gateway.responses.schema import ResponsesBody
+from gateway.text.tokenizer import Tokenizer
+from protocol.ids import RequestId
+from protocol.request import Logprobs, Token
 
 HEADING = Heading(id="resp_1", created=1, model="m")
 FORM = ResponseForm(HEADING, ResponsesBody(input="hi"))
@@ -140,3 +143,24 @@ def test_a_call_ends_another_begins_and_text_is_between_in_one_delta() -> None:
     first, said, second = events_of(deltas)[-1]["response"]["output"]
     assert (first["arguments"], second["arguments"]) == ("{}", "{}")
     assert said["content"][0]["text"] == "and"
+
+
+def test_logprobs_of_a_characters_first_tokens_come_with_the_character(
+    tokenizer: Tokenizer,
+) -> None:
+    """Whose text comes with its last token."""
+    token_ids = tokenizer.encode("\U0001f389", add_special_tokens=False)
+    assert len(token_ids) > 1
+    wants = Wants(usage=True, token_ids=False, logprobs=True)
+    chunks = ChatChunks(HEADING, wants, tokenizer, num_choices=1, prompt_token_ids=())
+    events = ResponseEvents(chunks, FORM, lambda response: None)
+    decoder, text = tokenizer.decoder(), ""
+    for index, token_id in enumerate(token_ids):
+        token = Token(
+            request_id=RequestId("r"), index=index, token_id=token_id, logprobs=Logprobs(-0.5)
+        )
+        text += events.piece(Piece(index=0, text=decoder.push(token_id), tokens=(token,)))
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    [delta] = of("output_text.delta", list(map(json.loads, data)))
+    told = [byte for entry in delta["logprobs"] for byte in entry["bytes"]]
+    assert bytes(told).decode() == delta["delta"] == "\U0001f389"
