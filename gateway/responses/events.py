@@ -77,7 +77,6 @@ class ResponseEvents:
     def _choice(self, choice: Mapping[str, Any]) -> str:
         delta, events = choice["delta"], ""
         calls = list(delta.get("tool_calls") or ())
-        self._finish_reason = choice.get("finish_reason") or self._finish_reason
         if calls and self._goes_on(calls[0]):  # text in this delta came behind it
             events += self._call(calls.pop(0))
         self._untold += (choice.get("logprobs") or {}).get("content") or []
@@ -86,6 +85,8 @@ class ResponseEvents:
         events += "".join(map(self._call, calls))
         if delta.get("content") or isinstance(self._open, _OpenCall):  # of calls none are told
             self._untold = []
+        # Behind these: an item that another one follows was not cut off.
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
         return events
 
     def _text(self, text: str, logprobs: list[Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,16 +77,29 @@ def whole(form: ResponseForm, completion: Mapping[str, Any]) -> dict[str, Any]:
     [choice] = completion["choices"]
     message, finish_reason = choice["message"], choice["finish_reason"]
     calls = message.get("tool_calls") or []
+    call_is_cut = bool(calls) and finish_reason == "length" and not _is_whole(calls[-1])
     items: list[Item] = []
     if message.get("content") or not calls:
         logprobs = (choice.get("logprobs") or {}).get("content") or []
-        items.append(message_item(form, 0, message.get("content") or "", logprobs, finish_reason))
+        reason = "stop" if call_is_cut else finish_reason
+        items.append(message_item(form, 0, message.get("content") or "", logprobs, reason))
     for call in calls:
         function = call["function"]
         items.append(
             call_item(form, len(items), call["id"], function["name"], function["arguments"])
         )
+    if call_is_cut:
+        items[-1]["status"] = "incomplete"
     return form.ended(items, finish_reason, completion["usage"])
+
+
+def _is_whole(call: Mapping[str, Any]) -> bool:
+    """Whether its arguments were written to their end."""
+    try:
+        json.loads(call["function"]["arguments"])
+    except ValueError:
+        return False
+    return True
 
 
 def message_item(

@@ -15,8 +15,11 @@ from gateway.responses.events import ResponseEvents
 from gateway.responses.output import ResponseForm, whole
 from gateway.responses.schema import ResponsesBody
 from gateway.text.tokenizer import Tokenizer
+from gateway.tools.formats import FORMATS
+from gateway.tools.plan import ToolPlan
+from gateway.tools.replies import ToolChunks, message_of
 from protocol.ids import RequestId
-from protocol.request import Logprobs, Token
+from protocol.request import FinishReason, Logprobs, Token
 
 HEADING = Heading(id="resp_1", created=1, model="m")
 FORM = ResponseForm(HEADING, ResponsesBody(input="hi"))
@@ -164,3 +167,31 @@ def test_logprobs_of_a_characters_first_tokens_come_with_the_character(
     [delta] = of("output_text.delta", list(map(json.loads, data)))
     told = [byte for entry in delta["logprobs"] for byte in entry["bytes"]]
     assert bytes(told).decode() == delta["delta"] == "\U0001f389"
+
+
+def test_of_a_response_that_is_cut_off_only_the_last_item_is_incomplete(
+    tokenizer: Tokenizer,
+) -> None:
+    """Streamed or not, however the text comes."""
+    plan = ToolPlan(grammar="", format=FORMATS["hermes"], names=("w",))
+    wants = Wants(usage=True, token_ids=False, logprobs=False)
+    text = 'I look.<tool_call>{"name": "w", "arguments": {"city": "Ul'
+    for cut in range(len(text)):
+        pieces = [
+            Piece(index=0, text=text[:cut], tokens=()),
+            Piece(index=0, text=text[cut:], tokens=(), finish_reason=FinishReason.LENGTH),
+        ]
+        chunks = ToolChunks(
+            HEADING, wants, tokenizer, num_choices=1, prompt_token_ids=(), plan=plan
+        )
+        kept: list[dict[str, Any]] = []
+        events = ResponseEvents(chunks, FORM, kept.append)
+        for piece in pieces:
+            events.piece(piece)
+        events.usage(USAGE)
+        message, reason = message_of(plan, pieces)
+        completion = {"choices": [{"message": message, "finish_reason": reason}], "usage": USAGE}
+        for response in (kept[0], whole(FORM, completion)):
+            items = [(item["type"], item["status"]) for item in response["output"]]
+            assert items == [("message", "completed"), ("function_call", "incomplete")]
+            assert response["status"] == "incomplete"
