@@ -58,9 +58,11 @@ class ChatTemplate:
         ]
         try:
             template = self._with_tools if tools else self._template
-            return template.render(
+            text = template.render(
                 {**context, "messages": plain, "add_generation_prompt": add_generation_prompt}
             )
+            text.encode()  # of half a surrogate pair, which JSON can spell, no tokenizer makes anything
+            return text
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             # The template is the model author's program and the conversation the client's input.
             raise InvalidRequest(

@@ -141,6 +141,17 @@ async def test_the_template_gets_tools_and_calls_and_the_worker_the_grammar(
     assert error["param"] == "messages[1].tool_calls[0].function.arguments"
 
 
+async def test_arguments_with_half_a_character_are_refused(http: aiohttp.ClientSession) -> None:
+    """JSON can spell half of a surrogate pair, of which no tokenizer makes anything."""
+    called = {"name": "add", "arguments": '{"a": "\\ud83d"}'}
+    call = {"id": "call_1", "type": "function", "function": called}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        async with http.post(path, json={"messages": messages}) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, "messages")
+
+
 async def test_calls_come_through_the_responses_api(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
