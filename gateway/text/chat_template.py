@@ -63,7 +63,7 @@ class ChatTemplate:
             )
             text.encode()  # of half a surrogate pair, which JSON can spell, no tokenizer makes anything
             return text
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # The template is the model author's program and the conversation the client's input.
             raise InvalidRequest(
                 f"the chat template refused the messages: {error}", param="messages"

@@ -57,6 +57,7 @@ async def test_it_makes_the_prompt_with_the_models_special_tokens(
         ("{{ messages.__class__.__mro__ }}", "messages"),
         ("{{ raise_exception('no') }}", "messages"),
         ("{{ 1 // 0 }}", "messages"),
+        ("{{ '{1}'.format(messages) }}", "messages"),
         ("", "chat_template"),
     ],
 )
