@@ -266,6 +266,12 @@ class Channels:
             )
         except grpc.aio.AioRpcError as error:
             raise translate(error) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled the caller: `forget` closed the channel, with which gRPC cancels its calls.
+            raise PeerLost("its channel was closed") from error
 
     async def stream(self, method: Callable[..., Any], request: Any) -> AsyncIterator[Any]:
         """A server stream without a time limit; it ends with PeerLost when the peer does (keepalive).

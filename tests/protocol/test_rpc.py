@@ -31,10 +31,15 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
     def __init__(self) -> None:
         self.error: Exception | None = None
+        self.hangs = False
+        self.called = asyncio.Event()
         self.lost: asyncio.Queue[str] = asyncio.Queue()
         self.streams = GatewayStreams(self.lost.put_nowait, grace_s=0.05)
 
     async def Cancel(self, request: Any, context: Any) -> worker_pb2.CancelReply:
+        self.called.set()
+        if self.hangs:
+            await asyncio.Event().wait()
         if self.error:
             raise self.error
         return worker_pb2.CancelReply()
@@ -91,6 +96,29 @@ async def test_a_dead_peer_is_peer_lost(cluster: tuple[Worker, Channels, str]) -
     _, channels, _ = cluster
     with pytest.raises(PeerLost):
         await cancel(channels, "127.0.0.1:1")
+
+
+async def test_a_peer_that_is_forgotten_while_it_is_called_is_peer_lost(
+    cluster: tuple[Worker, Channels, str],
+) -> None:
+    """Nobody wanted the caller to end."""
+    worker, channels, address = cluster
+    worker.hangs = True
+    calling = asyncio.create_task(cancel(channels, address))
+    await worker.called.wait()
+    await channels.forget(address)
+    with pytest.raises(PeerLost):
+        await calling
+
+
+async def test_who_is_cancelled_while_it_calls_ends(cluster: tuple[Worker, Channels, str]) -> None:
+    worker, channels, address = cluster
+    worker.hangs = True
+    calling = asyncio.create_task(cancel(channels, address))
+    await worker.called.wait()
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
 
 
 async def test_a_taken_port_is_told_with_its_flag(cluster: tuple[Worker, Channels, str]) -> None:
