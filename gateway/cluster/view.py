@@ -261,7 +261,10 @@ class Cluster:
             old.task.cancel()
             await asyncio.wait([old.task])
             old.ended()
-        address = old.endpoint.rpc_address
+        await self._let_go(old.endpoint.rpc_address)
+
+    async def _let_go(self, address: str) -> None:
+        """Of a worker that is gone; another one may have its address."""
         if all(stream.endpoint.rpc_address != address for stream in self._streams.values()):
             await self._channels.forget(address)
 
@@ -311,7 +314,7 @@ class Cluster:
         self._on_lost(
             instance_id, PeerLost(f"{instance_id} left the cluster", instance_id=instance_id)
         )
-        await self._channels.forget(stream.endpoint.rpc_address)
+        await self._let_go(stream.endpoint.rpc_address)
 
     async def _listen(self, stream: WorkerStream) -> None:
         """Opens the stream over and over until cancelled."""

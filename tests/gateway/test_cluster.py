@@ -176,6 +176,39 @@ async def test_who_leaves_while_its_stream_is_broken_is_lost_once_more() -> None
         await server.stop(0)
 
 
+async def test_who_leaves_takes_nobodys_channel_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another worker, which has its address now."""
+    monkeypatch.setattr(gateway.cluster.stream, "_REOPEN_DELAY_S", NEVER_S)
+    server, channels = RpcServer("token"), RecordingChannels()
+    conductor_pb2_grpc.add_ConductorServicer_to_server(OneView(), server.grpc)
+    worker_pb2_grpc.add_WorkerServicer_to_server(Hasty(), server.grpc)
+    address = await server.start("127.0.0.1", 0)
+    port = int(address.rpartition(":")[2])
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    cluster = Cluster(
+        channels,
+        address,
+        GatewayId("g"),
+        on_batch=ignored,
+        on_lost=lambda instance_id, error: lost.put_nowait(instance_id),
+        on_view=lambda view: None,
+        about=conductor_pb2.GatewayView,
+    )
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            cluster.listen(endpoint("d0", 1, port))
+            assert await lost.get() == "d0"  # its stream broke
+            cluster.listen(endpoint("d1", 1, port))
+            assert await lost.get() == "d1"  # which speaks, and says what it has missed
+            await cluster.refresh()
+            assert await lost.get() == "d0"  # it is in no view
+        assert channels.forgotten.empty()
+    finally:
+        await cluster.close()
+        await channels.close()
+        await server.stop(0)
+
+
 async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_facts_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
