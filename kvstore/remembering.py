@@ -106,10 +106,7 @@ class Remembering:
         self._note_taken(fresh, removed)
         self._changed()
         now = self._clock()
-        self._save(
-            {key: bound - 1 for key, bound in bounds.items()},
-            [(r.key, r.removal_id, now - r.at) for r in fresh],
-        )
+        self._save(self._gone(bounds), [(r.key, r.removal_id, now - r.at) for r in fresh])
         return len(removed)
 
     def _note_taken(self, fresh: Iterable[Removal], removed: Iterable[DiskObject]) -> None:
@@ -169,6 +166,13 @@ class Remembering:
             bound = self._state.reserved_before(removal.at)
             bounds[removal.key] = max(bound, bounds.get(removal.key, 0))
         return bounds
+
+    def _gone(self, keys: Iterable[BlockKey]) -> dict[BlockKey, int]:
+        """By key: all up to this generation is not here any more. More than what was there when it was removed: a copy
+        that was taken since of such a value has a later one, also if it was evicted and is left on disk only."""
+        found = {key: self._state.find(key) for key in keys}
+        latest = self._state.latest_generation
+        return {key: stored.generation - 1 if stored else latest for key, stored in found.items()}
 
     async def _forget(self, generations: dict[BlockKey, int]) -> None:
         """On disk, up to and with these."""

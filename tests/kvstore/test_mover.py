@@ -40,11 +40,11 @@ class Node:
         self.memory = memoryview(bytearray(MEMORY))
         self.mover = Mover(self.state, self.memory, lambda: None)
 
-    def put(self, number: int, content: bytes | None = None) -> None:
+    def put(self, number: int, content: bytes | None = None, *, second_hand: bool = False) -> None:
         """Its own value, unless another is given."""
         content = value(number) if content is None else content
         name = f"r{number} {content[:4].hex()}"
-        wish = Wish(key=key(number), parent=None, length=SIZE)
+        wish = Wish(key=key(number), parent=None, length=SIZE, second_hand=second_hand)
         reservation = self.state.writers.reserve(name, [wish], 30.0, 0.0)
         offset = reservation.slots[0].offset
         self.memory[offset : offset + SIZE] = content

@@ -154,3 +154,20 @@ async def test_the_file_is_written_anew_without_what_the_disk_does_not_know(fold
         await life.recover()
         await removing
         assert kept(folder) == {5, REMOVAL}
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+async def test_a_copy_made_after_a_removal_that_is_heard_of_late_does_not_come_back(
+    tmp_path: Path, evicted: bool
+) -> None:
+    """Its generation is later than the removal, as is that of what was stored since, which stays."""
+    async with life_in(tmp_path) as life:
+        await life.recover()
+        life.node.put(1, second_hand=True)
+        life.node.put(2)
+        assert await life.node.mover.flush(10.0) == 0
+        if evicted:  # the disk is told nothing
+            life.node.state.remove([key(1)], corrupt=False)
+        removed = [Heard(key(number), REMOVAL, 10.0) for number in (1, 2)]
+        assert await life.remembering.learn(removed) == (not evicted)
+    assert await present_after(tmp_path) == [2]
