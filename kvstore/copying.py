@@ -75,8 +75,9 @@ async def _num_up_to_date(
 
     It is asked before the lease: then what it gives cannot be older than its answer.
     """
-    ours = [remembering.removals.last(key) for key in keys]
     theirs = await client.last_removals(source, keys)
+    # Looked up now, as `copy_here` does: what was removed during the call, the source may not have heard of.
+    ours = [remembering.removals.last(key) for key in keys]
     await remembering.learn(heard for heard in theirs if heard is not None)
     behind = (
         n

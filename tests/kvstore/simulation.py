@@ -302,9 +302,9 @@ class Simulation:
         lease_id, name, asked_at = self.new_id(), self.new_id(), self.now
         keys = self._chain()
         log = target.removals.log
-        ours = [log.last(key) for key in keys]
         try:
             theirs = yield from self.call(source, "last_removals", keys)
+            ours = [log.last(key) for key in keys]
             target.removals.learn([heard for heard in theirs if heard is not None])
             known = [heard.removal_id if heard is not None else 0 for heard in theirs]
             if any(each not in (0, told) for each, told in zip(ours, known, strict=True)):

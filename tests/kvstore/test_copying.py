@@ -1,0 +1,96 @@
+"""A node that takes copies from a real one, while something else happens to their keys."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, cast
+
+import pytest
+
+from kvstore.config import StoreConfig
+from kvstore.event_log import EventLog
+from kvstore.index_segment import IndexSegments
+from kvstore.service import Context, StoreService
+from kvstore.state import StoreState
+from protocol.membership import own_endpoint
+from protocol.pb import kvstore_pb2
+from protocol.request import Endpoint
+from protocol.wire import endpoint_to_wire
+from tests.kvstore.nodes import TOKEN, Node, chain_of, connected, key, running_node
+from tests.kvstore.states import Heard, make_state
+from transfer import TransferEngine, TransferOptions
+
+SIZE = 4096
+NOBODY = cast(Context, None)  # these calls do not look at who asks
+
+Hook = Callable[[], Awaitable[object]]
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[Node]:
+    with running_node("--dram", "1MiB") as node:
+        yield node
+
+
+@dataclass
+class Target:
+    """The node that takes a copy of one object, in this process."""
+
+    service: StoreService
+    state: StoreState
+    source: Endpoint
+
+    async def copy(self) -> kvstore_pb2.StoreCopyReply:
+        request = kvstore_pb2.StoreCopyRequest(source=endpoint_to_wire(self.source), keys=[key(0)])
+        return await self.service.Copy(request, NOBODY)
+
+
+@asynccontextmanager
+async def target_beside(source: Node) -> AsyncIterator[Target]:
+    """The source has an object."""
+    options = TransferOptions(transports=("shm",))
+    async with connected(source.rpc_address) as (client, transfer, store):
+        local = transfer.allocate(SIZE)
+        await client.put(store, chain_of(local, range(1), SIZE), local)
+        with TransferEngine(cluster_token=TOKEN, name="target", options=options) as engine:
+            state = make_state(2**20, Heard())
+            service = StoreService(
+                StoreConfig(instance_id="target", cluster_token=TOKEN),
+                engine,
+                engine.allocate(2**20),
+                own_endpoint("target", rpc_address="", transfer_address=engine.address),
+                state,
+                IndexSegments(engine),
+                EventLog(),
+            )
+            yield Target(service, state, store)
+            await service.close()
+            state.validate()
+
+
+def after(monkeypatch: pytest.MonkeyPatch, target: Target, method: str, happens: Hook) -> None:
+    """Lets something happen when a call to the source has been answered, and its caller does not know yet."""
+    call = getattr(target.service._client, method)
+
+    @wraps(call)
+    async def called(*args: Any, **options: Any) -> Any:
+        answer = await call(*args, **options)
+        await happens()
+        return answer
+
+    monkeypatch.setattr(target.service._client, method, called)
+
+
+async def test_what_is_removed_before_it_is_known_whether_the_source_knows_is_not_copied(
+    source: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source has not heard of it, so what it has may be what was removed."""
+    async with target_beside(source) as target:
+        remembering = target.service.remembering
+        after(monkeypatch, target, "last_removals", lambda: remembering.remove([key(0)], 7))
+        reply = await target.copy()
+        assert (reply.copied, reply.missing) == (0, 1)
+        assert target.state.exists([key(0)]) == [False]
