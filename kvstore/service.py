@@ -268,11 +268,13 @@ class StoreService(LastingCalls):
         self, request: kvstore_pb2.StoreCopyRequest, context: Context
     ) -> kvstore_pb2.StoreCopyReply:
         self._admit_writer()
-        reply = await copy_here(
-            self._client, self._state, self.remembering, self._segment, request, self._clock
-        )
-        self.mover.wants_copy(wire.keys_from_wire(request.keys))
-        self._changed()
+        try:
+            reply = await copy_here(
+                self._client, self._state, self.remembering, self._segment, request, self._clock
+            )
+            self.mover.wants_copy(wire.keys_from_wire(request.keys))
+        finally:
+            self._end_of_writer()
         return reply
 
     async def Subscribe(

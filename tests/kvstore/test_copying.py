@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ from protocol.membership import own_endpoint
 from protocol.pb import kvstore_pb2
 from protocol.request import Endpoint
 from protocol.wire import endpoint_to_wire
-from tests.kvstore.nodes import TOKEN, Node, chain_of, connected, key, running_node
+from tests.kvstore.nodes import TOKEN, Node, chain_of, connected, key, running_node, within
 from tests.kvstore.states import Heard, make_state
+from tests.patience import NEVER_S, PATIENCE_S
 from transfer import TransferEngine, TransferOptions
 
 SIZE = 4096
@@ -46,6 +48,13 @@ class Target:
     async def copy(self) -> kvstore_pb2.StoreCopyReply:
         request = kvstore_pb2.StoreCopyRequest(source=endpoint_to_wire(self.source), keys=[key(0)])
         return await self.service.Copy(request, NOBODY)
+
+    async def reserve(self) -> kvstore_pb2.StoreReserveReply:
+        request = kvstore_pb2.StoreReserveRequest(
+            reservation_id="other", ttl_s=10.0, wait_s=NEVER_S
+        )
+        request.wishes.add(key=key(0), length=SIZE)
+        return await self.service.Reserve(request, NOBODY)
 
 
 @asynccontextmanager
@@ -94,3 +103,19 @@ async def test_what_is_removed_before_it_is_known_whether_the_source_knows_is_no
         reply = await target.copy()
         assert (reply.copied, reply.missing) == (0, 1)
         assert target.state.exists([key(0)]) == [False]
+
+
+async def test_a_writer_that_waits_for_a_copy_of_its_key_is_answered_when_that_has_ended(
+    source: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with target_beside(source) as target:
+        waiting: list[asyncio.Task[kvstore_pb2.StoreReserveReply]] = []
+
+        async def another_writes() -> None:
+            waiting.append(asyncio.create_task(target.reserve()))
+            await asyncio.sleep(0)  # it has been told that it has to wait
+
+        after(monkeypatch, target, "read", another_writes)
+        assert (await target.copy()).copied == 1
+        [slot] = (await within(PATIENCE_S, waiting[0])).slots
+        assert slot.outcome == kvstore_pb2.StoreReserveReply.Slot.OUTCOME_PRESENT
