@@ -152,10 +152,12 @@ class Puts:
         later = [item for item in items if item not in outcomes]
         if later:
             outcomes |= self._write(node, later, local, terms, deadline, wait_s=0.0)
-        others = [item for item, outcome in outcomes.items() if outcome is Outcome.IN_PROGRESS]
-        if others:
+        while others := [i for i, outcome in outcomes.items() if outcome is Outcome.IN_PROGRESS]:
             wait_s = deadline.left_s() * _WAIT_SHARE
-            outcomes |= self._write(node, others, local, terms, deadline, wait_s=wait_s)
+            fresh = self._write(node, others, local, terms, deadline, wait_s=wait_s)
+            outcomes |= fresh
+            if Outcome.GRANTED not in fresh.values():
+                break  # else the node did not wait for the rest
         self._require_same(node, outcomes, deadline)
         return {item for item, outcome in outcomes.items() if outcome is Outcome.FULL}
 

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvstore.client import AsyncKvStore, KvStore, Pin, chain, connect
+from kvstore.client import AsyncKvStore, KvStore, Pin, chain, connect, plain_key
+from kvstore.client.deadline import Deadline
+from kvstore.client.puts import Puts
 from protocol.errors import (
     ConfigError,
     InvalidRequest,
@@ -20,8 +22,10 @@ from protocol.errors import (
     PeerLost,
     Unauthenticated,
 )
+from protocol.pb import kvstore_pb2
 from tests.kvstore.client.pools import BOTH, DRAM, TCP, store_of
 from tests.kvstore.nodes import TOKEN, Node, key, running_node
+from tests.patience import PATIENCE_S
 
 T = TypeVar("T")
 BLOCK = 64 * 1024
@@ -256,6 +260,31 @@ async def test_pins_are_set_on_what_is_there(store: Either) -> None:
 async def test_without_a_directory_replicas_cannot_be_changed(store: Either) -> None:
     with pytest.raises(NoWorker, match="no directory"):
         await store.change_replica([fresh()], 2)
+
+
+def test_each_of_several_other_writers_is_waited_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the key of one of them is free before the others have ended."""
+    names, value = [b"given up", b"still written"], os.urandom(BLOCK)
+    with store_of(f"node://{node.rpc_address}") as store:
+        [at] = store._cluster.view.nodes
+        for name in names:
+            request = kvstore_pb2.StoreReserveRequest(reservation_id=name.decode(), ttl_s=60.0)
+            request.wishes.add(key=plain_key(name), length=BLOCK)
+            at.call(lambda stub: stub.Reserve, request, Deadline(PATIENCE_S))
+        waited_for = iter(names)
+        write = Puts._write
+
+        def end_one_and_write(*args: Any, wait_s: float) -> Any:
+            if wait_s:
+                abort = kvstore_pb2.StoreAbortRequest(reservation_id=next(waited_for).decode())
+                at.call(lambda stub: stub.Abort, abort, Deadline(PATIENCE_S))
+            return write(*args, wait_s=wait_s)
+
+        monkeypatch.setattr(Puts, "_write", end_one_and_write)
+        store.batch_put([(name, value) for name in names])
+        assert store.batch_get(names) == [value] * 2
 
 
 def test_a_value_larger_than_the_node_is_refused_with_both_sizes(own_node: Node) -> None:
