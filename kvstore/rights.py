@@ -51,7 +51,8 @@ class Ended(Generic[Result]):
 
     def remember(self, right_id: str, now: float, result: Result | None = None) -> None:
         """`right_id` ended at `now`; the first word stands."""
-        while self._entries and (oldest := next(iter(self._entries))):
+        while self._entries:
+            oldest = next(iter(self._entries))
             if self._entries[oldest][0] > now:
                 break
             del self._entries[oldest]

@@ -174,11 +174,13 @@ def test_an_abort_never_undoes_a_commit() -> None:
     state.validate()
 
 
-def test_the_end_of_an_id_is_remembered_for_a_while_only() -> None:
+@pytest.mark.parametrize("first", ["r0", ""])
+def test_the_end_of_an_id_is_remembered_for_a_while_only(first: str) -> None:
     state, _ = make()
-    for number in range(100):
+    state.writers.abort(first, 0.0)
+    for number in range(1, 100):
         state.writers.abort(f"r{number}", float(number))
-    assert state.writers.reserve("r0", chain(1), TTL_S, 100.0).objects
+    assert state.writers.reserve(first, chain(1), TTL_S, 100.0).objects
     with pytest.raises(StaleLease):
         state.writers.reserve("r99", chain(2), TTL_S, 100.0)
     state.validate()
