@@ -219,7 +219,8 @@ class Remembering:
         write = file.rewrite if rewrite else file.append
         try:
             await self._in_thread(lambda: write(records))
-            self._is_torn = False
+            if rewrite:  # what was appended may have been so behind a torn record
+                self._is_torn = False
             self._num_records += len(records)
         except OSError as error:
             self._is_torn = True

@@ -7,6 +7,8 @@ a life leaves that is killed there is a copy of its folder.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,8 +19,9 @@ import pytest
 
 from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.remembering import Remembering
-from kvstore.removal_file import RemovalFile
+from kvstore.removal_file import FILE_NAME, RemovalFile
 from kvstore.removals import Heard, Removals
+from protocol.keys import BlockKey
 from tests.kvstore.test_mover import DISK, Node, ignore, key, node_on
 
 REMOVAL = 7
@@ -171,3 +174,26 @@ async def test_a_copy_made_after_a_removal_that_is_heard_of_late_does_not_come_b
         removed = [Heard(key(number), REMOVAL, 10.0) for number in (1, 2)]
         assert await life.remembering.learn(removed) == (not evicted)
     assert await present_after(tmp_path) == [2]
+
+
+async def test_what_was_about_to_follow_a_torn_record_does_not_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, append = Node(), RemovalFile.append
+    remembering = Remembering(
+        node.state, node.mover, Removals(1, 0.0), tmp_path, lambda: 1.0, lambda: None
+    )
+    await remembering.load(is_first_life=False)
+
+    def torn(file: RemovalFile, removals: list[tuple[BlockKey, int, float]]) -> None:
+        append(file, removals)
+        if failures:
+            os.truncate(tmp_path / FILE_NAME, (tmp_path / FILE_NAME).stat().st_size - 1)
+            raise failures.pop()
+
+    failures = [OSError(errno.ENOSPC, "no room, until the next attempt")]
+    monkeypatch.setattr(RemovalFile, "append", torn)
+    await asyncio.gather(*(remembering.remove([key(n)], n) for n in (1, 2)))
+    await remembering.remove([key(3)], 3)
+    await remembering.close()
+    assert kept(tmp_path) == {1, 2, 3}
