@@ -119,8 +119,9 @@ class CatchingUp:
             self._remembering.drop([o.header() for o in self._state.objects()])
             self._remembering.knows_only(self._covered_s)
             return
-        if self._comparing is None or self._comparing.done():
-            self._comparing = asyncio.create_task(self._compare(had_before))
+        if self._comparing is not None:
+            self._comparing.cancel()  # what it has compared may have been stored anew since
+        self._comparing = asyncio.create_task(self._compare(had_before))
         await asyncio.wait({self._comparing}, timeout=COMPARE_S)
 
     async def _compare(self, had_before: int) -> None:
