@@ -173,12 +173,19 @@ class Moves:
         self._checks.remove(stored)
         self._catalog.let_go(stored)
 
-    def relocated(self, key: BlockKey, generation: int, to: Place) -> bool:
-        """The disk has moved an object; False = nobody wants it any more."""
+    def relocated(self, key: BlockKey, generation: int, source: Place, to: Place) -> bool:
+        """The disk has moved an object; False = nobody wants it any more, and the disk forbids it.
+
+        It may not forbid one that is visible and has only lost its copy at `source` meanwhile: with the new one it
+        would forbid all that are made later, since they have the same generation.
+        """
         stored = self._catalog.find(key)
-        if stored is None or stored.generation != generation or stored.place is None:
+        if stored is None or stored.generation != generation:
             return False
-        self._catalog.set_place(stored, to)
+        if stored.place == source:
+            self._catalog.set_place(stored, to)
+        else:
+            self._release(to)
         return True
 
     def under_way(self) -> list[StoredObject]:

@@ -344,7 +344,7 @@ class SimulatedNode:
         unknown = {place for _, place in self._unknown}
         for old in sorted(self.disk.live - unknown)[:3] if self._has_disk else ():
             moved, new = self.disk.kept[old], self.disk.move(old)
-            wanted = self.state.moves.relocated(moved.key, moved.generation, new)
+            wanted = self.state.moves.relocated(moved.key, moved.generation, old, new)
             self.disk.moved(old, new, wanted=wanted)
 
     def _begin_to_recover(self, may_stay: bool) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,3 +158,27 @@ async def test_an_object_that_is_removed_before_it_is_found_is_not_taken_in(tmp_
     await early.mover.close()
     async with node_on(tmp_path) as again:
         assert again.present(range(3)) == [2]
+
+
+async def test_a_copy_that_is_dropped_while_the_disk_moves_it_can_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with node_on(tmp_path) as node:
+        node.put(1)
+        assert await node.mover.flush(10.0) == 0
+        disk = node.mover.disk
+        assert isinstance(disk, SsdTier)
+        disk._segments.seal(disk._writer._landed_in)
+        assert await disk._segments.sealed()
+        moved = disk._compactor._moved
+
+        def dropped_and_moved(*move: Any) -> bool:
+            assert node.state._catalog.drop_a_copy()
+            return moved(*move)
+
+        monkeypatch.setattr(disk._compactor, "_moved", dropped_and_moved)
+        await disk._compactor._compact(disk._log.segments[1])
+        assert await node.mover.flush(10.0) == 0
+        assert disk.usage().live == disk.space(SIZE)
+    async with node_on(tmp_path) as again:
+        assert again.present(range(3)) == [1]

@@ -208,11 +208,29 @@ def test_an_object_that_the_disk_moved_is_released_where_it_is() -> None:
     assert found.place is not None
     del node.disk.places[found.place]
     elsewhere = node.disk.put(key(1))
-    assert node.state.moves.relocated(key(1), found.generation, elsewhere)
-    assert not node.state.moves.relocated(key(1), found.generation + 1, Place(99))
+    moved = node.state.moves.relocated
+    assert moved(key(1), found.generation, found.place, elsewhere)
+    assert not moved(key(1), found.generation + 1, elsewhere, Place(99))
     node.state.remove(keys(1), corrupt=False)
     assert node.disk.places == {}
-    assert not node.state.moves.relocated(key(1), found.generation, elsewhere)
+    assert not moved(key(1), found.generation, found.place, elsewhere)
+
+
+def test_an_object_whose_copy_was_dropped_or_made_anew_while_it_moved_has_at_most_one() -> None:
+    node = Tiered.make()
+    node.put(chain(1))
+    for copied_again in (False, True):
+        node.copy(1)
+        found = node.state.find(key(1))
+        assert found is not None
+        assert found.place is not None
+        assert node.state._catalog.drop_a_copy()
+        if copied_again:
+            node.copy(1)
+        elsewhere = node.disk.put(key(1))
+        assert node.state.moves.relocated(key(1), found.generation, found.place, elsewhere)
+        assert len(node.disk.places) == copied_again
+        assert node.tiers() == {1: Tier.MEMORY}
 
 
 def test_an_object_being_checked_stays_where_it_is() -> None:
