@@ -182,9 +182,10 @@ class Mover:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + timeout_s
         self.pump()
-        while (self._fresh or self._writing_bytes) and loop.time() < ends_at and self.usable:
+        moves = self._state.moves
+        while (self._fresh or moves.num_stores) and loop.time() < ends_at and self.usable:
             await set_within(self._moved, ends_at - loop.time())
-        return len(self._fresh)
+        return self._state.num_not_on_disk
 
     def load(self, loads: Iterable[Load]) -> None:
         """Begins reads."""

@@ -50,6 +50,11 @@ class Moves:
         """Memory that will be free once the writes under way have ended."""
         return self._leaving_bytes
 
+    @property
+    def num_stores(self) -> int:
+        """Of writes under way, those of empty objects too."""
+        return len(self._stores)
+
     def demotions(self, limit_bytes: int) -> list[Store]:
         """The next writes, at most `limit_bytes` and one object; empty when memory is below its watermarks.
 

@@ -154,6 +154,11 @@ class StoreState:
         return len(self._catalog)
 
     @property
+    def num_not_on_disk(self) -> int:
+        """Of them, those that would be lost with the memory."""
+        return len(self._catalog) - self._catalog.books.num_places
+
+    @property
     def metadata_bytes(self) -> int:
         return self._catalog.metadata_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.disk.files import SegmentFile
+from kvstore.disk.folder import Folder
 from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.mover import Mover
 from kvstore.promises import Wish
@@ -45,10 +48,10 @@ class Node:
         """Its own value, unless another is given."""
         content = value(number) if content is None else content
         name = f"r{number} {content[:4].hex()}"
-        wish = Wish(key=key(number), parent=None, length=SIZE, second_hand=second_hand)
+        wish = Wish(key=key(number), parent=None, length=len(content), second_hand=second_hand)
         reservation = self.state.writers.reserve(name, [wish], 30.0, 0.0)
         offset = reservation.slots[0].offset
-        self.memory[offset : offset + SIZE] = content
+        self.memory[offset : offset + len(content)] = content
         self.state.writers.commit(name, {key(number): checksum([content])}, 0.0)
         self.state.writers.verified(name, [], 0.0)
 
@@ -99,6 +102,26 @@ async def test_what_is_cold_goes_to_disk_and_all_of_it_is_found_again(tmp_path: 
     async with node_on(tmp_path) as again:
         assert again.present(range(60)) == [*range(60)]
         assert await again.get(7) == value(7)
+
+
+async def test_what_is_empty_is_on_disk_at_the_end_like_all_else(tmp_path: Path) -> None:
+    async with node_on(tmp_path) as node:
+        node.put(1, b"")
+        assert await node.mover.flush(10.0) == 0
+        [stored] = node.state.objects()
+        assert stored.place is not None
+
+
+async def test_what_the_disk_does_not_take_is_missing_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Folder, nbytes: int) -> SegmentFile:
+        raise OSError(errno.ENOSPC, "full")
+
+    async with node_on(tmp_path) as node:
+        node.put(1)
+        monkeypatch.setattr(Folder, "create", full)
+        assert await node.mover.flush(10.0) == 1
 
 
 async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before(
