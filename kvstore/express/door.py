@@ -50,8 +50,13 @@ class Door:
             if self._closed:
                 link.close()
                 return
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system lets this process have no more
+                log.warning("no thread for an express connection: %s", error)
+                link.close()
+                return
             self._threads[link] = thread
-            thread.start()
 
     def close(self) -> None:
         """Ends all of them, and waits; what was asked completely may still be answered. The loop must run."""
