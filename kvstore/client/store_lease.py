@@ -42,6 +42,8 @@ class StoreLease:
         self._means = means
         self._ttl_s = ttl_s
         self._leases: list[NodeLease] = []
+        self._unused: list[NodeLease] = []
+        """At nodes that were lost before all was read there: nothing depends on them."""
         self._memory = contextlib.ExitStack()
         self._renewing: concurrent.futures.Future[None] | None = None
 
@@ -73,7 +75,8 @@ class StoreLease:
             if view is not None:
                 with contextlib.suppress(BufferError):  # an array of the caller's is over it
                     view.release()
-        leases, self._leases = self._leases, []
+        leases = [*self._leases, *self._unused]
+        self._leases, self._unused = [], []
         for lease in leases:
             lease.close()
         self._memory.close()
@@ -97,13 +100,19 @@ class StoreLease:
         self, node: StoreNode, keys: Sequence[BlockKey], deadline: Deadline, *, verify: bool
     ) -> list[memoryview | Fate]:
         fates: list[memoryview | Fate] = [Fate.ABSENT] * len(keys)
+        leases: list[NodeLease] = []
         first = 0
-        while first < len(keys):
-            lease = take_lease(node, keys[first:], deadline, self._ttl_s)
-            self._leases.append(lease)
-            last = first + len(lease.entries)
-            fates[first:last] = self._views(node, lease, deadline, verify=verify)
-            first = last + 1
+        try:
+            while first < len(keys):
+                lease = take_lease(node, keys[first:], deadline, self._ttl_s)
+                leases.append(lease)
+                last = first + len(lease.entries)
+                fates[first:last] = self._views(node, lease, deadline, verify=verify)
+                first = last + 1
+        except BaseException:
+            self._unused.extend(leases)
+            raise
+        self._leases.extend(leases)
         return fates
 
     def _views(

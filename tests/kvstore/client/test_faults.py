@@ -8,10 +8,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from kvstore.client import KvStore, chain
+from kvstore.client import KvStore, chain, store_lease
 from kvstore.client.deadline import Deadline
 from kvstore.client.keys import Key, block_of
 from kvstore.client.placement import ranked
@@ -325,6 +326,28 @@ def _is_stale(lease: object) -> bool:
     except StaleLease:
         return True
     return False
+
+
+def test_a_lease_at_a_node_that_died_before_it_was_read_does_not_count(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be renewed, and what was read elsewhere need not be discarded for it."""
+    name = fresh()
+    first, second, _ = rank_of(pool, name)
+    put_at(pool, first, name, VALUE)
+    put_at(pool, second, name, VALUE)
+    read = store_lease.read
+
+    def read_too_late(*args: Any) -> None:
+        monkeypatch.setattr(store_lease, "read", read)
+        pool.nodes[first].kill()
+        read(*args)
+
+    with pool.store(TCP) as store:
+        monkeypatch.setattr(store_lease, "read", read_too_late)
+        with store.lease([name], timeout_s=PATIENCE_S) as lease:
+            assert lease.views == (VALUE,)
+            assert [held.node.node_id for held in lease._leases] == [second]
 
 
 def test_a_draining_node_takes_nothing_new_and_serves_what_it_has(shared_pool: Pool) -> None:
