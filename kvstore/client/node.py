@@ -308,8 +308,9 @@ class StoreNode:
         """What is mapped stays so for those who are reading it."""
         with self._lock:
             attached, self._attached = self._attached, None
+            channels = list(self._channels)
         # Again those of earlier attachments: a call that was under way has left its connection behind.
-        for channel in self._channels:
+        for channel in channels:
             channel.close()
         if attached is not None:
             self._means.engine.forget(attached.endpoint.transfer_address)

@@ -296,6 +296,28 @@ def _unreachable(store: KvStore) -> bool:
     return any(each.resting for each in store.nodes())
 
 
+def test_a_node_that_is_given_up_while_another_thread_connects_is_used_again(
+    shared_pool: Pool,
+) -> None:
+    with shared_pool.alone("store-0") as store:
+        [node] = store._cluster.view.nodes
+
+        class Other:
+            """A connection during whose end there is a new one."""
+
+            def close(self) -> None:
+                node._channels.add(Connection())  # type: ignore[arg-type]
+
+        class Connection:
+            def close(self) -> None:
+                """It has none."""
+
+        node._channels.add(Other())  # type: ignore[arg-type]
+        node.lost(PeerLost("it did not answer"))
+        until(lambda: not node.resting)
+        assert store.get(fresh()) is None
+
+
 def test_a_lease_that_could_not_be_renewed_makes_its_reader_discard(shared_pool: Pool) -> None:
     name = fresh()
     first = rank_of(shared_pool, name)[0]
