@@ -175,8 +175,10 @@ class Mover:
 
     async def flush(self, timeout_s: float) -> int:
         """Copies to disk what is only in memory, for at most so long; gives the number of objects still missing."""
-        if not self.usable:
+        if self.disk is None:
             return 0
+        if not self.usable:
+            return self._state.num_not_on_disk
         self._fresh.extend(o.key for o in self._state.objects() if o.place is None)
         self._write_through = True
         loop = asyncio.get_running_loop()

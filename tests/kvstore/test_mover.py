@@ -124,6 +124,15 @@ async def test_what_the_disk_does_not_take_is_missing_at_the_end(
         assert await node.mover.flush(10.0) == 1
 
 
+async def test_what_came_before_the_disk_was_read_is_missing_at_the_end(tmp_path: Path) -> None:
+    """Nothing is written before."""
+    async with node_on(tmp_path) as node:
+        assert node.mover.disk is not None
+        node.mover.expect(node.mover.disk)
+        node.put(1)
+        assert await node.mover.flush(10.0) == 1
+
+
 async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before(
     tmp_path: Path,
 ) -> None:
