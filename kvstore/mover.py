@@ -304,6 +304,7 @@ class Mover:
     def _rested(self) -> None:
         self._resting = None
         self.pump()
+        self._ended()  # there may be nothing left to write
 
     async def _read(self, loads: Sequence[Load]) -> None:
         assert self.disk is not None

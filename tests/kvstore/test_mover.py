@@ -20,7 +20,9 @@ from kvstore.state import StoreState
 from kvstore.stored import Watermarks
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
+from tests.kvstore.nodes import within
 from tests.kvstore.states import Heard, make_state
+from tests.patience import NEVER_S, PATIENCE_S
 
 SIZE = 8192
 MEMORY = 64 * SIZE
@@ -131,6 +133,18 @@ async def test_what_came_before_the_disk_was_read_is_missing_at_the_end(tmp_path
         node.mover.expect(node.mover.disk)
         node.put(1)
         assert await node.mover.flush(10.0) == 1
+
+
+async def test_a_stop_does_not_wait_for_what_is_gone_when_the_disk_is_asked_again(
+    tmp_path: Path,
+) -> None:
+    async with node_on(tmp_path) as node:
+        node.put(1)
+        node.mover._rest()
+        flushing = asyncio.create_task(node.mover.flush(NEVER_S))
+        await asyncio.sleep(0)  # it waits for the disk
+        node.state.remove([key(1)], corrupt=False)
+        assert await within(PATIENCE_S, flushing) == 0
 
 
 async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before(
