@@ -48,24 +48,32 @@ class Verifier:
         keys = [stored.key for stored in self._state.objects()]
         checked = 0
         for piece in batched(keys, 1_000):
-            corrupt = [key for key in piece if not await self._is_good(key)]
-            await self._drop(corrupt)
+            rotten = [found for key in piece if (found := await self._rotten(key)) is not None]
+            await self._drop(rotten)
             checked += len(piece)
+            corrupt = [stored.key for stored in rotten]
             yield kvstore_pb2.StoreVerifyReply(checked=checked, total=len(keys), corrupt=corrupt)
 
-    async def _drop(self, corrupt: list[BlockKey]) -> None:
+    async def _drop(self, rotten: list[StoredObject]) -> None:
+        """But for what has been stored anew meanwhile."""
+        corrupt = [stored.key for stored in rotten if self._is_here(stored)]
         if corrupt:
             self._state.remove(corrupt, corrupt=True)
             await self._mover.forget(corrupt, self._state.latest_generation)
 
-    async def _is_good(self, key: BlockKey) -> bool:
-        """True also when it has left meanwhile."""
+    def _is_here(self, stored: StoredObject) -> bool:
+        found = self._state.find(stored.key)
+        return found is not None and found.generation == stored.generation
+
+    async def _rotten(self, key: BlockKey) -> StoredObject | None:
+        """None also when it has left meanwhile."""
         stored = self._state.find(key)
         if stored is None:
-            return True
+            return None
         self._state.moves.check(stored)
         try:
-            return await self._memory_matches(stored) and await self._disk_matches(stored)
+            good = await self._memory_matches(stored) and await self._disk_matches(stored)
+            return None if good else stored
         finally:
             self._state.moves.checked(stored)
 
