@@ -73,6 +73,7 @@ class CatchingUp:
         self._turn = 0
         self._decided = asyncio.Event()
         self._may_stay = False
+        self._has_begun_empty = False  # since the start: what is still found on disk goes, too
         self._covered_s = 0.0  # by the best of those who were asked last
         self._comparing: asyncio.Task[None] | None = None
 
@@ -107,15 +108,16 @@ class CatchingUp:
         return self._may_stay
 
     async def outdated(self, found: Sequence[DiskObject]) -> set[BlockKey]:
-        """`mover.Doubts`: the others' value counts, since it was stored, or seen, while this node was away."""
-        answers = await asyncio.gather(*(self._differing(peer, found) for peer in self._peers))
-        return set[BlockKey]().union(*answers)
+        """`mover.Doubts`."""
+        replaced = await self._replaced(found)
+        return {about.key for about in found} if self._has_begun_empty else replaced
 
     async def before_rejoin(self, absent_s: float) -> None:
         """The registry had forgotten this node. Raises MoonserveError when the registry does not answer."""
         had_before = self._state.latest_generation + 1
         if not await self._fence(absent_s):
             log.error("nobody knows what was removed in the last %.0f s: beginning empty", absent_s)
+            self._has_begun_empty = True
             self._remembering.drop([o.header() for o in self._state.objects()])
             self._remembering.knows_only(self._covered_s)
             return
@@ -128,7 +130,7 @@ class CatchingUp:
         """All that is here and was before; may take long."""
         for piece in batched(self._state.objects(), COMPARED_AT_ONCE):
             old = [o.header() for o in piece if o.generation < had_before]
-            outdated = await self.outdated(old)
+            outdated = await self._replaced(old)
             if outdated:
                 log.warning("%d objects were stored anew elsewhere meanwhile", len(outdated))
                 self._remembering.drop([o for o in old if o.key in outdated])
@@ -207,6 +209,11 @@ class CatchingUp:
         if reply.settled and self._remembering.settled:
             self._remembering.knows(reply.covered_s)
         return Answer(reply.settled, reply.covered_s)
+
+    async def _replaced(self, found: Sequence[DiskObject]) -> set[BlockKey]:
+        """The others' value counts, since it was stored, or seen, while this node was away."""
+        answers = await asyncio.gather(*(self._differing(peer, found) for peer in self._peers))
+        return set[BlockKey]().union(*answers)
 
     async def _differing(self, peer: Member, found: Sequence[DiskObject]) -> set[BlockKey]:
         request = kvstore_pb2.StoreFindRequest(keys=[about.key for about in found])

@@ -1,9 +1,10 @@
-"""What a running node compares with the others when the registry had forgotten it."""
+"""What a running node does with what it has when the registry had forgotten it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,8 @@ from protocol.keys import BlockKey
 from protocol.registry.embedded import EmbeddedRegistry
 from protocol.rpc import Channels
 from tests.kvstore.nodes import TOKEN
-from tests.kvstore.test_mover import Node
+from tests.kvstore.test_mover import Node, ignore, node_on
+from tests.kvstore.test_remembering import life_in
 
 
 class Alone(CatchingUp):
@@ -33,7 +35,7 @@ class Alone(CatchingUp):
         self.asked_twice = asyncio.Event()
         self.answering = asyncio.Event()
 
-    async def outdated(self, found: Sequence[DiskObject]) -> set[BlockKey]:
+    async def _replaced(self, found: Sequence[DiskObject]) -> set[BlockKey]:
         self.num_asked += 1
         if self.num_asked == 2:
             self.asked_twice.set()
@@ -62,3 +64,29 @@ async def test_what_was_compared_before_another_absence_is_compared_again(
     await again.compared()
     assert node.present(range(2)) == []
     await again.close()
+
+
+class Ignorant(CatchingUp):
+    """Nobody knows what was removed meanwhile."""
+
+    async def _fence(self, absent_s: float) -> bool:
+        return False
+
+
+async def test_what_is_found_on_disk_after_nobody_knew_what_was_removed_goes_too(
+    tmp_path: Path,
+) -> None:
+    """The node was away while it still read its disk, all of which could have stayed before."""
+    async with node_on(tmp_path) as node:
+        node.put(1)
+        await node.mover.flush(10.0)
+    async with life_in(tmp_path) as life:
+        node, channels = life.node, Channels(TOKEN)
+        again = Ignorant("store-0", EmbeddedRegistry(), life.remembering, node.state, channels)
+        again._may_stay = True
+        again._decided.set()
+        await again.before_rejoin(60.0)
+        node.put(2)
+        await node.mover.recover(life.disk, ignore, again)
+        assert node.present(range(3)) == [2]
+        await again.close()
