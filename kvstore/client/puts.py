@@ -47,6 +47,10 @@ _ABORT_S = 2.0
 _OUTCOME_OF = {put: outcome for outcome, put in OUTCOMES.items()}
 
 
+class Unfinished(DeadlineExceeded):
+    """By another writer of the key, while the node answered all the time."""
+
+
 class Item:
     """An object to store, and where its bytes lie in registered memory, which nobody changes meanwhile."""
 
@@ -133,7 +137,8 @@ class Puts:
         try:
             full = self._put_at(node, list(items.values()), local, terms, deadline)
         except (Overloaded, PeerLost, DeadlineExceeded, StaleLease) as error:
-            if isinstance(error, PeerLost | DeadlineExceeded) and deadline.fair():
+            silent = isinstance(error, PeerLost | DeadlineExceeded)
+            if silent and not isinstance(error, Unfinished) and deadline.fair():
                 node.lost(error)
             return dict.fromkeys(items, error)
         refused = Overloaded(_why_full(terms.tenant), retry_after_s=_FULL_RETRY_S)
@@ -249,9 +254,9 @@ class Puts:
     def _require_same(
         self, node: StoreNode, outcomes: Mapping[Item, Outcome], deadline: Deadline
     ) -> None:
-        """Raises InvalidRequest when another value is stored under one of the keys."""
+        """Raises InvalidRequest when another value is stored under one of the keys, Unfinished."""
         if Outcome.IN_PROGRESS in outcomes.values():
-            raise DeadlineExceeded("another writer of this key did not finish in time")
+            raise Unfinished("another writer of this key did not finish in time")
         present = [item for item, outcome in outcomes.items() if outcome is Outcome.PRESENT]
         if not present:
             return

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvstore.client import AsyncKvStore, KvStore, Pin, chain, connect, plain_key
+from kvstore.client import AsyncKvStore, KvStore, Pin, chain, connect, plain_key, puts
 from kvstore.client.deadline import Deadline
 from kvstore.client.puts import Puts
 from protocol.errors import (
     ConfigError,
+    DeadlineExceeded,
     InvalidRequest,
     NoWorker,
     Overloaded,
@@ -262,6 +263,27 @@ async def test_without_a_directory_replicas_cannot_be_changed(store: Either) -> 
         await store.change_replica([fresh()], 2)
 
 
+def begin_to_write(store: KvStore, name: bytes) -> None:
+    """As another writer, whose reservation has the key's name."""
+    [at] = store._cluster.view.nodes
+    request = kvstore_pb2.StoreReserveRequest(reservation_id=name.decode(), ttl_s=60.0)
+    request.wishes.add(key=plain_key(name), length=BLOCK)
+    at.call(lambda stub: stub.Reserve, request, Deadline(PATIENCE_S))
+
+
+def test_a_node_is_not_given_up_for_another_writer_that_takes_too_long(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(puts, "_WAIT_SHARE", 0.0)
+    with store_of(f"node://{node.rpc_address}") as store:
+        store.put(b"stored", b"value")
+        begin_to_write(store, b"never written")
+        with pytest.raises(DeadlineExceeded):
+            store.put(b"never written", b"value")
+        assert store.get(b"stored") == b"value"
+        assert not any(each.resting for each in store.nodes())
+
+
 def test_each_of_several_other_writers_is_waited_for(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,9 +292,7 @@ def test_each_of_several_other_writers_is_waited_for(
     with store_of(f"node://{node.rpc_address}") as store:
         [at] = store._cluster.view.nodes
         for name in names:
-            request = kvstore_pb2.StoreReserveRequest(reservation_id=name.decode(), ttl_s=60.0)
-            request.wishes.add(key=plain_key(name), length=BLOCK)
-            at.call(lambda stub: stub.Reserve, request, Deadline(PATIENCE_S))
+            begin_to_write(store, name)
         waited_for = iter(names)
         write = Puts._write
 
