@@ -15,7 +15,7 @@ from contextlib import ExitStack
 
 from kvstore.disk.base import PAGE, DiskRead, DiskWrite, Moved, Pin, Place
 from kvstore.disk.flushing import Flusher
-from kvstore.disk.format import Record, Tombstone, pages, place_of, unpack_tombstones
+from kvstore.disk.format import Record, Tombstone, pages, place_of, segment_of, unpack_tombstones
 from kvstore.disk.health import Doing
 from kvstore.disk.log import KEPT_FOR_COMPACTION, Segment
 from kvstore.disk.memory import Scratch
@@ -59,9 +59,13 @@ class Compactor:
         self._moved = moved
         self._pins = pins
         self._unwanted: list[Tombstone] = []
-        """Of copies that nobody wanted any more; not durable yet."""
+        """Of copies that nobody wanted any more; not durable yet, but before any segment goes."""
         self._task: asyncio.Task[None] | None = None
         self._closed = False
+
+    def owe(self, tombstones: Iterable[Tombstone]) -> None:
+        """Of copies that were made in an earlier life."""
+        self._unwanted += tombstones
 
     def wake(self) -> None:
         """Space may be needed, or to be had."""
@@ -194,18 +198,18 @@ class Compactor:
             place is None
         ):  # perhaps it is on disk nevertheless: that does no harm while its source counts
             if not self._log.is_live(read.place):
-                self._forget(read)
+                self._forget(read, max(self._log.segments))
             return False
         if self._moved(read.object, read.place, place):
             self._counters["objects_moved"] += 1
         else:
             self._log.release(place)
-            self._forget(read)
+            self._forget(read, segment_of(place))
         self._log.release(read.place)
         return True
 
-    def _forget(self, read: DiskRead) -> None:
-        self._unwanted.append(Tombstone(read.object.key, read.object.generation))
+    def _forget(self, read: DiskRead, until: int) -> None:
+        self._unwanted.append(Tombstone(read.object.key, read.object.generation, until))
 
     def _drop(self, place: Place) -> None:
         if self._log.release(place):

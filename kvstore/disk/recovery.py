@@ -20,6 +20,7 @@ from kvstore.disk.folder import Folder
 from kvstore.disk.format import (
     LOG_BEGIN,
     Record,
+    Tombstone,
     encode_record,
     footer_pages,
     place_of,
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 Found = list[tuple[DiskObject, Place]]
 
+_NOTHING = (-1, 0)
 _PIECE = 4096
 """Objects given at once."""
 _SURVEY_SHARE = 0.2
@@ -46,8 +48,10 @@ _SURVEY_SHARE = 0.2
 class Known:
     """What decides whether a record still counts. Pure."""
 
-    forgotten: dict[BlockKey, int] = field(default_factory=dict)
-    """Generations up to and with it."""
+    forgotten: dict[BlockKey, tuple[int, int]] = field(default_factory=dict)
+    """Generations up to and with the first, in segments up to and with the second."""
+    uncovered: list[Tombstone] = field(default_factory=list)
+    """Of copies that were made of what was forgotten meanwhile, in later segments than that was said of."""
     pins: Pins = field(default_factory=Pins)
     copied: set[int] = field(default_factory=set)
     """Of objects found in copies: hashes of key and generation, about 90 bytes each until recovery has ended."""
@@ -57,16 +61,26 @@ class Known:
             if each.pin is not None:
                 self.pins.note(each)
             else:
-                self.forgotten[each.key] = max(each.generation, self.forgotten.get(each.key, 0))
+                generation, until = self.forgotten.get(each.key, _NOTHING)
+                self.forgotten[each.key] = (
+                    max(each.generation, generation),
+                    max(each.segment, until),
+                )
 
-    def counts(self, record: Record) -> bool:
+    def counts(self, record: Record, segment: int) -> bool:
         """To be asked with later segments first.
+
+        A copy is where its source was: what could not be written to a segment, and is forgotten there, may have been
+        written again to a later one, but not copied to it.
 
         A segment that could not be emptied keeps what was copied out of it, and the copies may have been copied on
         since, from a segment that is gone: so a copy rules out every earlier record of its object, wherever it lies.
         """
         about = record.object
-        if about.generation <= self.forgotten.get(about.key, -1):
+        generation, until = self.forgotten.get(about.key, _NOTHING)
+        if about.generation <= generation and (record.source or segment) <= until:
+            if segment > until:
+                self.uncovered.append(Tombstone(about.key, about.generation, segment))
             return False
         identity = hash((about.key, about.generation))
         if identity in self.copied:
@@ -84,6 +98,11 @@ class Recovery:
         self._segments = segments
         self._surveyor = surveyor
         self._known = Known(pins=pins)
+
+    @property
+    def uncovered(self) -> Sequence[Tombstone]:
+        """To be written before the segments go that others were written for; known at the end."""
+        return self._known.uncovered
 
     async def run(self, progress: Callable[[float], None]) -> AsyncGenerator[Found, None]:
         """Ends early when the disk fails as a whole; then its health says so."""
@@ -169,7 +188,7 @@ class Recovery:
             self._segments.failed(Doing.READ, survey.error)
         else:
             for record in records:
-                live = self._known.counts(record)
+                live = self._known.counts(record, survey.number)
                 segment.add(record.page, record.num_pages, live=live)
                 if live:
                     about = self._known.pins.current(record.object)

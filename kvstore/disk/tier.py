@@ -191,6 +191,7 @@ class SsdTier:
         async with contextlib.aclosing(recovery.run(progress)) as found:
             async for piece in found:
                 yield piece
+        self._compactor.owe(recovery.uncovered)
         await self._threads.call(self._drop_spares)
         self._recovered = True
         self._watch = asyncio.create_task(self._look_after())

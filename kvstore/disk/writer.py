@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from kvstore.disk.base import PAGE, DiskObject, DiskWrite, Place
 from kvstore.disk.carrier import Carrier, Landed
 from kvstore.disk.flushing import Flusher
-from kvstore.disk.format import MAX_RECORD_BYTES, Tombstone, place_of
+from kvstore.disk.format import MAX_RECORD_BYTES, Tombstone, place_of, segment_of
 from kvstore.disk.group import Call, Group, Item, object_items, tombstone_items
 from kvstore.disk.health import Doing
 from kvstore.disk.log import Segment
@@ -103,7 +103,7 @@ class Writer:
         for write, place in zip(writes, places, strict=True):
             if place is not None:
                 self._log.release(place)
-                self._owe(write.object)
+                self._owe(write.object, segment_of(place))
 
     def _pump(self) -> None:
         """Begins what may be begun. What has to wait is looked at again when a group has landed or there is room."""
@@ -124,9 +124,9 @@ class Writer:
             logger.exception("writes to the SSD tier are refused: this is a bug")
             self._refuse_all(group)
 
-    def _owe(self, about: DiskObject) -> None:
-        """It must not be found after a restart; the next writes say so."""
-        self._owed.append(Tombstone(about.key, about.generation))
+    def _owe(self, about: DiskObject, segment: int) -> None:
+        """It must not be found there after a restart; the next writes say so. Later it may be written elsewhere."""
+        self._owed.append(Tombstone(about.key, about.generation, segment))
 
     def _pay(self) -> None:
         """What is owed goes with the next group; nobody waits for it."""
@@ -297,7 +297,7 @@ class Writer:
             if item.write is not None:
                 self._log.release(place_of(group.segment.number, item.page))
                 if not item.source:  # else its source still counts
-                    self._owe(item.write.object)
+                    self._owe(item.write.object, group.segment.number)
         for item in items:
             self._refuse(item)
 

@@ -6,13 +6,15 @@ import asyncio
 import dataclasses
 import errno
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvstore.disk import compaction
-from kvstore.disk.base import DiskObject, Pin
+from kvstore.disk.base import DiskObject, DiskRead, Pin
 from kvstore.disk.compaction import once_each
+from kvstore.disk.files import FileCalls
 from kvstore.disk.format import Tombstone
 from kvstore.disk.log import Segment
 from protocol.keys import BlockKey
@@ -111,6 +113,52 @@ async def test_what_was_given_up_while_its_copy_failed_does_not_come_back(tmp_pa
         assert segment.number not in stand.tier._log.segments
         shutil.copytree(tmp_path / "living", tmp_path / "photo")
     assert await found_in(tmp_path / "photo") == {written(2).object}
+
+
+class LastBefore(FileCalls):
+    """Copies the folder before each write that follows on `begun`, until its first segment goes."""
+
+    def __init__(self, folder: Path, photo: Path) -> None:
+        self.begun = False
+        self._folder = folder
+        self._photo = photo
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.begun:
+            shutil.rmtree(self._photo, ignore_errors=True)
+            shutil.copytree(self._folder, self._photo)
+        return super().pwritev(fd, buffers, offset)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.begun &= source.name != f"segment-{1:010}.kv"
+        super().rename(source, target)
+
+
+async def test_what_was_removed_while_it_was_copied_stays_removed_when_the_process_dies_before_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copy lies behind the tombstone, and outlasts it."""
+    living, photo = tmp_path / "living", tmp_path / "photo"
+    calls = LastBefore(living, photo)
+    async with opened(living, dataclasses.replace(SMALL, calls=calls, ring=False)) as stand:
+        assert await stand.put([written(1), written(2)]) == [True, True]
+        segment = await first_segment(stand)
+        reader = stand.tier._compactor._reader
+        read = reader.read
+
+        async def forgotten_meanwhile(reads: Sequence[DiskRead]) -> list[bool]:
+            good = await read(reads)
+            await stand.forget(written(1).object)
+            stand.tier._segments.seal(stand.tier._writer._landed_in)
+            assert await stand.tier._segments.sealed()
+            calls.begun = True
+            return good
+
+        monkeypatch.setattr(reader, "read", forgotten_meanwhile)
+        await stand.tier._compactor._compact(segment)
+    assert await found_in(photo) == {written(2).object}
+    assert not (photo / f"segment-{2:010}.kv").exists()  # the tombstone's
+    assert await found_in(photo) == {written(2).object}
 
 
 def test_a_tombstone_that_is_there_twice_is_kept_for_the_later_segment() -> None:

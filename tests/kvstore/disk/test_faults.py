@@ -127,6 +127,20 @@ async def test_a_failed_group_is_refused_and_never_comes_back(tmp_path: Path, wh
         }
 
 
+@pytest.mark.parametrize("what", ["write_error", "sync_error"])
+async def test_what_could_not_be_written_may_be_written_again(tmp_path: Path, what: str) -> None:
+    """The first attempt does not come back, and does not stand in the way of the second."""
+    calls, options = failing()
+    async with opened(tmp_path, options) as stand:
+        setattr(calls, what, errno.EIO)
+        assert await stand.put([written(1), written(2)]) == [False, False]
+        setattr(calls, what, 0)
+        await stand.tier.check()
+        assert await stand.put([written(1)]) == [True]
+    async with opened(tmp_path, options) as stand:
+        assert set(stand.owner.places) == {written(1).object}
+
+
 async def test_forgetting_while_the_disk_fails_is_made_up_for(tmp_path: Path) -> None:
     calls, options = failing()
     async with opened(tmp_path, options) as stand:

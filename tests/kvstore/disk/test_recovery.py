@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.disk.base import DiskObject
-from kvstore.disk.format import Record
+from kvstore.disk.format import Record, Tombstone, pack_tombstones
 from kvstore.disk.recovery import Known
 from tests.kvstore.disk.tiers import written
 
@@ -16,17 +16,36 @@ def test_a_copy_of_a_copy_rules_out_what_stayed_where_it_was_first() -> None:
     """Segment 3 could not be emptied; its object went on to 7, and from there to 9, before 7 was given up."""
     about = written(1).object
     known = Known()
-    found = [known.counts(record(about, source)) for source in (7, 0)]  # in 9, in 3
+    found = [known.counts(record(about, source), segment) for source, segment in ((7, 9), (0, 3))]
     assert found == [True, False]
 
 
 def test_of_three_records_of_one_object_the_latest_counts() -> None:
     about = written(1).object
     known = Known()
-    assert [known.counts(record(about, source)) for source in (7, 3, 0)] == [True, False, False]
+    records = ((7, 9), (3, 7), (0, 3))
+    found = [known.counts(record(about, source), segment) for source, segment in records]
+    assert found == [True, False, False]
 
 
 def test_another_generation_is_another_object() -> None:
     known = Known()
-    assert known.counts(record(written(1, generation=2).object, source=3))
-    assert known.counts(record(written(1, generation=1).object))
+    assert known.counts(record(written(1, generation=2).object, source=3), 9)
+    assert known.counts(record(written(1, generation=1).object), 3)
+
+
+def test_what_was_forgotten_in_a_segment_may_have_been_written_again_to_a_later_one() -> None:
+    about, known = written(1, generation=4).object, Known()
+    known.forget(pack_tombstones([Tombstone(about.key, 4, segment=7)]))
+    assert not known.counts(record(about), 7)
+    assert known.counts(record(about), 8)
+    assert known.counts(record(about, source=8), 9)
+    assert not known.uncovered
+
+
+def test_a_copy_of_what_was_forgotten_meanwhile_stays_forgotten() -> None:
+    """It lies behind the tombstone, which goes with its source."""
+    about, known = written(1, generation=4).object, Known()
+    known.forget(pack_tombstones([Tombstone(about.key, 4, segment=7)]))
+    assert not known.counts(record(about, source=3), 8)
+    assert known.uncovered == [Tombstone(about.key, 4, segment=8)]
