@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from deploy.terminal.gateway_view import headers_for, no_answer, refused
+from deploy.terminal.gateway_view import NO_ANSWER, headers_for, no_answer, refused
 from protocol.errors import MoonserveError
 
 _TIMEOUT_S = 600.0  # of silence; as long as a gateway lets a request take
@@ -84,7 +84,7 @@ def ask(
     except urllib.error.HTTPError as error:
         with error:
             raise refused(url, error) from error
-    except (OSError, ValueError) as error:  # ValueError: no URL, or no JSON
+    except NO_ANSWER as error:
         raise no_answer(url, error) from error
 
 

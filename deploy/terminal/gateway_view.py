@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from argparse import ArgumentParser
 from collections.abc import Mapping
+from http.client import HTTPException
 from typing import Any
 
 from deploy.terminal.endings import KEY_ENV, NotFound
@@ -15,6 +16,8 @@ from protocol.errors import MoonserveError, Unauthenticated
 DEFAULT_URL = "http://127.0.0.1:8000"
 URL_ENV = "MOONSERVE_URL"
 _TIMEOUT_S = 10.0
+# HTTPException: another protocol, or an answer that breaks off; ValueError: no URL, or no JSON.
+NO_ANSWER = (OSError, HTTPException, ValueError)
 
 
 def add_url(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
@@ -43,7 +46,7 @@ def fetch(url: str, path: str, api_key: str, *, timeout_s: float = _TIMEOUT_S) -
     except urllib.error.HTTPError as error:
         with error:
             raise refused(url, error) from error
-    except (OSError, ValueError) as error:  # ValueError: no URL, or no JSON
+    except NO_ANSWER as error:
         raise no_answer(url, error) from error
 
 
@@ -57,10 +60,12 @@ def refused(url: str, error: urllib.error.HTTPError) -> MoonserveError:
         return Unauthenticated(f"wrong API key; set {KEY_ENV}")
     try:
         message = str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except (*NO_ANSWER, KeyError, TypeError):
         return no_answer(url, error)
     return NotFound(message) if error.code == 404 else MoonserveError(message)
 
 
 def no_answer(url: str, error: Exception) -> MoonserveError:
-    return MoonserveError(f"no answer from {url}: {error}; give the gateway's address with --url")
+    # What speaks another protocol is quoted, and would move the cursor.
+    why = repr(error) if isinstance(error, HTTPException) else error
+    return MoonserveError(f"no answer from {url}: {why}; give the gateway's address with --url")
