@@ -18,10 +18,11 @@ from rich.table import Table
 
 from deploy.kvctl import verb
 from deploy.kvctl.changes import Change, Counts, Objects
-from deploy.kvctl.cluster import Cluster, Node, Unreachable
+from deploy.kvctl.cluster import Cluster, Node, Unreachable, reason
 from deploy.terminal.endings import EXIT_OK
 from deploy.terminal.output import Output
 from kvstore.client.cluster import STORE_ROLE
+from protocol.errors import MoonserveError
 from protocol.pb import kvstore_pb2
 from protocol.process import running
 from protocol.registry.base import Member
@@ -41,6 +42,8 @@ def add_to(verbs: verb.Verbs, common: ArgumentParser) -> None:
 async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
     watch = _Watch(cluster, output, with_keys=arguments.keys)
     first = await cluster.nodes()  # raises where nothing can be watched
+    # So does a wrong token, of which a registry may know nothing. Who is lost may come back.
+    await cluster.ask(first, lambda node: node.stub.Describe, kvstore_pb2.StoreDescribeRequest())
     async with running(watch.show()) as showing, running(watch.follow(first)) as following:
         done, _ = await asyncio.wait({showing, following}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -126,9 +129,10 @@ class _Watch:
         while True:
             try:
                 await self._hear(watched)
-            except Unreachable as error:
+            except MoonserveError as error:
                 if watched.state != "lost":
-                    self._say(watched.node, f"lost: {error.why}")
+                    why = error.why if isinstance(error, Unreachable) else reason(error)
+                    self._say(watched.node, f"lost: {why}")
                 watched.state = "lost"
             await asyncio.sleep(RETRY_S)
 

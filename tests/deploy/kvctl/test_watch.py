@@ -11,11 +11,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from kvstore.client import plain_key
-from tests.deploy.kvctl.stage import ENVIRON, SEGMENT_BYTES, Stage, get, put, stage
+from tests.deploy.kvctl.stage import ENVIRON, SEGMENT_BYTES, Kvctl, Stage, get, put, stage
 from tests.kvstore.nodes import running_node
-from tests.patience import PATIENCE_S
-from tests.processes import ROOT
+from tests.patience import PATIENCE_S, until
+from tests.processes import ROOT, running
+from tests.redis_server import RedisServer
 
 
 class Watch:
@@ -96,3 +99,21 @@ def test_nodes_that_join_are_picked_up_and_lost_ones_are_shown() -> None:
             watch.until(event="added", node="store-late")
             node.kill()
             watch.until_event("store-late", "lost")
+
+
+def test_a_node_that_refuses_is_lost_and_a_wrong_token_of_ours_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A Redis knows nothing of the cluster's token, so that only nodes can refuse."""
+    with RedisServer() as redis, running_node("--dram", "1MiB", "--join", redis.url):
+        kvctl = Kvctl(capsys, redis.url)
+        until(lambda: kvctl("nodes").code == 0)  # a node is ready before it is a member
+        with watching(Stage(redis.url, 0)) as watch:
+            watch.until_event("store-0", "watched")
+            flags = ("--instance-id", "store-9", "--dram", "1MiB", "--join", redis.url)
+            with running("kvstore", *flags, token="another"):
+                watch.until_event("store-9", "lost")
+            assert watch.interrupt() == 0
+        said = kvctl("watch", environ={"MOONSERVE_CLUSTER_TOKEN": "wrong"})
+        assert said.code == 2
+        assert "set MOONSERVE_CLUSTER_TOKEN" in said.err
