@@ -8,6 +8,7 @@ Pins come along.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
@@ -179,7 +180,8 @@ class _Drain:
                 return self._refused(wanted, f"{target.name}: {reason(error)}")
             return await self._copy_singly(wanted, target)
         if reply.copied + reply.present == len(wanted):
-            await self._pin(wanted, target)
+            with contextlib.suppress(MoonserveError):  # the next survey finds what lacks its pin
+                await self._pin(wanted, target)
             return ()
         if len(wanted) > 1:
             return await self._copy_singly(wanted, target)

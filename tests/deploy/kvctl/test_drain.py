@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.kvctl.main import main
 from deploy.terminal.endings import EXIT_INTERRUPTED
 from kvstore.client.placement import home
 from protocol.errors import Overloaded
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
-from protocol.rpc import Channels
+from protocol.request import Endpoint
+from protocol.rpc import Channels, RpcServer
+from protocol.wire import endpoint_to_wire
 from tests.deploy.kvctl.stage import (
     ENVIRON,
     SEGMENT_BYTES,
@@ -202,3 +206,82 @@ def _start_drain(made: Stage, name: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **ENVIRON}, stderr=subprocess.PIPE, text=True
     )
+
+
+class _BusyStore(kvstore_pb2_grpc.KvStoreServicer):
+    """A store node that is too busy for its first pin."""
+
+    def __init__(self, name: str, pins: dict[bytes, int]) -> None:
+        self.pins = pins
+        self.address = ""
+        self._name = name
+        self._is_busy = True
+
+    async def Describe(self, request: Any, context: Any) -> kvstore_pb2.StoreDescribeReply:
+        endpoint = Endpoint(
+            instance_id=self._name,
+            epoch=1,
+            rpc_address=self.address,
+            transfer_address="",
+            host="",
+        )
+        return kvstore_pb2.StoreDescribeReply(endpoint=endpoint_to_wire(endpoint))
+
+    async def Stats(self, request: Any, context: Any) -> kvstore_pb2.StoreStatsReply:
+        return kvstore_pb2.StoreStatsReply(capacity_bytes=1000, free_bytes=1000)
+
+    async def SetDraining(self, request: Any, context: Any) -> kvstore_pb2.StoreSetDrainingReply:
+        return kvstore_pb2.StoreSetDrainingReply()
+
+    async def List(
+        self, request: kvstore_pb2.StoreListRequest, context: Any
+    ) -> AsyncIterator[kvstore_pb2.StoreListReply]:
+        keys = [key for key in self.pins if request.key in (b"", key)]
+        reply = kvstore_pb2.StoreListReply()
+        for key in keys:
+            reply.objects.add(key=key, length=1, pin=kvstore_pb2.StorePin.ValueType(self.pins[key]))
+        yield reply
+
+    async def Exists(
+        self, request: kvstore_pb2.StoreExistsRequest, context: Any
+    ) -> kvstore_pb2.StoreExistsReply:
+        return kvstore_pb2.StoreExistsReply(present=[key in self.pins for key in request.keys])
+
+    async def Copy(
+        self, request: kvstore_pb2.StoreCopyRequest, context: Any
+    ) -> kvstore_pb2.StoreCopyReply:
+        self.pins |= dict.fromkeys(request.keys, kvstore_pb2.STORE_PIN_NONE)
+        return kvstore_pb2.StoreCopyReply(copied=len(request.keys))
+
+    async def Pin(
+        self, request: kvstore_pb2.StorePinRequest, context: Any
+    ) -> kvstore_pb2.StorePinReply:
+        is_busy, self._is_busy = self._is_busy, False
+        if is_busy:
+            raise Overloaded("too many calls", retry_after_s=1.0)
+        self.pins |= dict.fromkeys(request.keys, request.pin)
+        return kvstore_pb2.StorePinReply(pinned=len(request.keys))
+
+
+async def test_a_pin_that_fails_beside_a_copy_is_set_in_the_next_pass(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    key = b"k" * 16
+    pins: dict[str, dict[bytes, int]] = {
+        "store-0": {key: kvstore_pb2.STORE_PIN_HARD},
+        "store-1": {},
+    }
+    # Only what a drain asks is answered.
+    stores = [_BusyStore(name, pins[name]) for name in pins]  # type: ignore[abstract]
+    async with contextlib.AsyncExitStack() as stack:
+        for store in stores:
+            server = RpcServer(TOKEN)
+            kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, server.grpc)
+            store.address = await server.start("127.0.0.1", 0)
+            stack.push_async_callback(server.stop, 0.0)
+        nodes = [part for store in stores for part in ("--node", store.address)]
+        drain = ["--json", "drain", stores[0].address, *nodes]
+        assert await asyncio.to_thread(main, drain, ENVIRON) == 0
+    assert stores[1].pins == {key: kvstore_pb2.STORE_PIN_HARD}
+    [record] = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (record["copied"], record["gone"]) == (1, 0)
