@@ -259,7 +259,11 @@ _WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a n
 
 def _number(kind: type, value: Any, full: str) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or kind(value) != value:
+    try:
+        is_number = is_number and kind(value) == value
+    except (OverflowError, ValueError):  # neither infinity nor NaN is whole
+        is_number = False
+    if not is_number:
         raise ConfigError(f"{full} must be {_WORDS[kind]}, not {value!r}")
     return kind(value)
 

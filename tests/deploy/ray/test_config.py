@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def test_a_document_for_serve_deploy_is_read_by_its_args() -> None:
         ({"prefill": {"gpu": 1}}, "unknown key 'prefill.gpu'; did you mean gpus?"),
         ({"prefill": {"count": "two"}}, "prefill.count must be a whole number"),
         ({"prefill": {"count": True}}, "prefill.count must be a whole number"),
+        ({"prefill": {"max": math.inf}}, "prefill.max must be a whole number"),
+        ({"decode": {"min": math.nan}}, "decode.min must be a whole number"),
         ({"prefill": {"count": 3, "max": 2}}, "prefill: 1 <= min"),
         ({"decode": {"resources": {"decode": "one"}}}, "decode.resources.decode must be a number"),
         ({"decode": {"cpus": 0}}, "decode: give cpus"),
