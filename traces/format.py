@@ -7,6 +7,7 @@ A hash id stands for 512 tokens of prompt, the last one for the partial rest; eq
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -72,8 +73,10 @@ def _parse(line: str, path: Path, number: int) -> TraceRecord:
             tenant=str(entry.get("tenant", "")),
             priority=int(entry.get("priority", 0)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}:{number} is not a trace record: {error!r}") from error
+    if not math.isfinite(record.arrived_s):
+        raise ConfigError(f"{path}:{number}: timestamp is no number of milliseconds")
     if record.input_length < 1 or record.output_length < 0 or not record.hash_ids:
         raise ConfigError(f"{path}:{number} has an impossible length or no hash ids")
     return record

@@ -72,6 +72,9 @@ def test_ideal_reuse_counts_full_blocks_seen_before_and_never_the_last_token() -
         "[]",
         '{"timestamp": 0}',
         '{"timestamp":0,"input_length":0,"output_length":1,"hash_ids":[1]}',
+        '{"timestamp":0,"input_length":1e999,"output_length":1,"hash_ids":[1]}',
+        '{"timestamp":NaN,"input_length":1,"output_length":1,"hash_ids":[1]}',
+        '{"timestamp":Infinity,"input_length":1,"output_length":1,"hash_ids":[1]}',
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
