@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import time
@@ -52,16 +53,23 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load(ReplayConfig, arguments, prog="moonserve replay", environ=dict(os.environ))
         report = asyncio.run(replay(config))
+        print(format_report(report))
+        if config.output:
+            _write(Path(config.output), report)
     except HelpRequested as request:
         print(request)
         return 0
     except ConfigError as error:
         print(f"moonserve replay: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    print(format_report(report))
-    if config.output:
-        Path(config.output).write_text(json.dumps(report, indent=2) + "\n")
     return 0 if report["completed"] else 1
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +162,10 @@ async def _send(client: StreamClient, model: str, sending: _Sending) -> Sent:
 
 def _records(config: ReplayConfig) -> list[TraceRecord]:
     for name in ("scale_lengths", "scale_outputs", "speedup"):
-        if getattr(config, name) <= 0:
+        if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
+    if config.limit is not None and config.limit < 1:
+        raise ConfigError("--limit must be at least 1")
     records = read_trace(Path(config.trace), config.limit)
     return [r.scaled(config.scale_lengths, config.scale_outputs, config.speedup) for r in records]
 

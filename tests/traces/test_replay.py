@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,7 +17,7 @@ from protocol.errors import ConfigError
 from traces.fetch import FetchConfig, fetch, git_object_id
 from traces.format import TraceRecord
 from traces.prompts import PromptBuilder
-from traces.replay import ReplayConfig, _paced, replay
+from traces.replay import ReplayConfig, _paced, main, replay
 
 Serve = Callable[[web.Application], Awaitable[str]]
 
@@ -150,6 +151,34 @@ async def test_a_trace_that_cannot_fit_is_refused_before_anything_is_sent(
 async def test_no_endpoint_is_one_clear_error(trace: Path) -> None:
     with pytest.raises(ConfigError, match="no OpenAI-compatible endpoint"):
         await replay(ReplayConfig(trace=str(trace), url="http://127.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--limit", "-1"], "--limit must be at least 1"),
+        (["--speedup", "nan"], "--speedup must be above 0"),
+        (["--scale-lengths", "inf"], "--scale-lengths must be above 0"),
+    ],
+)
+def test_what_cannot_be_replayed_is_one_clear_error(
+    options: list[str], words: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(trace), *options]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+async def test_a_report_that_cannot_be_written_is_told_below_its_table(
+    serve: Serve, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "absent" / "report.json"
+    options = ["--scale-lengths", "0.03125", "--scale-outputs", "0.125", "--output", str(output)]
+    url = await serve(endpoint([]))
+    assert await asyncio.to_thread(main, [str(trace), "--url", url, *options]) == 2
+    said = capsys.readouterr()
+    assert "completed 4" in said.out
+    assert f"cannot write {output}: No such file" in said.err
 
 
 def hosting(files: dict[str, bytes], *, damaged: bool = False) -> web.Application:
