@@ -237,9 +237,9 @@ class Watch:
             home=action.home,
             cluster_token=self._token,
         )
-        # Before the actor is there: who comes after this controller must find it.
-        await self._write()
         try:
+            # Before the actor is there: who comes after this controller must find it.
+            await self._write()
             made = await asyncio.to_thread(actors.make, assignment, action.host, action.generation)
         except (MoonserveError, RayActorError, ValueError) as error:
             self._note(f"{action.name} has no place on {action.host.address}: {error}")
