@@ -19,7 +19,7 @@ from gateway.identity import redis_keys
 from gateway.keys.file import KeyFile
 from gateway.keys.holder import KeyStore
 from gateway.keys.record import ApiKey, KeyLimits, check_strength, digest_of, new_key
-from protocol.errors import ConfigError, MoonserveError
+from protocol.errors import ConfigError, InvalidRequest, MoonserveError
 
 FILE_ENV = "MOONSERVE_API_KEY_FILE"
 REGISTRY_ENV = "MOONSERVE_REGISTRY"
@@ -110,7 +110,10 @@ def _hash(arguments: Namespace, output: Output) -> int:
 
 def _presented() -> str:
     """From standard input, since process lists and shells' histories show arguments. Raises InvalidRequest."""
-    key = sys.stdin.readline().rstrip("\r\n")
+    try:
+        key = sys.stdin.readline().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("a key is printable ASCII characters, and this is no text") from error
     check_strength(key)
     return key
 

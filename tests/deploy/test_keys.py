@@ -84,6 +84,15 @@ def test_the_file_is_its_owners_alone_and_writers_take_turns(tmp_path: Path) -> 
     assert stat.S_IMODE((tmp_path / "keys.json").stat().st_mode) == 0o600
 
 
+def test_a_key_that_is_no_text_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff" * 40), encoding="utf-8"))
+    assert main(["hash"], {}) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "printable ASCII" in line
+
+
 async def test_adding_a_key_again_replaces_its_record(tmp_path: Path) -> None:
     file, digest = KeyFile(tmp_path / "keys.json"), digest_of(b"x")
     await file.add(ApiKey(digest=digest, tenant="old"))
