@@ -37,7 +37,10 @@ class FetchConfig:
 def run(argv: Sequence[str]) -> int:
     """`argv`: the arguments after `fetch`. Raises ConfigError and HelpRequested."""
     config = load(FetchConfig, argv, prog="moonserve traces fetch", environ=os.environ)
-    Path(config.into).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(config.into).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to --into {config.into}: {error.strerror}") from error
     asyncio.run(fetch(config))
     return 0
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from protocol.errors import ConfigError
-from traces.fetch import FetchConfig, fetch, git_object_id
+from traces.fetch import FetchConfig, fetch, git_object_id, run
 from traces.format import TraceRecord
 from traces.prompts import PromptBuilder
 from traces.replay import ReplayConfig, _paced, main, replay
@@ -224,6 +224,11 @@ async def test_a_damaged_download_is_refused_and_leaves_nothing(
     with pytest.raises(ConfigError, match="arrived damaged"):
         await fetch(FetchConfig(into=str(tmp_path), listing=f"{url}/listing"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_is_told_before_anything_is_fetched(trace: Path) -> None:
+    with pytest.raises(ConfigError, match=f"cannot write to --into {trace}: File exists"):
+        run(["--into", str(trace)])
 
 
 def test_object_ids_are_those_of_git() -> None:
