@@ -86,7 +86,7 @@ class Ledger:
         if self._map[: len(MAGIC)] != MAGIC:
             raise ConfigError(f"{self.path} is another kind of file")
         if not self.rows():
-            _HEADER.pack_into(self._map, 0, MAGIC, budget)
+            self._write(0, _HEADER.pack(MAGIC, budget))
 
     @property
     def budget(self) -> int:
@@ -100,7 +100,7 @@ class Ledger:
             floors = sum(row.floor for row in self.rows())
             if not is_locked or budget < max(1, floors):
                 raise ConfigError(f"a budget of {budget} bytes, where all floors are {floors}")
-            _HEADER.pack_into(self._map, 0, MAGIC, budget)
+            self._write(0, _HEADER.pack(MAGIC, budget))
 
     def rows(self) -> list[Row]:
         """Of the living."""
@@ -130,7 +130,8 @@ class Ledger:
                 raise ConfigError(f"{self.path} has no row left for {name}")
             self._own.add(number)
             label = name.encode()[: NAME_BYTES - 1]
-            _ROW.pack_into(self._map, _place(number), label, floor, ceiling, 0, 0, 0, 0.0, 0.0)
+            row = _ROW.pack(label, floor, ceiling, 0, 0, 0, 0.0, 0.0)
+            self._write(_place(number), row)
         return number
 
     def limit(self, number: int, floor: int, ceiling: int) -> None:
@@ -139,7 +140,7 @@ class Ledger:
             _check(self.budget, floor, ceiling, [r for r in self.rows() if r.number != number])
             if not is_locked:
                 raise ConfigError(f"{self.path} is locked for too long")
-            struct.pack_into("<QQ", self._map, _place(number) + _FIELDS_AT, floor, ceiling)
+            self._write(_place(number) + _FIELDS_AT, struct.pack("<QQ", floor, ceiling))
 
     def take(self, number: int, count: int, unit: int) -> int:
         """At most `count` times `unit` bytes more for this row; how often, now."""
@@ -159,12 +160,12 @@ class Ledger:
         """For a while (SPARE_S)."""
         self._set(number, 3, nbytes)
         until = self._clock() + SPARE_S
-        struct.pack_into("<d", self._map, _place(number) + _FIELDS_AT + 48, until)
+        self._write(_place(number) + _FIELDS_AT + 48, struct.pack("<d", until))
 
     def want(self, number: int, nbytes: int) -> None:
         """For a while (WISH_S)."""
         until = self._clock() + WISH_S
-        struct.pack_into("<Qd", self._map, _place(number) + _FIELDS_AT + 32, nbytes, until)
+        self._write(_place(number) + _FIELDS_AT + 32, struct.pack("<Qd", nbytes, until))
 
     def share_of(self, number: int) -> tuple[Share, Budget]:
         """The row as a share among all others'."""
@@ -196,7 +197,11 @@ class Ledger:
         return value
 
     def _set(self, number: int, field: int, value: int) -> None:
-        struct.pack_into("<Q", self._map, _place(number) + _FIELDS_AT + 8 * field, value)
+        self._write(_place(number) + _FIELDS_AT + 8 * field, struct.pack("<Q", value))
+
+    def _write(self, place: int, data: bytes) -> None:
+        """At once, since others look without the lock: `struct.pack_into` would write zeros first."""
+        self._map[place : place + len(data)] = data
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:

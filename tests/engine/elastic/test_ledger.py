@@ -282,3 +282,30 @@ def test_whoever_seems_to_have_room_can_get_a_page(seat: Callable[..., Seat]) ->
         assert other.asked_back() == 1
     others[0].give(1)
     assert wanting.take(1) == 1
+
+
+class _Looking:
+    """A number of bytes that looks at a ledger while it is made into some."""
+
+    def __init__(self, nbytes: int, ledger: Ledger, row: int) -> None:
+        self._nbytes, self._ledger, self._row = nbytes, ledger, row
+
+    def __rsub__(self, held: int) -> _Looking:
+        return _Looking(held - self._nbytes, self._ledger, self._row)
+
+    def __index__(self) -> int:
+        self.taken = self._ledger.take(self._row, 99, MIB)
+        return self._nbytes
+
+
+def test_nobody_sees_less_than_was_held_while_some_is_given_back(
+    path: Path, ledger: Ledger
+) -> None:
+    """Giving needs no lock, so another may take at any moment of it."""
+    other = Ledger(path, budget=BUDGET)
+    giving, taking = ledger.claim("giving", 0, BUDGET), other.claim("taking", 0, BUDGET)
+    assert ledger.take(giving, 16, MIB) == 16
+    ledger.give(giving, _Looking(MIB, other, taking))  # type: ignore[arg-type]
+    other.take(taking, 99, MIB)
+    assert sum(row.held for row in ledger.rows()) == BUDGET
+    other.close()
