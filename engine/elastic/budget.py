@@ -40,11 +40,12 @@ class Share:
 class Budget:
     """`num_frames` frames among the shares."""
 
-    def __init__(self, num_frames: int) -> None:
+    def __init__(self, num_frames: int, shares: Iterable[Share] = ()) -> None:
+        """`shares`: of others, who check them; seen while they change, they need not fit together."""
         if num_frames < 1:
             raise ValueError(f"a budget needs at least one frame, not {num_frames}")
         self.num_frames = num_frames
-        self._shares: list[Share] = []
+        self._shares = list(shares)
 
     def add(self, share: Share) -> None:
         self.check(share.floor, share.ceiling, others=self._shares)

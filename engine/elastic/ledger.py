@@ -169,15 +169,17 @@ class Ledger:
 
     def share_of(self, number: int) -> tuple[Share, Budget]:
         """The row as a share among all others'."""
-        budget = Budget(self.budget)
-        own: Share | None = None
-        for row in self.rows():
-            share = Share(floor=row.floor, ceiling=row.ceiling, held=row.held, wanted=row.wanted)
-            share.empty = min(row.spare, row.held)
-            budget.add(share)
-            own = share if row.number == number else own
-        assert own is not None, "a process sees its own row"
-        return own, budget
+        shares = {
+            row.number: Share(
+                floor=row.floor,
+                ceiling=row.ceiling,
+                held=row.held,
+                empty=min(row.spare, row.held),
+                wanted=row.wanted,
+            )
+            for row in self.rows()
+        }
+        return shares[number], Budget(self.budget, shares.values())
 
     @property
     def identity(self) -> str:

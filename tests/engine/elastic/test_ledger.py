@@ -309,3 +309,34 @@ def test_nobody_sees_less_than_was_held_while_some_is_given_back(
     other.take(taking, 99, MIB)
     assert sum(row.held for row in ledger.rows()) == BUDGET
     other.close()
+
+
+class _Interrupted(Ledger):
+    """Between two rows that it reads others go on."""
+
+    meanwhile: Callable[[], None] | None = None
+
+    def _is_alive(self, number: int) -> bool:
+        if number == 1 and self.meanwhile is not None:
+            self.meanwhile()
+        return super()._is_alive(number)
+
+
+def test_who_looks_while_floors_move_from_one_worker_to_another_goes_on(
+    path: Path, ledger: Ledger
+) -> None:
+    """It reads without the lock, and may have read the one before and the other after."""
+    looking = _Interrupted(path, budget=BUDGET)
+    first, second = ledger.claim("first", 12 * MIB, BUDGET), ledger.claim("second", 0, BUDGET)
+    own = looking.claim("looking", 0, BUDGET)
+
+    def move() -> None:
+        ledger.limit(first, 0, BUDGET)
+        ledger.limit(second, 12 * MIB, BUDGET)
+
+    looking.meanwhile = move
+    looking.share_of(own)
+    looking.meanwhile = None
+    share, budget = looking.share_of(own)
+    assert budget.most(share) == 4 * MIB
+    looking.close()
