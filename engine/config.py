@@ -51,6 +51,11 @@ class ModelConfig:
             raise ConfigError(f"dtype {wish!r} is not one of auto, {', '.join(DTYPE_BYTES)}")
         return wish
 
+    @property
+    def kv_identity(self) -> str:
+        """What KV depends on beside weights and their shapes."""
+        return f"{self.rope}|{self.sliding_windows}|{self.rms_norm_eps}|"
+
     def of_layers(self, layers: range) -> ModelConfig:
         """A model of these layers only, as a pipeline's stage computes it; they count from 0 there."""
         windows = self.sliding_windows[layers.start : layers.stop]

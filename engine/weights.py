@@ -1,7 +1,8 @@
 """Reading a checkpoint: safetensors files, sharded or not, into the fused matrices that the forward pass wants.
 
-Owns tensor names, shapes and the digest of the stored bytes. Everything is checked against the files' headers before
-anything is read, so that a wrong folder is refused at once and with a list. Does not know how weights are used.
+Owns tensor names, shapes and the digest of the stored bytes and of how KV comes of them. Everything is checked against
+the files' headers before anything is read, so that a wrong folder is refused at once and with a list. Does not know how
+weights are used.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Weights:
     lm_head: (
         torch.Tensor
     )  # [vocab, hidden], a rank's rows; none where the last stage is another one
-    digest: str  # of all stored tensors, whatever the share: names, dtypes, shapes and bytes
+    # Of all stored tensors, whatever the share: names, dtypes, shapes and bytes; and of `kv_identity`.
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +252,7 @@ def _fill_from_files(path: Path, config: ModelConfig, places: _Places, progress:
     with ExitStack() as stack:
         stored = dict(sorted(_open_tensors(path, stack)))
         _check(path, config, {name: stored[name].get_slice(name) for name in stored}, places)
-        digest = xxhash.xxh3_128()
+        digest = xxhash.xxh3_128(config.kv_identity.encode())
         for done, (name, file) in enumerate(stored.items()):
             tensor = file.get_tensor(name)
             _digest_tensor(digest, name, tensor)

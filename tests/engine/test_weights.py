@@ -71,6 +71,29 @@ def test_the_digest_sees_every_stored_byte(checkpoint: Path) -> None:
     assert load(checkpoint) != before
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}},
+        {"sliding_window": 8},
+        {"rms_norm_eps": 1e-3},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_the_digest_sees_how_keys_and_values_are_computed(
+    fields: dict[str, object], tmp_path: Path
+) -> None:
+    """With YaRN switched on in config.json a store's blocks from before are another model's."""
+    make_model("mistral", tmp_path)
+    before = load(tmp_path)
+    config = tmp_path / "config.json"
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps(content | {"eos_token_id": 3}))
+    assert load(tmp_path) == before
+    config.write_text(json.dumps(content | fields))
+    assert load(tmp_path) != before
+
+
 def test_missing_tensors_are_listed(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
