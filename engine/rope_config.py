@@ -44,7 +44,9 @@ def read_rope(fields: Fields, *, max_position_embeddings: int) -> RopeConfig:
     rope_type = _rope_type(given)
     if given.number("partial_rotary_factor", default=1.0) != 1.0:
         raise given.error("partial_rotary_factor is not supported")
-    original = given.count("original_max_position_embeddings", default=max_position_embeddings)
+    # As in transformers: where it stands beside the rope, that counts.
+    name = "original_max_position_embeddings"
+    original = fields.optional_count(name) or given.count(name, default=max_position_embeddings)
     factor = _factor(given, rope_type, max_position_embeddings / original)
     return RopeConfig(
         rope_type=rope_type,

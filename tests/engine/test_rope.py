@@ -32,6 +32,17 @@ ROPES: list[dict[str, Any]] = [
 def test_cosines_and_sines_equal_those_of_transformers(
     rope: dict[str, Any], tmp_path: Path
 ) -> None:
+    _require_equal(rope, tmp_path)
+
+
+@pytest.mark.parametrize("rope", [LLAMA3_ROPE, YARN_ROPE], ids=["llama3", "yarn"])
+def test_a_context_of_pre_training_beside_the_rope_counts_before_that_in_it(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
+    _require_equal(rope, tmp_path, original_max_position_embeddings=512)
+
+
+def _require_equal(rope: dict[str, Any], tmp_path: Path, **beside: Any) -> None:
     config = LlamaConfig(
         hidden_size=64,
         num_attention_heads=2,
@@ -39,6 +50,7 @@ def test_cosines_and_sines_equal_those_of_transformers(
         max_position_embeddings=1024,
         rope_parameters=dict(rope),
         architectures=["LlamaForCausalLM"],
+        **beside,
     )
     config.save_pretrained(tmp_path)
     positions = torch.arange(1000)
