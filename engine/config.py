@@ -111,12 +111,17 @@ def _no_window(_fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     return (None,) * num_layers
 
 
+def _window(fields: Fields) -> int | None:
+    """null = none; absent = the default that transformers has for all families with windows."""
+    return fields.optional_count("sliding_window") if fields.has("sliding_window") else 4096
+
+
 def _mistral_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    return (fields.optional_count("sliding_window"),) * num_layers
+    return (_window(fields),) * num_layers
 
 
 def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    window = fields.optional_count("sliding_window")
+    window = _window(fields)
     if window is None or not fields.flag("use_sliding_window", default=False):
         return (None,) * num_layers
     layer_types = fields.strings("layer_types")

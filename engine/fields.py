@@ -17,6 +17,10 @@ class Fields:
     def error(self, complaint: str) -> ConfigError:
         return ConfigError(f"{self._source}: {complaint}")
 
+    def has(self, name: str) -> bool:
+        """Whether it is there, if only as null: where that is another thing than to be absent."""
+        return name in self._content
+
     def optional_count(self, name: str, *, minimum: int = 1) -> int | None:
         value = self._content.get(name)
         if value is None:

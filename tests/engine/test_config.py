@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MistralConfig, Qwen2Config, Qwen3Config
 
 from engine.config import load_model_config
 from protocol.errors import ConfigError
@@ -87,6 +88,17 @@ def test_sliding_windows_are_read_per_layer(
     fields: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
 ) -> None:
     assert load_model_config(write(tmp_path, **fields)).sliding_windows == windows
+
+
+@pytest.mark.parametrize("beside", [{}, {"sliding_window": None}], ids=["absent", "null"])
+@pytest.mark.parametrize("kind", [MistralConfig, Qwen2Config, Qwen3Config])
+def test_a_window_that_is_not_given_is_that_of_transformers_and_null_is_none(
+    kind: Any, beside: dict[str, Any], tmp_path: Path
+) -> None:
+    name = kind.__name__.replace("Config", "ForCausalLM")
+    fields = {"architectures": [name], "use_sliding_window": True, "max_window_layers": 0, **beside}
+    window = kind(**fields).sliding_window
+    assert load_model_config(write(tmp_path, **fields)).sliding_windows == (window,) * 3
 
 
 @pytest.mark.parametrize(
