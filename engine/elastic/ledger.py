@@ -79,9 +79,10 @@ class Ledger:
 
     def _begin(self, budget: int) -> None:
         if os.fstat(self._fd).st_size < _FILE_BYTES:
+            # First: who is killed in between leaves a file that is too short, and is made again.
+            os.pwrite(self._fd, MAGIC, 0)
             # All of it now: a page that a full disk has no room for ends whoever writes to it by SIGBUS.
             os.posix_fallocate(self._fd, 0, _FILE_BYTES)
-            os.pwrite(self._fd, MAGIC, 0)
         self._map = mmap.mmap(self._fd, _FILE_BYTES)
         if self._map[: len(MAGIC)] != MAGIC:
             raise ConfigError(f"{self.path} is another kind of file")

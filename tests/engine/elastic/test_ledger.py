@@ -45,6 +45,15 @@ with ledger._locked():
 print("gone on", flush=True)
 """
 
+# Is killed where it is about to do something with a new file.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from engine.elastic.ledger import Ledger
+setattr(os, sys.argv[2], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+Ledger(Path(sys.argv[1]), budget=16 << 20)
+"""
+
 
 def start(program: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -258,6 +267,16 @@ def test_a_file_that_is_something_else_is_refused(path: Path) -> None:
     path.write_bytes(b"x" * 100_000)
     with pytest.raises(ConfigError, match="another kind of file"):
         Ledger(path, budget=BUDGET)
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
+def test_a_file_whose_maker_was_killed_is_made_by_the_next(path: Path, call: str) -> None:
+    killed = start(KILLED, str(path), call)
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    ledger = Ledger(path, budget=BUDGET)
+    assert ledger.budget == BUDGET
+    ledger.close()
 
 
 def test_a_file_that_a_full_disk_has_no_room_for_is_refused_at_once(tmp_path: Path) -> None:
