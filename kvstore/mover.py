@@ -62,8 +62,6 @@ class Mover:
     ) -> None:
         self.disk: DiskTier | None = None
         self.recovered = 1.0  # share of the disk whose objects are known
-        self.has_forgotten = True
-        """False while something that was found on disk, or may be, must go and could come back after a restart."""
         self.health = Health.GOOD
         """Of the disk, as far as this node still uses it: one that gets well again is not taken back before the next
         start, since what is on it has been forgotten here."""
@@ -101,12 +99,11 @@ class Mover:
             progress(share)
 
         self.recovered = 0.0
-        self.has_forgotten = doubts is None
         self._all_found.clear()
         unwanted: list[DiskObject] = []
         num_found = 0
         try:
-            may_stay = self.has_forgotten = doubts is None or await doubts.begin()
+            may_stay = doubts is None or await doubts.begin()
             async for batch in disk.recover(tell):
                 num_found += len(batch)
                 found = [about for about, _ in batch]
@@ -115,9 +112,8 @@ class Mover:
                 elif doubts is not None:
                     self._unwanted |= await doubts.outdated(found)
                 unwanted += self._take_in(disk, batch)
-                self.has_forgotten = may_stay and not unwanted
                 await asyncio.sleep(0)
-            self.has_forgotten = await disk.forget(unwanted)
+            await disk.forget(unwanted)
             self.recovered = 1.0
         finally:
             self._unwanted.clear()

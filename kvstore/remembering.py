@@ -140,7 +140,7 @@ class Remembering:
     @property
     def is_saved(self) -> bool:
         """False while something that is gone here might come back after a restart."""
-        return not self._saving and self._mover.has_forgotten
+        return not self._saving
 
     async def note_presence(self) -> None:
         """This node is in touch with its cluster now, and has saved what it heard: nobody will tell it again."""

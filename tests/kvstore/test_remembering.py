@@ -10,14 +10,13 @@ import asyncio
 import errno
 import os
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from kvstore.disk.base import DiskObject
 from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.remembering import Remembering
 from kvstore.removal_file import FILE_NAME, RemovalFile
@@ -158,31 +157,6 @@ async def test_the_file_is_written_anew_without_what_the_disk_does_not_know(fold
         await life.recover()
         await removing
         assert kept(folder) == {5, REMOVAL}
-
-
-class NothingMayStay:
-    async def begin(self) -> bool:
-        return False
-
-    async def outdated(self, found: Sequence[DiskObject]) -> set[BlockKey]:
-        return set()
-
-
-async def test_what_must_go_is_not_saved_before_all_of_it_was_found_and_forgotten(
-    folder: Path,
-) -> None:
-    """A life that ended before would leave it to one that was hardly away, and takes it in."""
-    saved: list[bool] = []
-    async with life_in(folder) as life:
-
-        def found(_: float) -> None:
-            saved.append(life.remembering.is_saved)
-
-        await life.node.mover.recover(life.disk, found, NothingMayStay())
-        assert saved
-        assert not any(saved)
-        assert life.remembering.is_saved
-    assert await present_after(folder) == []
 
 
 @pytest.mark.parametrize("evicted", [False, True])
