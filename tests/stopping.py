@@ -5,8 +5,10 @@ Knows nothing of what the process is. SIGCONT needs no such care: whoever waits 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.patience import until
@@ -16,6 +18,16 @@ def stop(pid: int) -> None:
     """Returns once no thread of the process runs."""
     os.kill(pid, signal.SIGSTOP)
     until(lambda: _is_stopped(pid))
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """No thread of the process runs within."""
+    stop(pid)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def _is_stopped(pid: int) -> bool:

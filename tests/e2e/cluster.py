@@ -8,7 +8,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.rpc import TOKEN_HEADER
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
-from tests.stopping import stop
+from tests.stopping import stopped
 
 # One compute thread per worker, exact numbers, objectives that nothing misses, and reads however slow they are.
 UNHURRIED = (
@@ -129,15 +129,9 @@ class Cluster(LocalCluster):
 
         return kill_now
 
-    @contextmanager
-    def stopped(self, instance_id: str) -> Iterator[None]:
+    def stopped(self, instance_id: str) -> AbstractContextManager[None]:
         """The process does nothing within the block, as if its machine had hung."""
-        pid = self.pids()[instance_id]
-        stop(pid)
-        try:
-            yield
-        finally:
-            os.kill(pid, signal.SIGCONT)
+        return stopped(self.pids()[instance_id])
 
     def logs(self) -> str:
         """The end of every process's log, for a failing test's message."""

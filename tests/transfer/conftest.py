@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from tests.patience import PATIENCE_S
-from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
+from tests.transfer.bench import Bench, Orders
+from tests.transfer.fake_transport import FakeNetwork
+from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions, registry
 from transfer.rdma.device import discover
 
 TOKEN = "token of the test cluster"
@@ -137,3 +139,26 @@ def peer(transport: str) -> Iterator[PeerInProcess]:
     process = PeerInProcess(transport)
     yield process
     process.end()
+
+
+@pytest.fixture
+def orders() -> Orders:
+    return Orders()
+
+
+@pytest.fixture
+def make_bench(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(num_rails: int = 1, **options: int) -> Bench:
+        network = FakeNetwork(orders)
+        monkeypatch.setitem(
+            registry._TRANSPORTS, "fake", lambda: network.transport(num_rails=num_rails)
+        )
+        made.append(Bench(network, **options))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.close()
+        assert not bench.network.open_sessions

@@ -2,102 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from protocol.errors import Cancelled, ConfigError, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S, until
-from tests.transfer.conftest import TOKEN
-from tests.transfer.fake_transport import FakeNetwork, Fate
-from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions, registry
-from transfer.base import Slice
-from transfer.lane import Lane
+from tests.transfer.bench import TOKEN, Make, Orders
+from tests.transfer.fake_transport import Fate
+from transfer import Op, RemoteSegment, Transfer, TransferEngine
 
 NBYTES = 1 << 16
-
-
-class Bench:
-    """Two engines joined by a fake network of `num_rails` rails."""
-
-    def __init__(self, network: FakeNetwork, **options: int) -> None:
-        chosen = TransferOptions(transports=("fake",), **options)  # type: ignore[arg-type]
-        self.network = network
-        self.near = TransferEngine(cluster_token=TOKEN, options=chosen)
-        self.far = TransferEngine(cluster_token=TOKEN, options=chosen)
-        self.near.start()
-        self.far.start()
-        self.local = self.near.allocate(NBYTES)
-        self.local.buffer[:] = bytes(range(256)) * (NBYTES // 256)
-        self.memory = self.far.allocate(NBYTES, readable=True)
-        self.window_id = self.far.open_window(self.memory, [(0, NBYTES)])
-
-    def close(self) -> None:
-        self.near.close()
-        self.far.close()
-
-    @property
-    def remote(self) -> RemoteSegment:
-        return RemoteSegment(self.far.address, self.memory.segment_id)
-
-    def write(self, start: int = 0, length: int = 4096, local: Segment | None = None) -> Transfer:
-        source = local or self.local
-        return Transfer(Op.WRITE, source, start, self.remote, start, length, self.window_id)
-
-    def read(self, start: int = 0, length: int = 4096) -> Transfer:
-        return Transfer(Op.READ, self.local, start, self.remote, start, length)
-
-    @property
-    def lane(self) -> Lane:
-        (peer,) = self.near._peers.met.values()
-        (lane,) = peer._lanes.values()
-        return lane
-
-
-class Orders:
-    """Fates by occasion, used up one by one; ARRIVES when there are none left."""
-
-    def __init__(self) -> None:
-        self.slices: list[Fate] = []
-        self.connects: list[Fate] = []
-        self.fences: list[Fate] = []
-        self.lists: list[Fate] = []
-        self.on_slice: Callable[[], None] = lambda: None
-        self.on_fence: Callable[[], None] = lambda: None
-        self.on_connect: Callable[[], None] = lambda: None
-
-    def __call__(self, occasion: str, part: Slice | None) -> Fate:
-        getattr(self, f"on_{occasion}", lambda: None)()
-        fates: list[Fate] = getattr(self, f"{occasion}s" if occasion != "slice" else "slices")
-        return fates.pop(0) if fates else Fate.ARRIVES
-
-
-@pytest.fixture
-def orders() -> Orders:
-    return Orders()
-
-
-@pytest.fixture
-def make_bench(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
-
-    def make(num_rails: int = 1, **options: int) -> Bench:
-        network = FakeNetwork(orders)
-        monkeypatch.setitem(
-            registry._TRANSPORTS, "fake", lambda: network.transport(num_rails=num_rails)
-        )
-        made.append(Bench(network, **options))
-        return made[-1]
-
-    yield make
-    for bench in made:
-        bench.close()
-        assert not bench.network.open_sessions
-
-
-Make = Callable[..., Bench]
 
 
 def in_thread(work: Callable[[], object]) -> threading.Thread:
@@ -149,106 +65,6 @@ def test_what_arrives_while_a_caller_connects_is_carried_afterwards(
     for batch in batches:
         batch.wait(PATIENCE_S)
     looking.join()
-
-
-def test_a_fence_that_fails_fails_its_parts_and_does_not_try_for_ever(
-    make_bench: Make, orders: Orders
-) -> None:
-    bench = make_bench()
-    orders.slices = [Fate.LOST]
-    orders.fences = [Fate.LOST] * 1000
-    with pytest.raises(PeerLost, match="fence"):
-        bench.near.run([bench.write()], deadline_s=NEVER_S)
-    assert len(orders.fences) > 990
-
-
-def test_a_later_write_fences_what_an_earlier_batch_left_behind(
-    make_bench: Make, orders: Orders
-) -> None:
-    bench = make_bench()
-    orders.slices = [Fate.LATE, Fate.LOST]
-    with pytest.raises(PeerLost):
-        bench.near.run([bench.write()], deadline_s=PATIENCE_S)
-    before = bytes(bench.memory.buffer)
-    other = bench.near.allocate(NBYTES)
-    other.buffer[:] = b"o" * NBYTES
-    bench.near.run([bench.write(local=other)], deadline_s=PATIENCE_S)
-    assert bench.network.store_what_is_late() == 0
-    assert bench.memory.buffer == b"o" * 4096 + before[4096:]
-    fences = sum(count for (what, _), count in bench.network.counts.items() if what == "fence")
-    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
-    assert bench.network.counts["fence", Fate.ARRIVES] == fences  # once is enough
-
-
-def test_a_peer_that_was_forgotten_and_met_again_is_fenced_as_well(
-    make_bench: Make, orders: Orders
-) -> None:
-    bench = make_bench()
-    orders.slices = [Fate.LATE, Fate.LOST]
-    with pytest.raises(PeerLost):
-        bench.near.run([bench.write()], deadline_s=PATIENCE_S)
-    bench.near.forget(bench.far.address)
-    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
-    assert bench.network.counts["fence", Fate.ARRIVES] >= 1
-    assert bench.network.store_what_is_late() == 0
-
-
-def test_a_write_that_no_thread_could_try_again_is_fenced_by_a_later_one(
-    make_bench: Make, orders: Orders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> Lane:
-        raise RuntimeError("can't start new thread")
-
-    bench = make_bench(num_rails=2)
-    bench.near.run([bench.read()], deadline_s=PATIENCE_S)  # there is one lane, and no second one
-    orders.slices = [Fate.LATE]
-    with monkeypatch.context() as exhausted:
-        exhausted.setattr("transfer.peer.Lane", refuse)
-        with pytest.raises(PeerLost):
-            bench.near.run([bench.write()], deadline_s=PATIENCE_S)
-    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
-    assert bench.network.counts["fence", Fate.ARRIVES] == 1
-    assert bench.network.store_what_is_late() == 0
-
-
-def test_a_retried_write_fences_its_first_copy(make_bench: Make, orders: Orders) -> None:
-    bench = make_bench()
-    orders.slices = [Fate.LATE]
-    bench.near.run([bench.write()], deadline_s=PATIENCE_S)
-    bench.memory.buffer[:4096] = b"t" * 4096  # the owner has taken it and goes on
-    assert bench.network.store_what_is_late() == 0
-    assert bench.memory.buffer[:4096] == b"t" * 4096
-
-
-def test_a_fence_that_ends_late_takes_nothing_from_a_write_that_has_gone_on(
-    make_bench: Make, orders: Orders
-) -> None:
-    """It breaks on the first way; on the second it loses its patience with the fence, and breaks on the third one. When
-    that fence ends at last, the write is on its fourth way, with the third one to be fenced."""
-    bench = make_bench(num_rails=2)
-    num_fences, num_connects = itertools.count(1), itertools.count(1)
-    fencing: list[Lane] = []
-    on_its_fourth_way = threading.Event()
-
-    def lose_patience() -> None:
-        if next(num_fences) > 1:
-            return
-        (peer,) = bench.near._peers.met.values()
-        (lane,) = (lane for lane in list(peer._lanes.values()) if lane._groups)
-        fencing.append(lane)
-        lane._groups.head.give_up_at = 0.0
-        lane.look_up()  # as a connection does while it waits
-        assert on_its_fourth_way.wait(PATIENCE_S)
-
-    def let_the_fence_end() -> None:
-        if next(num_connects) == 4:
-            on_its_fourth_way.set()
-            until(lambda: not fencing[0]._turn.locked())
-
-    orders.on_fence, orders.on_connect = lose_patience, let_the_fence_end
-    orders.slices = [Fate.LATE, Fate.LATE]
-    bench.near.submit([bench.write()], deadline_s=NEVER_S).wait(PATIENCE_S)
-    assert bench.network.store_what_is_late() == 0
 
 
 def test_a_short_batch_that_waits_for_a_connection_does_not_fail_a_long_one(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import pytest
+
 from kvstore.client import KvStore, connect
 from kvstore.client.backstage import Backstage
+from kvstore.client.keys import Key, block_of
+from kvstore.client.placement import ranked
 from protocol.pb import registry_pb2_grpc
 from protocol.registry.embedded import EmbeddedRegistry
 from protocol.registry.service import RegistryService
@@ -19,6 +24,12 @@ from transfer import TransferOptions
 DRAM = 8 * 2**20
 BOTH = ("shm", "tcp")
 TCP = ("tcp",)
+both_ways = pytest.mark.parametrize("transports", [BOTH, TCP], ids=["shm", "tcp"])
+
+
+def fresh() -> bytes:
+    """A key that nobody has used."""
+    return os.urandom(12)
 
 
 def store_of(url: str, transports: tuple[str, ...] = BOTH) -> KvStore:
@@ -63,6 +74,25 @@ class Pool:
     def alone(self, node_id: str) -> KvStore:
         """A client of one node, whatever belongs where."""
         return store_of(f"node://{self.nodes[node_id].rpc_address}")
+
+    def rank_of(self, name: Key) -> list[str]:
+        """The nodes in the order in which `name` is put."""
+        return ranked(block_of(name).head, dict.fromkeys(self.nodes, float(DRAM)))
+
+    def put_at(self, node_id: str, name: Key, value: bytes) -> None:
+        """A replica at a node of the caller's choice."""
+        with self.alone(node_id) as store:
+            store.put(name, value)
+
+    def holders(self, name: Key) -> set[str]:
+        """Those that live and have `name`."""
+        found = set()
+        for node_id, node in self.nodes.items():
+            if node.process.poll() is None:
+                with self.alone(node_id) as store:
+                    if store.exists(name):
+                        found.add(node_id)
+        return found
 
 
 @contextlib.contextmanager

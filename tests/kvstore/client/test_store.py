@@ -11,22 +11,17 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvstore.client import AsyncKvStore, KvStore, Pin, chain, connect, plain_key, puts
-from kvstore.client.deadline import Deadline
-from kvstore.client.puts import Puts
+from kvstore.client import AsyncKvStore, KvStore, Pin, chain, connect
 from protocol.errors import (
     ConfigError,
-    DeadlineExceeded,
     InvalidRequest,
     NoWorker,
     Overloaded,
     PeerLost,
     Unauthenticated,
 )
-from protocol.pb import kvstore_pb2
-from tests.kvstore.client.pools import BOTH, DRAM, TCP, store_of
+from tests.kvstore.client.pools import BOTH, DRAM, TCP, fresh, store_of
 from tests.kvstore.nodes import TOKEN, Node, key, running_node
-from tests.patience import PATIENCE_S
 
 T = TypeVar("T")
 BLOCK = 64 * 1024
@@ -87,11 +82,6 @@ async def store(
 def transports(request: pytest.FixtureRequest) -> tuple[str, ...]:
     chosen: tuple[str, ...] = request.param
     return chosen
-
-
-def fresh() -> bytes:
-    """A key that no other test has."""
-    return os.urandom(12)
 
 
 @pytest.mark.parametrize("length", [0, 1, 1000, 3 * 2**20])
@@ -261,50 +251,6 @@ async def test_pins_are_set_on_what_is_there(store: Either) -> None:
 async def test_without_a_directory_replicas_cannot_be_changed(store: Either) -> None:
     with pytest.raises(NoWorker, match="no directory"):
         await store.change_replica([fresh()], 2)
-
-
-def begin_to_write(store: KvStore, name: bytes) -> None:
-    """As another writer, whose reservation has the key's name."""
-    [at] = store._cluster.view.nodes
-    request = kvstore_pb2.StoreReserveRequest(reservation_id=name.decode(), ttl_s=60.0)
-    request.wishes.add(key=plain_key(name), length=BLOCK)
-    at.call(lambda stub: stub.Reserve, request, Deadline(PATIENCE_S))
-
-
-def test_a_node_is_not_given_up_for_another_writer_that_takes_too_long(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(puts, "_WAIT_SHARE", 0.0)
-    with store_of(f"node://{node.rpc_address}") as store:
-        store.put(b"stored", b"value")
-        begin_to_write(store, b"never written")
-        with pytest.raises(DeadlineExceeded):
-            store.put(b"never written", b"value")
-        assert store.get(b"stored") == b"value"
-        assert not any(each.resting for each in store.nodes())
-
-
-def test_each_of_several_other_writers_is_waited_for(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also when the key of one of them is free before the others have ended."""
-    names, value = [b"given up", b"still written"], os.urandom(BLOCK)
-    with store_of(f"node://{node.rpc_address}") as store:
-        [at] = store._cluster.view.nodes
-        for name in names:
-            begin_to_write(store, name)
-        waited_for = iter(names)
-        write = Puts._write
-
-        def end_one_and_write(*args: Any, wait_s: float) -> Any:
-            if wait_s:
-                abort = kvstore_pb2.StoreAbortRequest(reservation_id=next(waited_for).decode())
-                at.call(lambda stub: stub.Abort, abort, Deadline(PATIENCE_S))
-            return write(*args, wait_s=wait_s)
-
-        monkeypatch.setattr(Puts, "_write", end_one_and_write)
-        store.batch_put([(name, value) for name in names])
-        assert store.batch_get(names) == [value] * 2
 
 
 def test_a_value_larger_than_the_node_is_refused_with_both_sizes(own_node: Node) -> None:

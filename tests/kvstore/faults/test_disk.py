@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from kvstore.client import plain_key
-from tests.kvstore.client.pools import BOTH, TCP, until
+from tests.kvstore.client.pools import both_ways, until
 from tests.kvstore.disk.mounts import mounted
 from tests.kvstore.faults import disks
 from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
 from tests.kvstore.faults.values import FOR_EVER, Load, put_many, value_of
 
 SMALL = ("--dram", "8MiB")
-both_ways = pytest.mark.parametrize("transports", [BOTH, TCP], ids=["shm", "tcp"])
 
 
 def test_a_full_disk_refuses_nobody_and_a_node_starts_on_it(tmp_path: Path) -> None:

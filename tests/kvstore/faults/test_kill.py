@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.client import KvStore, plain_key
-from tests.kvstore.client.pools import BOTH, TCP, until
+from tests.kvstore.client.pools import both_ways, until
 from tests.kvstore.directory.cluster import running_directory
 from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
 from tests.kvstore.faults.values import BLAMELESS, Load, name_of, put_many, value_of
@@ -22,7 +22,6 @@ LARGE = 6 * 2**20
 ROUNDS = 2
 NUM_SEGMENTS = 8
 """Of a small disk (`kvstore.disk.tier`)."""
-both_ways = pytest.mark.parametrize("transports", [BOTH, TCP], ids=["shm", "tcp"])
 
 
 @both_ways

@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -274,24 +274,13 @@ async def test_strangers_beyond_a_number_push_out_the_oldest_and_keep_no_peer_ou
         await client.close()
 
 
-async def test_a_peer_that_closes_without_a_word_is_lost(store: ScriptedStore) -> None:
-    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-
-    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as rude:
-        port = rude.sockets[0].getsockname()[1]
-        channels = Channels(TOKEN)
-        stub = kvstore_pb2_grpc.KvStoreStub(channels.to(f"lean://127.0.0.1:{port}"))
-        async with asyncio.timeout(PATIENCE_S):
-            with pytest.raises(PeerLost):
-                await channels.call(stub.Exists, EXISTS, timeout_s=NEVER_S)
-        await channels.close()
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Liar:
     """A server that proves itself, and what it does then."""
 
-    def __init__(self, then: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> None:
+    def __init__(self, then: Serve) -> None:
         self._then = then
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -302,7 +291,7 @@ class Liar:
         writer.close()
 
 
-async def require_lost(serve: Liar) -> None:
+async def require_lost(serve: Serve) -> None:
     """A call ends with its peer, not with its deadline."""
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as rude:
         port = rude.sockets[0].getsockname()[1]
@@ -312,6 +301,13 @@ async def require_lost(serve: Liar) -> None:
             with pytest.raises(PeerLost):
                 await channels.call(stub.Exists, EXISTS, timeout_s=NEVER_S)
         await channels.close()
+
+
+async def test_a_peer_that_closes_without_a_word_is_lost() -> None:
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    await require_lost(hang_up)
 
 
 async def test_a_peer_that_closes_behind_its_handshake_is_lost() -> None:

@@ -1,0 +1,121 @@
+"""Which nodes of a pool of real ones have a key: put at home, found away from it, removed and pinned everywhere."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvstore.client import KvStore, chain
+from kvstore.client.deadline import Deadline
+from kvstore.client.keys import Key, block_of
+from kvstore.client.pool import new_removal_id
+from protocol.errors import NoWorker, Overloaded
+from protocol.keys import BlockKey
+from protocol.pb import kvstore_pb2
+from tests.kvstore.client.pools import DRAM, Pool, both_ways, fresh, running_registry, store_of
+from tests.patience import PATIENCE_S, until
+
+pytestmark = pytest.mark.slow
+
+VALUE = os.urandom(100_000)
+
+
+def test_keys_are_stored_at_home_and_chains_stay_together(shared_pool: Pool) -> None:
+    with shared_pool.store() as store:
+        names: list[Key] = [fresh() for _ in range(12)]
+        store.batch_put((name, b"value") for name in names)
+        blocks = chain([BlockKey(os.urandom(16)) for _ in range(12)])
+        store.batch_put((block, b"value") for block in blocks)
+        for name in [*names, *blocks]:
+            assert shared_pool.holders(name) == {shared_pool.rank_of(name)[0]}
+        assert len({shared_pool.rank_of(block)[0] for block in blocks}) == 1
+        assert store.batch_get([*names, *blocks]) == [b"value"] * 24
+
+
+@both_ways
+def test_a_key_away_from_home_is_found_wherever_it_is(
+    shared_pool: Pool, transports: tuple[str, ...]
+) -> None:
+    name, missing = fresh(), fresh()
+    shared_pool.put_at(shared_pool.rank_of(name)[2], name, VALUE)
+    with shared_pool.store(transports) as store:
+        assert store.batch_get([missing, name]) == [None, VALUE]
+        assert store.batch_exists([missing, name]) == [False, True]
+        assert store.get(name) == VALUE
+        assert store.remove(name)
+        assert store.get(name) is None
+
+
+def test_all_replicas_are_removed_and_pinned(shared_pool: Pool) -> None:
+    name = fresh()
+    for node_id in shared_pool.nodes:
+        shared_pool.put_at(node_id, name, VALUE)
+    with shared_pool.store() as store:
+        assert store.pin([name], "soft") == 3
+        assert store.batch_remove([name]) == 3
+    assert shared_pool.holders(name) == set()
+
+
+def test_a_removal_that_others_told_a_node_of_is_answered_as_if_it_had_come_first(
+    shared_pool: Pool,
+) -> None:
+    """Nodes are asked one after the other, and tell each other meanwhile."""
+    name = fresh()
+    first, second, _ = shared_pool.rank_of(name)
+    shared_pool.put_at(second, name, VALUE)
+    request = kvstore_pb2.StoreRemoveRequest(keys=[block_of(name).key], removal_id=new_removal_id())
+    with shared_pool.alone(first) as early, shared_pool.alone(second) as late:
+        assert _removed(early, request) == 0
+        until(lambda: not late.exists(name))
+        assert [_removed(late, request) for _ in range(2)] == [1, 1]
+
+
+def _removed(store: KvStore, request: kvstore_pb2.StoreRemoveRequest) -> int:
+    [node] = store._cluster.view.nodes
+    return node.call(lambda stub: stub.Remove, request, Deadline(PATIENCE_S)).removed
+
+
+def test_a_draining_node_takes_nothing_new_and_serves_what_it_has(shared_pool: Pool) -> None:
+    old, new = fresh(), fresh()
+    while shared_pool.rank_of(new)[0] != shared_pool.rank_of(old)[0]:
+        new = fresh()
+    first, second, _ = shared_pool.rank_of(new)
+    with shared_pool.store() as store, shared_pool.alone(first) as alone:
+        store.put(old, VALUE)
+        _drain(alone, draining=True)
+        try:
+            store.put(new, VALUE)
+            assert store.batch_get([old, new]) == [VALUE, VALUE]
+            with pytest.raises(Overloaded, match="drained"):
+                alone.put(fresh(), b"x")
+        finally:
+            _drain(alone, draining=False)
+    assert shared_pool.holders(new) == {second}
+
+
+def _drain(store: KvStore, *, draining: bool) -> None:
+    [node] = store._cluster.view.nodes
+    request = kvstore_pb2.StoreSetDrainingRequest(draining=draining)
+    node.call(lambda stub: stub.SetDraining, request, Deadline(PATIENCE_S))
+
+
+def test_a_node_without_room_passes_puts_on(pool: Pool) -> None:
+    with pool.store() as store:
+        name = fresh()
+        first, second, _ = pool.rank_of(name)
+        with pool.alone(first) as alone:
+            fill = [fresh() for _ in range(DRAM // 2**20)]
+            alone.batch_put(((each, bytes(2**20)) for each in fill), pin="hard")
+            held = [each for each in fill if alone.exists(each)]
+            store.put(name, bytes(2**20))
+            assert held
+    assert pool.holders(name) == {second}
+
+
+def test_a_pool_without_nodes_says_so() -> None:
+    with running_registry() as registry, store_of(registry) as store:
+        with pytest.raises(NoWorker):
+            store.get(b"key")
+        with pytest.raises(NoWorker):
+            store.put(b"key", b"value")
