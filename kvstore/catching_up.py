@@ -86,7 +86,7 @@ class CatchingUp:
             while True:
                 loop = asyncio.get_running_loop()
                 is_due = loop.time() - noted_at >= PRESENCE_EVERY_S
-                if is_due and seat.silence_s < TTL_S and self._remembering.is_saved:
+                if is_due and seat.silence_s < TTL_S and self._leaves_nothing():
                     noted_at = loop.time()
                     await self._remembering.note_presence()
                 await asyncio.sleep(PULL_EVERY_S)
@@ -94,6 +94,12 @@ class CatchingUp:
         finally:
             if self._comparing is not None:
                 self._comparing.cancel()
+
+    def _leaves_nothing(self) -> bool:
+        """Whether a next life that was hardly away would find nothing of what is gone here."""
+        begun_empty = self._has_begun_empty or not self._may_stay
+        is_forgotten = self._remembering.knows_its_disk or not begun_empty
+        return is_forgotten and self._remembering.is_saved
 
     async def close(self) -> None:
         """Nothing runs any more."""

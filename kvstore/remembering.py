@@ -142,6 +142,11 @@ class Remembering:
         """False while something that is gone here might come back after a restart."""
         return not self._saving
 
+    @property
+    def knows_its_disk(self) -> bool:
+        """All that is on disk has been found, and forgotten there where it may not stay."""
+        return self._mover.recovered == 1.0
+
     async def note_presence(self) -> None:
         """This node is in touch with its cluster now, and has saved what it heard: nobody will tell it again."""
         self.removals.expire(self._clock())

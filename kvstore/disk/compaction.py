@@ -194,9 +194,8 @@ class Compactor:
         return reads
 
     def _settle(self, read: DiskRead, place: Place | None) -> bool:
-        if (
-            place is None
-        ):  # perhaps it is on disk nevertheless: that does no harm while its source counts
+        if place is None:
+            # Perhaps it is on disk nevertheless: that does no harm while its source counts.
             if not self._log.is_live(read.place):
                 self._forget(read, max(self._log.segments))
             return False

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvstore import catching_up
-from kvstore.catching_up import CatchingUp
+from kvstore.catching_up import STORE_ROLE, CatchingUp
 from kvstore.disk.base import DiskObject
+from kvstore.presence import FILE_NAME
 from kvstore.remembering import Remembering
 from kvstore.removals import Removals
 from protocol.keys import BlockKey
+from protocol.process import running
+from protocol.registry.base import Member
 from protocol.registry.embedded import EmbeddedRegistry
+from protocol.registry.seat import Seat
+from protocol.request import Endpoint
 from protocol.rpc import Channels
 from tests.kvstore.nodes import TOKEN
 from tests.kvstore.test_mover import Node, ignore, node_on
 from tests.kvstore.test_remembering import life_in
+from tests.patience import answered
 
 
 class Alone(CatchingUp):
@@ -90,3 +96,42 @@ async def test_what_is_found_on_disk_after_nobody_knew_what_was_removed_goes_too
         await node.mover.recover(life.disk, ignore, again)
         assert node.present(range(3)) == [2]
         await again.close()
+
+
+class Counting(Ignorant):
+    rounds = 0
+
+    async def _gossip(self) -> None:
+        await super()._gossip()
+        self.rounds += 1
+
+
+async def test_who_begins_empty_is_not_noted_as_present_before_the_disk_has_forgotten_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next life would have been away for a moment only, and would take in what nobody could vouch for."""
+    monkeypatch.setattr(catching_up, "PULL_EVERY_S", 0.01)
+    async with node_on(tmp_path) as node:
+        node.put(1)
+        await node.mover.flush(10.0)
+    async with life_in(tmp_path) as life:
+        registry, channels, noted = EmbeddedRegistry(), Channels(TOKEN), tmp_path / FILE_NAME
+        again = Counting("store-0", registry, life.remembering, life.node.state, channels)
+        endpoint = Endpoint(
+            instance_id="store-0", epoch=0, rpc_address="", transfer_address="", host=""
+        )
+        seat = Seat(registry, Member(endpoint=endpoint, role=STORE_ROLE, owner="owner"))
+        async with running(seat.run()), running(again.run(seat)):
+            await until(lambda: again.rounds >= 3)
+            assert not noted.exists()
+            await life.node.mover.recover(life.disk, ignore, again)
+            assert life.node.present(range(3)) == []
+            await until(noted.exists)
+        await again.close()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async def ask() -> bool:
+        return holds()
+
+    await answered(ask)
