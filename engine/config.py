@@ -94,7 +94,10 @@ class _Family:
     biases: Callable[[Fields], tuple[bool, bool, bool]]  # (qkv, o, mlp)
     sliding_windows: Callable[[Fields, int], tuple[int | None, ...]]
     qk_norm: bool = False
+    # What transformers takes where config.json is silent.
     default_head_dim: int | None = None  # None = hidden_size / num_attention_heads
+    default_kv_heads: int | None = None  # None = num_attention_heads
+    default_positions: int = 2048
 
 
 def _llama_biases(fields: Fields) -> tuple[bool, bool, bool]:
@@ -137,9 +140,26 @@ def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 _FAMILIES = {
     "LlamaForCausalLM": _Family(_llama_biases, _no_window),
-    "MistralForCausalLM": _Family(lambda _fields: (False, False, False), _mistral_windows),
-    "Qwen2ForCausalLM": _Family(lambda _fields: (True, False, False), _qwen_windows),
-    "Qwen3ForCausalLM": _Family(_qwen3_biases, _qwen_windows, qk_norm=True, default_head_dim=128),
+    "MistralForCausalLM": _Family(
+        lambda _fields: (False, False, False),
+        _mistral_windows,
+        default_kv_heads=8,
+        default_positions=131_072,
+    ),
+    "Qwen2ForCausalLM": _Family(
+        lambda _fields: (True, False, False),
+        _qwen_windows,
+        default_kv_heads=32,
+        default_positions=32_768,
+    ),
+    "Qwen3ForCausalLM": _Family(
+        _qwen3_biases,
+        _qwen_windows,
+        qk_norm=True,
+        default_head_dim=128,
+        default_kv_heads=32,
+        default_positions=32_768,
+    ),
 }
 
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
@@ -156,17 +176,18 @@ def load_model_config(path: Path) -> ModelConfig:
     num_heads = fields.count("num_attention_heads")
     hidden_size = fields.count("hidden_size")
     head_dim = _head_dim(fields, family, hidden_size, num_heads)
-    max_positions = fields.count("max_position_embeddings", default=2048)
+    vocab_size = fields.count("vocab_size")
+    max_positions = fields.count("max_position_embeddings", default=family.default_positions)
     qkv_bias, o_bias, mlp_bias = family.biases(fields)
     _require_silu(fields)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.count("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(fields, num_heads),
+        num_kv_heads=_num_kv_heads(fields, family, num_heads),
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
         max_position_embeddings=max_positions,
@@ -179,7 +200,7 @@ def load_model_config(path: Path) -> ModelConfig:
         qk_norm=family.qk_norm,
         initializer_range=fields.number("initializer_range", default=0.02),
         dtype=_dtype(fields),
-        eos_token_ids=_eos_token_ids(path, fields),
+        eos_token_ids=_eos_token_ids(path, fields, vocab_size),
     )
 
 
@@ -224,8 +245,11 @@ def _head_dim(fields: Fields, family: _Family, hidden_size: int, num_heads: int)
     return head_dim
 
 
-def _num_kv_heads(fields: Fields, num_heads: int) -> int:
-    num_kv_heads = fields.optional_count("num_key_value_heads") or num_heads
+def _num_kv_heads(fields: Fields, family: _Family, num_heads: int) -> int:
+    given = fields.optional_count("num_key_value_heads")
+    if given is None and not fields.has("num_key_value_heads"):
+        given = family.default_kv_heads
+    num_kv_heads = given or num_heads
     if num_heads % num_kv_heads:
         raise fields.error(
             f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
@@ -248,11 +272,12 @@ def _dtype(fields: Fields) -> str:
     return known[name]
 
 
-def _eos_token_ids(path: Path, fields: Fields) -> tuple[int, ...]:
-    """Those of both files, generation_config.json first: chat models often name their end of turn only there."""
+def _eos_token_ids(path: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    """Those of both files, generation_config.json first: chat models often name their end of turn only there. Some
+    mean "none" by -1, and what is not in the vocabulary no step can sample."""
     ids: list[int] = []
     generation = path / "generation_config.json"
     if generation.exists():
         ids += Fields(_read_json(generation), source=str(generation)).token_ids("eos_token_id")
     ids += fields.token_ids("eos_token_id")
-    return tuple(dict.fromkeys(ids))
+    return tuple(each for each in dict.fromkeys(ids) if 0 <= each < vocab_size)

@@ -21,6 +21,14 @@ class Fields:
         """Whether it is there, if only as null: where that is another thing than to be absent."""
         return name in self._content
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._content
+
+    def objects(self) -> list[str]:
+        """Names of those that are objects themselves."""
+        return [name for name, value in self._content.items() if isinstance(value, dict)]
+
     def optional_count(self, name: str, *, minimum: int = 1) -> int | None:
         value = self._content.get(name)
         if value is None:

@@ -33,7 +33,7 @@ class RopeConfig:
 
 def read_rope(fields: Fields, *, max_position_embeddings: int) -> RopeConfig:
     """The rotary configuration in a config.json. Raises ConfigError for unsupported types and missing factors."""
-    given = fields.nested("rope_scaling") or fields.nested("rope_parameters")
+    given = _given(fields)
     theta = fields.number("rope_theta", default=_DEFAULT_THETA)
     if given is None:
         return RopeConfig(
@@ -42,8 +42,7 @@ def read_rope(fields: Fields, *, max_position_embeddings: int) -> RopeConfig:
             original_max_position_embeddings=max_position_embeddings,
         )
     rope_type = _rope_type(given)
-    if given.number("partial_rotary_factor", default=1.0) != 1.0:
-        raise given.error("partial_rotary_factor is not supported")
+    _require_whole_heads(given, fields, rope_type)
     # As in transformers: where it stands beside the rope, that counts.
     name = "original_max_position_embeddings"
     original = fields.optional_count(name) or given.count(name, default=max_position_embeddings)
@@ -61,6 +60,28 @@ def read_rope(fields: Fields, *, max_position_embeddings: int) -> RopeConfig:
         attention_factor=_attention_factor(given, rope_type, factor),
         truncate=given.flag("truncate", default=True),
     )
+
+
+def _given(fields: Fields) -> Fields | None:
+    """The older form counts before the newer one, unless it is empty."""
+    for name in ("rope_scaling", "rope_parameters"):
+        given = fields.nested(name)
+        if given is not None and not given.is_empty:
+            per_layer = given.objects()
+            if per_layer:
+                raise given.error(
+                    f"one rope for each kind of layer ({', '.join(per_layer)}) is not supported"
+                )
+            return given
+    return None
+
+
+def _require_whole_heads(given: Fields, fields: Fields, rope_type: str) -> None:
+    """As in transformers, a part of the head means nothing to the default rope of these families."""
+    beside = fields.number("partial_rotary_factor", default=1.0)
+    part = given.number("partial_rotary_factor", default=beside)
+    if part != 1.0 and rope_type != "default":
+        raise given.error("partial_rotary_factor is not supported")
 
 
 def _rope_type(given: Fields) -> str:

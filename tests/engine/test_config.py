@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from engine.config import load_model_config
 from protocol.errors import ConfigError
@@ -45,6 +45,10 @@ def test_end_tokens_of_both_files_are_joined(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
     assert load_model_config(tmp_path).eos_token_ids == (9, 7)
+
+
+def test_an_end_token_that_no_step_can_sample_is_none(tmp_path: Path) -> None:
+    assert load_model_config(write(tmp_path, eos_token_id=[-1, 7, 100])).eos_token_ids == (7,)
 
 
 def test_rope_is_read_in_its_old_and_its_new_form(tmp_path: Path) -> None:
@@ -101,6 +105,23 @@ def test_a_window_that_is_not_given_is_that_of_transformers_and_null_is_none(
     assert load_model_config(write(tmp_path, **fields)).sliding_windows == (window,) * 3
 
 
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+def test_what_is_not_given_is_that_of_transformers(kind: Any, tmp_path: Path) -> None:
+    fields = {
+        "architectures": [kind.__name__.replace("Config", "ForCausalLM")],
+        **{"vocab_size": 64, "hidden_size": 512, "intermediate_size": 96},
+        **{"num_hidden_layers": 2, "num_attention_heads": 32},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    own, theirs = load_model_config(tmp_path), kind(**fields)
+    assert own.num_kv_heads == theirs.num_key_value_heads
+    assert own.head_dim == (theirs.head_dim if kind is not Qwen2Config else 16)
+    assert own.max_position_embeddings == theirs.max_position_embeddings
+    assert own.rms_norm_eps == theirs.rms_norm_eps
+    assert own.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert own.tie_word_embeddings == theirs.tie_word_embeddings
+
+
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
@@ -119,6 +140,11 @@ def test_a_window_that_is_not_given_is_that_of_transformers_and_null_is_none(
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
         ({"rope_scaling": "linear"}, "must be an object"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor is not supported",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, r"layer \(full_attention\)"),
     ],
 )
 def test_a_bad_config_is_refused_with_its_reason(

@@ -42,17 +42,25 @@ def test_a_context_of_pre_training_beside_the_rope_counts_before_that_in_it(
     _require_equal(rope, tmp_path, original_max_position_embeddings=512)
 
 
+def test_an_older_form_that_is_empty_gives_way_to_the_newer_one(tmp_path: Path) -> None:
+    _require_equal(LINEAR_ROPE, tmp_path, rope_scaling={})
+
+
+def test_a_part_of_the_head_beside_the_default_rope_means_nothing(tmp_path: Path) -> None:
+    _require_equal(ROPES[0], tmp_path, partial_rotary_factor=0.5)
+
+
 def _require_equal(rope: dict[str, Any], tmp_path: Path, **beside: Any) -> None:
-    config = LlamaConfig(
-        hidden_size=64,
-        num_attention_heads=2,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=1024,
-        rope_parameters=dict(rope),
-        architectures=["LlamaForCausalLM"],
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96},
+        **{"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": HEAD_DIM},
+        "max_position_embeddings": 1024,
+        "rope_parameters": rope,
         **beside,
-    )
-    config.save_pretrained(tmp_path)
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = LlamaConfig.from_pretrained(tmp_path)
     positions = torch.arange(1000)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
     own = load_model_config(tmp_path)
