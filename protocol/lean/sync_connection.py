@@ -20,6 +20,8 @@ from protocol.lean.handshake import Initiator
 # Replies to hot calls are far smaller; a larger one costs another receive.
 _BUFFER_BYTES = 64 * 1024
 _TIMEVAL = struct.Struct("@ll")
+_NEARLY_ALL = 0.9
+"""Of a call's time."""
 
 
 class SyncConnection:
@@ -65,8 +67,9 @@ class SyncConnection:
         if number is None:
             raise Incompatible(f"the peer has no method {path}")
         self._last_id = call_id = (self._last_id + 1) & frames.MAX_CALL_ID
-        self._limit_to(timeout_s)
+        self._limit_call(timeout_s, give_up_at)
         self._send(frames.request(call_id, number, timeout_s, payload), give_up_at)
+        self._limit_call(timeout_s, give_up_at)
         num_bytes = self._spin(spin_s) if spin_s else 0
         num_bytes = num_bytes or self._receive_into(memoryview(self._buffer))
         while num_bytes < frames.REPLY.size:
@@ -151,6 +154,13 @@ class SyncConnection:
             except OSError as error:
                 raise self._lost(error) from error
         return 0
+
+    def _limit_call(self, timeout_s: float, give_up_at: float) -> None:
+        """What dialling and sending have left; where that is nearly all, all, which the socket mostly has already."""
+        if give_up_at - time.monotonic() > timeout_s * _NEARLY_ALL:
+            self._limit_to(timeout_s)
+        else:
+            self._limit(give_up_at)
 
     def _limit(self, give_up_at: float) -> None:
         """Raises DeadlineExceeded when no time is left."""

@@ -6,14 +6,17 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from protocol.errors import DeadlineExceeded, PeerLost
+from protocol.lean import sync_channel, sync_connection
 from protocol.lean.server import LeanServer
 from protocol.lean.sync_channel import SyncChannel
+from protocol.lean.sync_connection import SyncConnection
 from protocol.pb import kvstore_pb2
 from tests.patience import PATIENCE_S
 from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
@@ -65,6 +68,52 @@ def test_a_peer_that_accepts_and_says_nothing_is_the_deadlines() -> None:
         address = f"lean://127.0.0.1:{mute.getsockname()[1]}"
         with SyncChannel(address, TOKEN) as channel, pytest.raises(DeadlineExceeded):
             channel.call(PATH, REQUEST, timeout_s=0.05)
+
+
+class Clock:
+    """`time` of a connection, which only tests move; its socket's limits, in the order in which they were set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.limits: list[float] = []
+        monkeypatch.setattr(sync_channel, "time", self)
+        monkeypatch.setattr(sync_connection, "time", self)
+        for name in ("_dial", "_send", "_limit_to"):
+            monkeypatch.setattr(SyncConnection, name, self._watched(name))
+        self.takes_s = dict.fromkeys(("_dial", "_send"), 0.0)
+
+    def _watched(self, name: str) -> Callable[..., None]:
+        original = getattr(SyncConnection, name)
+
+        def run(connection: SyncConnection, *args: Any) -> None:
+            original(connection, *args)
+            if name == "_limit_to":
+                self.limits.append(args[0])
+            else:
+                self.now += self.takes_s[name]
+
+        return run
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("slow", ["_dial", "_send"])
+async def test_a_call_waits_for_what_dialling_and_sending_have_left_of_its_time(
+    slow: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    with SyncChannel(address, TOKEN, spin_s=0.0) as channel:
+        await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=100.0)
+        assert clock.limits[-1] == 100.0
+        if slow == "_dial":
+            channel.close()
+        clock.takes_s[slow] = 60.0
+        await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=100.0)
+        assert clock.limits[-1] == 40.0
 
 
 def test_no_time_left_is_the_deadlines() -> None:
