@@ -85,6 +85,7 @@ class Led:
         self._began_at = 0.0  # with the service
         self._keep_policy = keep_policy
         self._policy_due_at = 0.0  # to be kept again
+        self._keeping = asyncio.Lock()  # a policy that was replaced must not be kept last
 
     def __getattr__(self, name: str) -> Callable[[Any, Context], Awaitable[Any]]:
         if name not in _METHODS:
@@ -113,13 +114,13 @@ class Led:
 
     async def _keep_again(self) -> None:
         """A record's lease ends, and a registry may lose its memory."""
-        candidate, keep = self.candidate, self._keep_policy
-        if keep is None or candidate is None or candidate.policy is None:
+        candidate = self.candidate
+        if self._keep_policy is None or candidate is None or candidate.policy is None:
             return
         if self._clock() < self._policy_due_at or not candidate.leads:
             return
         try:
-            await keep(candidate.policy)
+            await self._keep()
         except MoonserveError as error:
             log.warning("the placement policy is not kept for a next leader yet: %s", error)
         else:
@@ -140,8 +141,14 @@ class Led:
         """It holds here already; who set it hears of success once it also holds for the next leader."""
         if self.candidate is not None:
             self.candidate.policy = policy
-        if self._keep_policy is not None:
-            await self._keep_policy(policy)
+            await self._keep()
+
+    async def _keep(self) -> None:
+        """The policy that holds by then."""
+        async with self._keeping:
+            policy = self.candidate.policy if self.candidate is not None else None
+            if self._keep_policy is not None and policy is not None:
+                await self._keep_policy(policy)
 
     def _leading(self) -> Service:
         """Raises NotLeader."""

@@ -194,17 +194,13 @@ async def test_the_next_leader_places_by_the_policy_that_was_set(pair: Cluster) 
     assert json.loads(reply.decision_json)["policy"] == "random"
 
 
-async def test_a_policy_that_cannot_be_kept_is_not_said_to_be_set() -> None:
-    async def lost(policy: conductor_pb2.SetPolicyRequest) -> None:
-        raise PeerLost("the registry is away")
-
-    class Setting(Sleepy):
-        async def SetPolicy(self, request: Any, context: Any) -> conductor_pb2.SetPolicyReply:
-            return conductor_pb2.SetPolicyReply()
-
+@contextlib.asynccontextmanager
+async def leading_alone(
+    keep: Callable[[conductor_pb2.SetPolicyRequest], Any],
+) -> AsyncIterator[Led]:
     registry, began = EmbeddedRegistry(), asyncio.Event()
     led = Led(
-        lambda: Setting(lambda: None), 0.0, LeaderMetrics(CollectorRegistry()), keep_policy=lost
+        lambda: Setting(lambda: None), 0.0, LeaderMetrics(CollectorRegistry()), keep_policy=keep
     )
 
     def begin(epoch: int) -> None:
@@ -216,9 +212,42 @@ async def test_a_policy_that_cannot_be_kept_is_not_said_to_be_set() -> None:
     )
     async with running(candidate.run()), asyncio.timeout(PATIENCE_S):
         await began.wait()
+        yield led
+    await registry.close()
+
+
+async def test_a_policy_that_cannot_be_kept_is_not_said_to_be_set() -> None:
+    async def lost(policy: conductor_pb2.SetPolicyRequest) -> None:
+        raise PeerLost("the registry is away")
+
+    async with leading_alone(lost) as led:
         with pytest.raises(PeerLost):
             await led.SetPolicy(conductor_pb2.SetPolicyRequest(name="random"), None)
-    await registry.close()
+
+
+async def test_a_policy_that_is_replaced_while_it_is_kept_again_is_not_what_stays() -> None:
+    kept: list[str] = []
+    begun, going_on = asyncio.Event(), asyncio.Event()
+
+    async def keep(policy: conductor_pb2.SetPolicyRequest) -> None:
+        if begun.is_set() and not going_on.is_set():
+            going_on.set()  # what came later is not held up
+        elif kept:
+            begun.set()
+            await going_on.wait()
+        kept.append(policy.name)
+
+    async with leading_alone(keep) as led:
+        await led.SetPolicy(conductor_pb2.SetPolicyRequest(name="random"), None)
+        async with running(led.housekeep(PATIENCE_S)):
+            await begun.wait()
+            setting = asyncio.create_task(
+                led.SetPolicy(conductor_pb2.SetPolicyRequest(name="round-robin"), None)
+            )
+            await asyncio.sleep(0.05)
+            going_on.set()
+            await setting
+            assert kept[-1] == "round-robin"
 
 
 @pytest.mark.parametrize(
@@ -283,6 +312,11 @@ class Sleepy:
     async def Place(self, request: Any, context: Any) -> conductor_pb2.PlaceReply:
         self._fall_asleep()
         return conductor_pb2.PlaceReply()
+
+
+class Setting(Sleepy):
+    async def SetPolicy(self, request: Any, context: Any) -> conductor_pb2.SetPolicyReply:
+        return conductor_pb2.SetPolicyReply()
 
 
 async def test_an_answer_made_before_a_long_sleep_is_not_given_after_it() -> None:
