@@ -61,6 +61,8 @@ class Limiter:
         self._away_until = float("-inf")
         self._settling = TaskGroup()
         self._in_shared: dict[str, int] = {}  # request id → tokens charged there
+        self._renewed = asyncio.Event()  # none is being renewed
+        self._renewed.set()
         self._refusals = Counter(
             "moonserve_rate_limited",
             "Requests refused by a limit of their key.",
@@ -98,8 +100,14 @@ class Limiter:
         self.state.settle(key_id, request_id, limits, tokens, self._clock())
         charged = self._in_shared.pop(request_id, None)
         if self._shared is not None and charged is not None:
-            settling = self._shared.settle(key_id, request_id, limits, tokens - charged)
+            settling = self._settle(self._shared, key_id, request_id, limits, tokens - charged)
             self._settling.start(self._bravely(settling), name=f"settle {request_id}")
+
+    async def _settle(
+        self, shared: SharedAccounts, key_id: str, request_id: str, limits: KeyLimits, more: int
+    ) -> None:
+        await self._renewed.wait()  # else its place might be renewed behind its end
+        await shared.settle(key_id, request_id, limits, more)
 
     async def run(self) -> None:
         """Until cancelled: renews what is under way, forgets who is idle."""
@@ -107,8 +115,15 @@ class Limiter:
             await asyncio.sleep(RENEW_EVERY_S)
             self.state.forget_idle(self._clock())
             if self._shared is not None:
-                under_way = [each for each in self.state.under_way() if each[1] in self._in_shared]
-                await self._bravely(self._shared.renew(under_way))
+                await self._bravely(self._renew(self._shared))
+
+    async def _renew(self, shared: SharedAccounts) -> None:
+        self._renewed.clear()
+        try:
+            under_way = [each for each in self.state.under_way() if each[1] in self._in_shared]
+            await shared.renew(under_way)
+        finally:
+            self._renewed.set()
 
     async def close(self) -> None:
         await self._settling.drain(DEADLINE_S)

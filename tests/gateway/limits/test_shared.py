@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -12,6 +12,7 @@ from gateway.keys.record import KeyLimits
 from gateway.limits.limiter import REST_S, STREAM_TTL_S, Limiter
 from gateway.limits.shared import SharedLimits
 from protocol.errors import PeerLost
+from protocol.process import running
 from tests.patience import PATIENCE_S, answered
 from tests.redis_server import RedisServer
 
@@ -103,6 +104,38 @@ async def test_who_has_the_last_byte_may_ask_again_at_once(two_gateways: list[Li
     for number in range(20):
         assert (await one.admit("k", str(number), limits, 1)).refused_by is None
         one.settle("k", str(number), limits, 1)
+
+
+class Slow(SharedLimits):
+    """A Redis to which renewals take until `arriving`."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, deadline_s=PATIENCE_S)
+        self.renewing, self.arriving, self.renewed = (asyncio.Event() for _ in range(3))
+
+    async def renew(self, under_way: Iterable[tuple[str, str]]) -> None:
+        self.renewing.set()
+        await self.arriving.wait()
+        await super().renew(under_way)
+        self.renewed.set()
+
+
+async def test_a_request_that_ends_while_places_are_renewed_leaves_none(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.limits.limiter.RENEW_EVERY_S", 0.0)
+    redis.ask("FLUSHALL")
+    slow = Slow(redis.url)
+    one = Limiter(slow, CollectorRegistry())
+    assert (await one.admit("k", "1", KeyLimits(streams=1), 1)).refused_by is None
+    async with running(one.run()):
+        await slow.renewing.wait()
+        one.settle("k", "1", KeyLimits(streams=1), 1)
+        await asyncio.sleep(0.05)  # what does not wait has ended
+        slow.arriving.set()
+        await slow.renewed.wait()
+        assert (await one.admit("k", "2", KeyLimits(streams=1), 1)).refused_by is None
+    await one.close()
 
 
 async def test_accounts_end_by_themselves(shared: SharedLimits, redis: RedisServer) -> None:
