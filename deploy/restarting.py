@@ -41,13 +41,13 @@ class RollingRestart:
         self._channels = channels
 
     async def run(self) -> None:
-        """Raises MoonserveError where a successor does not come up, or is not found within `BACK_WITHIN_S`: those that
-        come after it are left as they are."""
+        """Raises MoonserveError where a successor does not come up or is not found, or nobody says who is there, within
+        `BACK_WITHIN_S`: those that come after it are left as they are."""
         channels = self._channels()
         try:
             conductors = Conductors(channels, self._addresses)
             for child in in_order(self._supervisor.children):
-                members = await _epochs(conductors)
+                members = await _known(conductors)
                 log.info("restarting %s", child.spec.instance_id)
                 await self._supervisor.restart(child)
                 await self._until_back(conductors, child.spec.instance_id, members)
@@ -82,6 +82,19 @@ def in_order(children: Sequence[Child]) -> list[Child]:
         return next(i for i, name in enumerate(_ORDER) if module.split(".")[0] == name)
 
     return sorted(children, key=rank)
+
+
+async def _known(conductors: Conductors) -> dict[str, int]:
+    """Who must be there again before the next one goes: without an answer, nobody would be waited for."""
+    try:
+        async with asyncio.timeout(BACK_WITHIN_S):
+            while not (members := await _epochs(conductors)):  # noqa: ASYNC110 - it is elsewhere
+                await asyncio.sleep(_POLL_S)
+            return members
+    except TimeoutError:
+        raise NoWorker(
+            f"no conductor said within {BACK_WITHIN_S:.0f} s who is in the cluster"
+        ) from None
 
 
 async def _epochs(conductors: Conductors) -> dict[str, int]:
