@@ -18,12 +18,13 @@ class Places:
     def __init__(self) -> None:
         self._counts: defaultdict[int, int] = defaultdict(int)  # by second; those that are over go
         self._second = 0  # of the last call
+        self._carried_s = 0.0  # what those that are over take of it and what follows
         self._first = 0  # the first second that may have room, as of the beginning of `_second`
         self._left_s = 0.0  # what those before `_first` leave to it
 
     def take(self, earliest_at: float, place_s: float, now: float) -> float:
         """The end of the first free place of `place_s` that ends no sooner than `earliest_at`; it is taken."""
-        self._turn_to(int(now))
+        self._turn_to(int(now), place_s)
         second, left_s = self._first, self._left_s
         while True:
             count = self._counts.get(second, 0)
@@ -42,13 +43,17 @@ class Places:
     def clear(self) -> None:
         """Nobody has a place any more."""
         self._counts.clear()
-        self._first, self._left_s = self._second, 0.0
+        self._first, self._left_s, self._carried_s = self._second, 0.0, 0.0
 
-    def _turn_to(self, second: int) -> None:
-        """Once a second all is looked at again: places may have become shorter."""
+    def _turn_to(self, second: int, place_s: float) -> None:
+        """Once a second all is looked at again: places may have become shorter. What those of the seconds that are over
+        still take of this one stays taken."""
         if second == self._second:
             return
-        for past in [each for each in self._counts if each < second]:
-            del self._counts[past]
+        at, left_s = self._second, self._carried_s
+        for past in sorted(each for each in self._counts if each < second):
+            left_s = max(0.0, left_s - (past - at)) + self._counts.pop(past) * place_s
+            at = past
+        self._carried_s = max(0.0, left_s - (second - at))
         self._second = self._first = second
-        self._left_s = 0.0
+        self._left_s = self._carried_s

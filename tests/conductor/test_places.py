@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conductor.places import Places
@@ -38,6 +38,13 @@ def test_who_may_not_come_before_an_instant_leaves_what_is_before_it_to_others()
     assert places.take(0.0, 0.25, 100.0) == 100.25
 
 
+def test_a_place_that_is_longer_than_a_second_does_not_end_with_the_second_it_began_in() -> None:
+    places = Places()
+    assert [places.take(0.0, 2.5, now) for now in (100.0, 101.0, 102.0)] == [102.5, 105.5, 108.5]
+    assert places.take(0.0, 0.5, 103.0) == 104.0, "they were shorter than was thought"
+
+
+@example(3.0, [(0.0, 0.0)] * 3 + [(1.0, 0.0), (1.0, 0.0), (2.0, 0.0)])
 @given(
     st.floats(0.001, 3.0),
     st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 8.0)), min_size=1, max_size=80),
