@@ -51,17 +51,17 @@ def echoed_logprobs(
 ) -> dict[str, Any]:
     """`choices[].logprobs` of a prompt echoed as `text`. Its first token follows nothing: null."""
     names = [tokenizer.token_name(token_id) for token_id in token_ids]
+    own = found.logprobs.tolist()
+    top = zip(
+        found.top_ids[:, :num_top].tolist(), found.top_logprobs[:, :num_top].tolist(), strict=True
+    )
     likeliest = [
-        {tokenizer.token_name(t): finite(logprob) for t, logprob in zip(ids, values, strict=True)}
-        for ids, values in zip(
-            found.top_ids[:, :num_top].tolist(),
-            found.top_logprobs[:, :num_top].tolist(),
-            strict=True,
-        )
+        _likeliest(zip(ids, values, strict=True), token_id, logprob, tokenizer)
+        for token_id, logprob, (ids, values) in zip(token_ids[1:], own, top, strict=True)
     ]
     return {
         "text_offset": _offsets_in(text, token_ids, tokenizer),
-        "token_logprobs": [None, *map(finite, found.logprobs.tolist())],
+        "token_logprobs": [None, *map(finite, own)],
         "tokens": names,
         "top_logprobs": [None, *likeliest],
     }
@@ -126,4 +126,13 @@ def _entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any
 def _top(token: Token, tokenizer: Tokenizer) -> dict[str, float]:
     if token.logprobs is None:
         return {}
-    return {tokenizer.token_name(t): finite(logprob) for t, logprob in token.logprobs.top}
+    return _likeliest(token.logprobs.top, token.token_id, token.logprobs.sampled, tokenizer)
+
+
+def _likeliest(
+    top: Iterable[tuple[int, float]], token_id: int, logprob: float, tokenizer: Tokenizer
+) -> dict[str, float]:
+    """As OpenAI has it: the token itself is told of, too, where it is not among the likeliest."""
+    told = dict(top)
+    told.setdefault(token_id, logprob)
+    return {tokenizer.token_name(each): finite(value) for each, value in told.items()}

@@ -7,12 +7,15 @@ import re
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
-from gateway.replies.logprobs import echoed_logprobs
+from gateway.replies.logprobs import completion_logprobs, echoed_logprobs
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import PeerLost
-from protocol.prompt_logprobs import PromptLogprobs
+from protocol.ids import RequestId
+from protocol.prompt_logprobs import FLOAT, UINT, PromptLogprobs
+from protocol.request import Logprobs, Token
 from tests.gateway.scripted_cluster import BLOCK_SIZE, Run, ScriptedCluster
 
 PROMPT = "to be or not to be"
@@ -102,10 +105,30 @@ async def test_an_echoed_prompt_has_them_before_the_answers_own(
     assert logprobs["top_logprobs"][1] == {
         tokenizer.token_name(0): -2.0,
         tokenizer.token_name(1): -3.0,
+        tokenizer.token_name(ids[1]): -1.0,
     }
     assert logprobs["text_offset"][0] == 0
     assert logprobs["text_offset"][len(ids)] == len(PROMPT)
     assert {len(column) for column in logprobs.values()} == {len(ids) + 3}
+
+
+def test_a_token_that_is_not_among_the_likeliest_is_told_of_beside_them(
+    tokenizer: Tokenizer,
+) -> None:
+    """As OpenAI's clients expect: k + 1 entries, or k where it is one of them."""
+    told = [
+        Token(
+            request_id=RequestId("r"),
+            index=index,
+            token_id=token_id,
+            logprobs=Logprobs(sampled=sampled, top=((80, -0.5), (81, -1.0))),
+        )
+        for index, (token_id, sampled) in enumerate([(82, -2.0), (81, -1.0)])
+    ]
+    columns, _ = completion_logprobs(told, tokenizer, 0, skip_special_tokens=True)
+    likeliest = {tokenizer.token_name(80): -0.5, tokenizer.token_name(81): -1.0}
+    own = {tokenizer.token_name(82): -2.0}
+    assert columns["top_logprobs"] == [likeliest | own, likeliest]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +143,13 @@ def test_offsets_are_places_in_the_echoed_text(
     tokenizer: Tokenizer, prompt: str, before: str
 ) -> None:
     ids = tokenizer.encode(before + prompt, add_special_tokens=False)
-    found = PromptLogprobs.joined([], 0)
+    behind = len(ids) - 1
+    found = PromptLogprobs(
+        logprobs=np.zeros(behind, FLOAT),
+        ranks=np.ones(behind, UINT),
+        top_ids=np.empty((behind, 0), UINT),
+        top_logprobs=np.empty((behind, 0), FLOAT),
+    )
     offsets = echoed_logprobs(ids, prompt, found, 0, tokenizer)["text_offset"]
     texts = (tokenizer.decode(ids[:n]).removeprefix(before) for n in range(len(ids)))
     assert offsets == [len(re.sub("\ufffd+$", "?", text)) for text in texts]
