@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.authority import authority as authority
-from tests.thoroughness import examples
+from tests.thoroughness import THOROUGH, examples
 
 # Steps of niceness: two fifths of the weight, and less than two thirds of that. Not more: beside somebody else's
 # processes, which do not stand back, tests would wait for seconds for their turn.
@@ -31,10 +31,12 @@ if not os.path.exists("/dev/nvidiactl"):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes says what else this machine does.
+# How long an example takes says what else this machine does. Changes are tried with the same examples, so that what
+# fails is the change; the thorough run draws others every time.
 settings.register_profile(
     "tests",
     max_examples=examples(50),
+    derandomize=not THOROUGH,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -1,6 +1,7 @@
 """How hard tests with chance in them try: enough for a change, or ten times that (`make test-thorough`, for the night).
 
-Owns one factor. What a test claims is the same in both; only how many examples are looked at differs.
+Owns one factor. What a test claims is the same in both; only how many examples are looked at differs, and that the
+thorough run draws others every time: what it finds becomes an `@example`.
 """
 
 from __future__ import annotations
