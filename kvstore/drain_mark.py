@@ -19,6 +19,7 @@ class DrainMark:
 
     def __init__(self, folder: Path | None) -> None:
         self._path = folder / FILE_NAME if folder is not None else None
+        self._turn = asyncio.Lock()  # what was asked for last is what stays
 
     def is_set(self) -> bool:
         """Blocks for a look at the folder."""
@@ -26,10 +27,11 @@ class DrainMark:
 
     async def keep(self, draining: bool) -> None:
         """On disk when it returns; where the disk refuses, this process goes on and the next one does not know."""
-        try:
-            await asyncio.to_thread(self._write, draining)
-        except OSError as error:
-            log.error("a restart will not know whether this node is draining: %s", error)
+        async with self._turn:
+            try:
+                await asyncio.to_thread(self._write, draining)
+            except OSError as error:
+                log.error("a restart will not know whether this node is draining: %s", error)
 
     def _write(self, draining: bool) -> None:
         if self._path is None:
