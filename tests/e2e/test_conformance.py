@@ -17,6 +17,7 @@ def test_replies_are_what_the_document_says(tmp_path: Path) -> None:
     """Some requests of each endpoint, allowed and forbidden ones: none ends in a 5xx or in anything undescribed."""
     make_model("llama", tmp_path / "model", max_position_embeddings=CONTEXT)
     with running_cluster(tmp_path / "model", tmp_path / "logs", *UNHURRIED) as cluster:
-        limits = ("--phases", "fuzzing", "--max-examples", "4", "--workers", "4", "--no-shrink")
+        # One worker: threads that parse Python at once fail each other now and then (python/cpython#106905).
+        limits = ("--phases", "fuzzing", "--max-examples", "4", "--workers", "1", "--no-shrink")
         assert run(cluster.url, *limits) == 0
         assert not cluster.tracebacks(), cluster.logs()
