@@ -35,8 +35,14 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     """One prefill and two decode workers to begin with."""
     flags = ("--role-switching", "on", "--decode-workers", "2", "--num-threads", "1")
     with running_cluster(model, tmp_path_factory.mktemp("logs"), *flags) as started:
+        # It is ready with the first worker of each role, and the last one of a role may not be changed.
+        started.wait_for("both decode workers", lambda: num_decode_workers(started) == 2)
         yield started
         assert not started.tracebacks(), started.logs()
+
+
+def num_decode_workers(cluster: Cluster) -> int:
+    return sum(instance["role"] == "decode" for instance in cluster.instances())
 
 
 def switch(cluster: Cluster, instance_id: str, to: str, drain_s: float) -> int:
