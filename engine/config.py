@@ -246,9 +246,9 @@ def _head_dim(fields: Fields, family: _Family, hidden_size: int, num_heads: int)
 
 
 def _num_kv_heads(fields: Fields, family: _Family, num_heads: int) -> int:
-    given = fields.optional_count("num_key_value_heads")
-    if given is None and not fields.has("num_key_value_heads"):
-        given = family.default_kv_heads
+    """null = as many as heads; absent = the family's default."""
+    name = "num_key_value_heads"
+    given = fields.optional_count(name) if fields.has(name) else family.default_kv_heads
     num_kv_heads = given or num_heads
     if num_heads % num_kv_heads:
         raise fields.error(

@@ -95,12 +95,6 @@ class CatchingUp:
             if self._comparing is not None:
                 self._comparing.cancel()
 
-    def _leaves_nothing(self) -> bool:
-        """Whether a next life that was hardly away would find nothing of what is gone here."""
-        begun_empty = self._has_begun_empty or not self._may_stay
-        is_forgotten = self._remembering.knows_its_disk or not begun_empty
-        return is_forgotten and self._remembering.is_saved
-
     async def close(self) -> None:
         """Nothing runs any more."""
         await self._channels.close()
@@ -140,6 +134,12 @@ class CatchingUp:
             if outdated:
                 log.warning("%d objects were stored anew elsewhere meanwhile", len(outdated))
                 self._remembering.drop([o for o in old if o.key in outdated])
+
+    def _leaves_nothing(self) -> bool:
+        """Whether a next life that was hardly away would find nothing of what is gone here."""
+        begun_empty = self._has_begun_empty or not self._may_stay
+        is_forgotten = self._remembering.knows_its_disk or not begun_empty
+        return is_forgotten and self._remembering.is_saved
 
     async def _settle(self) -> None:
         """After a start: decides whether what is in the folder may be used."""

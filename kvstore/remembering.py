@@ -144,7 +144,7 @@ class Remembering:
 
     @property
     def knows_its_disk(self) -> bool:
-        """All that is on disk has been found, and forgotten there where it may not stay."""
+        """All that is on disk has been found, and what may not stay forgotten there, if the disk took that down."""
         return self._mover.recovered == 1.0
 
     async def note_presence(self) -> None:

@@ -9,9 +9,16 @@ import pytest
 
 from protocol.errors import PeerLost
 from tests.patience import NEVER_S, PATIENCE_S, until
-from tests.transfer.bench import NBYTES, Make, Orders
+from tests.transfer.bench import NBYTES, Bench, Make, Orders
 from tests.transfer.fake_transport import Fate
 from transfer.lane import Lane
+
+
+def leave_one_behind(bench: Bench, orders: Orders) -> None:
+    """A batch that failed, and whose write may still arrive."""
+    orders.slices = [Fate.LATE, Fate.LOST]
+    with pytest.raises(PeerLost):
+        bench.near.run([bench.write()], deadline_s=PATIENCE_S)
 
 
 def test_a_fence_that_fails_fails_its_parts_and_does_not_try_for_ever(
@@ -29,9 +36,7 @@ def test_a_later_write_fences_what_an_earlier_batch_left_behind(
     make_bench: Make, orders: Orders
 ) -> None:
     bench = make_bench()
-    orders.slices = [Fate.LATE, Fate.LOST]
-    with pytest.raises(PeerLost):
-        bench.near.run([bench.write()], deadline_s=PATIENCE_S)
+    leave_one_behind(bench, orders)
     before = bytes(bench.memory.buffer)
     other = bench.near.allocate(NBYTES)
     other.buffer[:] = b"o" * NBYTES
@@ -47,9 +52,7 @@ def test_a_peer_that_was_forgotten_and_met_again_is_fenced_as_well(
     make_bench: Make, orders: Orders
 ) -> None:
     bench = make_bench()
-    orders.slices = [Fate.LATE, Fate.LOST]
-    with pytest.raises(PeerLost):
-        bench.near.run([bench.write()], deadline_s=PATIENCE_S)
+    leave_one_behind(bench, orders)
     bench.near.forget(bench.far.address)
     bench.near.run([bench.write()], deadline_s=PATIENCE_S)
     assert bench.network.counts["fence", Fate.ARRIVES] >= 1
