@@ -87,18 +87,20 @@ def test_no_line_names_a_request_that_a_program_could_not_find(cluster: Cluster)
 def test_a_killed_worker_is_one_line_of_the_launcher_and_one_of_the_gateway(
     cluster: Cluster,
 ) -> None:
+    """The stream is long enough to be under way when it is known where it is."""
+    kills = {name: cluster.killer(name) for name in ("decode-0", "decode-1")}
     killed: list[str] = []
 
     def on_tokens(count: int) -> None:
         if count >= 20 and not killed:
             killed.append(where("survivor", client))
-            cluster.kill(killed[0])
+            kills[killed[0]]()
 
     with cluster.client() as client:
         client.headers["x-request-id"] = "survivor"
-        body = {"prompt": [9] * 40, "max_tokens": 400, "ignore_eos": True}
+        body = {"prompt": [9] * 40, "max_tokens": 3500, "ignore_eos": True}
         tokens = read_completion(client, {**body, "return_token_ids": True}, on_tokens)[1]
-    assert len(tokens) == 400
+    assert len(tokens) == 3500
     cluster.wait_for("the launcher's line", lambda: '"exit_code"' in cluster.output)
     [told] = [line for line in cluster.output.splitlines() if '"exit_code"' in line]
     death = json.loads(told)
@@ -107,6 +109,7 @@ def test_a_killed_worker_is_one_line_of_the_launcher_and_one_of_the_gateway(
     warnings = [r["message"] for r in records(cluster, "gateway-0") if r["level"] == "warning"]
     [lost] = [message for message in warnings if f"{killed[0]} is lost" in message]
     assert "1 of its requests" in lost
+    cluster.wait_for("its end", lambda: len(about(cluster, "gateway-0", "survivor")) >= 2)
     again, end = about(cluster, "gateway-0", "survivor")
     assert again.startswith("goes on elsewhere, attempt 2")
     assert end.startswith("finished: length; 40 prompt tokens")
