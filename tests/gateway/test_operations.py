@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
+import signal
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -192,6 +195,20 @@ async def test_a_stop_lets_requests_finish_then_fails_the_rest(cluster: Scripted
             reply.close()
 
 
+@pytest.fixture
+def untouched() -> Iterator[None]:
+    """A process that has read its flags logs to its own stderr and may be ended by signals: in the test run, until
+    here."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    root.handlers[:], root.level = handlers, level
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("untouched")
 def test_a_port_in_use_is_one_line_and_exit_code_2(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -203,6 +220,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(capfd: pytest.CaptureFixture[
     assert "--port" in lines[0]
 
 
+@pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("flags", [[], ["--model", "x", "--prot", "1"], ["--model", "x"]])
 def test_bad_flags_are_one_line_and_exit_code_2(
     flags: list[str], capfd: pytest.CaptureFixture[str]
