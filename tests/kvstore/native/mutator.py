@@ -1,7 +1,8 @@
 """A process that changes an index and rewrites its data in place, as fast as it can, until it is killed.
 
-`python -m tests.kvstore.native.mutator KIND FD BYTES`: the file's first page tells where the index is now, then comes
-the data, then every memory that the index has had.
+`python -m tests.kvstore.native.mutator KIND FD BYTES`: the file's first page tells where the index is now and which one
+its reader uses, then comes the data, then every memory that the index has had. An index grows while it is read only, so
+that no reader, however late, misses that it has moved.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ OBJECT_BYTES = 4096
 DATA_END = PAGE + NUM_PLACES * OBJECT_BYTES
 WHERE = struct.Struct("Q")
 """Offset of the index."""
+READ_AT = WHERE.size
+"""Where the reader says that offset, of the index that it uses."""
 
 
 def key_of(number: int) -> BlockKey:
@@ -67,10 +70,13 @@ class Mutator:
             self._move(number)
         else:
             self._remove(number)
-        if self._num_keys < MAX_KEYS and self._random.random() < 0.02:
+        if self._num_keys < MAX_KEYS and self._random.random() < 0.02 and self._is_read():
             self._index.insert(key_of(self._num_keys), Entry(0, 1, 0, 1, None))
             self._num_keys += 1
         self._publish()
+
+    def _is_read(self) -> bool:
+        return WHERE.unpack_from(self._memory, READ_AT) == (self._where,)
 
     def _allocate(self, nbytes: int) -> memoryview:
         start, self._end = self._end, self._end + nbytes

@@ -214,7 +214,7 @@ def mutating(name: str) -> Iterator[memoryview]:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
-            yield memoryview(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
+            yield memoryview(mmap.mmap(fd, nbytes))
         finally:
             process.kill()
             os.close(fd)
@@ -224,11 +224,13 @@ def reader_over(memory: memoryview) -> MappedReader:
     """Over what the index is in now."""
     while True:
         (offset,) = mutator.WHERE.unpack_from(memory)
-        data = memory[mutator.PAGE : mutator.DATA_END]
+        data = memory[mutator.PAGE : mutator.DATA_END].toreadonly()
         try:
-            return MappedReader(memory[offset:], data)
+            reader = MappedReader(memory[offset:].toreadonly(), data)
         except Retired:
             continue
+        memory[mutator.READ_AT :][: mutator.WHERE.size] = mutator.WHERE.pack(offset)
+        return reader
 
 
 @pytest.mark.parametrize("writer", ["native", "python"])
