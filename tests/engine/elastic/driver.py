@@ -8,6 +8,7 @@ Anything else gets CUDA_ERROR_INVALID_VALUE.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -35,11 +36,13 @@ class MemoryDriver:
         self.accessible: set[int] = set()
         self.context: threading.local = threading.local()
         self._next_address = 1 << 40
+        self._new_handles = itertools.count(1)
         self._lock = threading.Lock()
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("cu"):
-            object.__getattribute__(self, "calls")[name] += 1
+            with self._lock:
+                self.calls[name] += 1
         return object.__getattribute__(self, name)
 
     # -- device and context
@@ -98,7 +101,7 @@ class MemoryDriver:
                 return INVALID, 0
             if len(self.handles) == self.num_frames:
                 return OUT_OF_MEMORY, 0
-            handle = self.calls["cuMemCreate"]
+            handle = next(self._new_handles)
             self.handles.add(handle)
             return self._in_context(), handle
 
