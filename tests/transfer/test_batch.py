@@ -81,9 +81,9 @@ async def test_a_cancelled_task_may_be_followed_by_others_on_the_same_memory(pai
     for _ in range(20):
         task = asyncio.create_task(move())
         await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        was_under_way = task.cancel()  # a batch may be faster
+        await asyncio.wait({task})
+        assert task.cancelled() == was_under_way
     await move()
     assert pair.local.buffer == pair.memory.buffer
 

@@ -60,7 +60,8 @@ def test_what_arrives_while_a_caller_connects_is_carried_afterwards(
             bench.near.open(bench.far.address, deadline_s=0.5)
 
     looking = in_thread(look)
-    until(lambda: bench.network.counts["connect", Fate.SILENT] == 1)
+    until(lambda: bench.network.counts["connect", Fate.SILENT] == 1 or not looking.is_alive())
+    orders.connects.clear()  # on a busy machine its time is over before it connects
     batches = [bench.near.submit([bench.write()], deadline_s=PATIENCE_S) for _ in range(20)]
     for batch in batches:
         batch.wait(PATIENCE_S)
@@ -183,7 +184,7 @@ def test_connections_beyond_the_cap_go_when_they_fall_idle(
             memory = far.allocate(64, readable=True)
             remote = RemoteSegment(far.address, memory.segment_id)
             bench.near.submit(
-                [Transfer(Op.READ, bench.local, 0, remote, 0, 64)], deadline_s=10
+                [Transfer(Op.READ, bench.local, 0, remote, 0, 64)], deadline_s=PATIENCE_S
             ).wait(PATIENCE_S)
         until(lambda: len(bench.network.open_sessions) == 1)
         assert len(bench.near._endpoints) == 1

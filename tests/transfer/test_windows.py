@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest, StaleLease
-from tests.patience import PATIENCE_S
+from tests.patience import NEVER_S, PATIENCE_S
 from transfer import scatter
 from transfer.segments import Segment, SegmentTable
 from transfer.windows import WindowTable
@@ -58,7 +58,8 @@ def test_closing_waits_for_the_store_under_way_and_refuses_the_next() -> None:
         pytest.fail("stored through a closed window")
 
 
-def test_a_hold_that_ends_in_time_is_not_revoked() -> None:
+def test_a_hold_that_ends_in_time_is_not_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.windows._PATIENCE_S", NEVER_S)
     table, memory = WindowTable(), segment()
     window = table.find(table.open(memory, [(0, 10)]), memory.segment_id)
     hold = window.hold(lambda: pytest.fail("revoked without need"))
