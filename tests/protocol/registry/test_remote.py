@@ -15,6 +15,7 @@ import pytest
 from protocol.errors import PeerLost, StaleLease
 from protocol.registry.remote import RemoteRegistry
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.protocol.registry.members import member
 from tests.stopping import stop
 
@@ -23,7 +24,7 @@ class OtherProcess:
     """Serves an embedded registry until it is killed."""
 
     def __init__(self) -> None:
-        self.address = "127.0.0.1:0"
+        self.address = f"127.0.0.1:{free_port()}"
         self.start()
 
     def start(self) -> None:

@@ -16,7 +16,8 @@ from tests.protocol.registry.conftest import OpenRedis
 from tests.protocol.registry.members import member
 from tests.redis_server import RedisServer
 
-DOWN_AFTER_MS = 500
+DOWN_AFTER_MS = 60_000
+"""A server that is only slow stays what it is."""
 
 
 class Guarded(NamedTuple):
@@ -87,6 +88,7 @@ async def test_a_failover_is_followed_by_seats_and_watchers(
         async for members in watching:
             if members == [seat.member]:
                 break
+        guarded.sentinel.ask("SENTINEL", "SET", "main", "down-after-milliseconds", "500")
         guarded.master.kill()
         newcomer = member("store-1", owner="b")
         while True:
