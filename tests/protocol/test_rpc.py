@@ -23,7 +23,7 @@ from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.request import Token
 from protocol.rpc import Channels, RpcServer, failure_from_wire, failure_to_wire
 from protocol.streams import GatewayStreams
-from tests.patience import PATIENCE_S
+from tests.patience import NEVER_S, PATIENCE_S
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):
@@ -34,7 +34,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self.hangs = False
         self.called = asyncio.Event()
         self.lost: asyncio.Queue[str] = asyncio.Queue()
-        self.streams = GatewayStreams(self.lost.put_nowait, grace_s=0.05)
+        self.streams = GatewayStreams(self.lost.put_nowait, grace_s=NEVER_S)
 
     async def Cancel(self, request: Any, context: Any) -> worker_pb2.CancelReply:
         self.called.set()
@@ -143,6 +143,7 @@ async def test_events_sent_before_the_stream_stands_are_not_lost(
     worker.streams.send(GatewayId("g"), tokens=[token(1)])
     worker.streams.send(GatewayId("g"), tokens=[token(2)])
     assert [t.index for t in (await anext(stream)).tokens] == [1, 2]
+    worker.streams._grace_s = 0.0  # of whoever leaves from now on
     await stream.aclose()  # type: ignore[attr-defined]
     assert await asyncio.wait_for(worker.lost.get(), PATIENCE_S) == "g"
 

@@ -14,6 +14,7 @@ from protocol.lean.server import LeanServer
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
 from tests.patience import NEVER_S, PATIENCE_S
+from tests.ports import free_port
 from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
 
 EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
@@ -134,7 +135,7 @@ async def test_deadlines_end_calls_each_in_its_own_time(
 async def test_the_next_call_reaches_a_restarted_server(
     store: ScriptedStore, channels: Channels
 ) -> None:
-    server, address = await start(store)
+    server, address = await start(store, free_port())
     stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
     await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)
     await server.stop(0)
@@ -149,7 +150,7 @@ async def test_the_next_call_reaches_a_restarted_server(
 async def test_a_call_can_wait_for_a_server_that_is_not_there_yet(
     store: ScriptedStore, channels: Channels
 ) -> None:
-    server, address = await start(store)
+    server, address = await start(store, free_port())
     await server.stop(0)
     stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
     call = asyncio.create_task(

@@ -25,7 +25,7 @@ from protocol.lean.sync_channel import SyncChannel
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels, RpcServer
 from protocol.tls import Certificates
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, answered
 from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
 
 EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE, b"gone"])
@@ -142,8 +142,13 @@ async def test_a_handler_that_returns_no_message_is_an_internal_error(
 async def test_a_handler_that_is_late_is_told_and_so_is_its_caller(
     call: Call, store: ScriptedStore
 ) -> None:
-    with pytest.raises(DeadlineExceeded):
-        await call("Lease", lease(), 0.05)
+    async def late() -> bool:
+        await call("Exists", EXISTS)  # the connection stands
+        with pytest.raises(DeadlineExceeded):
+            await call("Lease", lease(), 0.05)
+        return not store.begun.empty()  # its time may be over before it is read
+
+    await answered(late)
     assert await store.cancelled.get() == "l"
     assert list((await call("Exists", EXISTS)).present) == [True, False]
 

@@ -250,11 +250,12 @@ async def test_a_client_that_hangs_up_cancels_its_handlers(
 async def test_a_stranger_that_says_nothing_is_cut_off(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served, "HANDSHAKE_S", 0.05)
-    silent, slow = await Raw.dial(address), await Raw.dial(address)
-    slow.writer.write(b"MOON")
-    assert await silent.ended()
-    assert await slow.ended()
+    with monkeypatch.context() as impatient:
+        impatient.setattr(served, "HANDSHAKE_S", 0.05)
+        silent, slow = await Raw.dial(address), await Raw.dial(address)
+        slow.writer.write(b"MOON")
+        assert await silent.ended()
+        assert await slow.ended()
     assert await still_serves(address)
 
 

@@ -19,6 +19,7 @@ from protocol.lean.sync_channel import SyncChannel
 from protocol.lean.sync_connection import SyncConnection
 from protocol.pb import kvstore_pb2
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
 
 PATH = "/moonserve.KvStore/Exists"
@@ -41,7 +42,7 @@ async def address() -> AsyncIterator[str]:
 
 
 async def test_an_idle_connection_to_a_restarted_server_is_not_a_lost_call() -> None:
-    server, address = await start()
+    server, address = await start(free_port())
     with SyncChannel(address, TOKEN) as channel:
         await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=PATIENCE_S)
         await server.stop(0)
