@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from protocol.errors import ConfigError, InvalidRequest, PeerLost
-from tests.patience import PATIENCE_S
+from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import TOKEN, Pair, PeerInProcess
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.address import parse
@@ -187,7 +187,8 @@ def test_memory_that_cannot_be_registered_is_refused(pair: Pair) -> None:
         pair.near.allocate(0)
 
 
-def test_the_first_transport_that_gets_through_is_used() -> None:
+def test_the_first_transport_that_gets_through_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.job._CONNECT_S", NEVER_S)  # the first one may be slow
     with (
         engine_of("shm", "tcp") as near,
         engine_of("tcp", "shm") as far,

@@ -112,7 +112,9 @@ def test_what_ended_before_the_peer_fell_silent_stays_ended(
     read = replace(to.transfer, op=Op.READ, window_id=None)
     to.engine.submit([read, to.transfer], deadline_s=PATIENCE_S).wait(PATIENCE_S)
     peer.stop()
-    batch = to.engine.submit([read, to.transfer], deadline_s=0.1)
+    batch = to.engine.submit([read, to.transfer], deadline_s=NEVER_S)
+    until(lambda: sum(stats.read_bytes for stats in to.engine.stats) == 2 * read.length)
+    to.engine.forget(to.address)
     with pytest.raises(PeerLost):
         batch.wait(PATIENCE_S)
     assert [type(error) for error in batch.errors] == [type(None), PeerLost]

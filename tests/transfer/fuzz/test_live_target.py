@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.transfer.conftest import TOKEN
 from tests.transfer.fuzz import FIRST_SEED, TOTAL_S
 from tests.transfer.fuzz.mutations import Frame, Ground, Inventor, Passed, mutated
@@ -199,4 +199,4 @@ def test_mutated_sessions_neither_end_the_engine_nor_get_outside(
     quarry.require_untouched()
     quarry.require_serving()
     sys.stdout.write(f"{seed - FIRST_SEED} sessions\n")
-    assert len(quarry.engine._hosted.served) <= 2
+    until(lambda: len(quarry.engine._hosted.served) <= 2)  # they end in their own time
