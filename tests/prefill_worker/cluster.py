@@ -36,7 +36,13 @@ from protocol.wire import submission_to_wire
 from tests.engine.tensor_parallel.teams import team
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
-from tests.prefill_worker.gates import GatedEngine, GatedLandings, GatedStores, ShiftedClock
+from tests.prefill_worker.gates import (
+    GatedEngine,
+    GatedLandings,
+    GatedStores,
+    PatientChannels,
+    ShiftedClock,
+)
 from transfer import FaultPlan, TransferEngine
 
 TOKEN = "secret"
@@ -56,10 +62,11 @@ class Ears:
     failures: dict[str, common_pb2.Failure] = field(default_factory=dict)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def listen(self, channels: Channels, address: str) -> None:
+    async def listen(self, channels: Channels, address: str, stands: asyncio.Event) -> None:
         stub = worker_pb2_grpc.WorkerStub(channels.to(address))
         request = worker_pb2.EventsRequest(gateway_id="gateway-0")
         async for batch in channels.stream(stub.Events, request):
+            stands.set()
             async with self.changed:
                 self._take(batch)
                 self.changed.notify_all()
@@ -204,7 +211,9 @@ async def cluster(
     async with AsyncExitStack() as stack:
         transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN, faults=faults))
         channels = Channels(TOKEN)
-        stack.push_async_callback(channels.close)
+        store_channels = PatientChannels(TOKEN)
+        for each in (channels, store_channels):
+            stack.push_async_callback(each.close)
         decode, decoder = await stack.enter_async_context(
             decoding(path, decode_blocks, ranks=decode_ranks, device=device)
         )
@@ -213,7 +222,7 @@ async def cluster(
             _loaded(path, layout, num_blocks, segment.buffer, prefill_ranks, device)
         )
         staging = stack.enter_context(closing(staging_of(thread.engine)))
-        engine, stores = GatedEngine(thread), GatedStores(channels, transfer)
+        engine, stores = GatedEngine(thread), GatedStores(store_channels, transfer)
         fingerprint = thread.engine.fingerprint
         landings = GatedLandings(channels, fingerprint=fingerprint, ttl_s=LANDING_TTL_S)
         service = PrefillService(
@@ -371,8 +380,11 @@ async def decoding(
 
 @asynccontextmanager
 async def listening(ears: Ears, channels: Channels, endpoint: Endpoint) -> AsyncIterator[None]:
-    task = asyncio.create_task(ears.listen(channels, endpoint.rpc_address))
+    """From the first moment on: a worker gives up the requests of a gateway that stays away for seconds."""
+    stands = asyncio.Event()
+    task = asyncio.create_task(ears.listen(channels, endpoint.rpc_address, stands))
     try:
+        await asyncio.wait_for(stands.wait(), PATIENCE_S)
         yield
     finally:
         task.cancel()

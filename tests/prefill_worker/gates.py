@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from engine.batch import HiddenStates, Sampled, Slice
 from engine.runtime import EngineThread
@@ -17,8 +18,11 @@ from protocol.ids import LeaseId
 from protocol.keys import BlockKey
 from protocol.request import Endpoint
 from protocol.rpc import Channels
+from tests.patience import PATIENCE_S
 from transfer import ScatterTransfer, TransferEngine
 from transfer.rows import LOCAL
+
+Reply = TypeVar("Reply")
 
 
 class Gate:
@@ -63,10 +67,27 @@ class GatedEngine:
         )
 
 
-class GatedStores(BlockClient):
-    """A store client whose reads a test can hold or slow down."""
+class PatientChannels(Channels):
+    """Calls wait for who is slow. Who is gone is noticed at once."""
 
-    def __init__(self, channels: Channels, transfer: TransferEngine) -> None:
+    async def call(
+        self,
+        method: Callable[..., Awaitable[Reply]],
+        request: Any,
+        *,
+        timeout_s: float,
+        wait_for_ready: bool = False,
+    ) -> Reply:
+        return await super().call(
+            method, request, timeout_s=PATIENCE_S, wait_for_ready=wait_for_ready
+        )
+
+
+class GatedStores(BlockClient):
+    """A store client whose reads a test can hold or slow down, and which waits for a store for long: what a worker
+    reads is not to hang on how busy the machine is."""
+
+    def __init__(self, channels: PatientChannels, transfer: TransferEngine) -> None:
         super().__init__(channels, transfer)
         self.gate = Gate()
         self.delay_s = 0.0
@@ -82,7 +103,7 @@ class GatedStores(BlockClient):
         if self.num_turns >= self.num_ungated_turns:
             await self.turns.pass_through()
         turn, self.num_turns = self.num_turns, self.num_turns + 1
-        await super().transfer(lease, transfer, deadline_s=deadline_s)
+        await super().transfer(lease, transfer, deadline_s=PATIENCE_S)
         if turn in self.damaged_turns:
             transfer.local.buffer[transfer.rows[-1, LOCAL]] ^= 0xFF
 
@@ -96,7 +117,7 @@ class GatedStores(BlockClient):
     ) -> ReadLease:
         await self.gate.pass_through()
         await asyncio.sleep(self.delay_s)
-        return await super().lease(store, keys, ttl_s=ttl_s, timeout_s=timeout_s)
+        return await super().lease(store, keys, ttl_s=PATIENCE_S, timeout_s=timeout_s)
 
 
 class GatedLandings(LandingClient):
