@@ -24,6 +24,7 @@ from protocol.errors import (
 from protocol.layout import KvLayout
 from protocol.pb import worker_pb2
 from protocol.request import SamplingParams
+from tests.decode_worker.held import hold_steps
 from tests.decode_worker.prefill_client import (
     BLOCK_SIZE,
     Prompt,
@@ -238,14 +239,19 @@ async def test_a_cancelled_reserve_call_gives_up_its_place(model_path: Path) -> 
                 pass
 
 
-async def test_a_cancelled_request_ends_and_frees_everything(model_path: Path) -> None:
+async def test_a_cancelled_request_ends_and_frees_everything(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = hold_steps(monkeypatch)
     async with world(model_path) as w:
         prompt = w.client.compute(prompt_of(20), 400)
         await w.client.hand_off(prompt)
         name = prompt.request.request_id
+        steps.release()
         await w.received.until(lambda: name in w.received.tokens)
         cancel = worker_pb2.CancelRequest(request_id=name)
         await w.client.channels.call(w.client.worker.Cancel, cancel, timeout_s=PATIENCE_S)
+        steps.release()
         await w.idle()
         assert name not in w.received.finished
 

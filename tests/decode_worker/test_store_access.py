@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from decode_worker import store_access
 from decode_worker.keeping import KeepingCosts
 from kvstore.block_client import BlockClient
 from kvstore.config import StoreConfig
@@ -17,10 +18,12 @@ from protocol.request import Endpoint
 from protocol.rpc import Channels
 from tests.decode_worker.prefill_client import BLOCK_SIZE, TOKEN, Prompt, coupled, layout_of
 from tests.decode_worker.test_service import World, prompt_of, world
+from tests.patience import PATIENCE_S
 from tests.ports import free_port
 from tests.random_models import make_model
 from tests.services import serving
 from transfer import TransferEngine
+from transfer.patience import Patience
 
 NUM_TOKENS = 40
 NUM_BLOCKS = 10  # three sequences together outgrow them
@@ -47,7 +50,7 @@ async def store_node() -> AsyncIterator[Endpoint]:
     async with serving(serve_store, config) as facts:
         with TransferEngine(cluster_token=TOKEN) as transfer:
             client = BlockClient(channels, transfer)
-            yield await client.locate(facts["rpc"])
+            yield await client.locate(facts["rpc"], timeout_s=PATIENCE_S)
             await client.close()
     await channels.close()
 
@@ -79,8 +82,9 @@ async def until_counted(w: World, counter: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cpu-staged"])
 async def test_what_gave_way_is_read_from_the_store_and_says_the_same(
-    model_path: Path, device: str
+    model_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(store_access, "PATIENCE", Patience(base_s=PATIENCE_S))
     costs = costs_of(model_path)
     async with (
         store_node() as store,

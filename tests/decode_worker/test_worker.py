@@ -22,6 +22,7 @@ from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb
 from protocol.process import Lifecycle
 from protocol.rpc import Channels, RpcServer
 from protocol.status import Progress, Ready, reports
+from tests.decode_worker.held import hold_steps
 from tests.decode_worker.prefill_client import BLOCK_SIZE, TOKEN, PrefillClient
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
@@ -114,11 +115,12 @@ async def cluster(
 async def test_a_worker_registers_serves_announces_its_blocks_and_leaves(model_path: Path) -> None:
     async with cluster(model_path) as (conductor, client, lifecycle, worker):
         prompt = client.compute(list(range(20)), 6)
-        await client.hand_off(prompt)
         tokens = 0
         request = worker_pb2.EventsRequest(gateway_id="gateway-0")
         async with asyncio.timeout(PATIENCE_S):
             async for batch in client.channels.stream(client.worker.Events, request):
+                if batch.HasField("standing"):  # a gateway that stays away is given up
+                    await client.hand_off(prompt)
                 tokens += len(batch.tokens)
                 if tokens == 5:
                     break
@@ -132,10 +134,12 @@ async def test_a_worker_registers_serves_announces_its_blocks_and_leaves(model_p
 
 
 async def test_a_draining_worker_says_so_refuses_new_work_and_finishes_old(
-    model_path: Path,
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    steps = hold_steps(monkeypatch)
+    monkeypatch.setattr("decode_worker.worker.STOP_GRACE_S", PATIENCE_S)  # for the last token
     async with cluster(model_path) as (conductor, client, lifecycle, worker):
-        prompt = client.compute(list(range(20)), 300)
+        prompt = client.compute(list(range(20)), 20)
         await client.hand_off(prompt)
         lifecycle.stopping.set()
         async with asyncio.timeout(PATIENCE_S), conductor.changed:
@@ -146,9 +150,11 @@ async def test_a_draining_worker_says_so_refuses_new_work_and_finishes_old(
         request = worker_pb2.EventsRequest(gateway_id="gateway-0")
         async with asyncio.timeout(PATIENCE_S):
             async for batch in client.channels.stream(client.worker.Events, request):
+                steps.release()  # one for each batch, and the first says that the stream stands
                 finished = finished or any(event.finish_reason for event in batch.tokens)
                 if finished:
                     break
+        assert finished
         await asyncio.wait_for(worker, PATIENCE_S)
 
 

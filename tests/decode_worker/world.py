@@ -39,6 +39,7 @@ class Received:
     finished: dict[str, common_pb2.FinishReason] = field(default_factory=dict)
     failures: dict[str, common_pb2.Failure] = field(default_factory=dict)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    stands: bool = False  # its stream does
 
     async def listen(self, client: PrefillClient, gateway_id: str) -> None:
         request = worker_pb2.EventsRequest(gateway_id=gateway_id)
@@ -48,6 +49,7 @@ class Received:
                 self.changed.notify_all()
 
     def _take(self, batch: worker_pb2.EventBatch) -> None:
+        self.stands = True
         for event in batch.tokens:
             entry = (event.index, event.token_id)
             self.tokens.setdefault(event.request_id, []).append(entry)
@@ -141,6 +143,8 @@ async def world(
         work = asyncio.create_task(service.run(stop))
         ears = asyncio.create_task(received.listen(client, "gateway-0"))
         try:
+            # A worker gives up the requests of a gateway that stays away for seconds.
+            await received.until(lambda: received.stands)
             yield World(client, received, service, transfer)
         finally:
             stop.set()
