@@ -139,7 +139,7 @@ def why_not() -> str | None:
     if not any(map(shutil.which, COMPILERS["C"])):
         return "needs a C compiler (.ci/system-packages)"
     try:
-        os.close(_open_tun("mwprobe"))
+        os.close(_open_tun(f"mwprobe{os.getpid()}"))
     except OSError as error:
         return (
             f"network devices cannot be made here ({_TUN}: {error.strerror}); needs CAP_NET_ADMIN"

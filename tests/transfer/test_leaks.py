@@ -220,8 +220,8 @@ def test_nothing_is_kept_of_peers_that_have_gone(cycles: Cycles) -> None:
         cycles.one()
     after = Census.take()
     sys.stdout.write(f"{CYCLES} cycles: {before} after {warm_up}, {after} at the end\n")
-    assert after.descriptors == before.descriptors
-    assert after.threads == before.threads
+    assert after.descriptors <= before.descriptors
+    assert after.threads <= before.threads
     # The allocator's arenas come and go; what leaks once per cycle shows.
     assert after.mappings <= before.mappings + 30
     assert after.resident_bytes <= before.resident_bytes + (6 << 20)

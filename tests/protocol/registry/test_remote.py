@@ -85,7 +85,7 @@ async def joined_again(registry: RemoteRegistry) -> Any:
 async def test_a_killed_process_forgets_and_its_successor_gives_later_epochs(
     other: OtherProcess,
 ) -> None:
-    registry = RemoteRegistry(other.address, "secret")
+    registry = RemoteRegistry(other.address, "secret", deadline_s=PATIENCE_S)
     watching: Any = registry.watch()
     async with asyncio.timeout(PATIENCE_S), aclosing(watching):
         before = await registry.join(member())
