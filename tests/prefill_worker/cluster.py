@@ -33,16 +33,11 @@ from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
 from protocol.rpc import Channels, RpcServer
 from protocol.wire import submission_to_wire
+from tests.channels import PatientChannels
 from tests.engine.tensor_parallel.teams import team
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
-from tests.prefill_worker.gates import (
-    GatedEngine,
-    GatedLandings,
-    GatedStores,
-    PatientChannels,
-    ShiftedClock,
-)
+from tests.prefill_worker.gates import GatedEngine, GatedLandings, GatedStores, ShiftedClock
 from transfer import FaultPlan, TransferEngine
 
 TOKEN = "secret"

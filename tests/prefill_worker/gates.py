@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from engine.batch import HiddenStates, Sampled, Slice
 from engine.runtime import EngineThread
@@ -18,11 +17,10 @@ from protocol.ids import LeaseId
 from protocol.keys import BlockKey
 from protocol.request import Endpoint
 from protocol.rpc import Channels
+from tests.channels import PatientChannels
 from tests.patience import PATIENCE_S
 from transfer import ScatterTransfer, TransferEngine
 from transfer.rows import LOCAL
-
-Reply = TypeVar("Reply")
 
 
 class Gate:
@@ -64,22 +62,6 @@ class GatedEngine:
         self.num_tokens += sum(piece.num_tokens for piece in slices)
         return await self.thread.execute(
             slices, on_layer, before_attention=before_attention, hidden=hidden
-        )
-
-
-class PatientChannels(Channels):
-    """Calls wait for who is slow. Who is gone is noticed at once."""
-
-    async def call(
-        self,
-        method: Callable[..., Awaitable[Reply]],
-        request: Any,
-        *,
-        timeout_s: float,
-        wait_for_ready: bool = False,
-    ) -> Reply:
-        return await super().call(
-            method, request, timeout_s=PATIENCE_S, wait_for_ready=wait_for_ready
         )
 
 

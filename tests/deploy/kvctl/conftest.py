@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.channels import PatientChannels
 from tests.deploy.kvctl.stage import Kvctl, Stage, stage
 
 
@@ -17,6 +18,13 @@ def _no_cluster_of_the_operator() -> Iterator[None]:
         for name in [name for name in os.environ if name.startswith("MOONSERVE_REGISTRY")]:
             patch.delenv(name)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command gives up who does not answer within seconds, and a busy machine may need longer."""
+    for caller in ("deploy.kvctl.cluster", "deploy.terminal.workers", "protocol.registry.remote"):
+        monkeypatch.setattr(f"{caller}.Channels", PatientChannels)
 
 
 @pytest.fixture(scope="package")

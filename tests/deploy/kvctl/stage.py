@@ -17,9 +17,10 @@ from kvstore.client import plain_key
 from kvstore.objects import PutObject
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
+from protocol.registry.connect import connect
 from tests.kvstore.directory.cluster import asking, running_directory
 from tests.kvstore.nodes import TOKEN, Node, connected, running_node
-from tests.patience import answered
+from tests.patience import NEVER_S, answered
 from tests.ports import free_port
 
 SEGMENT_BYTES = 8 * 2**20
@@ -36,6 +37,27 @@ class Stage:
 
     def address(self, name: str) -> str:
         return self.nodes[name].rpc_address
+
+    @contextlib.contextmanager
+    def joined(self, name: str, *flags: str) -> Iterator[Node]:
+        """Another node, once the directory knows it: nodes are ready before they are members."""
+        with running_node(*flags, "--join", self.registry, instance_id=name) as node:
+            self.nodes[name] = node
+            self.until_indexed([])
+            yield node
+
+    def keep_member(self, name: str) -> None:
+        """One that is lost is known for seconds, which may be over before it was asked about: for longer now."""
+
+        async def body() -> None:
+            registry = connect(self.registry, cluster_token=TOKEN)
+            try:
+                [member] = [m for m in await registry.members() if m.instance_id == name]
+                await registry.renew(member, ttl_s=NEVER_S)
+            finally:
+                await registry.close()
+
+        asyncio.run(body())
 
     def until_indexed(self, keys: Sequence[BlockKey]) -> None:
         """The directory knows who holds them."""
@@ -60,14 +82,7 @@ def stage(names: Sequence[str], *flags: str) -> Iterator[Stage]:
         stack.enter_context(running_directory(port=port))
         made = Stage(f"127.0.0.1:{port}", port)
         for name in names:
-            made.nodes[name] = stack.enter_context(
-                running_node(
-                    *("--dram", str(SEGMENT_BYTES), "--join", made.registry),
-                    *flags,
-                    instance_id=name,
-                )
-            )
-        made.until_indexed([])  # nodes are ready before they are members
+            stack.enter_context(made.joined(name, "--dram", str(SEGMENT_BYTES), *flags))
         yield made
 
 

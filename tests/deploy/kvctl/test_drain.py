@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ from tests.deploy.kvctl.stage import (
     put_chain,
     stage,
 )
-from tests.kvstore.nodes import TOKEN, running_node
-from tests.patience import PATIENCE_S
+from tests.kvstore.nodes import TOKEN, Node, connected
+from tests.patience import PATIENCE_S, answered
 from tests.processes import ROOT
 
 pytestmark = pytest.mark.slow  # each test starts three or four processes of its own
@@ -94,29 +95,25 @@ def test_a_chain_goes_where_its_beginning_is_and_keeps_its_pins(
 
 
 def test_what_found_no_place_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    with stage(["store-0"]) as made:
-        small = running_node(*("--dram", "1MiB", "--join", made.registry), instance_id="store-1")
-        with small:
-            put(made.nodes["store-0"], {"large": bytes(3 * 2**20), "small": b"value"})
-            kvctl = Kvctl(capsys, made.registry)
-            said = kvctl("drain", "store-0")
-            assert said.code == 1
-            assert "not placed:" in said.out
-            assert "1 object (3.0 MiB) found no place" in said.err
-            assert "still draining" in said.err
-            [record] = kvctl("--json", "drain", "store-0").records
-            assert not record["can_be_stopped"]
-            assert len(record["unplaced"]) == 1
+    with stage(["store-0"]) as made, made.joined("store-1", "--dram", "1MiB"):
+        put(made.nodes["store-0"], {"large": bytes(3 * 2**20), "small": b"value"})
+        kvctl = Kvctl(capsys, made.registry)
+        said = kvctl("drain", "store-0")
+        assert said.code == 1
+        assert "not placed:" in said.out
+        assert "1 object (3.0 MiB) found no place" in said.err
+        assert "still draining" in said.err
+        [record] = kvctl("--json", "drain", "store-0").records
+        assert not record["can_be_stopped"]
+        assert len(record["unplaced"]) == 1
 
 
 def test_a_full_cluster_ends_a_drain_instead_of_chasing_its_own_evictions(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with stage(["store-0"]) as made:
-        small = running_node(*("--dram", "1MiB", "--join", made.registry), instance_id="store-1")
-        with small:
-            put(made.nodes["store-0"], {f"cold-{n}": bytes(100_000) for n in range(40)})
-            said = Kvctl(capsys, made.registry)("drain", "store-0")
+    with stage(["store-0"]) as made, made.joined("store-1", "--dram", "1MiB"):
+        put(made.nodes["store-0"], {f"cold-{n}": bytes(100_000) for n in range(40)})
+        said = Kvctl(capsys, made.registry)("drain", "store-0")
     assert said.code == 1
     assert "they will evict what is cold there" in said.err
 
@@ -127,22 +124,39 @@ def test_what_is_only_on_disk_is_drained_too(
     """Three times what memory holds; write-through, so that nothing is evicted before it is on disk."""
     values = {f"cold-{n}": os.urandom(8) * 25_000 for n in range(120)}
     ssd = ("--ssd", f"{tmp_path}:512MiB", "--ssd-write-through")
-    with stage([]) as made:
-        flags = ("--dram", str(SEGMENT_BYTES), "--join", made.registry)
-        big = ("--dram", "64MiB", "--join", made.registry)
-        with (
-            running_node(*flags, *ssd, instance_id="store-0") as leaving,
-            running_node(*big, instance_id="store-1") as other,
-        ):
-            put(leaving, values)
-            kvctl = Kvctl(capsys, made.registry)
-            held = {record["key"] for record in kvctl.json("ls", "--limit", "0")}
-            assert kvctl.json("ls", "--disk-only", "--limit", "0")
-            [record] = kvctl.json("drain", "store-0")
-            assert (record["copied"], record["gone"]) == (len(held), 0)
-            found = get_all(other, values)
+    with (
+        stage([]) as made,
+        made.joined("store-0", "--dram", str(SEGMENT_BYTES), *ssd) as leaving,
+        made.joined("store-1", "--dram", "64MiB") as other,
+    ):
+        put_behind_the_disk(leaving, values)
+        kvctl = Kvctl(capsys, made.registry)
+        held = {record["key"] for record in kvctl.json("ls", "--limit", "0")}
+        assert kvctl.json("ls", "--disk-only", "--limit", "0")
+        [record] = kvctl.json("drain", "store-0")
+        assert (record["copied"], record["gone"]) == (len(held), 0)
+        found = get_all(other, values)
     assert len(found) == len(held)
     assert found.items() <= values.items()
+
+
+def put_behind_the_disk(node: Node, values: dict[str, bytes]) -> None:
+    """A node whose memory is full of what its disk does not have yet refuses for a moment."""
+
+    async def body() -> None:
+        async with connected(node.rpc_address) as (client, _, endpoint):
+
+            async def taken(key: str) -> bool:
+                try:
+                    await client.put_bytes(endpoint, key.encode(), values[key])
+                except Overloaded:
+                    return False
+                return True
+
+            for key in values:
+                await answered(partial(taken, key))
+
+    asyncio.run(body())
 
 
 def test_there_must_be_another_node(capsys: pytest.CaptureFixture[str]) -> None:

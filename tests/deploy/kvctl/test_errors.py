@@ -78,6 +78,7 @@ def test_a_lost_node_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]
     with stage(["store-0", "store-1"]) as made:
         put(made.nodes["store-0"], {"here": b"value"})
         made.nodes["store-1"].kill()
+        made.keep_member("store-1")
         kvctl = Kvctl(capsys, made.registry)
         for verb in (["nodes"], ["ls"], ["stat", "here"], ["pin", "here", "--soft"], ["verify"]):
             said = kvctl(*verb)
@@ -89,12 +90,16 @@ def test_a_lost_node_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]
         assert "may still hold" in kvctl("drop", "here").err
 
 
-def test_a_stopped_node_costs_seconds_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_node_costs_seconds_and_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # no patience
     with stage(["store-0", "store-1"]) as made:
         keys = chain_keys("stopped", 5)
         put_chain(made.nodes["store-0"], keys)
         stopped = made.nodes["store-1"].process
         stop(stopped.pid)
+        made.keep_member("store-1")
         try:
             said = Kvctl(capsys, made.registry)("stat", keys[-1].hex())
         finally:
