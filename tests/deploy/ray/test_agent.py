@@ -16,6 +16,7 @@ from deploy.ray.events import READY, Report
 from deploy.ray.units import Kind, Unit, addresses_of
 from tests.patience import answered
 from tests.ports import free_port
+from tests.stopping import stop
 
 
 def directory(folder: Path) -> Assignment:
@@ -52,7 +53,7 @@ async def test_a_stop_during_a_restart_is_the_end(
     try:
         first = await at(lives, READY)
         assert first.pid is not None
-        os.kill(first.pid, signal.SIGSTOP)  # its end takes a while
+        stop(first.pid)  # its end takes a while
         restarting = asyncio.create_task(lives.restart(1))
         await at(lives, STOPPED)
         stopping = asyncio.create_task(lives.end())
