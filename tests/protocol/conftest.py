@@ -1,4 +1,4 @@
-"""Certificates of a cluster that exists for these tests only."""
+"""Certificates of a cluster that exists for these tests only, and processes that are patient with each other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import pytest
 
 from protocol.tls import Certificates, load
 from tests.authority import Authority
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="session")
 def tls(authority: Authority) -> Certificates:
     return load(authority.sign("member", names="IP:127.0.0.1").tls)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever shakes hands slowly is on a busy machine."""
+    for name in ("channel._DIAL_S", "served.HANDSHAKE_S", "server.HANDSHAKE_S"):
+        monkeypatch.setattr(f"protocol.lean.{name}", PATIENCE_S)

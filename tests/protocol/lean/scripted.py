@@ -16,9 +16,11 @@ from typing import Any
 import uvloop
 
 from protocol.errors import Overloaded
+from protocol.lean import served
 from protocol.lean.methods import HandOver
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import RpcServer
+from tests.patience import PATIENCE_S
 
 TOKEN = "secret"
 HERE = b"here"
@@ -111,6 +113,7 @@ def server_process(loop: str = "asyncio") -> Iterator[ServerProcess]:
 
 
 if __name__ == "__main__":
+    served.HANDSHAKE_S = PATIENCE_S  # a busy machine is no stranger
     loop_factory = uvloop.new_event_loop if sys.argv[1] == "uvloop" else None
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(serve())
