@@ -122,6 +122,7 @@ def silent_write(stage: Stage) -> str:
     stage.run(stage.write(address))
     proxy.hold = Trouble(Towards.TARGET, at=NBYTES + NBYTES // 2)
     stage.run_until_the_deadline(stage.write(address))
+    proxy.hold = None  # whose place a slow sender has not reached
     proxy.silent = False
     stage.run(stage.write(address))
     stage.require_arrived()
