@@ -66,8 +66,9 @@ class EmbeddedRegistry:
     def now(self) -> tuple[int, list[Member]]:
         """The version of the membership, and the members."""
         members = self._table.members(self._clock())
+        version = self._table.version  # of these: a lease may end before it is looked at again
         self._settle()
-        return self._table.version, members
+        return version, members
 
     async def after(self, seen_version: int | None) -> tuple[int, list[Member]]:
         """`now`, as soon as its version is another than `seen_version`."""
