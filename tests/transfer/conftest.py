@@ -101,6 +101,12 @@ LINKS = [name for name in _transports() if name != "shm"]
 """Those that carry bytes over a link, on which they can be damaged: over shm the target copies."""
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever shakes hands slowly is on a busy machine."""
+    monkeypatch.setattr("transfer.wire.acceptor._HANDSHAKE_S", PATIENCE_S)
+
+
 @pytest.fixture(params=_transports())
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
