@@ -8,10 +8,23 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
+from deploy.doctor import transfer_checks
 from deploy.doctor.disk_speed import read_bytes_per_s
+from deploy.local import LocalCluster
+from deploy.profile import probe
 from protocol.errors import ConfigError
+from tests.patience import PATIENCE_S
 from tests.random_models import make_model
 from traces.simulator.profiles import read_profile
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is slow is measured all the same."""
+    monkeypatch.setattr(transfer_checks, "_DEADLINE_S", PATIENCE_S)
+    monkeypatch.setattr(probe, "_REPORTED_WITHIN_S", PATIENCE_S)
+    monkeypatch.setattr(LocalCluster.wait_until_ready, "__defaults__", (3 * PATIENCE_S,))
+    monkeypatch.setattr(LocalCluster.stop, "__defaults__", (PATIENCE_S,))
 
 
 def test_a_profile_is_measured_printed_and_written(
