@@ -121,16 +121,20 @@ class Knowledge:
             found = {about.generation for about in stand.owner.places}
             assert self.certain <= found
             assert not self.forgotten & found
-            for about in stand.owner.places:
+            damaged: set[int] = set()
+            for about in list(stand.owner.places):
                 expected = object_of(about.generation)
                 assert about.pin is Pin.HARD or about.key not in self.pinned
                 assert dataclasses.replace(about, pin=Pin.NONE) == expected.object
                 content = await stand.get(about)
-                assert content == bytes(expected.memory) or (
-                    content is None and about.generation not in self.certain
-                )
+                if content is None:  # compaction drops it, too
+                    stand.release(about)
+                    damaged.add(about.generation)
+                else:
+                    assert content == bytes(expected.memory)
+            assert not self.certain & damaged
         async with opened(folder, dataclasses.replace(SMALL, ring=False)) as stand:
-            assert {about.generation for about in stand.owner.places} == found
+            assert found - damaged <= {about.generation for about in stand.owner.places} <= found
 
 
 async def for_ever(seconds: float) -> None:
