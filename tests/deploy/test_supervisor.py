@@ -62,6 +62,7 @@ async def serving(
         module="serving",
         flags=("--fails-if", str(tmp_path / "fails")),
         overlaps=request.param,
+        stop_grace_s=PATIENCE_S,  # to say which signal it was
     )
     [child] = await supervisor.start([spec])
     yield supervisor, child

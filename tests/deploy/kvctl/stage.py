@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from tests.patience import NEVER_S, answered
 from tests.ports import free_port
 
 SEGMENT_BYTES = 8 * 2**20
+PATIENTLY = (sys.executable, "-m", "tests.deploy.kvctl.patiently")
+"""The command as a process."""
 ENVIRON = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from protocol.rpc import Channels, RpcServer
 from protocol.wire import endpoint_to_wire
 from tests.deploy.kvctl.stage import (
     ENVIRON,
+    PATIENTLY,
     SEGMENT_BYTES,
     Kvctl,
     Stage,
@@ -216,7 +216,7 @@ def _ask(address: str, method: str, request: Any) -> None:
 
 
 def _start_drain(made: Stage, name: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "deploy", "kvctl", "--registry", made.registry, "drain", name]
+    command = [*PATIENTLY, "--registry", made.registry, "drain", name]
     return subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **ENVIRON}, stderr=subprocess.PIPE, text=True
     )

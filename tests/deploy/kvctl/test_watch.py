@@ -7,14 +7,22 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvstore.client import plain_key
-from tests.deploy.kvctl.stage import ENVIRON, SEGMENT_BYTES, Kvctl, Stage, get, put, stage
+from tests.deploy.kvctl.stage import (
+    ENVIRON,
+    PATIENTLY,
+    SEGMENT_BYTES,
+    Kvctl,
+    Stage,
+    get,
+    put,
+    stage,
+)
 from tests.kvstore.nodes import running_node
 from tests.patience import PATIENCE_S, until
 from tests.processes import ROOT, running
@@ -51,9 +59,8 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(made: Stage, *flags: str) -> Iterator[Watch]:
-    command = [sys.executable, "-m", "deploy", "kvctl", "--registry", made.registry, "--json"]
     process = subprocess.Popen(
-        [*command, "watch", *flags],
+        [*PATIENTLY, "--registry", made.registry, "--json", "watch", *flags],
         cwd=ROOT,
         env={**os.environ, **ENVIRON},
         stdout=subprocess.PIPE,

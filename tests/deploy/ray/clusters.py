@@ -227,9 +227,8 @@ def take_down(cluster: Deployed) -> None:
     """Checks that nothing is left: processes, actors, placement groups, ports."""
     cluster.deployment.wish(TakeDown())
     cluster.wait("taken down", lambda status: status["has_ended"])
-    left = leftovers(cluster.config.name)
+    until(lambda: not leftovers(cluster.config.name))  # Ray's head hears of the last one by and by
     cluster.deployment.end()
-    assert left == []
     assert ours() == []
     assert _is_free(cluster.config.serve.port)
 

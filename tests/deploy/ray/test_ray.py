@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -232,14 +233,24 @@ def test_the_public_trace_replays_without_a_failure(cluster: Deployed, tmp_path:
 
 
 def test_load_that_lasts_gets_another_worker_which_leaves_after_it(cluster: Deployed) -> None:
-    """Long answers hold most of the decode workers' memory, which counts as load. Nothing is decided before the new
-    one is a member, so that it can only leave after it has come."""
+    """Long answers hold most of the decode workers' memory, which counts as load; they follow one another until that
+    is noticed. Nothing is decided before the new one is a member, so that it can only leave after it has come."""
     prompts = [list(range(number, number + 600)) for number in range(4)]
+    noticed = threading.Event()
+
+    def ask(prompt: list[int]) -> None:
+        while not noticed.is_set():
+            assert len(cluster.complete(prompt, max_tokens=600)) == 600
+
     with ThreadPoolExecutor() as clients:
-        answers = [clients.submit(cluster.complete, each, max_tokens=600) for each in prompts]
+        answers = [clients.submit(ask, each) for each in prompts]
         cluster.mark("four long answers begin")
-        cluster.wait("a third decode worker, by load", lambda s: s["wanted"]["decode"] == 3)
-        assert all(len(answer.result()) == 600 for answer in answers)
+        try:
+            cluster.wait("a third decode worker, by load", lambda s: s["wanted"]["decode"] == 3)
+        finally:
+            noticed.set()
+        for answer in answers:
+            answer.result()
     cluster.wait("two are enough again", lambda s: s["wanted"]["decode"] == 2)
     cluster.settled("one has drained and left")
     assert len(cluster.names("decode")) == 2
