@@ -6,7 +6,8 @@
 Its rules: a row is its owner's to write, and counts while that process lives, which the kernel knows: it holds a lock
 on the row's byte of the file, which ends with it. So a dead worker's share is free at once. Whoever takes memory looks
 at all rows and changes its own under one lock; giving back needs none. A process that was stopped inside of that lock
-holds up nobody: others find no memory for as long. The arithmetic is `engine.elastic.budget`'s. Linux ≥ 3.15.
+holds up nobody who serves: others find no memory for as long. Only who starts waits for it, half a minute. The
+arithmetic is `engine.elastic.budget`'s. Linux ≥ 3.15.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _FIELDS_AT = (
 _FILE_BYTES = _ROW_BYTES * (1 + NUM_ROWS)
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.001
+_START_TRIES = 30_000
+"""Of who starts: on a busy machine a holder may have to wait for its turn, and that is no reason not to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Ledger:
         self._own: set[int] = set()  # rows
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with self._locked() as is_locked:
+            with self._locked(_START_TRIES) as is_locked:
                 if not is_locked:
                     raise ConfigError(f"{path} is locked for too long")
                 self._begin(budget)
@@ -122,7 +125,7 @@ class Ledger:
     def claim(self, name: str, floor: int, ceiling: int) -> int:
         """The number of a row that is this process's from now on. Raises ConfigError when floors do not fit, or all
         rows are taken."""
-        with self._locked() as is_locked:
+        with self._locked(_START_TRIES) as is_locked:
             rows = self.rows()
             _check(self.budget, floor, ceiling, rows)
             taken = {row.number for row in rows}
@@ -207,9 +210,9 @@ class Ledger:
         self._map[place : place + len(data)] = data
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[bool]:
-        """Whether it was to be had; given up soon, since its holder may have been stopped."""
-        for _ in range(_LOCK_TRIES):
+    def _locked(self, tries: int = _LOCK_TRIES) -> Iterator[bool]:
+        """Whether it was to be had; given up by who serves soon, since its holder may have been stopped."""
+        for _ in range(tries):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

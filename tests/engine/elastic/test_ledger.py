@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,6 +145,7 @@ def test_a_process_that_was_stopped_inside_the_lock_holds_up_nobody(
     stopped = start(STOPPED, str(path))
     try:
         assert says(stopped) == "locked"
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)  # what goes on before it is stopped is lost
         assert ledger.take(row, 1, MIB) == 0  # and returns
         ledger.give(row, MIB)
         os.kill(stopped.pid, signal.SIGCONT)
@@ -149,6 +153,29 @@ def test_a_process_that_was_stopped_inside_the_lock_holds_up_nobody(
         assert ledger.take(row, 1, MIB) == 1
     finally:
         end(stopped)
+
+
+def test_who_starts_waits_for_who_has_the_lock(
+    path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it may wait for its turn longer than others try to take something."""
+    late: list[Ledger] = []
+    for begin in (
+        lambda: late.append(Ledger(path, budget=BUDGET)),
+        lambda: late[0].claim("late", 0, BUDGET),
+    ):
+        held, pauses = contextlib.ExitStack(), itertools.count(1)
+        assert held.enter_context(ledger._locked())
+
+        def pause(_: float, held: Any = held, pauses: Any = pauses) -> None:
+            if next(pauses) == 1000:
+                held.close()
+
+        with monkeypatch.context() as patched:
+            patched.setattr("engine.elastic.ledger.time.sleep", pause)
+            begin()
+    assert late[0].take(0, 1, MIB) == 1
+    late[0].close()
 
 
 def test_floors_are_kept_for_who_has_not_taken_them(seat: Callable[..., Seat]) -> None:
