@@ -16,7 +16,7 @@ from engine.kv_pool import KvPool
 from protocol.errors import ConfigError, InvalidRequest
 from protocol.process import running
 from tests.engine.elastic.shapes import LAYOUT, PAGE
-from tests.patience import PATIENCE_S, until
+from tests.patience import PATIENCE_S, answered, until
 from transfer import TransferEngine
 from transfer.native import address_of
 from transfer.options import TransferOptions
@@ -59,8 +59,12 @@ class Worker:
         self.changed.set()
 
     async def until(self, most_pages: int) -> None:
-        blanks = self.elasticity.blanks
-        await asyncio.to_thread(until, lambda: blanks.num_held_pages <= most_pages)
+        """Asked between its steps, not in the middle of one."""
+
+        async def has_given_back() -> bool:
+            return self.elasticity.blanks.num_held_pages <= most_pages
+
+        await answered(has_given_back)
 
 
 async def test_resident_memory_follows_the_blocks() -> None:
@@ -82,6 +86,7 @@ async def test_resident_memory_follows_the_blocks() -> None:
 
 async def test_pages_are_there_before_they_are_written() -> None:
     worker = Worker()
+    worker.elasticity._clock = lambda: 0.0  # it never counts as idle
     async with running(worker.elasticity.run(worker.on_change)):
         blocks = worker.pool.allocate(1)
         assert blocks is not None
