@@ -108,12 +108,16 @@ class LocalCluster:
 
 @contextlib.contextmanager
 def running(
-    model: Path | None, *flags: str, log_dir: Path, environ: Mapping[str, str] | None = None
+    model: Path | None,
+    *flags: str,
+    log_dir: Path,
+    environ: Mapping[str, str] | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[LocalCluster]:
     """A ready cluster, stopped at the end of the block. `flags`: those of `moonserve serve`."""
     cluster = LocalCluster(model, *flags, log_dir=log_dir, environ=environ)
     try:
-        cluster.wait_until_ready()
+        cluster.wait_until_ready(start_timeout_s)
         yield cluster
     finally:
         if cluster.process.poll() is None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import coupled_live
 from benchmarks.coupled_live import SIDES, cluster_of
 from decode_worker import actions, events
 from decode_worker.limits import Limits
@@ -19,6 +20,7 @@ from engine.block_pool import BlockPool
 from protocol.ids import GatewayId, RequestId
 from protocol.keys import block_keys, root_key
 from protocol.request import PrefillReport, Request, SamplingParams
+from tests.ports import free_port
 from tests.thoroughness import examples
 from traces.client import StreamClient
 
@@ -142,9 +144,12 @@ def test_every_request_gets_its_tokens_once_and_in_order(
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_both_sides_of_the_comparison_serve_and_share_prefixes(side: str) -> None:
+def test_both_sides_of_the_comparison_serve_and_share_prefixes(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Real processes. Prompts that begin alike and go on differently: until the conductor has heard of the first one's
     blocks, which is a heartbeat later, the next ones may go to a worker that has them or to the other one."""
+    monkeypatch.setattr(coupled_live, "free_port", free_port)
     first, *others = asyncio.run(_cached_tokens(side))
     assert first == 0
     assert set(others) <= {0, 96}

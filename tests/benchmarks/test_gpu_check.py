@@ -18,6 +18,7 @@ from benchmarks.gpu_check.__main__ import NO_GPU, main
 from benchmarks.gpu_check.bench import REHEARSAL, Bench, Ceilings
 from benchmarks.gpu_check.checks import Check, run_checks
 from benchmarks.gpu_check.rows import Row, at_least, at_most
+from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the checks themselves can run")
 
@@ -47,7 +48,8 @@ def test_a_rehearsal_passes_and_leaves_table_and_json(
 @pytest.mark.parametrize(
     "check", ["graphs", "decode attention", "ahead", "handoff", "workers", "models"]
 )
-def test_each_check_can_be_rehearsed(check: str) -> None:
+def test_each_check_can_be_rehearsed(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.local.free_port", free_port)
     rows = list(run_checks(BENCH, check, time.monotonic() + 600))
     assert rows
     assert [row for row in rows if row.status == "fail"] == []

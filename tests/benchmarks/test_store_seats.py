@@ -13,6 +13,7 @@ from benchmarks.store.figures import figures
 from benchmarks.store.seats import Result
 from benchmarks.store.workload import EXISTS, Load
 from benchmarks.transfer.pair import Placement
+from tests.ports import free_port
 
 MIB = 1 << 20
 PUT, GET = Load("put", MIB, 16), Load("get", MIB, 16)
@@ -92,9 +93,13 @@ def test_this_projects_store_gives_back_what_was_put(
 
 
 @pytest.mark.slow  # as above
-def test_redis_gives_back_what_was_put_in_both_ways(tmp_path: Path) -> None:
+def test_redis_gives_back_what_was_put_in_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if shutil.which("redis-server") is None:
         pytest.skip("needs redis-server (.ci/system-packages)")
+    monkeypatch.setattr(servers, "free_port", free_port)
+    monkeypatch.setattr(seats, "ANSWER_S", PATIENT_S)
     redis = Contestant(
         name="redis",
         group="peer",
