@@ -14,6 +14,8 @@ import pytest
 from deploy.keys import main
 from gateway.keys.file import KeyFile, read
 from gateway.keys.record import ApiKey, digest_of, new_key
+from gateway.keys.redis_keys import RedisKeys
+from tests.patience import PATIENCE_S
 from tests.ports import free_port
 from tests.redis_server import RedisServer
 
@@ -25,12 +27,15 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(params=["file", "redis"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
-    """The arguments that say where keys are."""
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """The arguments that say where keys are; a Redis may be slow."""
     if request.param == "file":
         return ["--file", str(tmp_path / "keys.json")]
     server: RedisServer = request.getfixturevalue("redis")
     server.ask("FLUSHALL")
+    monkeypatch.setitem(RedisKeys.__init__.__kwdefaults__, "deadline_s", PATIENCE_S)
     return ["--in-registry", "--registry", server.url]
 
 

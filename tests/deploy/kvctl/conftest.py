@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from protocol.registry.redis_registry import RedisRegistry
 from tests.channels import PatientChannels
 from tests.deploy.kvctl.stage import Kvctl, Stage, stage
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -25,6 +27,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command gives up who does not answer within seconds, and a busy machine may need longer."""
     for caller in ("deploy.kvctl.cluster", "deploy.terminal.workers", "protocol.registry.remote"):
         monkeypatch.setattr(f"{caller}.Channels", PatientChannels)
+    monkeypatch.setitem(RedisRegistry.__init__.__kwdefaults__, "deadline_s", PATIENCE_S)
 
 
 @pytest.fixture(scope="package")
