@@ -10,7 +10,7 @@ from benchmarks.store.servers import TOKEN
 from protocol.pb import directory_pb2, directory_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 T = TypeVar("T")
 
 

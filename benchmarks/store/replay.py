@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.store.values import patiently
+from benchmarks.store.values import PATIENCE_S, patiently
 from benchmarks.store_hit_ratio import Prompt, prompts_of
 from kvstore.client import Block, KvStore, chain
 from protocol.keys import KEY_BYTES, BlockKey
@@ -49,7 +49,7 @@ def fill(store: KvStore, prompts: Sequence[Prompt]) -> None:
         missing = blocks[_num_leading(store, blocks) :]
         if missing:
             items = [(block, _value(block)) for block in missing]
-            patiently(partial(store.batch_put, items))
+            patiently(partial(store.batch_put, items, timeout_s=PATIENCE_S))
 
 
 def hit_rate(store: KvStore, prompts: Sequence[Prompt]) -> float:
@@ -59,7 +59,8 @@ def hit_rate(store: KvStore, prompts: Sequence[Prompt]) -> float:
 
 
 def _num_leading(store: KvStore, blocks: Sequence[Block]) -> int:
-    return sum(1 for _ in itertools.takewhile(bool, store.batch_exists(blocks)))
+    there = patiently(partial(store.batch_exists, blocks, timeout_s=PATIENCE_S))
+    return sum(1 for _ in itertools.takewhile(bool, there))
 
 
 def _value(block: Block) -> bytes:

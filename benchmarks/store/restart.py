@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from benchmarks.store import calls, replay, values
 from benchmarks.store.bars import Bar, restart_bars
 from benchmarks.store.processes import Child, Group, all_cores, ready
 from benchmarks.store.servers import TOKEN, launched_node
-from benchmarks.store.values import Values
+from benchmarks.store.values import PATIENCE_S, Values, patiently
 from benchmarks.store_hit_ratio import Prompt
 from benchmarks.transfer.pair import ContestantError
 from benchmarks.transfer.workload import MIB
@@ -93,7 +94,7 @@ class Node:
         """Returns as soon as it serves; what the disk holds may not be known yet."""
         self._child, reports = launched_node(self._group, all_cores(), "restarted", *self._flags)
         self.address = ready(self._child, reports)["rpc"]
-        return connect(f"node://{self.address}", cluster_token=TOKEN)
+        return connect(f"node://{self.address}", cluster_token=TOKEN, timeout_s=PATIENCE_S)
 
     def stop(self) -> float:
         assert self._child is not None
@@ -155,7 +156,8 @@ def _until_hit(store: KvStore, num_values: int) -> None:
     give_up_at = time.monotonic() + RECOVERY_S
     while time.monotonic() < give_up_at:
         for number in numbers:
-            if store.get(values.key(number)) is not None:
+            get = partial(store.get, values.key(number), timeout_s=PATIENCE_S)
+            if patiently(get) is not None:
                 return
         time.sleep(POLL_S)
     raise ContestantError(f"no hit within {RECOVERY_S:g} s")
@@ -164,7 +166,8 @@ def _until_hit(store: KvStore, num_values: int) -> None:
 def _num_found(store: KvStore, num_values: int) -> int:
     keys = [values.key(number) for number in range(num_values)]
     parts = (keys[at : at + ASKED_AT_ONCE] for at in range(0, num_values, ASKED_AT_ONCE))
-    return sum(sum(store.batch_exists(part)) for part in parts)
+    asked = (partial(store.batch_exists, part, timeout_s=PATIENCE_S) for part in parts)
+    return sum(sum(patiently(each)) for each in asked)
 
 
 def _read_again(store: KvStore, num_values: int) -> dict[str, int]:

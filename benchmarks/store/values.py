@@ -1,22 +1,25 @@
-"""Large values that tell which they are, and puts that wait while the store makes room."""
+"""Large values that tell which they are, and calls that wait while the store makes room or does not answer."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from benchmarks.transfer.workload import Bytes, pattern
 from kvstore.client import KvStore
-from protocol.errors import Overloaded
+from protocol.errors import Overloaded, PeerLost
 from transfer import Segment
+
+T = TypeVar("T")
 
 BATCH_BYTES = 16 << 20
 RETRY_S = 0.02
 """Shorter than what the store asks for, since here it is the only work."""
 PATIENCE_S = 60.0
-"""A store that has no room for so long is broken."""
+"""A store that has no room, or does not answer, for so long is broken."""
 
 
 class Values:
@@ -39,7 +42,7 @@ class Values:
         lengths = [self._length] * len(keys)
         patiently(
             lambda: self._store.batch_put_from(
-                keys, self._segment, self._offsets[: len(keys)], lengths
+                keys, self._segment, self._offsets[: len(keys)], lengths, timeout_s=PATIENCE_S
             )
         )
 
@@ -49,7 +52,11 @@ class Values:
         keys = [key(number) for number in numbers]
         offsets = self._offsets[: len(keys)]
         lengths = [self._length] * len(keys)
-        landed = self._store.batch_get_into(keys, self._segment, offsets, lengths)
+        landed = patiently(
+            lambda: self._store.batch_get_into(
+                keys, self._segment, offsets, lengths, timeout_s=PATIENCE_S
+            )
+        )
         there = [place for place, length in enumerate(landed) if length is not None]
         wrong = sum(not self._is(self._rows[place], numbers[place]) for place in there)
         return len(there), wrong
@@ -67,13 +74,14 @@ def key(number: int) -> bytes:
     return b"value-%d" % number
 
 
-def patiently(put: Callable[[], None]) -> None:
-    """Again and again while the store makes room. Raises Overloaded in the end."""
+def patiently(call: Callable[[], T]) -> T:
+    """Again and again while the store makes room, or a node rests that was slow. Raises Overloaded, PeerLost in the
+    end."""
     give_up_at = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return put()
-        except Overloaded:
+            return call()
+        except (Overloaded, PeerLost):
             if time.monotonic() > give_up_at:
                 raise
             time.sleep(RETRY_S)
