@@ -245,7 +245,7 @@ async def test_a_wrong_token_ends_the_seat_at_once() -> None:
 
 async def test_a_registry_that_restarts_is_waited_for_and_joined_again(told: Told) -> None:
     async with served(free_port()) as address:
-        registry = RemoteRegistry(address, "secret", deadline_s=5.0)
+        registry = RemoteRegistry(address, "secret", deadline_s=PATIENCE_S)
         holder = Holder(registry, member())
         keeping = seated(holder.seat)
         task = await keeping.__aenter__()
@@ -265,7 +265,7 @@ async def test_a_seat_waits_for_a_registry_that_comes_later(
     redis_server: RedisServer, open_redis: OpenRedis
 ) -> None:
     redis_server.kill()
-    registry = open_redis(redis_server.url, deadline_s=5.0)
+    registry = open_redis(redis_server.url)
     holder = Holder(registry, member())
     async with seated(holder.seat):
         with pytest.raises(TimeoutError):
@@ -278,7 +278,7 @@ async def test_members_survive_a_killed_redis_and_join_again_when_it_is_back(
     redis_server: RedisServer, told: Told, open_redis: OpenRedis
 ) -> None:
     """Redis comes back empty: each renewal is refused, each seat is taken again under a later epoch."""
-    registry = open_redis(redis_server.url, deadline_s=5.0, poll_s=0.1)
+    registry = open_redis(redis_server.url, poll_s=0.1)
     holders = [Holder(registry, member(f"store-{n}", owner=str(n))) for n in range(3)]
     async with seated(holders[0].seat) as a, seated(holders[1].seat) as b, seated(holders[2].seat):
         before = [await holder.epoch() for holder in holders]
