@@ -14,6 +14,7 @@ from typing import Any
 from protocol.errors import MoonserveError
 from tests.patience import PATIENCE_S
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
+from transfer.wire import acceptor
 
 
 class PeerProcess:
@@ -74,6 +75,7 @@ def main() -> None:
     peer = PeerProcess(
         token, transports.split(","), [rail for rail in rails.split(",") if rail], tls_files
     )
+    acceptor._HANDSHAKE_S = PATIENCE_S  # a busy machine is no stranger
     for line in sys.stdin:
         command, *arguments = json.loads(line)
         say(getattr(peer, command)(*arguments))

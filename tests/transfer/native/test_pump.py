@@ -17,10 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.patience import PATIENCE_S
 from tests.thoroughness import examples
 from transfer.native import DataPlane, End, Flow, IoVectors, address_of, vectors
 
 SECOND = 1_000_000_000
+LONG = int(PATIENCE_S * SECOND)
 Sockets = tuple[socket.socket, socket.socket]
 
 
@@ -103,8 +105,8 @@ def test_pieces_of_any_length_on_either_side_are_one_stream(
         sender.send(cut(content, out))
         receiver.receive(cut(landed, into))
         before = [sender.out.array.copy(), receiver.into.array.copy()]
-        assert plane.pump(near.fileno(), sender, timeout_ns=SECOND, spin_ns=0) is End.OUT_DONE
-        assert plane.pump(far.fileno(), receiver, timeout_ns=SECOND, spin_ns=0) is End.IN_DONE
+        assert plane.pump(near.fileno(), sender, timeout_ns=LONG, spin_ns=0) is End.OUT_DONE
+        assert plane.pump(far.fileno(), receiver, timeout_ns=LONG, spin_ns=0) is End.IN_DONE
     assert landed == content
     assert sender.out.moved == receiver.into.moved == size
     # The caller's arrays are as they were.
@@ -117,8 +119,8 @@ def test_more_pieces_than_one_system_call_takes(plane: DataPlane, pair: Sockets)
     sender, receiver = Flow(), Flow()
     sender.send(cut(content, [3] * 5000))
     receiver.receive(cut(landed, [7] * 3000))
-    assert plane.pump(pair[0].fileno(), sender, timeout_ns=SECOND, spin_ns=0) is End.OUT_DONE
-    assert plane.pump(pair[1].fileno(), receiver, timeout_ns=SECOND, spin_ns=0) is End.IN_DONE
+    assert plane.pump(pair[0].fileno(), sender, timeout_ns=LONG, spin_ns=0) is End.OUT_DONE
+    assert plane.pump(pair[1].fileno(), receiver, timeout_ns=LONG, spin_ns=0) is End.IN_DONE
     assert landed == content
 
 
@@ -133,7 +135,7 @@ def test_a_timeout_keeps_what_has_moved_and_the_next_call_goes_on(
         assert plane.pump(near.fileno(), flow, timeout_ns=SECOND // 100, spin_ns=0) is End.TIMEOUT
     assert (flow.into.moved, flow.into.index, flow.into.offset) == (5, 1, 2)
     far.send(b"56789")
-    assert plane.pump(near.fileno(), flow, timeout_ns=SECOND, spin_ns=0) is End.IN_DONE
+    assert plane.pump(near.fileno(), flow, timeout_ns=LONG, spin_ns=0) is End.IN_DONE
     assert landed == b"0123456789"
 
 
@@ -154,7 +156,7 @@ def test_input_that_is_complete_ends_the_call_whatever_is_left_to_send(
     landed, flow, much = bytearray(6), Flow(), bytes(32 << 20)
     flow.send(of(much))
     flow.receive(of(landed))
-    assert plane.pump(near.fileno(), flow, timeout_ns=SECOND, spin_ns=0) is End.IN_DONE
+    assert plane.pump(near.fileno(), flow, timeout_ns=LONG, spin_ns=0) is End.IN_DONE
     assert landed == b"answer"
     assert 0 < flow.out.moved < len(much)
     before = flow.out.moved
@@ -184,7 +186,7 @@ def test_input_may_run_ahead_of_what_is_wanted(plane: DataPlane, pair: Sockets) 
     landed, flow = bytearray(100), Flow()
     flow.receive(of(landed), at_least=4)
     far.send(b"headersomething")
-    while plane.pump(near.fileno(), flow, timeout_ns=SECOND, spin_ns=0) is not End.IN_DONE:
+    while plane.pump(near.fileno(), flow, timeout_ns=LONG, spin_ns=0) is not End.IN_DONE:
         pass
     assert flow.into.moved >= 4
     flow.into.clear()
@@ -197,7 +199,7 @@ def test_the_peers_end_is_told_after_all_that_it_sent(plane: DataPlane, pair: So
     far.close()
     landed, flow = bytearray(20), Flow()
     flow.receive(of(landed))
-    assert plane.pump(near.fileno(), flow, timeout_ns=SECOND, spin_ns=0) is End.HANGUP
+    assert plane.pump(near.fileno(), flow, timeout_ns=LONG, spin_ns=0) is End.HANGUP
     assert landed[: flow.into.moved] == b"last words"
 
 
@@ -212,9 +214,9 @@ def test_a_broken_pipe_raises_no_signal_and_what_came_before_it_is_still_read(
         landed, flow = bytearray(7), Flow()
         flow.send(of(b"x" * 100))
         flow.receive(cut(landed, [3]))
-        assert plane.pump(near.fileno(), flow, timeout_ns=SECOND, spin_ns=0) is End.IN_DONE
+        assert plane.pump(near.fileno(), flow, timeout_ns=LONG, spin_ns=0) is End.IN_DONE
         assert landed == b"refused"
-        assert plane.pump(near.fileno(), flow, timeout_ns=SECOND, spin_ns=0) is End.HANGUP
+        assert plane.pump(near.fileno(), flow, timeout_ns=LONG, spin_ns=0) is End.HANGUP
     finally:
         signal.signal(signal.SIGPIPE, before)
         near.close()
@@ -227,7 +229,7 @@ def test_any_other_failure_is_an_error_number(plane: DataPlane) -> None:
     far.close()
     landed, flow = bytearray(1), Flow()
     flow.receive(of(landed))
-    assert plane.pump(fd, flow, timeout_ns=SECOND, spin_ns=0) is End.ERROR
+    assert plane.pump(fd, flow, timeout_ns=LONG, spin_ns=0) is End.ERROR
     assert flow.error == errno.EBADF
 
 
@@ -260,7 +262,7 @@ def test_a_descriptor_comes_with_the_bytes_it_was_sent_with(plane: DataPlane) ->
         far.send(b"frame2")
         landed, flow = bytearray(100), Flow()
         flow.receive(of(landed), at_least=6)
-        assert plane.pump(near.fileno(), flow, timeout_ns=SECOND, spin_ns=0) is End.IN_DONE
+        assert plane.pump(near.fileno(), flow, timeout_ns=LONG, spin_ns=0) is End.IN_DONE
         assert landed[: flow.into.moved] == b"frame1"
         taken = flow.take_descriptor()
         assert taken is not None
@@ -279,7 +281,7 @@ def test_a_descriptor_that_nobody_took_is_closed_by_the_next(plane: DataPlane) -
         for _ in range(3):
             socket.send_fds(far, [b"x"], [null.fileno()])
             flow.receive(of(landed))
-            assert plane.pump(near.fileno(), flow, timeout_ns=SECOND, spin_ns=0) is End.IN_DONE
+            assert plane.pump(near.fileno(), flow, timeout_ns=LONG, spin_ns=0) is End.IN_DONE
         assert len(os.listdir("/proc/self/fd")) == before + 1
         taken = flow.take_descriptor()
         assert taken is not None
