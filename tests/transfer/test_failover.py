@@ -169,6 +169,8 @@ def test_a_rail_that_keeps_failing_rests_and_is_used_again_once_it_is_well(
     rails: TwoRails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails at once, however busy the machine is, so that the good one has all the time of the batch."""
+    for patience in ("job._CONNECT_S", "wire.stream._SILENCE_S"):  # the good one may be slow
+        monkeypatch.setattr(f"transfer.{patience}", NEVER_S)
     dialled = endpoints_dialled(monkeypatch)
     rails.run(Op.WRITE)
     bad, _ = rails.proxies

@@ -11,7 +11,7 @@ import pytest
 
 from protocol.errors import PeerLost
 from protocol.registry.seat import Seat, seated
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.protocol.registry.conftest import OpenRedis
 from tests.protocol.registry.members import member
 from tests.redis_server import RedisServer
@@ -39,24 +39,16 @@ def guarded() -> Iterator[Guarded]:
         master = stack.enter_context(RedisServer("--repl-diskless-sync-delay", "0"))
         replica = stack.enter_context(RedisServer("--replicaof", "127.0.0.1", str(master.port)))
         # A Sentinel looks for replicas when it starts, then every 10 s: the replica must be there before.
-        _write_reaches_the_replica(master)
+        until(lambda: b"state=online" in master.ask("INFO", "replication"))
         lines = [
             f"sentinel monitor main 127.0.0.1 {master.port} 1",
             f"sentinel down-after-milliseconds main {DOWN_AFTER_MS}",
             "sentinel failover-timeout main 5000",
         ]
         sentinel = stack.enter_context(RedisServer(sentinel=lines))
+        # Without it, a Sentinel has nobody to promote, however long it is waited for.
+        until(lambda: str(replica.port).encode() in sentinel.ask("SENTINEL", "REPLICAS", "main"))
         yield Guarded(master, replica, sentinel)
-
-
-def _write_reaches_the_replica(master: RedisServer) -> None:
-    master.ask("SET", "probe", "1")
-    # Replicas connect in their own time, and WAIT counts those that have the writes before it on its connection.
-    for _ in range(100):
-        if b"state=online" in master.ask("INFO", "replication"):
-            return
-        master.ask("WAIT", "1", "100")
-    raise AssertionError(f"no replica came: {master.output()}")
 
 
 async def test_the_server_is_found_through_a_sentinel(
