@@ -80,7 +80,8 @@ async def test_a_failover_is_followed_by_seats_and_watchers(
         async for members in watching:
             if members == [seat.member]:
                 break
-        guarded.sentinel.ask("SENTINEL", "SET", "main", "down-after-milliseconds", "500")
+        # A Sentinel that stood still looks on for 30 s, and promotes none that lost its master ten times this before.
+        guarded.sentinel.ask("SENTINEL", "SET", "main", "down-after-milliseconds", "4000")
         guarded.master.kill()
         newcomer = member("store-1", owner="b")
         while True:
