@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from protocol.ids import new_id
-from protocol.keys import KEY_BYTES, BlockKey
+from protocol.keys import KEY_BYTES, BlockKey, block_keys, root_key
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protocol.rpc import Channels
 from tests.e2e.cluster import Cluster
@@ -92,6 +92,23 @@ class Accounts:
         await call(stub.Release, release, timeout_s=PATIENCE_S)
         return [(stored.offset, stored.length) for stored in reply.objects]
 
+    def wait_until_stored(self, prompts: Iterable[Sequence[int]], block_size: int) -> None:
+        """All full blocks of these prompts are in store-0, and the conductor knows. Not so many of anybody's."""
+        with self._cluster.client() as client:
+            root = root_key(client.get("/v1/cluster").json()["fingerprint"])
+        for keys in (block_keys(root, prompt, block_size) for prompt in prompts):
+            if keys:
+                self._cluster.wait_for(
+                    "the write-behind", lambda keys=keys: len(self.places(keys)) == len(keys)
+                )
+        num_objects = self.store().num_objects
+        self._cluster.wait_for("the index", lambda: self._num_indexed() >= num_objects)
+
+    def _num_indexed(self) -> int:
+        """How many blocks the conductor knows to be in the store."""
+        stores = [each for each in self._cluster.instances() if each["role"] == "store"]
+        return sum(store["indexed_blocks"] for store in stores)
+
     def counter(self, instance_id: str, name: str) -> int:
         """0 for one that has not been counted yet."""
         is_store = instance_id.startswith("store")
@@ -141,8 +158,7 @@ class Accounts:
         self._cluster.wait_for("all pools free", lambda: not self.in_use(), timeout_s)
 
     def _address(self, instance_id: str) -> str:
-        found = {each["instance_id"]: each for each in self._cluster.instances()}
-        address: str = found[instance_id]["rpc_address"]
+        address: str = self._cluster.instance(instance_id)["rpc_address"]
         return address
 
     def _store_stub(self, instance_id: str) -> kvstore_pb2_grpc.KvStoreAsyncStub:

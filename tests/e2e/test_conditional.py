@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.accounts import accounts_of
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.reference import Continuation, continuations, load_reference, num_ties
 from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
 
+BLOCK_SIZE = 32
 FLAGS = (
-    *("--dtype", "float32", "--block-size", "32", "--kv-cache-memory", "64MiB"),
+    *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-memory", "64MiB"),
     *("--max-num-batched-tokens", "64", "--ttft-slo", "10000", "--num-threads", "1"),
     *("--conditional-disaggregation", "on", "--admission", "none", "--store-reads", "always"),
     # Queues have to last: in order of arrival, and computed as slowly as can be.
@@ -121,10 +123,19 @@ def test_a_short_prompt_behind_long_ones_is_read_by_the_decode_worker(
 
 def test_a_prefix_from_the_store_gives_the_same_tokens(cluster: Cluster, model: Path) -> None:
     """What a decode worker computed goes into the store, where its successor, whose memory is empty, finds it."""
-    stem = tokens_of("stem", 100)
+    stems: list[
+        list[int]
+    ] = []  # another one each time, so that nobody else has computed the last one
+
+    def is_read_there() -> bool:
+        stems.append(tokens_of(f"stem {len(stems)}", 100))
+        return read_by_decode(cluster, stems[-1]) is not None
+
     with busy_prefill(cluster, "stem"):
-        cluster.wait_for("the stem read there", lambda: read_by_decode(cluster, stem) is not None)
-    cluster.wait_for("its blocks stored", lambda: in_store(cluster) > 0)
+        cluster.wait_for("a stem read there", is_read_there)
+    stem = stems[-1]
+    with accounts_of(cluster) as accounts:
+        accounts.wait_until_stored([stem], BLOCK_SIZE)
     epoch = cluster.kill("decode-0")
     cluster.wait_for("its successor", lambda: cluster.epoch("decode-0") > epoch)
     prompts = [[*stem, *tokens_of(f"leaf {number}", 20)] for number in range(ATTEMPTS)]
@@ -136,11 +147,6 @@ def test_a_prefix_from_the_store_gives_the_same_tokens(cluster: Cluster, model: 
     assert known, cluster.logs()
     assert sum(num_ties(*pair) for pair in known) <= 1
     assert {cached(answer) for answer, _ in known} == {96}
-
-
-def in_store(cluster: Cluster) -> int:
-    """Blocks that the decode worker has put."""
-    return cluster.counters("decode-0").get("put_blocks", 0)
 
 
 def test_a_prompt_goes_on_elsewhere_when_the_worker_that_reads_it_is_killed(

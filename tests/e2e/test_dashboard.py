@@ -58,15 +58,16 @@ async def shown(opened: Page) -> str:
 
 async def test_the_page_shows_the_cluster_under_load(cluster: Cluster, tmp_path: Path) -> None:
     async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
-        text = await shown(opened)
-        assert await opened.evaluate("document.getElementById('state').textContent") == "ready"
+        await shown(opened)
+        await opened.wait_for("document.getElementById('state').textContent === 'ready'")
+        for part in (
+            *("prefill-0", "decode-0", "store-0", "TTFT, p95", "Between tokens, p95", "Rejected"),
+            *("Transfers by rail", "Hot prefixes"),
+        ):
+            await opened.wait_for(f"document.body.innerText.includes({part!r})")
+        # Latencies of the last minute.
+        await opened.wait_for(r"/p50 [0-9.]+ m?s/.test(document.body.innerText)")
         assert not opened.complaints
-    for instance in ("prefill-0", "decode-0", "store-0"):
-        assert instance in text
-    for part in ("TTFT, p95", "Between tokens, p95", "Rejected", "Transfers by rail"):
-        assert part in text
-    assert "Hot prefixes" in text
-    assert re.search(r"p50 [0-9.]+ m?s", text), "latencies of the last minute"
 
 
 async def test_at_no_width_and_in_no_colours_anything_is_cut_off(

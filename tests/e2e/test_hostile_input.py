@@ -286,12 +286,12 @@ def test_a_client_that_hardly_reads_delays_nobody_and_is_given_up(
     """Chunks with 20 alternatives per token are kilobytes: the buffers on the way fill within seconds."""
     stopping = threading.Event()
     with RawClient(cluster, receive_buffer=2_048) as client:
+        port = client.socket.getsockname()[1]
+        cluster.wait_for("the connection", lambda: port in client_ports(cluster))
         client.ask([1, 2, 3], max_tokens=MAX_MODEL_LEN - 3, logprobs=20, n=8)
         reader = threading.Thread(target=read_slowly, args=(client, stopping, reads))
         reader.start()
         try:
-            port = client.socket.getsockname()[1]
-            cluster.wait_for("the request", lambda: port in client_ports(cluster))
             deadline = time.monotonic() + 3 * PATIENCE_S
             while port in client_ports(cluster):
                 assert_serves(cluster)

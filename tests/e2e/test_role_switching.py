@@ -173,11 +173,8 @@ def test_the_prefix_cache_survives_a_change_of_role(cluster: Cluster) -> None:
     cluster.complete(PROMPT, max_tokens=2, **WISH)
     num_blocks = len(PROMPT) // 32
     # One of the two decode workers has it; whichever, it becomes the only prefill worker with it.
-    holder = next(
-        i["instance_id"]
-        for i in cluster.instances()
-        if i["role"] == "decode" and i["indexed_blocks"] >= num_blocks
-    )
+    cluster.wait_for("a holder", lambda: holders(cluster, num_blocks))
+    holder = holders(cluster, num_blocks)[0]
     held = cluster.instance(holder)["indexed_blocks"]
     assert switch(cluster, holder, "prefill", 300.0) == 0
     cluster.wait_for(
@@ -188,6 +185,15 @@ def test_the_prefix_cache_survives_a_change_of_role(cluster: Cluster) -> None:
     (found,) = (c for c in decision["prefill_candidates"] if c["instance_id"] == holder)
     assert found["device_blocks"] >= num_blocks
     assert switch(cluster, holder, "decode", 300.0) == 0
+
+
+def holders(cluster: Cluster, num_blocks: int) -> list[str]:
+    """Decode workers that the conductor knows to have so many blocks."""
+    return [
+        i["instance_id"]
+        for i in cluster.instances()
+        if i["role"] == "decode" and i["indexed_blocks"] >= num_blocks
+    ]
 
 
 def test_the_command_says_what_is_wrong(

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.e2e
 
 WISH = {"ignore_eos": True, "return_token_ids": True}
 ANSWER, LONG = 12, 1_500  # tokens
+TRIES = 5
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +122,11 @@ class Stream:
             client.stream("POST", "/v1/completions", json=self._body, headers=headers) as reply,
         ):
             assert reply.status_code == 200, reply.read()
+            pid = self._cluster.pids()["gateway-0"]
             for line in reply.iter_lines():
                 self._take(line)
                 if num_tokens is not None and len(self.token_ids) >= num_tokens:
-                    os.kill(self._cluster.pids()["gateway-0"], signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
                     num_tokens = None
 
     def _take(self, line: str) -> None:
@@ -139,13 +141,22 @@ class Stream:
 
 def test_a_client_of_a_killed_gateway_goes_on_where_it_was(cluster: Cluster) -> None:
     """Its connection breaks, which nobody could take for an end; the next one waits for the gateway's successor, which
-    draws the same tokens although the client never named a seed."""
+    draws the same tokens although the client never named a seed. On a busy machine all may have been said, and lie in
+    the connection, when the kill comes: then another one is tried."""
     body = {"prompt": list(range(60)), "max_tokens": LONG, "temperature": 1.0, **WISH}
-    stream = Stream(cluster, body)
-    with pytest.raises(httpx.TransportError):
-        stream.read(num_tokens=20)
+    streams = (Stream(cluster, body) for _ in range(TRIES))
+    stream = next(each for each in streams if is_broken_off(each))
     assert 20 <= len(stream.token_ids) < LONG
     stream.read()
     assert len(stream.names) == 1
     whole = cluster.complete(**body, seed=parse(stream.last_id).seed)
     assert stream.token_ids == whole["choices"][0]["token_ids"]
+
+
+def is_broken_off(stream: Stream) -> bool:
+    """By the gateway's death, before its last token."""
+    try:
+        stream.read(num_tokens=20)
+    except httpx.TransportError:
+        return len(stream.token_ids) < LONG
+    return False

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.e2e
 
 COMMAND = (sys.executable, "-m", "deploy")
 CTRL_C, CTRL_D = "\x03", "\x04"
+TRIES = 10
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +35,9 @@ def test_top_shows_the_cluster_live_until_it_is_interrupted(cluster: Cluster) ->
         top.wait_for("ready")
         for shown in ("TTFT", "p95", "TBT", "prefix hits"):
             top.wait_for(shown)
-        for instance in ("decode-0", "prefill-0", "store-0"):
-            assert instance in top.text
-        assert "prefilling 0" in top.text
-        assert "hot prefix" in top.text
+        # A screen may come in pieces; the next one has it all again.
+        for shown in ("decode-0", "prefill-0", "store-0", "prefilling 0", "hot prefix"):
+            top.wait_for(shown)
         top.wait_for(r"throughput +\d")  # a second look
         top.type(CTRL_C)
         assert top.ended() == 0
@@ -73,17 +73,24 @@ def test_a_conversation_streams_and_says_what_it_took(cluster: Cluster) -> None:
 
 
 def test_an_interrupt_ends_the_answer_and_not_the_conversation(cluster: Cluster) -> None:
-    chat = (*COMMAND, "chat", "--url", cluster.url, "--max-tokens", "2000")
+    """An answer may end by itself before the interrupt comes, which then ends the program: another one is tried."""
+    assert any(is_interrupted(cluster) for _ in range(TRIES))
+
+
+def is_interrupted(cluster: Cluster) -> bool:
+    chat = (*COMMAND, "chat", "--url", cluster.url, "--max-tokens", "2000", "--temperature", "2")
     with terminal(chat) as spoken:
         spoken.wait_for("> ")
         spoken.type("Count as far as you can.\n")
         spoken.wait_for("can.\n.+")
         spoken.type(CTRL_C)
-        spoken.wait_for("stopped")
+        if spoken.wait_for(r"stopped\n|TTFT \d+ ms")[0] != "stopped\n":
+            return False
         spoken.wait_for("> ")
         cluster.wait_for("its end in the cluster", lambda: not any(live(cluster)))
         spoken.type("/quit\n")
         assert spoken.ended() == 0
+    return True
 
 
 def live(cluster: Cluster) -> list[int]:
