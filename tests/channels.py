@@ -15,13 +15,6 @@ class PatientChannels(Channels):
     """Who is gone is noticed at once."""
 
     async def call(
-        self,
-        method: Callable[..., Awaitable[Reply]],
-        request: Any,
-        *,
-        timeout_s: float,
-        wait_for_ready: bool = False,
+        self, method: Callable[..., Awaitable[Reply]], request: Any, **options: Any
     ) -> Reply:
-        return await super().call(
-            method, request, timeout_s=PATIENCE_S, wait_for_ready=wait_for_ready
-        )
+        return await super().call(method, request, **{**options, "timeout_s": PATIENCE_S})

@@ -123,9 +123,7 @@ def test_a_short_prompt_behind_long_ones_is_read_by_the_decode_worker(
 
 def test_a_prefix_from_the_store_gives_the_same_tokens(cluster: Cluster, model: Path) -> None:
     """What a decode worker computed goes into the store, where its successor, whose memory is empty, finds it."""
-    stems: list[
-        list[int]
-    ] = []  # another one each time, so that nobody else has computed the last one
+    stems: list[list[int]] = []  # a new one each time: nobody else has computed the last one
 
     def is_read_there() -> bool:
         stems.append(tokens_of(f"stem {len(stems)}", 100))
