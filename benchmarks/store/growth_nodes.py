@@ -20,7 +20,7 @@ from benchmarks.measure import median
 from benchmarks.store import calls
 from benchmarks.store.processes import Group, all_cores, ready
 from benchmarks.store.servers import TOKEN, launched, launched_node
-from benchmarks.store.values import patiently
+from benchmarks.store.values import PATIENCE_S, patiently
 from benchmarks.transfer.pair import ContestantError
 from kvstore.client import KvStore, connect
 from protocol.errors import MoonserveError
@@ -35,8 +35,6 @@ CONNECT_TIMEOUT_S = 60.0
 TOGETHER = 4
 """Nodes that start at the same time: more would wait for each other."""
 KNOWN_S = 60.0
-CALL_S = 60.0
-"""Nobody is given up for having been slow once: what is counted is how long calls take."""
 POLL_S = 0.1
 
 Point = dict[str, Any]
@@ -96,7 +94,7 @@ def _cold(address: str, count: int) -> tuple[list[float], list[float]]:
             connects.append(time.perf_counter() - begin)
             _until_known(store, count)
             begin = time.perf_counter()
-            store.get(b"nobody has it %d" % number, timeout_s=CALL_S)
+            store.get(b"nobody has it %d" % number, timeout_s=PATIENCE_S)
             first_gets.append(time.perf_counter() - begin)
     return connects, first_gets
 
@@ -129,14 +127,14 @@ def _operations(store: KvStore) -> Point:
     puts, gets, exists = [], [], []
 
     def put(key: bytes) -> None:
-        patiently(lambda: store.put(key, value, timeout_s=CALL_S))
+        patiently(lambda: store.put(key, value, timeout_s=PATIENCE_S))
 
     for number, keys in enumerate(sweeps):
         if number:
-            patiently(partial(store.batch_remove, sweeps[number - 1], timeout_s=CALL_S))
+            patiently(partial(store.batch_remove, sweeps[number - 1], timeout_s=PATIENCE_S))
         puts.append(_timed(put, keys))
-        gets.append(_timed(partial(store.get, timeout_s=CALL_S), keys))
-        exists.append(_timed(partial(store.exists, timeout_s=CALL_S), keys))
+        gets.append(_timed(partial(store.get, timeout_s=PATIENCE_S), keys))
+        exists.append(_timed(partial(store.exists, timeout_s=PATIENCE_S), keys))
     return {
         "put_s": median([len(took) / sum(took) for took in puts]),
         "get_s": median([len(took) / sum(took) for took in gets]),
